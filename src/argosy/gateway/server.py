@@ -52,6 +52,7 @@ from argosy.gateway.pool import (
     run_with_restarts,
 )
 from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
+from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
@@ -87,6 +88,7 @@ class GatewayServer:
         on_ready: Callable[[str], None],
         load_config: ConfigLoader | None = None,
         resolver: Resolver = resolve_host,
+        replica_logs: ReplicaLogs | None = None,
     ) -> None:
         """Build the parts that need no I/O.
 
@@ -95,6 +97,7 @@ class GatewayServer:
             on_ready: Called with the base URL once the gateway listens.
             load_config: Reads the settings again for `reload`. None disables it.
             resolver: Resolves host names to addresses.
+            replica_logs: Logs of the replicas. Those of a declared fleet are in its store.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
@@ -129,6 +132,7 @@ class GatewayServer:
             if pools is None
             else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
         )
+        self._replica_logs = replica_logs
         self._outcomes: OutcomeMeter | None = None
         self._config_reloader: ConfigReloader | None = None
         self._console: Console | None = None
@@ -259,6 +263,7 @@ class GatewayServer:
         background_tasks: list[CoroutineFactory] = []
         if store is not None and self._fleet_pools is not None:
             background_tasks += self._build_rollout_tasks(store, self._fleet_pools)
+            self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
         generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
 
         def read_metrics() -> GatewayGauges:
@@ -306,8 +311,12 @@ class GatewayServer:
         """Build the routes for requests of the controller and of other gateways, which are signed with `secret`."""
         routes: list[HttpRoute] = []
         if self._fleet_pools is not None and self._outcomes is not None:
+            logs = self._replica_logs
             routes += self._fleet_pools.build_routes(
-                secret, generation.read_demand, self._outcomes.build_report
+                secret,
+                generation.read_demand,
+                self._outcomes.build_report,
+                tuple if logs is None else logs.list_watched,
             )
         if series_queries is not None:
             routes.append(series_queries.build_route(secret))
@@ -331,6 +340,7 @@ class GatewayServer:
             series_queries=series_queries,
             sessions=None if self._console is None else self._console.sessions,
             config=self._config,
+            replica_logs=self._replica_logs,
         )
 
     def _build_console(

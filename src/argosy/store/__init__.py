@@ -85,6 +85,7 @@ from argosy.store.records import (
     User,
     Weight,
 )
+from argosy.store.replica_log_store import ReplicaLogRun, ReplicaLogStore
 from argosy.store.replica_settings import ReplicaSettings
 from argosy.store.response_store import (
     RUNNING_STATUSES,
@@ -155,6 +156,8 @@ __all__ = [
     "QuotaBackend",
     "QuotaDemand",
     "QuotaFailureMode",
+    "ReplicaLogRun",
+    "ReplicaLogStore",
     "ReplicaSetting",
     "ReplicaSettings",
     "ReplicaState",

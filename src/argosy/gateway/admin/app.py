@@ -29,6 +29,7 @@ from argosy.gateway.auth import Authenticator, check_role
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import ConsoleSessions
 from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     EXCHANGE_KEY,
@@ -78,6 +79,7 @@ def build_admin_app(
     series_queries: SeriesQueries | None = None,
     sessions: ConsoleSessions | None = None,
     config: GatewayConfig | None = None,
+    replica_logs: ReplicaLogs | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -94,6 +96,7 @@ def build_admin_app(
         series_queries: Time series.
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
+        replica_logs: Logs of the replicas of the gateway's fleet.
     """
     admin_scope = AdminScope(
         store,
@@ -102,6 +105,7 @@ def build_admin_app(
         fleet_name=fleet_name,
         series_queries=series_queries,
         config=config,
+        fleet_logs=replica_logs,
     )
     limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}

@@ -1,16 +1,18 @@
-// One replica: its state and facts, and its load over the last quarter of an hour.
+// One replica: its state and facts, its load over the last quarter of an hour, and its log, also after it is gone.
 import { html } from "../vendor.js";
 import { age, count, percent, time, visible } from "../core/format.js";
 import { link } from "../core/router.js";
 import { Chart } from "../ui/chart.js";
 import { Card, Name, Resource, Status } from "../ui/parts.js";
 import { ReplicaActions } from "../ui/replica-table.js";
+import { ReplicaLog } from "../ui/replica-log.js";
 import { useSeries } from "../ui/series.js";
 
 export function Replica({ name, replicas, reload }) {
   const replica = replicas.data?.data.find((each) => each.replica === name);
-  return html`<${Resource} of=${replicas}>${() => (replica ? html`<${Facts} replica=${replica} reload=${reload} /><${ReplicaCharts} name=${name} />`
-    : html`<${Card} title=${visible(name)}><p class="empty">This gateway has no such replica now. Its history is below.</p><//>`)}<//>`;
+  return html`<div class="stack"><${Resource} of=${replicas}>${() => (replica ? html`<div class="stack"><${Facts} replica=${replica} reload=${reload} /><${ReplicaCharts} name=${name} /></div>`
+    : html`<${Card} title=${visible(name)}><p class="empty">This gateway has no such replica now. Its log and history are below.</p><//>`)}<//>
+    <${ReplicaLog} name=${name} /></div>`;
 }
 
 function Facts({ replica, reload }) {
