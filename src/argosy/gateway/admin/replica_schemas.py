@@ -77,6 +77,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     """Requests of all clients, by the replica's latest report."""
     queued_tokens: int
     kv_usage_ratio: float
+    kv_blocks_total: int | None
+    """KV blocks of a native replica; None for others."""
     report_age_s: float | None
     """Age of the latest load report; None without one."""
     max_model_len: int | None
@@ -184,6 +186,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         waiting=load.waiting,
         queued_tokens=load.queued_tokens,
         kv_usage_ratio=load.kv_usage_ratio,
+        kv_blocks_total=report.kv_blocks_total if report else None,
         report_age_s=now - load.reported_at if has_report else None,
         max_model_len=replica.max_model_len,
         arithmetic_id=replica.arithmetic_id,
