@@ -325,3 +325,12 @@ def test_streams_survive_killed_replica_of_two(model_impl: str) -> None:
         while len(server.replicas()) < 2:
             pass
         assert victim.pid not in {replica.pid for replica in server.replicas()}
+        ended = [
+            run
+            for number in range(2)
+            for run in httpx2.get(
+                f"{server.url}/admin/replicas/log", params={"replica": f"replica-1-{number}"}
+            ).json()["runs"]
+            if run["exited_at"]
+        ]
+        assert [run["exit_status"] for run in ended] == [-signal.SIGKILL]

@@ -20,11 +20,14 @@ from argosy.policy.reconciliation import (
 
 if TYPE_CHECKING:
     from argosy.fleet.declaration import FleetConfig
+    from argosy.gateway import ReplicaLogs
     from argosy.store import Store
 
 FLEET = "serve"
 FIRST_EPOCH = 1
 """Epoch of the only controller, and of the starts before it leads."""
+MAX_LOG_BYTES = 1024 * 1024
+"""Size at which a log is rotated. It is only for the console; the terminal has the whole output."""
 LEASE_S = 1e9
 """Duration of the controller's lease. No other controller has access to its store."""
 
@@ -47,8 +50,12 @@ class ReplicaFleet:
     def __init__(self, pools: Sequence[ServePool], folder: Path) -> None:
         self._pools = pools
         self._models = {pool.name: pool.model for pool in pools}
-        self._launcher = LocalProcessLauncher(folder, die_with_launcher=True)
+        self._launcher = LocalProcessLauncher(
+            folder, die_with_launcher=True, forwards_output=True, max_log_bytes=MAX_LOG_BYTES
+        )
         self._store: Store | None = None
+        self.logs: ReplicaLogs | None = None
+        """Logs of the replicas. None until `start`."""
 
     async def start(self) -> None:
         """Start all replicas. They load while this process imports the controller and the gateway.
@@ -59,6 +66,12 @@ class ReplicaFleet:
         specs = [spec for pool in self._pools for spec in pool.launch_specs()]
         await asyncio.gather(*(self._launcher.start(spec, FIRST_EPOCH) for spec in specs))
 
+        from argosy.gateway import ReplicaLogs
+        from argosy.store import open_memory_store
+
+        self._store = open_memory_store()
+        self.logs = ReplicaLogs(FLEET, self._store.replica_logs)
+
     async def keep(self) -> None:
         """Keep the replicas as declared, until `drain` has ended all of them or until cancelled.
 
@@ -67,22 +80,19 @@ class ReplicaFleet:
             ValueError: A setting is invalid; the message says what to change.
         """
         from argosy.fleet.control import Controller, FleetContext, process_holder
-        from argosy.store import open_memory_store
 
-        self._store = open_memory_store()
-        try:
-            self._apply(declare_fleet(self._pools))
-            context = FleetContext(
-                store=self._store,
-                store_url="",
-                fleet=FLEET,
-                create_launcher=lambda _name: self._launcher,
-                folder=Path(),  # for gateways, of which this controller runs none
-                on_reconciled=self._check_failures,
-            )
-            await Controller(context, process_holder(), LEASE_S).run(until_empty=True)
-        finally:
-            self._store.close()
+        assert self._store is not None and self.logs is not None  # noqa: S101, PT018 - `start` opened them
+        self._apply(declare_fleet(self._pools))
+        context = FleetContext(
+            store=self._store,
+            store_url="",
+            fleet=FLEET,
+            create_launcher=lambda _name: self._launcher,
+            folder=Path(),  # for gateways, of which this controller runs none
+            list_watched_logs=self.logs.list_watched,
+            on_reconciled=self._check_failures,
+        )
+        await Controller(context, process_holder(), LEASE_S).run(until_empty=True)
 
     def drain(self) -> None:
         """Declare that nothing shall run. `keep` then drains the replicas, and returns."""
@@ -103,6 +113,8 @@ class ReplicaFleet:
     async def close(self) -> None:
         """Kill the replicas that are left. `keep` must have ended."""
         await self._launcher.close()
+        if self._store is not None:
+            self._store.close()
 
     def _apply(self, declaration: FleetConfig) -> None:
         from argosy.fleet.control import pool_digests

@@ -44,6 +44,7 @@ from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.model_traffic import TrafficTarget
 from argosy.gateway.pool import ModelStartup
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
+from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.rollout_messages import (
     ROUTE_PREFIX,
     OutcomeQuery,
@@ -84,6 +85,7 @@ __all__ = [
     "PublishedVersions",
     "QueueConfig",
     "ReplicaConfig",
+    "ReplicaLogs",
     "RouteConfig",
     "RoutedReplica",
     "Timeouts",

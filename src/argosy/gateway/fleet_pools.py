@@ -106,6 +106,8 @@ class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None from a gateway of an earlier version."""
     routes: Mapping[str, int] = {}
     """Version of the route that the gateway follows, by pool."""
+    watched_logs: Sequence[str] = ()
+    """Replicas whose logs the gateway shows."""
 
 
 def load_fleet_pools(config: GatewayConfig) -> SavedPools:
@@ -228,6 +230,7 @@ class FleetPoolsHandler:
         secret: str,
         read_demand: Callable[[], DemandReport],
         build_report: Callable[[OutcomeQuery], OutcomeReport],
+        list_watched_logs: Callable[[], Sequence[str]],
     ) -> list[HttpRoute]:
         """Return the routes for requests that are signed with `secret`.
 
@@ -247,7 +250,7 @@ class FleetPoolsHandler:
                 async with self._lock:
                     await self._apply(self._parse(body))
             self._controller_seen_at = time.monotonic()
-            status = self._read_status(read_demand())
+            status = self._read_status(read_demand(), list_watched_logs())
             await exchange.send_response(200, msgspec.json.encode(status))
 
         async def handle_outcomes(exchange: HttpExchange, principal: Principal) -> None:
@@ -309,7 +312,7 @@ class FleetPoolsHandler:
         except OSError as error:  # routing matters more than the copy for times without controller
             log.error("fleet_pools_not_saved", reason=str(error))  # noqa: TRY400 - the reason suffices
 
-    def _read_status(self, demand: DemandReport) -> PoolsStatus:
+    def _read_status(self, demand: DemandReport, watched_logs: Sequence[str]) -> PoolsStatus:
         now = time.monotonic()
         return PoolsStatus(
             epoch=self._pools.epoch,
@@ -323,6 +326,7 @@ class FleetPoolsHandler:
             ],
             demand=demand,
             routes={route.pool: route.version for route in self._registry.routes.values()},
+            watched_logs=watched_logs,
         )
 
 

@@ -13,6 +13,7 @@ import structlog
 
 from argosy.folders import state_folder
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.engine_gauges import EngineGauges
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
@@ -42,6 +43,7 @@ class SeriesCollector:
         """None without a file, and until it is open."""
         self._models = models
         self._config = config
+        self._engines = EngineGauges()
         self._readings = Readings(fleet=(0.0, 0.0, *_NO_GAUGES))
         """Gauges of the last second."""
         self._minutes: list[MinuteRow] = []
@@ -118,11 +120,16 @@ class SeriesCollector:
         now = time.monotonic()
         models: dict[str, Sequence[float]] = {}
         replicas: dict[str, Sequence[float]] = {}
+        self._engines.begin()
         for pool in self._models.pools:
             members = _list_replicas(pool.all_versions)
             for replica in members:
                 gauges, same_name = _read_replica(replica), replicas.get(replica.name)
-                replicas[replica.name] = gauges if same_name is None else _add(gauges, same_name)
+                replicas[replica.name] = (
+                    (*gauges, *self._engines.read(replica))
+                    if same_name is None
+                    else _add(gauges, same_name)
+                )
                 await slices.pause()
             models[pool.model] = (
                 sum(replica.load.in_flight for replica in members),
@@ -167,9 +174,13 @@ def _read_replica(replica: ReplicaEndpoint) -> Sequence[float]:
 
 
 def _add(gauges: Sequence[float], others: Sequence[float]) -> Sequence[float]:
-    """Add up the requests of two replicas with one name. The KV usage is that of the fuller one."""
-    counts = (one + other for one, other in zip(gauges[:-1], others, strict=False))
-    return *counts, max(gauges[-1], others[-1])
+    """Add up the requests of two replicas with one name. The KV usage is that of the fuller one.
+
+    The gauges of the engine are those of the first one.
+    """
+    count = len(gauges) - 1
+    sums = (one + other for one, other in zip(gauges[:count], others, strict=False))
+    return *sums, max(gauges[count], others[count]), *others[len(gauges) :]
 
 
 def _list_replicas(pools: Iterable[Pool]) -> list[ReplicaEndpoint]:

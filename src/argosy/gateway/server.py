@@ -54,6 +54,7 @@ from argosy.gateway.pool import (
     run_with_restarts,
 )
 from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
+from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
@@ -90,6 +91,7 @@ class GatewayServer:
         load_config: ConfigLoader | None = None,
         resolver: Resolver = resolve_host,
         open_fleet_control: OpenFleetControl | None = None,
+        replica_logs: ReplicaLogs | None = None,
     ) -> None:
         """Build the parts that need no I/O.
 
@@ -99,6 +101,7 @@ class GatewayServer:
             load_config: Reads the settings again for `reload`. None disables it.
             resolver: Resolves host names to addresses.
             open_fleet_control: Returns the control of the declared fleet, if the settings name one.
+            replica_logs: Logs of the replicas. Those of a declared fleet are in its store.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
@@ -135,6 +138,7 @@ class GatewayServer:
             if pools is None
             else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
         )
+        self._replica_logs = replica_logs
         self._outcomes: OutcomeMeter | None = None
         self._config_reloader: ConfigReloader | None = None
         self._console: Console | None = None
@@ -265,6 +269,7 @@ class GatewayServer:
         background_tasks: list[CoroutineFactory] = []
         if store is not None and self._fleet_pools is not None:
             background_tasks += self._build_rollout_tasks(store, self._fleet_pools)
+            self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
         generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
 
         def read_metrics() -> GatewayGauges:
@@ -312,8 +317,12 @@ class GatewayServer:
         """Build the routes for requests of the controller and of other gateways, which are signed with `secret`."""
         routes: list[HttpRoute] = []
         if self._fleet_pools is not None and self._outcomes is not None:
+            logs = self._replica_logs
             routes += self._fleet_pools.build_routes(
-                secret, generation.read_demand, self._outcomes.build_report
+                secret,
+                generation.read_demand,
+                self._outcomes.build_report,
+                tuple if logs is None else logs.list_watched,
             )
         if series_queries is not None:
             routes.append(series_queries.build_route(secret))
@@ -342,6 +351,7 @@ class GatewayServer:
             sessions=None if self._console is None else self._console.sessions,
             config=self._config,
             loop_monitor=self._loop_monitor,
+            replica_logs=self._replica_logs,
         )
 
     def _build_console(

@@ -17,8 +17,8 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):  # the launcher was killed before it had written all
         return 1
-    monitor = ProcessMonitor(msgspec.json.decode(line, type=MonitorSettings))
     try:
+        monitor = ProcessMonitor(msgspec.json.decode(line, type=MonitorSettings))
         monitor.start()
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "

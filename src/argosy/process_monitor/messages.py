@@ -23,8 +23,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     status_path: str
     """File in which the monitor keeps the `ProcessStatus`."""
-    log_path: str | None
-    """Log file of the process's output. None leaves the output on the monitor's standard error."""
+    log_path: str
+    """Log file of the process's output."""
     max_log_bytes: int
     """Size at which the log is rotated. One older file is kept."""
     drain_signal: int
@@ -35,6 +35,8 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """CPUs on which the process may run; empty for all."""
     inherited_fds: tuple[int, ...] = ()
     """Descriptors that the process shares with the monitor, such as the locks of its GPUs."""
+    forwards_output: bool = False
+    """Whether the output also goes to the monitor's standard error."""
     die_with_launcher: bool = False
     """Whether to kill the process when the monitor's standard input is closed."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from argosy.folders import replace_file
+from argosy.process_monitor.forwarded_output import ForwardedOutput
 from argosy.process_monitor.memory_limit import (
     MemoryLimit,
     count_oom_kills,
@@ -54,7 +55,8 @@ class ProcessMonitor:
     def __init__(self, settings: MonitorSettings) -> None:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
-        self._log: RotatingLog | None = None
+        self._log = RotatingLog(Path(settings.log_path), settings.max_log_bytes)
+        self._forwarded = ForwardedOutput(sys.stderr.fileno()) if settings.forwards_output else None
         self._limit: MemoryLimit | None = None
         self._oom_kills = count_oom_kills(own_cgroup())
         self._status = ProcessStatus(attempt=settings.attempt, monitor_pid=os.getpid(), pid=0)
@@ -74,8 +76,8 @@ class ProcessMonitor:
         self._handle_signals()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        output_fd = self._open_log()
-        report_fd = self._open_pipe(self._on_reports)
+        self._output_fd, output_fd = self._open_pipe(self._on_output)
+        self._report_fd, report_fd = self._open_pipe(self._on_reports)
         if settings.memory_bytes is not None:
             name = f"argosy-{os.getpid()}"
             self._limit = MemoryLimit(name, settings.memory_bytes, delegated_cgroups())
@@ -92,8 +94,7 @@ class ProcessMonitor:
         process.returncode = 0  # reaped below, with its descendants
         self._status.pid = process.pid
         os.close(report_fd)
-        if output_fd != sys.stderr.fileno():
-            os.close(output_fd)
+        os.close(output_fd)
         if self._limit is not None:
             self._limit.add(process.pid)
         try:
@@ -150,8 +151,7 @@ class ProcessMonitor:
         was_killed = status.exit_status == -signal.SIGKILL and not status.kill_reason
         if was_killed and count_oom_kills(own_cgroup()) > self._oom_kills:
             status.ran_out_of_memory = True
-        if self._log is not None:
-            status.last_output = self._log.last_line
+        status.last_output = self._log.last_line
         status.exited_at = time.time()
         self._save_status()
 
@@ -173,8 +173,10 @@ class ProcessMonitor:
         data = os.read(self._output_fd, READ_BYTES)
         if not data:
             self._selector.unregister(self._output_fd)
-        elif self._log is not None:
-            self._log.write(data)
+            return
+        self._log.write(data)
+        if self._forwarded is not None:
+            self._forwarded.write(data)
 
     def _on_reports(self) -> None:
         data = os.read(self._report_fd, READ_BYTES)
@@ -245,19 +247,10 @@ class ProcessMonitor:
             signal.signal(number, lambda *_: None)
         self._selector.register(self._signal_fd, selectors.EVENT_READ, self._on_signals)
 
-    def _open_log(self) -> int:
-        """Return the descriptor to which the process writes."""
-        if self._settings.log_path is None:
-            return sys.stderr.fileno()
-        self._log = RotatingLog(Path(self._settings.log_path), self._settings.max_log_bytes)
-        self._output_fd, write_fd = os.pipe()
-        self._selector.register(self._output_fd, selectors.EVENT_READ, self._on_output)
-        return write_fd
-
-    def _open_pipe(self, on_readable: Callable[[], None]) -> int:
-        self._report_fd, write_fd = os.pipe()
-        self._selector.register(self._report_fd, selectors.EVENT_READ, on_readable)
-        return write_fd
+    def _open_pipe(self, on_readable: Callable[[], None]) -> tuple[int, int]:
+        read_fd, write_fd = os.pipe()
+        self._selector.register(read_fd, selectors.EVENT_READ, on_readable)
+        return read_fd, write_fd
 
     def _read_rest_of_output(self) -> None:
         """Read what exited processes have written."""

@@ -82,3 +82,7 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     With sliding windows, this is less than the blocks times their size, because a token has several blocks."""
     exact: bool = True
     """Whether results do not depend on other requests, bit for bit. Streams of other replicas are not resumed."""
+    preemptions_total: NonNegativeCount = 0
+    """Sequences preempted to free KV blocks since the engine core started."""
+    phase_s_total: dict[str, NonNegativeFloat] = {}
+    """Seconds spent in steps since the engine core started, by phase: plan, launch, compute, sample, commit."""

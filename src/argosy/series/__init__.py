@@ -12,11 +12,12 @@ from argosy.series.log_histogram import LogHistogram, decode_counts, percentiles
 from argosy.series.metrics import check_metrics, compute_metrics, metric_names, needed_histograms
 from argosy.series.reader import MAX_STEPS, choose_step, fill_from_archive, read_series
 from argosy.series.recorder import MinuteRow, Readings, RequestSample, SeriesRecorder
-from argosy.series.schema import SCHEMAS, ScopeKind, scope_kind
+from argosy.series.schema import SCHEMAS, STEP_PHASES, ScopeKind, scope_kind
 
 __all__ = [
     "MAX_STEPS",
     "SCHEMAS",
+    "STEP_PHASES",
     "LogHistogram",
     "MinuteRow",
     "Readings",

@@ -48,6 +48,8 @@ REQUEST_COUNTERS = (
     "cost_nano_dollars",
 )
 _REQUEST_GAUGES = (Gauge("running", "sum"), Gauge("queued", "sum"))
+STEP_PHASES = ("plan", "launch", "compute", "sample", "commit")
+"""Phases of a step of the engine, in their order."""
 _MODEL = Schema(
     REQUEST_COUNTERS,
     (
@@ -68,6 +70,10 @@ SCHEMAS: dict[ScopeKind, Schema] = {
             Gauge("batch_size", "mean"),
             Gauge("waiting", "mean"),
             Gauge("kv_usage_ratio", "mean"),
+            Gauge("kv_blocks_used", "mean"),
+            Gauge("kv_blocks_cached", "mean"),
+            Gauge("preemptions_per_s", "mean"),
+            *(Gauge(f"step_{phase}_s", "mean") for phase in STEP_PHASES),
         ),
         (),
         is_compact=True,

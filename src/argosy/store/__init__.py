@@ -88,6 +88,7 @@ from argosy.store.records import (
     User,
     Weight,
 )
+from argosy.store.replica_log_store import ReplicaLogRun, ReplicaLogStore
 from argosy.store.replica_settings import ReplicaSettings
 from argosy.store.response_store import (
     RUNNING_STATUSES,
@@ -160,6 +161,8 @@ __all__ = [
     "QuotaBackend",
     "QuotaDemand",
     "QuotaFailureMode",
+    "ReplicaLogRun",
+    "ReplicaLogStore",
     "ReplicaSetting",
     "ReplicaSettings",
     "ReplicaState",

@@ -282,7 +282,7 @@ class FleetStore:
             DeposedError: Another controller has taken it over.
         """
         with self._write_transaction() as connection:
-            _require_leader(connection, lease)
+            require_leader(connection, lease)
             renewed = connection.execute(
                 update(schema.fleet_leases)
                 .where(_leases.fleet == lease.fleet)
@@ -326,7 +326,7 @@ class FleetStore:
         if not records:
             return
         with self._write_transaction() as connection:
-            _require_leader(connection, lease)
+            require_leader(connection, lease)
             connection.execute(
                 delete(schema.fleet_records).where(
                     _records.fleet == lease.fleet, _records.name.in_(records)
@@ -401,7 +401,7 @@ class FleetStore:
         if not events:
             return
         with self._write_transaction() as connection:
-            last = _require_leader(connection, lease, new_events=len(events))
+            last = require_leader(connection, lease, new_events=len(events))
             stamp = {"fleet": lease.fleet, "epoch": lease.epoch, "at": self._clock()}
             rows = [
                 msgspec.structs.asdict(event) | stamp | {"number": number}
@@ -455,7 +455,7 @@ class FleetStore:
             DeposedError: Another controller leads by now. Nothing was deleted.
         """
         with self._write_transaction() as connection:
-            last = _require_leader(connection, lease)
+            last = require_leader(connection, lease)
             is_old = or_(_events.at < self._clock() - keep_s, _events.number <= last - max_count)
             pruned = delete(schema.fleet_events).where(_events.fleet == lease.fleet, is_old)
             return connection.execute(pruned).rowcount
@@ -501,7 +501,7 @@ def _lock(connection: Connection, fleet: str) -> None:
     connection.execute(select(_leases.epoch).where(_leases.fleet == fleet).with_for_update())
 
 
-def _require_leader(connection: Connection, lease: FleetLease, *, new_events: int = 0) -> int:
+def require_leader(connection: Connection, lease: FleetLease, *, new_events: int = 0) -> int:
     """Lock the fleet's row, count new events, and return the number of the last one.
 
     Raises:

@@ -415,6 +415,24 @@ fleet_documents = Table(
 )
 """Versioned documents of each fleet, as JSON, that any process may replace, such as the routes of its pools."""
 
+replica_logs = Table(
+    "replica_logs",
+    metadata,
+    Column("fleet", Text, primary_key=True),
+    Column("replica", Text, primary_key=True),
+    Column("started_at", Double, primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    Column("exited_at", Double),
+    Column("exit_status", Integer),
+    Column("reason", Text, nullable=False),
+    Column("read_at", Double, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("log", LargeBinary, nullable=False),
+    Index("replica_logs_read_at", "fleet", "read_at"),
+)
+"""End of the log of each recent run of a replica: of those that ended, and of those that people look at. Copies of a
+store leave it out."""
+
 console_sessions = Table(
     "console_sessions",
     metadata,

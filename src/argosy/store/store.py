@@ -25,6 +25,7 @@ from argosy.store.gateway_registry import GatewayRegistry
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.records import AccountSnapshot
+from argosy.store.replica_log_store import ReplicaLogStore
 from argosy.store.replica_settings import ReplicaSettings
 from argosy.store.response_store import ResponseStore
 from argosy.store.secret_store import SecretStore
@@ -80,6 +81,7 @@ class Store:
         self.secrets = SecretStore(database, clock)
         self.console_sessions = ConsoleSessionStore(database, clock)
         self.fleets = FleetStore(database, clock)
+        self.replica_logs = ReplicaLogStore(database, clock)
 
     def migrate(self) -> None:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""
@@ -88,7 +90,9 @@ class Store:
         migrate(self._database)
 
     def copy_to(self, other: Store) -> int:
-        """Copy all rows, as of one moment, into an empty store. The registered gateways are left out.
+        """Copy all rows, as of one moment, into an empty store.
+
+        Registered gateways, console sessions and logs of replicas are left out.
 
         Returns:
             The number of copied rows.

@@ -12,8 +12,8 @@ from argosy.store.database import Database
 from argosy.store.errors import ConflictError
 
 COPY_BATCH_ROWS = 1000
-_PASSING_TABLES = (schema.gateways, schema.console_sessions)
-"""Tables that are not copied: running processes with their secrets, and people who are signed in."""
+_PASSING_TABLES = (schema.gateways, schema.console_sessions, schema.replica_logs)
+"""Tables that are not copied: running processes with their secrets, people who are signed in, and logs."""
 
 
 def copy_database(source: Database, target: Database) -> int:

@@ -104,6 +104,9 @@ async def test_fleet_becomes_what_is_declared(
     second = await fleet.as_declared("chat-1-0", "chat-1-1")
     assert second["chat-1-0"] != first["chat-1-0"]
     assert second["chat-1-1"] == first["chat-1-1"], "only the one that was killed"
+    (killed,) = fleet.store.replica_logs.list_runs(FLEET, "chat-1-0")
+    assert (killed.attempt, killed.exit_status) == (1, -signal.SIGKILL)
+    assert "SIGKILL" in killed.reason
 
     fleet.apply(set_replicas(declare(), "chat", 1))
     third = await fleet.as_declared("chat-1-0")
@@ -116,6 +119,11 @@ async def test_fleet_becomes_what_is_declared(
     assert fleet.status.replicas == []
     assert [event.outcome for event in fleet.events("replica_remove")] == ["ok"] * 4
     assert not fleet.events("replica_lost"), "events are kept for 30 days"
+    ends = {
+        name: [run.attempt for run in fleet.store.replica_logs.list_runs(FLEET, name)]
+        for name in ("chat-1-0", "chat-1-1", "chat-2-0")
+    }
+    assert ends == {"chat-1-0": [2, 1], "chat-1-1": [1], "chat-2-0": [1]}
 
 
 async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
@@ -141,6 +149,10 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     await fleet.wait_for_reason(
         lambda reason: "crashed 2 times" in reason and "cannot open the model" in reason
     )
+    latest = fleet.store.replica_logs.list_runs(FLEET, "chat-1-0")[0]
+    log = fleet.store.replica_logs.read_log(FLEET, "chat-1-0", latest.started_at)
+    assert b"cannot open the model" in log
+    assert "cannot open the model" in latest.reason
     fleet.apply(declare(replicas=1, environment={"KEY": {"env": "NO_SUCH_VARIABLE"}}))
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
     fleet.apply(declare(replicas=1, launcher="simulated"))

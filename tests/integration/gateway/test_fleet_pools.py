@@ -26,7 +26,7 @@ from argosy.gateway import (
 )
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ApiError
-from argosy.store import FleetEvent, GatewayRecord, StoreConfig, open_store
+from argosy.store import FleetEvent, GatewayRecord, ReplicaLogRun, StoreConfig, open_store
 
 FLEET = "demo"
 DESIRED = 'argosy_desired_replicas{pool="big-pool"} 3'
@@ -221,6 +221,38 @@ async def test_gateway_lists_and_awaits_events_of_its_fleet(config: GatewayConfi
     store.close()
     async with run_gateway_server(msgspec.structs.replace(config, fleet=None)) as (_, client):
         assert (await client.get("/admin/events")).status_code == 404
+        unknown = await client.get("/admin/replicas/log", params={"replica": "big-1-0"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_gateway_shows_logs_of_replicas_that_are_gone(config: GatewayConfig) -> None:
+    assert config.store is not None
+    assert config.store.url is not None
+    store = open_store(config.store.url)
+    run = ReplicaLogRun(
+        started_at=1.5, attempt=1, exited_at=2.5, exit_status=1, reason="it failed", read_at=3.0
+    )
+    log = b"10 %\r20 %\rloaded\r\n\x1b[31m<b>red</b>\x1b[0m \x1b]0;title\x07\xff\n" + b"x" * 3000
+    async with run_gateway_server(config) as (_, client):
+        lease = store.fleets.acquire_lease("a", store.fleets.read_lease(FLEET))
+        assert lease is not None
+        store.replica_logs.save(lease, "big-1-0", run, b"older")
+        latest = msgspec.structs.replace(run, started_at=9.25, attempt=2)
+        store.replica_logs.save(lease, "big-1-0", latest, log)
+        first = {"replica": "big-1-0"}
+        shown = (await client.get("/admin/replicas/log", params=first)).json()
+        assert (shown["run"]["reason"], shown["run"]["exit_status"]) == ("it failed", 1)
+        assert shown["lines"][:2] == ["loaded", "<b>red</b> \x1b]0;title\x07\ufffd"]
+        assert shown["lines"][2] == "x" * 2000 + " [1000 more characters]"
+        assert [each["started_at"] for each in shown["runs"]] == [9.25, 1.5]
+        older = await client.get("/admin/replicas/log", params=first | {"started_at": 1.5})
+        assert older.json()["lines"] == ["older"]
+        missing = await client.get("/admin/replicas/log", params=first | {"started_at": 3})
+        assert missing.status_code == 404
+        (gateway,) = store.gateways.list_running()
+        status = await GatewayPoolsClient().read_status(gateway)
+        assert status.watched_logs == ["big-1-0"]
+    store.close()
 
 
 @pytest.mark.parametrize(

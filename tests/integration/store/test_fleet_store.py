@@ -19,6 +19,7 @@ from argosy.store import (
     FleetStore,
     NotFoundError,
     PoolGeneration,
+    ReplicaLogRun,
     Store,
     StoreError,
     open_store,
@@ -195,3 +196,38 @@ def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock)
     lead(store, "second")
     with pytest.raises(DeposedError):
         prune(0.0, 1)
+
+
+def test_latest_logs_of_replicas_are_kept(store: Store, clock: FakeClock) -> None:
+    lease, logs = lead(store, "first"), store.replica_logs
+
+    def save(replica: str, started_at: float, log: bytes, exited_at: float | None = None) -> None:
+        exit_status = None if exited_at is None else -9
+        run = ReplicaLogRun(
+            started_at=started_at,
+            attempt=1,
+            exited_at=exited_at,
+            exit_status=exit_status,
+            read_at=clock(),
+        )
+        logs.save(lease, replica, run, log)
+
+    for number in range(7):
+        save("a-1-0", number + 0.1, b"run %d" % number)
+    save("a-1-0", 6.1, b"it fails\0", exited_at=7.5)
+    clock.now += 60
+    save("a-1-1", 1.0, b"other")
+    runs = logs.list_runs(FLEET, "a-1-0")
+    assert [run.started_at for run in runs] == [6.1, 5.1, 4.1, 3.1, 2.1]
+    assert (runs[0].exited_at, runs[0].exit_status) == (7.5, -9)
+    assert logs.read_log(FLEET, "a-1-0", 6.1) == b"it fails\0"
+    assert logs.read_log(FLEET, "a-1-0", 1.1) == b""
+    assert logs.list_runs("other", "a-1-0") == []
+    assert logs.prune(lease, keep_s=61) == 0
+    assert logs.prune(lease, keep_s=30) == 5
+    assert [len(logs.list_runs(FLEET, name)) for name in ("a-1-0", "a-1-1")] == [0, 1]
+    lead(store, "second")
+    with pytest.raises(DeposedError):
+        save("a-1-1", 2.0, b"")
+    with pytest.raises(DeposedError):
+        logs.prune(lease, keep_s=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,5 +36,7 @@ class FleetContext:
     """Private folder for the settings of the gateways."""
     clock: Callable[[], float] = time.time
     """Returns seconds since the epoch."""
+    list_watched_logs: Callable[[], Collection[str]] = tuple
+    """Returns the replicas whose logs a gateway in this process shows."""
     on_reconciled: ReconciliationCallback = _ignore
     """Called after each decision. An exception that it raises ends the controller."""

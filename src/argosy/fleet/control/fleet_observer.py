@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -59,6 +59,13 @@ class FleetObserver:
         """Whether no launcher lists a replica."""
         return not any(self._listings.values())
 
+    @property
+    def listed(self) -> Iterator[tuple[str, LaunchedReplica]]:
+        """Replicas by the latest listings, each after the name of its launcher."""
+        for launcher, listing in self._listings.items():
+            for replica in listing.values():
+                yield launcher, replica
+
     def forget(self, launcher: str, replica: str) -> None:
         """Leave out a replica that was removed since the last listing."""
         listing = self._listings.get(launcher, {})
@@ -68,10 +75,8 @@ class FleetObserver:
 
     def reading(self, replica: str) -> ReplicaHealthReading | None:
         """Return the results of the latest checks of a replica; None if no launcher lists it."""
-        for listing in self._listings.values():
-            if replica in listing:
-                return self._monitor.reading(listing[replica])
-        return None
+        found = next((each for _, each in self.listed if each.name == replica), None)
+        return None if found is None else self._monitor.reading(found)
 
     async def close(self) -> None:
         """End all checks. Replicas run on."""
@@ -98,7 +103,7 @@ class FleetObserver:
                 self._listings[name] = await launcher.list_replicas()
             except (LaunchError, OSError) as error:
                 unavailable[name] = str(error)
-        launched = [replica for listing in self._listings.values() for replica in listing.values()]
+        launched = [replica for _, replica in self.listed]
 
         def check_paths(replica: LaunchedReplica) -> CheckPaths:
             return declared.check_paths(replica.pool, replica.generation)
@@ -127,11 +132,7 @@ class FleetObserver:
         updates_loads = now - self._loads_updated_at >= LOAD_UPDATE_INTERVAL_S
         if updates_loads:
             self._loads_updated_at = now
-        listed = {
-            name: (launcher, replica)
-            for launcher, listing in self._listings.items()
-            for name, replica in listing.items()
-        }
+        listed = {replica.name: (launcher, replica) for launcher, replica in self.listed}
         for name, (launcher, replica) in listed.items():
             record = self._records.replicas.get(name) or ReplicaRecord(
                 name=name,

@@ -78,6 +78,11 @@ class GatewayPublisher:
         return {model for status in self._answers for model in _waiting_models(status)}
 
     @property
+    def watched_logs(self) -> AbstractSet[str]:
+        """Replicas whose logs a gateway shows."""
+        return {replica for status in self._answers for replica in status.watched_logs}
+
+    @property
     def reachable_gateways(self) -> Sequence[GatewayRecord]:
         """Gateways of the fleet that answered in the latest round."""
         return [each for each in self._gateways if self._statuses.get(each.id) is not None]

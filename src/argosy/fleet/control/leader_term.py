@@ -21,6 +21,7 @@ from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.model_startups import find_startups
 from argosy.fleet.control.replica_actions import ReplicaActions
+from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
 from argosy.gateway import FleetPools
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
@@ -72,10 +73,18 @@ class LeaderTerm:
             on_event=self._record_pool_event,
             on_changed=self._wake.set,
         )
+        self._logs = ReplicaLogRecorder(
+            leadership,
+            self._store.replica_logs,
+            self._observer,
+            lambda: self._publisher.watched_logs | set(context.list_watched_logs()),
+            self._clock,
+        )
         self._actions = ReplicaActions(
             leadership,
             self._records,
             self._observer,
+            self._logs,
             save=self._save,
             clock=self._clock,
             on_event=self._record,
@@ -108,6 +117,7 @@ class LeaderTerm:
         self._record("controller_leads", reason=f"epoch {lease.epoch}")
         self._run_in_background(self._publisher.run())
         self._run_in_background(self._rollouts.run())
+        self._run_in_background(self._logs.run())
         while True:
             self._wake.clear()
             wake_at: float | None = None
@@ -139,6 +149,7 @@ class LeaderTerm:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._actions.close()
+        await self._logs.close()
         await self._rollouts.close()
         await self._observer.close()
 
@@ -151,6 +162,7 @@ class LeaderTerm:
             return None
         busy_pools = self._actions.busy_pools
         unavailable = await self._observer.list_replicas(declared, self._leadership.lease.epoch)
+        self._logs.record_ends()
         now = self._clock()
         self._observing_since = continue_observation(
             self._observing_since, self._last_observed_at, now, MAX_OBSERVATION_GAP_S
@@ -311,7 +323,7 @@ class LeaderTerm:
             del self._events[: len(events)]
 
     async def _prune_events(self) -> None:
-        """Delete old events at an interval.
+        """Delete old events and logs at an interval.
 
         Raises:
             DeposedError: Another controller leads by now.
@@ -321,11 +333,13 @@ class LeaderTerm:
         if self._declared is None or now - self._events_pruned_at < EVENT_PRUNE_INTERVAL_S:
             return
         settings = self._declared.config.controller
+        lease, keep_s = self._leadership.lease, settings.keep_events_days * DAY_S
+        await run_in_daemon_thread(partial(self._store.replica_logs.prune, lease, keep_s=keep_s))
         deleted = await run_in_daemon_thread(
             partial(
                 self._store.fleets.prune_events,
-                self._leadership.lease,
-                keep_s=settings.keep_events_days * DAY_S,
+                lease,
+                keep_s=keep_s,
                 max_count=settings.max_events,
             )
         )

@@ -13,6 +13,7 @@ from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
 from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
 from argosy.fleet.control.replica_monitor import warm_up_replica
 from argosy.fleet.launchers import LaunchError
 from argosy.policy.reconciliation import (
@@ -43,6 +44,7 @@ class ReplicaActions:
         leadership: The lease under which it acts.
         records: Memory of the controllers, which it updates.
         observer: Source of the launchers.
+        logs: Recorder of the logs of ended runs, which a start or a removal waits for.
         save: Saves the records at once.
         clock: Returns seconds since the epoch.
         on_event: Records an event.
@@ -54,6 +56,7 @@ class ReplicaActions:
         leadership: Leadership,
         records: FleetRecords,
         observer: FleetObserver,
+        logs: ReplicaLogRecorder,
         *,
         save: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
@@ -63,6 +66,7 @@ class ReplicaActions:
         self._leadership = leadership
         self._records = records
         self._observer = observer
+        self._logs = logs
         self._save = save
         self._clock = clock
         self._record = on_event
@@ -143,6 +147,7 @@ class ReplicaActions:
             case Stop():
                 await self._observer.launcher(action.launcher).stop(action.replica, lease.epoch)
             case Remove():
+                await self._logs.wait_for_end(action.replica)
                 await self._observer.launcher(action.launcher).remove(action.replica, lease.epoch)
                 self._records.replicas.pop(action.replica, None)
                 self._observer.forget(action.launcher, action.replica)
@@ -163,6 +168,7 @@ class ReplicaActions:
         self._records.replicas[action.replica] = record
         await self._save()  # before the start, after which the ended run cannot be observed
         if ended is not None:
+            await self._logs.wait_for_end(action.replica)
             log.warning("replica_restarting", replica=action.replica, reason=action.reason)
         try:
             spec = declared.launch_spec(action.pool, action.generation, action.ordinal)

@@ -82,8 +82,7 @@ class LocalProcessLauncher:
         folder: Private folder for the state of the replicas, their sockets and their logs.
         host: Address at which replicas with a port listen.
         die_with_launcher: Whether replicas are killed when this launcher is closed or its process ends.
-        keeps_log: Whether the output of replicas goes to a log. Otherwise it goes to this process's standard error.
-            Defaults to the opposite of `die_with_launcher`.
+        forwards_output: Whether the output of replicas also goes to this process's standard error.
         shutdown_grace_s: Time that a replica has after its drain deadline to close its engine.
         max_log_bytes: Size at which a log is rotated. One older file is kept.
         count_gpus: Returns the number of installed GPUs.
@@ -99,7 +98,7 @@ class LocalProcessLauncher:
         *,
         host: str = LOCAL_HOST,
         die_with_launcher: bool = False,
-        keeps_log: bool | None = None,
+        forwards_output: bool = False,
         shutdown_grace_s: float = SHUTDOWN_GRACE_S,
         max_log_bytes: int = MAX_LOG_BYTES,
         count_gpus: Callable[[], int] = count_installed_gpus,
@@ -111,7 +110,7 @@ class LocalProcessLauncher:
             raise LaunchError(f"replicas cannot be launched: {format_os_error(error)}") from error
         self._host = host
         self._die_with_launcher = die_with_launcher
-        self._keeps_log = not die_with_launcher if keeps_log is None else keeps_log
+        self._forwards_output = forwards_output
         self._shutdown_grace_s = shutdown_grace_s
         self._max_log_bytes = max_log_bytes
         self._gpus = visible_gpus(os.environ, count_gpus)
@@ -176,7 +175,7 @@ class LocalProcessLauncher:
                     monitor = self._monitors.spawn(
                         record,
                         self._build_monitor_settings(spec, record, reservation.locks),
-                        self._log_path(spec.name),
+                        None if self._forwards_output else self._folder.log_path(spec.name),
                     )
                 except OSError as error:
                     self._folder.restore_record(spec.name, previous)
@@ -351,7 +350,6 @@ class LocalProcessLauncher:
             "name": spec.name,
         }
         visible = {VISIBLE_DEVICES_VARIABLE: ",".join(record.gpus)} if self._gpus else {}
-        log_path = self._log_path(spec.name)
         return MonitorSettings(
             command=tuple(
                 _PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in spec.command
@@ -359,8 +357,9 @@ class LocalProcessLauncher:
             environment={**visible, **spec.environment},
             attempt=record.attempt,
             status_path=str(self._folder.status_path(spec.name)),
-            log_path=None if log_path is None else str(log_path),
+            log_path=str(self._folder.log_path(spec.name)),
             max_log_bytes=self._max_log_bytes,
+            forwards_output=self._forwards_output,
             drain_signal=signal.Signals[spec.drain_signal],
             drain_timeout_s=spec.drain_deadline_s + self._shutdown_grace_s,
             memory_bytes=spec.resources.memory_bytes,
@@ -368,9 +367,6 @@ class LocalProcessLauncher:
             inherited_fds=gpu_locks,
             die_with_launcher=self._die_with_launcher,
         )
-
-    def _log_path(self, name: str) -> Path | None:
-        return self._folder.log_path(name) if self._keeps_log else None
 
     async def _undo_start(self, record: LaunchRecord, previous: LaunchRecord | None) -> None:
         """Remove what a failed start left, unless another attempt has begun."""

@@ -42,7 +42,6 @@ class ReplicaSupervisor:
             self._folder,
             host=host,
             die_with_launcher=True,
-            keeps_log=True,
             count_gpus=_count_gpus,
         )
 

@@ -32,6 +32,7 @@ from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
+from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     EXCHANGE_KEY,
@@ -90,6 +91,7 @@ def build_admin_app(
     sessions: ConsoleSessions | None = None,
     config: GatewayConfig | None = None,
     loop_monitor: LoopMonitor | None = None,
+    replica_logs: ReplicaLogs | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -108,6 +110,7 @@ def build_admin_app(
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
         loop_monitor: While it reports an overload, reads wait for each other.
+        replica_logs: Logs of the replicas of the gateway's fleet.
     """
     limiter = AdminCallLimiter(loop_monitor)
     admin_scope = AdminScope(
@@ -119,6 +122,7 @@ def build_admin_app(
         fleet_control=fleet_control,
         series_queries=series_queries,
         config=config,
+        fleet_logs=replica_logs,
     )
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:

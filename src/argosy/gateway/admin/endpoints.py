@@ -15,6 +15,7 @@ from argosy.gateway.config import GatewayConfig
 from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
+from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.protocol import JSON_MEDIA_TYPE, ApiError
 from argosy.store import (
@@ -81,6 +82,8 @@ class AdminScope:
     """Time series. None if the gateway keeps none."""
     config: GatewayConfig | None = None
     """The gateway's settings."""
+    fleet_logs: ReplicaLogs | None = None
+    """Logs of the fleet's replicas. None if the gateway belongs to no fleet."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
@@ -120,6 +123,16 @@ class AdminScope:
             message = "This gateway belongs to no declared fleet. Start one with `argosy up`."
             raise ApiError(404, "not_found", message)
         return self.fleet_control
+
+    @property
+    def replica_logs(self) -> ReplicaLogs:
+        """Logs of the replicas of the gateway's fleet."""
+        if self.fleet_logs is None:
+            message = (
+                "No controller starts the replicas of this gateway. Read their logs where they run."
+            )
+            raise ApiError(404, "not_found", message)
+        return self.fleet_logs
 
     @property
     def series(self) -> SeriesQueries:

@@ -77,6 +77,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     """Requests of all clients, by the replica's latest report."""
     queued_tokens: int
     kv_usage_ratio: float
+    kv_blocks_total: int | None
+    """KV blocks of a native replica; None for others."""
     report_age_s: float | None
     """Age of the latest load report; None without one."""
     max_model_len: int | None
@@ -123,6 +125,38 @@ class ReplicaEventView(
     reason: str = ""
 
 
+class ReplicaRunView(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of a replica whose log is kept."""
+
+    started_at: float
+    attempt: int
+    """Number of times that the replica was started."""
+    exited_at: float | None
+    """None while it runs."""
+    exit_status: int | None
+    """Exit status, or the negative number of the signal that ended it."""
+    reason: str
+    """Why it ended; empty while it runs."""
+    read_at: float
+    """When the controller read the log."""
+    error: str
+    """Why the log could not be read; empty otherwise."""
+
+
+class ReplicaLogView(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="replica.log"
+):
+    """End of the log of one run of a replica."""
+
+    replica: str
+    run: ReplicaRunView | None
+    """The run that the lines are of. None if the controller has recorded none."""
+    lines: list[str]
+    """The last lines. Control characters are kept, except for colours. Long lines are cut."""
+    runs: list[ReplicaRunView]
+    """Runs whose logs are kept, the latest first."""
+
+
 def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
     """Build the view of a replica at this moment."""
     now, wall_now = time.monotonic(), time.time()
@@ -152,6 +186,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         waiting=load.waiting,
         queued_tokens=load.queued_tokens,
         kv_usage_ratio=load.kv_usage_ratio,
+        kv_blocks_total=report.kv_blocks_total if report else None,
         report_age_s=now - load.reported_at if has_report else None,
         max_model_len=replica.max_model_len,
         arithmetic_id=replica.arithmetic_id,
@@ -185,6 +220,15 @@ class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: Name | None = None
     replica: ReplicaNameText | None = None
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+class ReplicaLogQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a log."""
+
+    replica: ReplicaNameText
+    """Name of the replica, which may be gone."""
+    started_at: Annotated[float, Meta(ge=0)] | None = None
+    """Start of an earlier run, as in `runs`. The latest run by default."""
 
 
 class ReplicaName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

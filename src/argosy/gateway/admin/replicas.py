@@ -18,15 +18,19 @@ from argosy.gateway.admin.replica_schemas import (
     ReplicaChangeView,
     ReplicaEventView,
     ReplicaFilter,
+    ReplicaLogQuery,
+    ReplicaLogView,
     ReplicaName,
+    ReplicaRunView,
     ReplicaView,
     WeighReplica,
     to_replica_view,
 )
-from argosy.gateway.admin.schemas import Page, get_given_fields
+from argosy.gateway.admin.schemas import Page, get_given_fields, to_view
 from argosy.gateway.model_registry import ReplicaChange
 from argosy.gateway.pool import Pool
 from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
 from argosy.store import AuditEntry, ReplicaState, Store
 
 V = TypeVar("V", bound=msgspec.Struct)
@@ -97,6 +101,33 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
     ]
     matching.sort(key=lambda event: event.at, reverse=True)
     return _build_page(matching[: query.limit], has_more=len(matching) > query.limit)
+
+
+@endpoints.register(
+    "GET",
+    REPLICAS + "/log",
+    "operator",
+    "gateway",
+    query_type=ReplicaLogQuery,
+    is_nonblocking=True,
+)
+async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaLogView:
+    """Get the end of a replica's log, also after its process is gone. It may contain what users sent."""
+    query, logs = request.query, scope.replica_logs
+    admin = scope.replica_admin
+    is_running = admin is not None and any(
+        replica.name == query.replica for _, replica in admin.replicas()
+    )
+    runs = await logs.list_runs(query.replica, is_running=is_running)
+    run = next((each for each in runs if query.started_at in {None, each.started_at}), None)
+    if run is None and query.started_at is not None:
+        raise ApiError(404, "not_found", "The log of this run is not kept. Use one of `runs`.")
+    return ReplicaLogView(
+        replica=query.replica,
+        run=None if run is None else to_view(run, ReplicaRunView),
+        lines=[] if run is None else await logs.read_lines(query.replica, run.started_at),
+        runs=[to_view(each, ReplicaRunView) for each in runs],
+    )
 
 
 def _register_change(

@@ -343,6 +343,8 @@ class ReplicaState:
             zone=self.config.zone,
             labels=self.config.labels,
             exact=ready.is_exact if ready else True,
+            preemptions_total=stats.preemptions_total,
+            phase_s_total=stats.phase_s_total,
         )
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:

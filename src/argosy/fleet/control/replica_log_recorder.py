@@ -1,0 +1,161 @@
+"""Records the ends of replicas' logs in the store: when a run ends, and while a gateway shows them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from functools import partial
+
+import structlog
+
+from argosy.fleet.control.fleet_observer import FleetObserver
+from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchState
+from argosy.process import run_in_daemon_thread
+from argosy.store import DeposedError, ReplicaLogRun, ReplicaLogStore, StoreError
+
+MAX_LOG_BYTES = 64 * 1024
+MAX_WATCHED = 16
+"""Number of logs that are read for gateways at a time."""
+READ_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 1.0
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
+
+_Run = tuple[str, float]
+"""Name of a replica, and when the run started."""
+
+
+class ReplicaLogRecorder:
+    """Recorder of a leading controller. Not thread-safe: use it from one event loop.
+
+    Args:
+        leadership: The lease under which it writes.
+        store: Where the logs are kept.
+        observer: Source of the launchers and of what they list.
+        list_watched: Returns the replicas whose logs gateways show.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        leadership: Leadership,
+        store: ReplicaLogStore,
+        observer: FleetObserver,
+        list_watched: Callable[[], Collection[str]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._leadership = leadership
+        self._store = store
+        self._observer = observer
+        self._list_watched = list_watched
+        self._clock = clock
+        self._ends: dict[_Run, asyncio.Task[None]] = {}
+        """Recordings of the ends of runs that launchers still list, also completed ones."""
+        self._shown: dict[_Run, bytes] = {}
+        """Log of each watched run as the store has it."""
+
+    async def run(self) -> None:
+        """Record the logs that gateways show, until cancelled.
+
+        Raises:
+            DeposedError: Another controller leads by now.
+        """
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            names = sorted(self._list_watched())[:MAX_WATCHED]
+            watched = {
+                (replica.name, replica.started_at): (launcher, replica)
+                for launcher, replica in (self._observer.listed if names else ())
+                if replica.name in names
+                and replica.state in {LaunchState.RUNNING, LaunchState.DRAINING}
+            }
+            for run in self._shown.keys() - watched.keys():
+                del self._shown[run]
+            await asyncio.gather(*(self._record_shown(*each) for each in watched.values()))
+
+    async def close(self) -> None:
+        """End the recordings."""
+        tasks = list(self._ends.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def record_ends(self) -> None:
+        """Start to record the runs that have ended since the last call."""
+        exited = {
+            (replica.name, replica.started_at): (launcher, replica)
+            for launcher, replica in self._observer.listed
+            if replica.state is LaunchState.EXITED and replica.started_at
+        }
+        for run in self._ends.keys() - exited.keys():
+            if self._ends[run].done():
+                del self._ends[run]
+        for run, (launcher, replica) in exited.items():
+            if run not in self._ends:
+                self._ends[run] = asyncio.create_task(
+                    self._record_end(launcher, replica), name=f"record-log-{replica.name}"
+                )
+
+    async def wait_for_end(self, name: str) -> None:
+        """Wait until the ends of a replica's runs are recorded, before a new run or a removal changes its log."""
+        tasks = [task for (replica, _), task in self._ends.items() if replica == name]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _record_end(self, launcher: str, replica: LaunchedReplica) -> None:
+        end, error = await self._read(launcher, replica)
+        run = self._describe(replica, error)
+        try:
+            await self._save(replica.name, run, end)
+        except DeposedError:
+            return  # the next leader records it
+        except StoreError as failure:
+            log.warning("store_unavailable", reason=str(failure))
+            del self._ends[replica.name, replica.started_at]  # the next round tries again
+
+    async def _record_shown(self, launcher: str, replica: LaunchedReplica) -> None:
+        end, error = await self._read(launcher, replica)
+        shown = error.encode() + end
+        key = (replica.name, replica.started_at)
+        if self._shown.get(key) == shown or key in self._ends:
+            return
+        try:
+            await self._save(replica.name, self._describe(replica, error), end)
+        except DeposedError:
+            raise
+        except StoreError as failure:
+            log.warning("store_unavailable", reason=str(failure))
+        else:
+            self._shown[key] = shown
+
+    async def _read(self, launcher: str, replica: LaunchedReplica) -> tuple[bytes, str]:
+        """Return the end of a log, and why it could not be read."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                read_log = self._observer.launcher(launcher).read_log(replica.name, MAX_LOG_BYTES)
+                return await read_log, ""
+        except TimeoutError:
+            error = f"its launcher did not answer within {READ_TIMEOUT_S:g} s"
+        except (LaunchError, OSError) as failure:
+            error = str(failure)
+        log.warning("replica_log_unreadable", replica=replica.name, reason=error)
+        return b"", error
+
+    def _describe(self, replica: LaunchedReplica, error: str) -> ReplicaLogRun:
+        reason = replica.start_error or replica.reason
+        is_exited = replica.state is LaunchState.EXITED
+        return ReplicaLogRun(
+            started_at=replica.started_at,
+            attempt=replica.attempt,
+            exited_at=(replica.exited_at or self._clock()) if is_exited else None,
+            exit_status=replica.exit_status if is_exited else None,
+            # PostgreSQL's text has no NUL characters.
+            reason=reason.replace("\0", "") if is_exited else "",
+            read_at=self._clock(),
+            error=error.replace("\0", ""),
+        )
+
+    async def _save(self, replica: str, run: ReplicaLogRun, end: bytes) -> None:
+        save = partial(self._store.save, self._leadership.lease, replica, run, end)
+        await run_in_daemon_thread(save)

@@ -1,0 +1,74 @@
+"""Logs of a fleet's replicas for operators, as its controller records them in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+from argosy.process import run_in_daemon_thread
+from argosy.store import ReplicaLogRun, ReplicaLogStore
+
+WATCH_S = 15.0
+"""Time after a request for which the controller keeps the log of a running replica up to date."""
+MAX_WATCHED = 16
+FIRST_LOG_TIMEOUT_S = 3.0
+"""How long the first request for a running replica waits for the controller."""
+POLL_INTERVAL_S = 0.2
+MAX_LINES = 500
+MAX_LINE_LEN = 2000
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class ReplicaLogs:
+    """Reads logs, and names those that people look at. Not thread-safe: use it from one event loop.
+
+    Args:
+        fleet: Name of the fleet.
+        store: Where its controller records the logs.
+    """
+
+    def __init__(self, fleet: str, store: ReplicaLogStore) -> None:
+        self._fleet = fleet
+        self._store = store
+        self._watched_until: dict[str, float] = {}
+
+    def list_watched(self) -> list[str]:
+        """Return the replicas whose logs the controller shall keep up to date."""
+        now = time.monotonic()
+        self._watched_until = {
+            name: until for name, until in self._watched_until.items() if until > now
+        }
+        return list(self._watched_until)
+
+    async def list_runs(self, replica: str, *, is_running: bool) -> list[ReplicaLogRun]:
+        """Return the runs of a replica whose logs are kept, the latest first, and watch its log from now on.
+
+        Waits a moment for the log of a replica that runs, if none is kept.
+        """
+        is_first = replica not in self.list_watched()
+        if len(self._watched_until) < MAX_WATCHED or not is_first:
+            self._watched_until[replica] = time.monotonic() + WATCH_S
+        runs = await run_in_daemon_thread(self._store.list_runs, self._fleet, replica)
+        deadline = time.monotonic() + FIRST_LOG_TIMEOUT_S
+        while is_running and is_first and not runs and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            runs = await run_in_daemon_thread(self._store.list_runs, self._fleet, replica)
+        return runs
+
+    async def read_lines(self, replica: str, started_at: float) -> list[str]:
+        """Return the last lines of a run's log. Long lines are cut."""
+        read = self._store.read_log
+        return split_log(await run_in_daemon_thread(read, self._fleet, replica, started_at))
+
+
+def split_log(log: bytes) -> list[str]:
+    """Return the last lines of a log as text, without colours and without what a progress bar has overwritten."""
+    text = _COLOR.sub("", log.decode(errors="replace"))
+    lines = text.removesuffix("\n").split("\n")[-MAX_LINES:] if text else []
+    return [_shorten(line.rstrip("\r").rpartition("\r")[2]) for line in lines]
+
+
+def _shorten(line: str) -> str:
+    left_out = len(line) - MAX_LINE_LEN
+    return line if left_out <= 0 else f"{line[:MAX_LINE_LEN]} [{left_out} more characters]"

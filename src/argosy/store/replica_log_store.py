@@ -1,0 +1,108 @@
+"""Ends of the logs of replicas, which outlive the processes and the machines that wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from sqlalchemy import delete, insert, or_, select
+
+from argosy.store import schema
+from argosy.store.database import Database
+from argosy.store.fleet_store import IDLE_TIMEOUT_S, FleetLease, require_leader
+
+MAX_RUNS = 5
+"""Number of runs of a replica that are kept, the latest ones."""
+MAX_FLEET_RUNS = 500
+"""Number of runs of all replicas of a fleet that are kept."""
+
+_logs = schema.replica_logs.c
+
+
+class ReplicaLogRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of a replica whose log is kept. Times are seconds since the epoch."""
+
+    started_at: float
+    attempt: int
+    """Number of times that the replica was started."""
+    exited_at: float | None = None
+    """None while it runs."""
+    exit_status: int | None = None
+    """Exit status, or the negative number of the signal that ended it."""
+    reason: str = ""
+    """Why it ended."""
+    read_at: float
+    """When the log was read."""
+    error: str = ""
+    """Why the log could not be read."""
+
+
+class ReplicaLogStore:
+    """Logs of the recent runs of replicas. Every call may block on the database."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def save(self, lease: FleetLease, replica: str, run: ReplicaLogRun, log: bytes) -> None:
+        """Save a run of a replica with the end of its log, or replace it. Its older runs are deleted.
+
+        Raises:
+            DeposedError: Another controller leads by now. Nothing was saved.
+        """
+        of_replica = (_logs.fleet == lease.fleet) & (_logs.replica == replica)
+        oldest = (
+            select(_logs.started_at)
+            .where(of_replica)
+            .order_by(_logs.started_at.desc())
+            .offset(MAX_RUNS - 1)
+            .limit(1)
+        ).scalar_subquery()
+        row = msgspec.structs.asdict(run) | {"fleet": lease.fleet, "replica": replica, "log": log}
+        with self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S) as connection:
+            require_leader(connection, lease)
+            connection.execute(
+                delete(schema.replica_logs).where(of_replica, _logs.started_at == run.started_at)
+            )
+            connection.execute(insert(schema.replica_logs), row)
+            connection.execute(
+                delete(schema.replica_logs).where(of_replica, _logs.started_at < oldest)
+            )
+
+    def list_runs(self, fleet: str, replica: str) -> list[ReplicaLogRun]:
+        """Return the runs of a replica whose logs are kept, the latest first."""
+        columns = [_logs[name] for name in ReplicaLogRun.__struct_fields__]
+        query = (
+            select(*columns)
+            .where(_logs.fleet == fleet, _logs.replica == replica)
+            .order_by(_logs.started_at.desc())
+        )
+        with self._database.read_transaction() as connection:
+            return [ReplicaLogRun(**row._asdict()) for row in connection.execute(query)]
+
+    def read_log(self, fleet: str, replica: str, started_at: float) -> bytes:
+        """Return the end of the log of one run; empty if it is not kept."""
+        query = select(_logs.log).where(
+            _logs.fleet == fleet, _logs.replica == replica, _logs.started_at == started_at
+        )
+        with self._database.read_transaction() as connection:
+            return bytes(connection.execute(query).scalar_one_or_none() or b"")
+
+    def prune(self, lease: FleetLease, *, keep_s: float) -> int:
+        """Delete the runs of a fleet whose logs are older than `keep_s` or too many, and return how many.
+
+        Raises:
+            DeposedError: Another controller leads by now. Nothing was deleted.
+        """
+        oldest = (
+            select(_logs.read_at)
+            .where(_logs.fleet == lease.fleet)
+            .order_by(_logs.read_at.desc())
+            .offset(MAX_FLEET_RUNS - 1)
+            .limit(1)
+        ).scalar_subquery()
+        is_old = or_(_logs.read_at < self._clock() - keep_s, _logs.read_at < oldest)
+        with self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S) as connection:
+            require_leader(connection, lease)
+            pruned = delete(schema.replica_logs).where(_logs.fleet == lease.fleet, is_old)
+            return connection.execute(pruned).rowcount
