@@ -51,7 +51,7 @@ from argosy.gateway.pool import (
     resolve_host,
     run_with_restarts,
 )
-from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
+from argosy.gateway.proxy import CompletionHandlers, FastPath, RoutingPreviewer, load_fast_path
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
@@ -271,7 +271,7 @@ class GatewayServer:
             generation,
             OperationsHandlers(self._models, self._metrics, read_metrics),
             authenticate=self._authenticator.authenticate,
-            admin=self._build_admin(peers, series_queries),
+            admin=self._build_admin(peers, series_queries, generation.previewer),
             render_openapi=render_openapi,
             cors=self._cors,
             metrics=self._metrics,
@@ -314,7 +314,10 @@ class GatewayServer:
         return routes
 
     def _build_admin(
-        self, peers: PeerGateways | None, series_queries: SeriesQueries | None
+        self,
+        peers: PeerGateways | None,
+        series_queries: SeriesQueries | None,
+        previewer: RoutingPreviewer,
     ) -> AsgiApp:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
@@ -331,6 +334,7 @@ class GatewayServer:
             series_queries=series_queries,
             sessions=None if self._console is None else self._console.sessions,
             config=self._config,
+            previewer=previewer,
         )
 
     def _build_console(

@@ -18,6 +18,7 @@ from argosy.gateway.admin import (
     limits_and_prices,
     replicas,
     reports,
+    routing,
     series,
     settings,
     tenants,
@@ -29,6 +30,7 @@ from argosy.gateway.auth import Authenticator, check_role
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import ConsoleSessions
 from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
     EXCHANGE_KEY,
@@ -57,6 +59,7 @@ ENDPOINTS = add_openapi_endpoint(
             *keys.endpoints,
             *limits_and_prices.endpoints,
             *replicas.endpoints,
+            *routing.endpoints,
             *fleet.endpoints,
             *reports.endpoints,
             *series.endpoints,
@@ -78,6 +81,7 @@ def build_admin_app(
     series_queries: SeriesQueries | None = None,
     sessions: ConsoleSessions | None = None,
     config: GatewayConfig | None = None,
+    previewer: RoutingPreviewer | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -94,6 +98,7 @@ def build_admin_app(
         series_queries: Time series.
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
+        previewer: Previews of routing.
     """
     admin_scope = AdminScope(
         store,
@@ -102,6 +107,8 @@ def build_admin_app(
         fleet_name=fleet_name,
         series_queries=series_queries,
         config=config,
+        previewer=previewer,
+        authenticator=authenticator,
     )
     limiter = OrganisationLimiter()
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
@@ -156,7 +163,7 @@ class _PathHandler:
             None if endpoint.body_type is None else await _read_body(exchange, endpoint.body_type),
         )
         response = await self._run_endpoint(endpoint, request)
-        if endpoint.method != "GET":
+        if not endpoint.is_safe:
             await run_in_daemon_thread(self._refresh_accounts)
             self._on_accounts_changed()
         if isinstance(response, Iterator):

@@ -9,10 +9,11 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from argosy.gateway.auth import organisation_scope
+from argosy.gateway.auth import Authenticator, organisation_scope
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
+from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.protocol import JSON_MEDIA_TYPE, ApiError
 from argosy.store import (
@@ -72,6 +73,10 @@ class AdminScope:
     """Time series. None if the gateway keeps none."""
     config: GatewayConfig | None = None
     """The gateway's settings."""
+    previewer: RoutingPreviewer | None = None
+    """Previews of routing. None if the gateway serves no model."""
+    authenticator: Authenticator | None = None
+    """Finds the senders of previewed requests."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
@@ -111,6 +116,19 @@ class AdminScope:
             message = "This gateway keeps no time series. Set `series.enabled` in its settings."
             raise ApiError(404, "not_found", message)
         return self.series_queries
+
+    @property
+    def routing(self) -> RoutingPreviewer:
+        """Previews of routing. Only endpoints for the whole gateway use them."""
+        if self.previewer is None:
+            raise ApiError(404, "not_found", "This gateway has no pools.")
+        return self.previewer
+
+    def find_principal(self, *, key: str | None, project: str | None) -> Principal | None:
+        """Return the principal of a key or a project of the gateway, or None. Raises as the authenticator."""
+        if self.authenticator is None:
+            return None
+        return self.authenticator.find_principal(key=key, project=project)
 
     @property
     def accounts(self) -> Accounts:
@@ -165,6 +183,8 @@ class AdminEndpoint:
     Others use the store in worker threads.
     """
     media_type: str
+    is_safe: bool
+    """Whether it changes nothing, as every GET, so that accounts need not be read again afterwards."""
 
     @property
     def name(self) -> str:
@@ -191,6 +211,7 @@ class AdminEndpoints(list[AdminEndpoint]):
         body_type: type | None = None,
         is_nonblocking: bool = False,
         media_type: str = JSON_MEDIA_TYPE,
+        is_safe: bool = False,
     ) -> Callable[[EndpointHandler], EndpointHandler]:
         """Return a decorator that registers a function as endpoint. Its return annotation is the response type."""
 
@@ -207,6 +228,7 @@ class AdminEndpoints(list[AdminEndpoint]):
                     body_type=body_type,
                     is_nonblocking=is_nonblocking,
                     media_type=media_type,
+                    is_safe=is_safe or method == "GET",
                 )
             )
             return handler
