@@ -114,22 +114,31 @@ class PrefixTree:
         Args:
             count: Maximum number of nodes.
         """
-        nodes = sorted(self._nodes(), key=_importance, reverse=True)
         selected: set[PrefixNode] = set()
-        for node in nodes:
+        for node in sorted(self._nodes(), key=_importance, reverse=True):
+            if len(selected) == count:
+                break
             path = {each for each in _path(node) if each not in selected}
             if len(selected) + len(path) <= count:
                 selected |= path
-        return [node for node in self._nodes() if node in selected]
+        return list(self._in_order(selected))
 
     def _nodes(self) -> Iterator[PrefixNode]:
-        """Yield all nodes, each before its children, and the most important children first."""
+        """Yield all nodes."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def _in_order(self, selected: set[PrefixNode]) -> Iterator[PrefixNode]:
+        """Yield the selected nodes, each before its children, and the most important children first."""
         stack = [self._root]
         while stack:
             node = stack.pop()
             if node is not self._root:
                 yield node
-            stack += sorted(node.children.values(), key=_importance)
+            stack += sorted(selected.intersection(node.children.values()), key=_importance)
 
 
 def _importance(node: PrefixNode) -> tuple[int, int, float]:

@@ -58,8 +58,8 @@ class PrefixesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def preview_routing(scope: AdminScope, request: AdminRequest) -> RoutingPreview:
     """Preview which model, version and replica a request would get, and why. Limits are not checked.
 
-    A request of another sender needs the role `operator` of the whole gateway, because the answer reveals whether a text
-    is in the cache of that tenant.
+    A request of another sender needs the role `operator` of the whole gateway, because the answer reveals whether a
+    text is in the cache of that tenant.
     """
     body: PreviewRequest = request.body
     if body.key is None and body.project is None:

@@ -97,6 +97,6 @@ const EXCLUDED_COLUMNS = [
 ];
 
 function Prefixes({ model }) {
-  const maps = useResource(query("admin/routing/prefixes", { model }), 10000);
+  const maps = useResource(query("admin/routing/prefixes", { model }), 15000);
   return html`<${Resource} of=${maps} height=${240}>${({ data }) => data.map((map) => html`<${PrefixMap} key=${map.version} map=${map} />`)}<//>`;
 }
