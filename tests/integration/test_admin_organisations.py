@@ -138,6 +138,15 @@ CASES: dict[str, EndpointCase] = {
     "list_pools": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "list_replicas": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "list_replica_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "preview_routing": EndpointCase(
+        "viewer",
+        "gateway",
+        body=lambda _: {"request": {"model": "big", "prompt": "Say"}},
+        is_organisation_independent=True,
+    ),
+    "list_prefixes": EndpointCase(
+        "viewer", "gateway", query=lambda _: {"model": "big"}, is_organisation_independent=True
+    ),
     "list_fleet_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "cordon_replica": EndpointCase("operator", "gateway", body=replica_fields),
     "drain_replica": EndpointCase("operator", "gateway", body=replica_fields),
@@ -246,7 +255,7 @@ async def test_endpoint_permits_exactly_the_expected_callers(
         else:
             response = await caller.call(customer, headers)
             assert response.status_code == 200, (role, reach, response.text)
-            if endpoint.method == "GET":
+            if endpoint.is_safe:
                 assert case.is_organisation_independent or any(
                     value in response.text for value in asdict(customer).values()
                 ), (role, reach, response.text)

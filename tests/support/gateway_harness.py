@@ -193,7 +193,12 @@ async def run_gateway(
         operations,
         authenticate=authenticator.authenticate,
         admin=build_admin_app(
-            None, authenticator, explain_nothing, lambda: None, ReplicaAdmin(models, None)
+            None,
+            authenticator,
+            explain_nothing,
+            lambda: None,
+            ReplicaAdmin(models, None),
+            previewer=handlers.previewer,
         ),
         render_openapi=lambda: b"{}",
         cors=CorsPolicy(config.auth.allowed_origins),

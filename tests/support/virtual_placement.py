@@ -34,6 +34,7 @@ from argosy.policy.placement import (
     PlacementCore,
     PlacementLimits,
     PlacementPool,
+    PlacementPreview,
     PlacementReplica,
     PlacementRequest,
     PoolQueue,
@@ -45,6 +46,7 @@ from argosy.policy.placement import (
     Send,
     Tick,
 )
+from argosy.policy.placement.attempt import kept_costs
 
 WAITING = {RequestState.WAITING, RequestState.PAUSED}
 PLACED = {RequestState.SENT, RequestState.STREAMING, RequestState.DISPLACED}
@@ -101,6 +103,8 @@ class PlacementWorld:
         num_stable_replicas: int = 0,
     ) -> None:
         self.now = 0.0
+        self.previews = False
+        """Whether each arrival is previewed, and compared with what happens then."""
         self.random = random.Random(seed)
         self.limits = limits or PlacementLimits(QueueLimits(timeout_s=60.0))
         self.core = PlacementCore(self.limits, random.Random(seed))
@@ -171,8 +175,31 @@ class PlacementWorld:
             size_bytes=1000,
         )
         self.requests[request] = VirtualRequest(request, target, self.pool)
+        preview = self.core.preview(request, self.pool, self.now) if self.previews else None
+        num_logged = len(self.log)
         self.handle(Arrived(request, self.pool))
+        if preview is not None:
+            self._check_preview(preview, request, self.log[num_logged:])
         return request
+
+    def _check_preview(
+        self, preview: PlacementPreview, request: PlacementRequest, log: Sequence[str]
+    ) -> None:
+        """Check that what happened to a request that arrived is what its preview said."""
+        selection, refusal = preview.selection, preview.refusal
+        assert (f"move {request.id} {preview.takeover_reason}" in log) == bool(
+            preview.takeover_reason
+        )
+        if selection is not None:
+            replica = selection.chosen.load.name
+            assert f"send {request.id} {replica} first" in log
+            costs = tuple(each.cost for each in selection.candidates)
+            assert request.records[0].candidate_costs == kept_costs(costs)
+            self.counts["previewed"] += 1
+        elif refusal is not None:
+            assert f"refuse {request.id} {refusal[0].name}" in log
+        elif request.queued is not None:
+            assert request.queued_ahead == preview.queued_ahead
 
     def answer(self, request: PlacementRequest, attempt: Attempt) -> None:
         """Let the first content of a response arrive."""

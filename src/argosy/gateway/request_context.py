@@ -184,7 +184,7 @@ class RequestContext(msgspec.Struct, eq=False):
 
     def move_to_pool(self, pool: Pool, reason: str) -> None:
         """Count the request for the pool of another version of its model, which takes it over."""
-        taken_over = f"version {pool.version_label} took over: {reason}"
+        taken_over = describe_takeover(pool, reason)
         reasons = (self.trace.route_reason, taken_over)
         self.trace.route_reason = "; ".join(filter(None, reasons))
         self.pool.active_requests -= 1
@@ -233,6 +233,11 @@ class RequestContext(msgspec.Struct, eq=False):
         self.bill = compute_bill(end, self.rates)
         if not end.has_reached_client:
             self.delivered.reset()
+
+
+def describe_takeover(pool: Pool, reason: str) -> str:
+    """Return the sentence for explanations that the pool of the stable version serves a request."""
+    return f"version {pool.version_label} took over: {reason}"
 
 
 UNLIMITED_TOKENS = 2**62

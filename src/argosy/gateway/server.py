@@ -53,7 +53,7 @@ from argosy.gateway.pool import (
     resolve_host,
     run_with_restarts,
 )
-from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
+from argosy.gateway.proxy import CompletionHandlers, FastPath, RoutingPreviewer, load_fast_path
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer
@@ -282,7 +282,7 @@ class GatewayServer:
             generation,
             OperationsHandlers(self._models, self._metrics, read_metrics),
             authenticate=self._authenticator.authenticate,
-            admin=self._build_admin(peers, series_queries),
+            admin=self._build_admin(peers, series_queries, generation.previewer),
             render_openapi=render_openapi,
             cors=self._cors,
             metrics=self._metrics,
@@ -329,7 +329,10 @@ class GatewayServer:
         return routes
 
     def _build_admin(
-        self, peers: PeerGateways | None, series_queries: SeriesQueries | None
+        self,
+        peers: PeerGateways | None,
+        series_queries: SeriesQueries | None,
+        previewer: RoutingPreviewer,
     ) -> AsgiApp:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
@@ -352,6 +355,7 @@ class GatewayServer:
             config=self._config,
             loop_monitor=self._loop_monitor,
             replica_logs=self._replica_logs,
+            previewer=previewer,
         )
 
     def _build_console(

@@ -65,6 +65,7 @@ from argosy.policy.prefix_cache_index import (
     RecentPlacements,
     compute_prefix_keys,
 )
+from argosy.policy.prefix_tree import PrefixNode, PrefixTree, RecentPrompt
 from argosy.policy.prices import NO_CHARGE, PriceEntry, PriceList, Rates
 from argosy.policy.quota_meters import (
     CalendarPeriod,
@@ -163,6 +164,8 @@ __all__ = [
     "PoisonRequestTracker",
     "PowerOfTwo",
     "PrefixCacheIndex",
+    "PrefixNode",
+    "PrefixTree",
     "PriceEntry",
     "PriceList",
     "Probe",
@@ -178,6 +181,7 @@ __all__ = [
     "QuotaUsage",
     "Rates",
     "RecentPlacements",
+    "RecentPrompt",
     "ReplicaHealth",
     "ReplicaLoad",
     "ReplicaStatus",

@@ -144,6 +144,13 @@ class EventPrefixIndex:
     def __len__(self) -> int:
         return len(self._estimated)
 
+    @property
+    def is_reported(self) -> bool:
+        return True
+
+    def count_tokens(self) -> int:
+        return len(self.blocks) * self._block_size
+
     def on_blocks_stored(self, names: Iterable[int]) -> None:
         """Record that the replica stored blocks."""
         self.blocks.update(names)

@@ -159,9 +159,11 @@ class DispatchQueue(Generic[T]):
 
     def count_ahead(self, request: QueuedRequest[T]) -> int:
         """Return the number of other waiting requests in the same and higher tiers."""
-        return sum(len(tier.queued) for tier in self._tiers[: request.tier + 1]) - (
-            not request.is_dequeued
-        )
+        return self.count_up_to(request.tier) - (not request.is_dequeued)
+
+    def count_up_to(self, tier: int) -> int:
+        """Return the number of waiting requests in a tier and the higher ones."""
+        return sum(len(each.queued) for each in self._tiers[: tier + 1])
 
     def tenant_backlog(self, tier: int, tenant: str) -> TenantBacklog:
         """Return the waiting requests of a tenant in a tier."""

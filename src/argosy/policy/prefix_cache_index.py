@@ -71,6 +71,14 @@ class PrefixCacheIndex(Protocol):
     def __len__(self) -> int:
         """Return the number of blocks that are estimated to be cached."""
 
+    @property
+    def is_reported(self) -> bool:
+        """Whether the replica reports its blocks by KV events, so that they are not only estimated."""
+
+    def count_tokens(self) -> int:
+        """Return the number of tokens in the blocks that are known or estimated to be cached."""
+        ...
+
     def resize(self, blocks: int) -> None:
         """Set the capacity of the replica's KV cache in blocks."""
 
@@ -105,6 +113,13 @@ class EstimatedPrefixIndex:
 
     def __len__(self) -> int:
         return len(self._last_prompt_by_key)
+
+    @property
+    def is_reported(self) -> bool:
+        return False
+
+    def count_tokens(self) -> int:
+        return len(self._last_prompt_by_key) * BLOCK_TOKENS
 
     def resize(self, blocks: int) -> None:
         self._capacity_blocks = min(max(1, blocks), MAX_CAPACITY_BLOCKS)

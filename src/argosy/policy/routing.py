@@ -95,10 +95,15 @@ class RoutingCandidate(msgspec.Struct, frozen=True):
     uncached_tokens: int
     """Prompt tokens that the replica probably has to compute."""
     cost: RoutingCost
+    cached_blocks: list[int] = []
+    """Cached blocks of the prompt, as `PrefixCacheIndex.match_prefix` returns them."""
 
 
 class RoutingPolicy(Protocol):
-    """Policy that selects a replica among candidates."""
+    """Policy that selects a replica among candidates.
+
+    A selection replaces the values of attributes and never changes them in place, so a shallow copy is independent.
+    """
 
     def select(
         self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
@@ -170,7 +175,7 @@ class RoundRobin:
         ordered = sorted(candidates, key=lambda candidate: candidate.load.name)
         if len({candidate.load.weight for candidate in ordered}) > 1:
             return self._select_weighted(ordered)
-        self._credits.clear()
+        self._credits = {}
         selected = next(
             (candidate for candidate in ordered if candidate.load.name > self._last_replica),
             ordered[0],

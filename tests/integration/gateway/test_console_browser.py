@@ -32,7 +32,17 @@ pytestmark = [
 Scheme = Literal["light", "dark"]
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
 MAX_TRANSFERRED_BYTES = 200_000
-SCREENS = ("overview", "requests", "usage", "events", "playground", "models", "tenants", "settings")
+SCREENS = (
+    "overview",
+    "requests",
+    "usage",
+    "events",
+    "playground",
+    "models",
+    "routing",
+    "tenants",
+    "settings",
+)
 HEADINGS = {
     "usage": "Usage and cost",
     "events": "Events and audit",
@@ -165,6 +175,30 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.get_by_role("link", name="Overview").click()
     await page.get_by_text("waits for a person").wait_for()
     await page.get_by_text("has 1 of at least 2 replicas").wait_for()
+
+
+async def test_routing_screen_previews_a_replica_and_shows_what_is_cached(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    prompt = f"{HOSTILE} " * 20
+    body = {"model": "big", "prompt": prompt, "max_tokens": 1}
+    for _ in range(2):
+        sent = await admin_gateway.client.post(
+            "/v1/completions", json=body, headers=admin_gateway.root_headers
+        )
+        assert sent.status_code == 200
+    page = await open_console(browser, admin_gateway)
+    await page.goto(f"{admin_gateway.client.base_url}/#/routing?kind=completion")
+    await page.get_by_label(re.compile("^Prompt")).fill(prompt)
+    await page.get_by_role("button", name="Preview").click()
+    candidates = page.get_by_role("region", name="Candidates")
+    await candidates.get_by_role("row").nth(2).wait_for()
+    assert await page.get_by_text(re.compile("^[ab] would get it")).count() == 1
+    await page.get_by_role("link", name=re.compile("after 0, in 2 requests")).click()
+    await page.get_by_text("of its prompts, by estimate").wait_for()
+    assert "prefix=" in page.url
+    await page.get_by_role("button", name="Copy as JSON").wait_for()
+    assert HOSTILE not in await page.get_by_role("region", name="Prefixes", exact=True).inner_text()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -59,6 +61,26 @@ class ReplicaPair:
         response = await self.gateway.client.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text
         return last_decision(self._recorder.completed[-1])
+
+    async def preview(self, prompt: str) -> dict[str, Any]:
+        """Return the preview of a prompt."""
+        body = {"request": completion(prompt, model="big", max_tokens=1)}
+        response = await self.gateway.client.post("/admin/routing/preview", json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def describe_replicas(self) -> list[list[object]]:
+        """Return what the gateway knows of the load and the caches of the replicas."""
+        return [
+            [
+                *(getattr(each.load, one.name) for one in fields(each.load) if one.name != "ttft"),
+                each.load.ttft.value(0.0),
+                each.prefix_index.count_tokens(),
+                len(each.prefix_index),
+            ]
+            for each in self.gateway.replicas
+        ]
 
     async def uncached_shares(self, prompt: str, **extra: str) -> list[float]:
         """Send a prompt, and return the share of it that each replica would have to compute according to the trace."""
@@ -171,3 +193,46 @@ async def test_salted_prompts_match_only_their_salt(pair: ReplicaPair, story: st
     await pair.wait_until_synced()
     assert sorted(await pair.uncached_shares(story, cache_salt="mine"))[1] == 1.0
     assert await pair.uncached_shares(story) == [0.0, 0.0]
+
+
+async def test_preview_is_what_the_request_then_gets_and_changes_nothing(
+    pair: ReplicaPair, story: str
+) -> None:
+    prompts = (f"{story[:-1]}!", story, "Hi.", f"{story[:-1]}!", story, story)
+    for prompt in prompts:
+        await pair.wait_until_synced()
+        before = pair.describe_replicas()
+        previews = [await pair.preview(prompt) for _ in range(3)]
+        assert pair.describe_replicas() == before
+        assert previews[0]["outcome"] == "placed"
+        decision = await pair.send(prompt)
+        for preview in previews:
+            assert preview["replica"] == decision.replica.name
+            uncached = {each["replica"]: each["uncached_tokens"] for each in preview["candidates"]}
+            assert uncached[decision.replica.name] == decision.uncached_tokens
+    assert previews[0]["candidates"][0]["cached_tokens"] > 0
+
+
+async def test_prefix_map_shows_shared_prefixes_and_who_has_them(
+    pair: ReplicaPair, story: str
+) -> None:
+    first = await pair.send(story)
+    await pair.send(story[: 3 * BLOCK_BYTES] + "?" * 2 * BLOCK_BYTES)
+    await pair.wait_until_synced()
+    response = await pair.gateway.client.get("/admin/routing/prefixes", params={"model": "big"})
+    assert response.status_code == 200, response.text
+    (found,) = response.json()["data"]
+    by_id = {each["id"]: each for each in found["prefixes"]}
+    shared = by_id[first.block_keys[2].hex()[:12]]
+    ends = [each for each in found["prefixes"] if each["parent"] == shared["id"]]
+    assert (shared["parent"], shared["start_tokens"], shared["tokens"]) == (None, 0, 192)
+    assert shared["holders"] == 2
+    assert [(end["parent"], end["tokens"], end["holders"]) for end in ends] == [
+        (shared["id"], 128, 1)
+    ] * 2
+    assert {name for end in ends for name in end["cached_tokens"]} == {
+        replica.name for replica in pair.gateway.replicas
+    }
+    assert any(first.replica.name in end["cached_tokens"] for end in ends)
+    assert {each["source"] for each in found["replicas"]} == {"events"}
+    assert story[:20] not in response.text

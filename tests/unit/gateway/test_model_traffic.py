@@ -118,11 +118,11 @@ def test_fallback_answers_for_models_that_are_down_or_have_a_long_queue() -> Non
     (replica,) = chat.replicas.values()
     replica.load.in_flight, replica.load.inter_token_s, chat.active_requests = 2, 0.01, 5
     skipped = "chat has 5.1 s of queue, at most 2 s"  # 4 requests of 256 tokens, 2 at a time
-    assert resolve(router) == RouteTarget(a, "fallback_models", skipped)
+    assert resolve(router) == RouteTarget(a, "fallback_models", skipped, passed_over=chat)
     for replica in a.replicas.values():
         replica.health.on_unreachable(0.0)
     skipped += "; a has no ready replica"
-    assert resolve(router) == RouteTarget(small, "fallback_models", skipped)
+    assert resolve(router) == RouteTarget(small, "fallback_models", skipped, passed_over=chat)
     for replica in small.replicas.values():
         replica.health.on_unreachable(0.0)
     assert resolve(router) == RouteTarget(chat, "", f"{skipped}; small has no ready replica")

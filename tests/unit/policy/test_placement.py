@@ -63,11 +63,15 @@ def test_thousands_of_requests_keep_all_invariants_through_faults(
     assert not counts["refused: INTERRUPTED"]
 
 
-def test_same_seed_gives_same_effects() -> None:
-    first, second = (PlacementSimulation(400, 6, 5, seed=3) for _ in range(2))
+@pytest.mark.parametrize("num_stable", [0, 4])
+def test_same_seed_gives_same_effects_with_and_without_previews(num_stable: int) -> None:
+    """Each preview is what happens then, and changes nothing."""
+    first, second = (PlacementSimulation(400, 6, 5, 3, num_stable) for _ in range(2))
+    second.previews = True
     first.run()
     second.run()
     assert first.log == second.log
+    assert second.counts["previewed"] > 10
 
 
 def forget_to_withdraw(queue: PoolQueue, request: PlacementRequest) -> None:

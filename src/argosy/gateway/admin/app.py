@@ -18,6 +18,7 @@ from argosy.gateway.admin import (
     limits_and_prices,
     replicas,
     reports,
+    routing,
     series,
     settings,
     tenants,
@@ -32,6 +33,7 @@ from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
+from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
@@ -68,6 +70,7 @@ ENDPOINTS = add_openapi_endpoint(
             *keys.endpoints,
             *limits_and_prices.endpoints,
             *replicas.endpoints,
+            *routing.endpoints,
             *fleet.endpoints,
             *reports.endpoints,
             *series.endpoints,
@@ -92,6 +95,7 @@ def build_admin_app(
     config: GatewayConfig | None = None,
     loop_monitor: LoopMonitor | None = None,
     replica_logs: ReplicaLogs | None = None,
+    previewer: RoutingPreviewer | None = None,
 ) -> AsgiApp:
     """Build the application for /admin, which serves requests that `HttpExchange` forwards.
 
@@ -111,6 +115,7 @@ def build_admin_app(
         config: The gateway's settings, to be shown to operators.
         loop_monitor: While it reports an overload, reads wait for each other.
         replica_logs: Logs of the replicas of the gateway's fleet.
+        previewer: Previews of routing.
     """
     limiter = AdminCallLimiter(loop_monitor)
     admin_scope = AdminScope(
@@ -123,6 +128,8 @@ def build_admin_app(
         series_queries=series_queries,
         config=config,
         fleet_logs=replica_logs,
+        previewer=previewer,
+        authenticator=authenticator,
     )
     by_path: dict[str, dict[str, AdminEndpoint]] = {}
     for endpoint in ENDPOINTS:
@@ -194,7 +201,7 @@ class _PathHandler:
         """
         if endpoint.is_long_poll:
             return await self._run_endpoint(endpoint, request)
-        is_change = endpoint.method != "GET"
+        is_change = not endpoint.is_safe
         async with self._limiter.slot(request.principal, is_change=is_change):
             if exchange.is_disconnected:
                 raise DisconnectedError

@@ -10,11 +10,12 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
-from argosy.gateway.auth import organisation_scope
+from argosy.gateway.auth import Authenticator, organisation_scope
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
+from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.protocol import JSON_MEDIA_TYPE, ApiError
@@ -84,6 +85,10 @@ class AdminScope:
     """The gateway's settings."""
     fleet_logs: ReplicaLogs | None = None
     """Logs of the fleet's replicas. None if the gateway belongs to no fleet."""
+    previewer: RoutingPreviewer | None = None
+    """Previews of routing. None if the gateway serves no model."""
+    authenticator: Authenticator | None = None
+    """Finds the senders of previewed requests."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
@@ -143,6 +148,19 @@ class AdminScope:
         return self.series_queries
 
     @property
+    def routing(self) -> RoutingPreviewer:
+        """Previews of routing. Only endpoints for the whole gateway use them."""
+        if self.previewer is None:
+            raise ApiError(404, "not_found", "This gateway has no pools.")
+        return self.previewer
+
+    def find_principal(self, *, key: str | None, project: str | None) -> Principal | None:
+        """Return the principal of a key or a project of the gateway, or None. Raises as the authenticator."""
+        if self.authenticator is None:
+            return None
+        return self.authenticator.find_principal(key=key, project=project)
+
+    @property
     def accounts(self) -> Accounts:
         """The store's accounts. Raises ApiError 404 without a store, like the properties below."""
         return self._store.accounts.for_organisation(self.organisation_id)
@@ -199,6 +217,8 @@ class AdminEndpoint:
     query_time_limit_s: float
     """Longest time of each query of the store."""
     media_type: str
+    is_safe: bool
+    """Whether it changes nothing, as every GET, so that accounts need not be read again afterwards."""
 
     @property
     def name(self) -> str:
@@ -227,6 +247,7 @@ class AdminEndpoints(list[AdminEndpoint]):
         is_long_poll: bool = False,
         query_time_limit_s: float = QUERY_TIME_LIMIT_S,
         media_type: str = JSON_MEDIA_TYPE,
+        is_safe: bool = False,
     ) -> Callable[[EndpointHandler], EndpointHandler]:
         """Return a decorator that registers a function as endpoint. Its return annotation is the response type."""
 
@@ -245,6 +266,7 @@ class AdminEndpoints(list[AdminEndpoint]):
                     is_long_poll=is_long_poll,
                     query_time_limit_s=query_time_limit_s,
                     media_type=media_type,
+                    is_safe=is_safe or method == "GET",
                 )
             )
             return handler

@@ -146,6 +146,20 @@ class Authenticator:
         entry = self._credentials.find_by_digest(digest)
         return None if entry is None else self._check_entry(entry, connection)
 
+    def find_principal(self, *, key: str | None, project: str | None) -> Principal | None:
+        """Return the principal of a key or a project by its id, or None if there is none. It is not authenticated.
+
+        Raises:
+            ApiError: 401 if the project is archived or the key's user is disabled.
+        """
+        index = self._credentials
+        entry = None
+        if key is not None:
+            entry = index.find_by_key_id(key)
+        elif project is not None:
+            entry = index.find_by_project(project)
+        return None if entry is None else entry.principal
+
     def authenticate_claims(self, claims: TokenClaims, connection: ConnectionInfo) -> Principal:
         """Return the principal of the bearer of a token that was verified before.
 

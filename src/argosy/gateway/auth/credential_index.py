@@ -101,6 +101,28 @@ class CredentialIndex:
         )
         return CredentialEntry(principal, _parse_allow_lists(project.networks) if project else ())
 
+    def find_by_key_id(self, key_id: str) -> CredentialEntry | None:
+        """Return the entry of the key with this id, or None if there is none. Raises as `find_by_digest`."""
+        digests = (digest for digest, key in self._keys_by_digest.items() if key.id == key_id)
+        digest = next(digests, None)
+        return None if digest is None else self.find_by_digest(digest)
+
+    def find_by_project(self, project_id: str) -> CredentialEntry | None:
+        """Return the entry of a key without restrictions in a project, or None if there is no such project.
+
+        Raises:
+            ApiError: 401 if the project is archived.
+        """
+        project = self._projects.get(project_id)
+        if project is None:
+            return None
+        _check_project(project)
+        return CredentialEntry(
+            _build_principal(
+                project.organisation, project, role="user", scope="organisation", user=""
+            )
+        )
+
     def _build_key_entry(self, key: Key) -> CredentialEntry:
         if key.user is not None:
             _check_user(self._users[key.user])

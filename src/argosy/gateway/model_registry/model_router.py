@@ -45,6 +45,8 @@ class RouteTarget(NamedTuple):
     """Why the traffic settings of the requested model, or of the route's, selected the pool, for explanations."""
     version: AssignedVersion | None = None
     """Version of the model that the request is assigned to. None without rollouts."""
+    passed_over: Pool | None = None
+    """Pool that a fallback model answers for."""
 
 
 class ModelRouter:
@@ -139,6 +141,28 @@ class ModelRouter:
         fields: RequestFields | None = None,
         request_id: str = "",
     ) -> RouteTarget:
+        """Return the pool that answers a request, as `find_target`, and record that the request was routed."""
+        target = self.find_target(name, principal, headers, fields, request_id)
+        if target.passed_over is not None:
+            target.passed_over.record_unserved(time.monotonic())
+        if target.route_name not in {"", WEIGHTS}:
+            log.info(
+                "request_routed",
+                requested_model=name,
+                model=target.pool.model,
+                route=target.route_name,
+                reason=target.reason,
+            )
+        return target
+
+    def find_target(
+        self,
+        name: str,
+        principal: Principal,
+        headers: Mapping[bytes, bytes],
+        fields: RequestFields | None = None,
+        request_id: str = "",
+    ) -> RouteTarget:
         """Return the pool that answers a request.
 
         The first route that matches selects a model, then the model's traffic settings select one that answers for it.
@@ -173,14 +197,6 @@ class ModelRouter:
                 break
         if target.pool.traffic is not None:
             target = self._divide_traffic(target, target.pool.traffic, subject, principal.tier)
-        if target.route_name not in {"", WEIGHTS}:
-            log.info(
-                "request_routed",
-                requested_model=name,
-                model=target.pool.model,
-                route=target.route_name,
-                reason=target.reason,
-            )
         versions = target.pool.versions
         if versions is None or fields is None:
             return target
@@ -196,7 +212,7 @@ class ModelRouter:
         if selected.pool != traffic.model or len(traffic.pools) > 1:
             route_name = route_name or WEIGHTS
             reasons.append(f"weight {selected.weight:g} of {traffic.total_weight:g}")
-        answering = selected.pool
+        answering, passed_over = selected.pool, None
         if traffic.fallback_pools:
             now = time.monotonic()
             serving = traffic.select_serving_pool(
@@ -208,9 +224,14 @@ class ModelRouter:
             )
             reasons += serving.skipped
             if serving.pool is not None and serving.skipped:
-                self._pools_by_name[selected.pool].record_unserved(now)
                 answering, route_name = serving.pool, FALLBACK
-        return RouteTarget(self._pools_by_name[answering], route_name, "; ".join(reasons))
+                passed_over = self._pools_by_name[selected.pool]
+        return RouteTarget(
+            self._pools_by_name[answering],
+            route_name,
+            "; ".join(reasons),
+            passed_over=passed_over,
+        )
 
     def resolve_only_model(
         self,

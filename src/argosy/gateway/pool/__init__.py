@@ -13,6 +13,7 @@ from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resol
 from argosy.gateway.pool.model_startup import ModelStartup
 from argosy.gateway.pool.placement_requests import build_placement_request
 from argosy.gateway.pool.pool import Pool, PoolVersions
+from argosy.gateway.pool.prefix_map import PrefixMap, build_prefix_map
 from argosy.gateway.pool.prober import Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 
@@ -24,10 +25,12 @@ __all__ = [
     "ModelStartup",
     "Pool",
     "PoolVersions",
+    "PrefixMap",
     "Prober",
     "ReplicaEndpoint",
     "Resolver",
     "build_placement_request",
+    "build_prefix_map",
     "resolve_host",
     "run_with_restarts",
 ]

@@ -1,4 +1,4 @@
-"""Checks of a request before it is queued, as its replica would check them: constraint, tools and parameters."""
+"""Checks of a request before it is queued, as its replica would check them: prompt, constraint, tools, parameters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from argosy.gateway.backends import (
     CONSTRAINT_FIELDS,
     BackendAdapter,
     BackendKind,
+    count_resume_tokens,
     translate_constraint,
 )
 from argosy.gateway.pool import Pool
+from argosy.gateway.request_context import ApiShape
 from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import (
     ApiError,
@@ -32,11 +34,14 @@ from argosy.protocol import (
     invalid_request,
     normalize_stop_strings,
     parse_request_body,
+    unsupported_task_error,
 )
 
 CHECKED_FIELDS = (*constraints.TOOL_FIELDS, *sorted(CONSTRAINT_FIELDS))
 UNCHECKED_FIELDS = frozenset({"messages", "prompt", "resume", *CHECKED_FIELDS})
 """Fields that `check_queued_parameters` does not read."""
+RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
+"""Kinds of servers that may support `resume`: native replicas, and servers whose kind is not yet detected."""
 CHECK_TIMEOUT_S = 0.5
 """A request whose check takes longer, because others are ahead of it, is checked by its replica only."""
 MAX_PENDING_CHECKS = 64
@@ -45,6 +50,41 @@ MAX_CACHED_RESULTS = 1024
 MAX_THREADS = 2
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+def check_task(pool: Pool, model: str, api: ApiShape) -> None:
+    """Check that a model, by its name in a request, has one of the API's tasks. Raises ApiError(400) if not."""
+    tasks = pool.tasks
+    if tasks is not None and tasks.isdisjoint(api.tasks):
+        raise unsupported_task_error(model, api.path.decode(), tasks)
+
+
+def check_prompt(pool: Pool, fields: RequestFields) -> None:
+    """Check that the prompt fits the model, and that `resume` finds a replica that supports it.
+
+    Raises:
+        ApiError(400): No replica of the pool could serve the request.
+    """
+    max_model_len = pool.max_model_len
+    if max_model_len is not None and fields.exceeds_token_limit(max_model_len):
+        # OpenAI's status and wording, by which clients recognise that the prompt is too long.
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens, and the prompt is longer. "
+            "Send a shorter one, or truncate it with truncate_prompt_tokens."
+        )
+        raise invalid_request(message, fields.prompt_field, "context_length_exceeded")
+    if count_resume_tokens(fields) and not _can_resume(pool):
+        message = (
+            "Only Argosy replicas support 'resume', and this model has none. "
+            "Send the tokens as text in the prompt."
+        )
+        raise invalid_request(message, "resume")
+
+
+def _can_resume(pool: Pool) -> bool:
+    """Return whether a replica of the pool supports `resume`, or may turn out to support it."""
+    kinds = {replica.kind for replica in pool.replicas.values()}
+    return not kinds or not kinds.isdisjoint(RESUMABLE_KINDS)
 
 
 def find_unsupporting_replicas(pool: Pool, fields: RequestFields, path: bytes) -> set[str]:

@@ -12,13 +12,14 @@ import msgspec
 import structlog
 
 from argosy.gateway.azure_paths import find_deployment
-from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
+from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
-from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
+    check_prompt,
+    check_task,
     find_unsupporting_replicas,
 )
 from argosy.gateway.proxy.demand_meter import DemandReport
@@ -34,6 +35,7 @@ from argosy.gateway.proxy.response_writers import (
     ResponseWriter,
     StreamingWriter,
 )
+from argosy.gateway.proxy.routing_preview import RoutingPreviewer
 from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
 from argosy.gateway.proxy.start_wait import StartNotifier, find_start_wait_s
 from argosy.gateway.proxy.stream_monitor import StreamTimeouts
@@ -65,14 +67,12 @@ from argosy.http_server import (
     internal_error,
 )
 from argosy.policy.placement import PlacementLimits, QueueLimits
-from argosy.protocol import ApiError, format_event, invalid_request, unsupported_task_error
+from argosy.protocol import ApiError, format_event
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
-RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
-"""Kinds of servers that may support `resume`: native replicas, and servers whose kind is not yet detected."""
 
 
 class CompletionHandlers:
@@ -121,6 +121,7 @@ class CompletionHandlers:
             self._clock,
             random.Random(),  # noqa: S311 - spreads load, has no security purpose
         )
+        self.previewer = RoutingPreviewer(models, self._driver, config.cold_start, self._clock)
         self._request_checker = NativeRequestChecker()
         self._relays: set[ResponseRelay] = set()
         self._early_starts: Deadlines[ResponseRelay] = Deadlines(
@@ -255,25 +256,13 @@ class CompletionHandlers:
         Raises:
             ApiError: The model does not exist for the principal, or no replica of it could serve the request.
         """
-        pool, route, route_reason, version = self._resolve_target(exchange, fields, api, principal)
-        if route:
+        target = self._resolve_target(exchange, fields, api, principal)
+        pool = target.pool
+        if target.route_name:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         if not fields.model:
             fields = msgspec.structs.replace(fields, model=pool.model)
-        max_model_len = pool.max_model_len
-        if max_model_len is not None and fields.exceeds_token_limit(max_model_len):
-            # OpenAI's status and wording, by which clients recognise that the prompt is too long.
-            message = (
-                f"This model's maximum context length is {max_model_len} tokens, and the prompt is longer. "
-                "Send a shorter one, or truncate it with truncate_prompt_tokens."
-            )
-            raise invalid_request(message, fields.prompt_field, "context_length_exceeded")
-        if count_resume_tokens(fields) and not _can_resume(pool):
-            message = (
-                "Only Argosy replicas support 'resume', and this model has none. "
-                "Send the tokens as text in the prompt."
-            )
-            raise invalid_request(message, "resume")
+        check_prompt(pool, fields)
         unsupporting = (
             find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
         )
@@ -286,12 +275,12 @@ class CompletionHandlers:
             f"{api.id_prefix}-{exchange.unique_id}",
             principal,
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
-            route_name=route,
-            route_reason=route_reason,
-            assigned_version=version,
+            route_name=target.route_name,
+            route_reason=target.reason,
+            assigned_version=target.version,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             start_wait_s=find_start_wait_s(
-                exchange, self._config.cold_start, is_stream=fields.stream
+                exchange.headers, self._config.cold_start, is_stream=fields.stream
             ),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,
@@ -314,9 +303,7 @@ class CompletionHandlers:
         target = self._models.resolve_target(
             fields.model, principal, exchange.headers, fields, exchange.request_id
         )
-        tasks = target.pool.tasks
-        if tasks is not None and tasks.isdisjoint(api.tasks):
-            raise unsupported_task_error(fields.model, api.path.decode(), tasks)
+        check_task(target.pool, fields.model, api)
         return target
 
     def _on_request_admitted(self, context: RequestContext) -> None:
@@ -443,12 +430,6 @@ async def _end_stream_with_error(exchange: HttpExchange, error: ApiError) -> Non
     if exchange.status is not None and not exchange.response_complete:
         exchange.write_nowait(format_event(error.encode_body(exchange.request_id)))
         await exchange.end_stream()
-
-
-def _can_resume(pool: Pool) -> bool:
-    """Return whether a replica of the pool supports `resume`, or may turn out to support it."""
-    kinds = {replica.kind for replica in pool.replicas.values()}
-    return not kinds or not kinds.isdisjoint(RESUMABLE_KINDS)
 
 
 def _cancellation_error(context: RequestContext) -> Exception:

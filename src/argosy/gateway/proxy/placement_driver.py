@@ -21,6 +21,7 @@ from argosy.policy.placement import (
     Pause,
     PlacementCore,
     PlacementLimits,
+    PlacementPreview,
     PlacementRequest,
     PoolRemoved,
     Progress,
@@ -107,6 +108,10 @@ class PlacementDriver:
             queued_tokens=sum(queue.cost_tokens for queue in queues),
             queue_age_s=max(0.0, now - min(oldest)) if oldest else 0.0,
         )
+
+    def preview(self, request: PlacementRequest, pool: Pool) -> PlacementPreview:
+        """Return what would happen to a request that arrived now, and change nothing."""
+        return self._core.preview(request, pool, self._clock())
 
     def handle(self, event: Event) -> None:
         """Feed an event to the core, and perform the effects."""

@@ -35,14 +35,8 @@ def build_refusal_error(
     match refusal.reason:
         case RefusalReason.QUEUE_TIMEOUT:
             return _overloaded_error(pool, f"no free slot within {queue_timeout_s:g} s")
-        case RefusalReason.REPLICAS_FULL:
-            return _replicas_full_error(pool, refusal.retry_after_s or 0.0)
         case RefusalReason.STARTING:
             return starting_error(pool, context.response_headers)
-        case RefusalReason.NO_REPLICA:
-            return no_replica_error(pool, now)
-        case RefusalReason.QUARANTINED:
-            return _quarantined_error(pool, refusal.retry_after_s or 0.0)
         case RefusalReason.REFUSED_BY_REPLICA:
             message = f"The replica refused the request: {detail.rstrip('.')}."
             return ApiError(refusal.status, REFUSED_BY_REPLICA, message)
@@ -59,7 +53,31 @@ def build_refusal_error(
         case RefusalReason.UPSTREAM_FAILED:
             message = f"No replica could answer for {pool.model!r}. Try again shortly."
             return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)
-        case reason:  # the queue is full, for this tenant or tier
+        case reason:
+            return build_arrival_error(reason, refusal.retry_after_s, pool, now)
+
+
+def build_arrival_error(
+    reason: RefusalReason, retry_after_s: float | None, pool: Pool, now: float
+) -> ApiError:
+    """Build the error for a refusal at the arrival of a request.
+
+    Args:
+        reason: Why the request is refused.
+        retry_after_s: Time until it may be sent again, if placement knows it.
+        pool: Pool that refuses it.
+        now: Monotonic time.
+    """
+    match reason:
+        case RefusalReason.REPLICAS_FULL:
+            return _replicas_full_error(pool, retry_after_s or 0.0)
+        case RefusalReason.STARTING:
+            return starting_error(pool, [])
+        case RefusalReason.NO_REPLICA:
+            return no_replica_error(pool, now)
+        case RefusalReason.QUARANTINED:
+            return _quarantined_error(pool, retry_after_s or 0.0)
+        case _:  # the queue is full, for this tenant or tier
             return _overloaded_error(pool, reason.value)
 
 

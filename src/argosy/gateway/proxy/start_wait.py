@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -27,19 +27,21 @@ MAX_SILENT_FRACTION = 0.5
 """Part of the client's read timeout after which its stream receives a comment."""
 
 
-def find_start_wait_s(exchange: HttpExchange, config: ColdStartConfig, *, is_stream: bool) -> float:
+def find_start_wait_s(
+    headers: Mapping[bytes, bytes], config: ColdStartConfig, *, is_stream: bool
+) -> float:
     """Return how long a request may wait for the start of its model.
 
     A read timeout does not limit a stream, because its comments are data.
     """
     hold_s = config.hold_s if is_stream else config.non_streaming_hold_s
-    headers = (DEADLINE_HEADER,) if is_stream else TIMEOUT_HEADERS
-    return max(0.0, min(hold_s, _find_shortest_s(exchange, headers) - ANSWER_MARGIN_S))
+    names = (DEADLINE_HEADER,) if is_stream else TIMEOUT_HEADERS
+    return max(0.0, min(hold_s, _find_shortest_s(headers, names) - ANSWER_MARGIN_S))
 
 
 def find_comment_interval_s(exchange: HttpExchange, config: ColdStartConfig) -> float:
     """Return the interval of the comments in a stream that waits."""
-    read_timeout_s = _find_shortest_s(exchange, (READ_TIMEOUT_HEADER,))
+    read_timeout_s = _find_shortest_s(exchange.headers, (READ_TIMEOUT_HEADER,))
     return min(config.comment_interval_s, MAX_SILENT_FRACTION * read_timeout_s)
 
 
@@ -105,12 +107,12 @@ class StartNotifier:
         return format_event(msgspec.json.encode(chunk))
 
 
-def _find_shortest_s(exchange: HttpExchange, headers: Iterable[bytes]) -> float:
-    """Return the shortest of the times in these headers; infinite if none has one."""
-    return min(map(_parse_seconds, map(exchange.get_header, headers)), default=math.inf)
+def _find_shortest_s(headers: Mapping[bytes, bytes], names: Iterable[bytes]) -> float:
+    """Return the shortest of the times in the headers with these names; infinite if none has one."""
+    return min((_parse_seconds(headers.get(name, b"")) for name in names), default=math.inf)
 
 
-def _parse_seconds(text: str) -> float:
+def _parse_seconds(text: bytes) -> float:
     """Return a positive number of seconds; infinite if the text is none, such as `None` of an SDK without timeout."""
     try:
         seconds = float(text)

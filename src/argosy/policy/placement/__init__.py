@@ -37,8 +37,9 @@ from argosy.policy.placement.messages import (
     SpeedMeasured,
     Tick,
 )
-from argosy.policy.placement.pool import PlacementPool, RandomSource
+from argosy.policy.placement.pool import PlacementPool, RandomSource, Selection
 from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
+from argosy.policy.placement.preview import PlacementPreview, explain_exclusion
 from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementError, PlacementRequest, RequestState
 
@@ -63,6 +64,7 @@ __all__ = [
     "PlacementError",
     "PlacementLimits",
     "PlacementPool",
+    "PlacementPreview",
     "PlacementReplica",
     "PlacementRequest",
     "PoolQueue",
@@ -75,7 +77,9 @@ __all__ = [
     "RequestEnded",
     "RequestState",
     "RoutingDecision",
+    "Selection",
     "Send",
     "SpeedMeasured",
     "Tick",
+    "explain_exclusion",
 ]

@@ -11,6 +11,7 @@ The driver owns sockets, journals and timers. A simulator drives the same core w
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from argosy.policy.breaker import AttemptOutcome
+from argosy.policy.placement.arrival import decide_arrival
 from argosy.policy.placement.attempt import (
     Attempt,
     AttemptEnding,
@@ -56,6 +58,7 @@ from argosy.policy.placement.messages import (
 )
 from argosy.policy.placement.pool import PlacementPool, RandomSource
 from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
+from argosy.policy.placement.preview import PlacementPreview, preview_placement
 from argosy.policy.placement.request import PlacementRequest, RequestState
 from argosy.policy.placement.stream_pauser import StreamPauser
 from argosy.policy.placement.takeover import (
@@ -150,6 +153,18 @@ class PlacementCore:
         """The requests that have not ended, with the queues of their pools."""
         return self._requests
 
+    def preview(self, request: PlacementRequest, pool: _Pool, now: float) -> PlacementPreview:
+        """Return what would happen to a request that arrived at a pool now, and change nothing.
+
+        The random numbers are those that the next request gets.
+        """
+
+        def find_queue(pool: _Pool) -> PoolQueue:
+            queue = self._queues.get(pool)
+            return PoolQueue(pool, self._limits.queue) if queue is None else queue
+
+        return preview_placement(request, pool, find_queue, now, copy.copy(self._random))
+
     # --- arrival and queue -----------------------------------------------------------------------
 
     def _on_arrived(self, event: Arrived, now: float) -> None:
@@ -163,23 +178,17 @@ class PlacementCore:
             self._arrive(request, pool.takeover, now)
             return
         queue.record_arrival(request, now)
-        if len(pool.poison_requests):
-            wait_s = pool.poison_requests.retry_after_s(request.compute_digest(), now)
-            if wait_s > 0:
-                self._refuse(Refuse(request, RefusalReason.QUARANTINED, wait_s))
-                return
-        if queue.may_skip_queue(request, now):
-            decision = pool.select_replica(request, frozenset(), now, self._random)
-            if decision is not None:
-                self._place(request, decision, queue, now)
-                return
-        refusal = queue.find_refusal(request, now)
-        if refusal is not None and pool.takeover is not None:
-            self._emit(Move(request, pool.takeover, refusal[0].value))
-            self._arrive(request, pool.takeover, now)
+        select = partial(pool.select_replica, request, frozenset(), now, self._random)
+        arrival = decide_arrival(request, queue, now, select)
+        if arrival.selected is not None:
+            self._place(request, arrival.selected, queue, now)
             return
-        if refusal is not None:
-            self._refuse(Refuse(request, refusal[0], refusal[1]))
+        if arrival.refusal is not None and arrival.takes_over is not None:
+            self._emit(Move(request, arrival.takes_over, arrival.refusal[0].value))
+            self._arrive(request, arrival.takes_over, now)
+            return
+        if arrival.refusal is not None:
+            self._refuse(Refuse(request, *arrival.refusal))
             return
         request.move_to(RequestState.WAITING)
         queue.push(request, now)

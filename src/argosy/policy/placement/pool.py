@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from argosy.policy.breaker import eligible_replicas
 from argosy.policy.hedging import Hedging
@@ -14,12 +15,14 @@ from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 from argosy.policy.poison_requests import PoisonRequestTracker
 from argosy.policy.prefix_cache_index import BLOCK_BYTES, BLOCK_TOKENS, RecentPlacements
+from argosy.policy.prefix_tree import RecentPrompt, RecentPrompts
 from argosy.policy.retry_budget import RetryBudget
 from argosy.policy.routing import (
     FULL_SCAN_POLICIES,
     ROUTING_POLICIES,
     ReplicaLoad,
     RoutingCandidate,
+    RoutingPolicy,
     RoutingPolicyName,
     estimate_cost,
 )
@@ -42,6 +45,13 @@ class RandomSource(Protocol):
     def random(self) -> float:
         """Return the next number, uniform in [0, 1)."""
         ...
+
+
+class Selection(NamedTuple):
+    """Comparison of the replicas that may get a request."""
+
+    chosen: RoutingCandidate
+    candidates: list[RoutingCandidate]
 
 
 def _nothing_pending() -> bool:
@@ -81,6 +91,8 @@ class PlacementPool(Generic[R]):
         """When it was last found that the pool is not starting any more."""
         self._removed_may_recover_until = -math.inf
         """Time until which requests wait for replacements of removed replicas."""
+        self.recent_prompts = RecentPrompts()
+        """The latest prompts, to show which prefixes they share."""
         self._policy = ROUTING_POLICIES[routing_policy]()
         self._recent_placements = RecentPlacements()
         self._mean_output_tokens = EwmaMean(OUTPUT_HALF_LIFE_SAMPLES, DEFAULT_OUTPUT_TOKENS)
@@ -264,18 +276,57 @@ class PlacementPool(Generic[R]):
         Returns:
             The decision; None if no replica has a free slot now.
         """
+        selection = self._compare_replicas(request, excluded, now, random_source, self._policy)
+        if selection is None:
+            return None
+        keys, chosen = request.block_keys, selection.chosen
+        selected = self.replicas[chosen.load.name]
+        selected.prefix_index.on_prompt_sent(keys)
+        if keys and not request.records:
+            self.recent_prompts.add(RecentPrompt(keys, request.tenant, now))
+        if len(self.replicas) > MAX_COMPARED_REPLICAS:
+            self._recent_placements.record_placement(keys, selected.name)
+        selected.health.on_dispatched(now)
+        return RoutingDecision(
+            selected,
+            costs=tuple([candidate.cost for candidate in selection.candidates]),
+            uncached_tokens=chosen.uncached_tokens,
+            prompt_blocks=request.prompt_bytes / BLOCK_BYTES,
+            cached_blocks=chosen.cached_blocks,
+            block_keys=keys,
+        )
+
+    def preview_selection(
+        self,
+        request: PlacementRequest,
+        excluded: Collection[str],
+        now: float,
+        random_source: RandomSource,
+    ) -> Selection | None:
+        """Return the comparison by which `select_replica` would select now, and change nothing."""
+        policy = copy.copy(self._policy)
+        return self._compare_replicas(request, excluded, now, random_source, policy)
+
+    def _compare_replicas(
+        self,
+        request: PlacementRequest,
+        excluded: Collection[str],
+        now: float,
+        random_source: RandomSource,
+        policy: RoutingPolicy,
+    ) -> Selection | None:
+        """Compare the replicas with a free slot, and choose one; None if there is none. Only `policy` changes."""
         keys = request.block_keys
         selectable = self._selectable_replicas(keys, request.tier, excluded, now, random_source)
         if not selectable:
             return None
         output_tokens = self.expected_output_tokens(request)
-        matches: dict[str, list[int]] = {}
         candidates: list[RoutingCandidate] = []
         # Tokens that a resumed stream has to compute again, except where it ran, whose cache still has them.
         output_so_far = request.output_tokens
         last = request.last_attempt.replica.name if output_so_far and request.last_attempt else ""
         for replica in selectable:
-            matches[replica.name] = match = replica.prefix_index.match_prefix(keys)
+            match = replica.prefix_index.match_prefix(keys)
             cached = len(match) * BLOCK_TOKENS
             if match:  # the keys differ if the tools do
                 cached += request.tool_tokens
@@ -283,22 +334,10 @@ class PlacementPool(Generic[R]):
             if output_so_far and replica.name != last:
                 uncached += output_so_far
             cost = estimate_cost(replica.load, uncached, output_tokens, now)
-            candidates.append(RoutingCandidate(replica.load, uncached, cost))
+            candidates.append(RoutingCandidate(replica.load, uncached, cost, match))
         affinity_key = request.session_id or (keys[0].hex() if keys else "")
-        chosen = self._policy.select(candidates, affinity_key, random_source.random(), now)
-        selected = self.replicas[chosen.load.name]
-        selected.prefix_index.on_prompt_sent(keys)
-        if len(self.replicas) > MAX_COMPARED_REPLICAS:
-            self._recent_placements.record_placement(keys, selected.name)
-        selected.health.on_dispatched(now)
-        return RoutingDecision(
-            selected,
-            costs=tuple([candidate.cost for candidate in candidates]),
-            uncached_tokens=chosen.uncached_tokens,
-            prompt_blocks=request.prompt_bytes / BLOCK_BYTES,
-            cached_blocks=matches[selected.name],
-            block_keys=keys,
-        )
+        chosen = policy.select(candidates, affinity_key, random_source.random(), now)
+        return Selection(chosen, candidates)
 
     def _selectable_replicas(
         self,

@@ -15,6 +15,7 @@ const SCREENS = [
   { id: "events", title: "Events and audit", group: "Watch", isShown: () => may("viewer") },
   { id: "playground", title: "Playground", group: "Use", isShown: always },
   { id: "models", title: "Models and replicas", group: "Run", isShown: () => may("viewer", "gateway") },
+  { id: "routing", title: "Routing", group: "Run", isShown: () => may("viewer", "gateway") },
   { id: "tenants", title: "Tenants and keys", group: "Run", isShown: () => may("viewer") },
   { id: "settings", title: "Settings and doctor", group: "Run", isShown: () => may("viewer", "gateway") },
 ];

@@ -1,6 +1,7 @@
 // One request: a sentence that says where its time went, the waterfall, the candidates, limits and price.
 import { html } from "../vendor.js";
 import { count, duration, exact, money, percent, time, visible } from "../core/format.js";
+import { Candidates } from "./candidates.js";
 import { Card, Name, Status, copyText } from "./parts.js";
 
 const seconds = (ms) => (ms === null || ms === undefined ? undefined : ms / 1000);
@@ -15,7 +16,7 @@ export function Explanation({ explanation }) {
       actions=${html`<button class="btn" onClick=${() => copyText(JSON.stringify(explanation, null, 2), "The explanation")}>Copy as JSON</button>`}>
       <${Waterfall} bars=${bars} total=${total} first=${seconds(explanation.ms.first_token)} /><//>`
     : html`<${Card} title="Where the time went"><p class="empty">Only the ledger still knows this request. Its trace was kept by a gateway that is gone, or has expired.</p><//>`}
-    <div class="two"><${Candidates} attempts=${explanation.attempts ?? []} /><${Price} explanation=${explanation} /></div>
+    <div class="two"><${AttemptCandidates} attempts=${explanation.attempts ?? []} /><${Price} explanation=${explanation} /></div>
     ${explanation.limits?.length ? html`<${Limits} limits=${explanation.limits} />` : null}`;
 }
 
@@ -88,14 +89,10 @@ function Waterfall({ bars, total, first }) {
     ${first !== undefined ? html`<p class="s">The dashed line is the first token, ${duration(first)} after the request arrived.</p>` : null}`;
 }
 
-const TERMS = [["queue_s", "Queue"], ["prefill_s", "Prefill"], ["decode_s", "Decode"], ["memory_s", "Memory"], ["stale_s", "Old report"], ["total_s", "Cost"]];
-
-function Candidates({ attempts }) {
+function AttemptCandidates({ attempts }) {
   const shown = attempts.filter(({ candidates }) => candidates?.length);
   return html`<${Card} title="Candidates" note="predicted seconds; the lowest cost wins">${shown.length ? shown.map((attempt, index) => html`
-    <div key=${index} class="rows" tabindex="0" role="region" aria-label=${`Candidates of attempt ${index + 1}`}><table><thead><tr><th scope="col">Replica</th>${TERMS.map(([key, label]) => html`<th key=${key} scope="col" class="n">${label}</th>`)}</tr></thead>
-      <tbody>${attempt.candidates.map((candidate) => html`<tr key=${candidate.replica}><td>${candidate.replica === attempt.replica ? html`<b>${visible(candidate.replica)}</b>` : visible(candidate.replica)}</td>
-        ${TERMS.map(([key]) => html`<td key=${key} class="n">${duration(candidate[key])}</td>`)}</tr>`)}</tbody></table></div>`)
+    <${Candidates} key=${index} label=${`Candidates of attempt ${index + 1}`} candidates=${attempt.candidates} chosen=${attempt.replica} />`)
     : html`<p class="empty">No replica was chosen.</p>`}<//>`;
 }
 
