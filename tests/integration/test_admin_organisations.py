@@ -133,6 +133,11 @@ CASES: dict[str, EndpointCase] = {
         "operator", "gateway", body=lambda ids: replica_fields(ids) | {"weight": 2.0}
     ),
     "get_openapi_document": EndpointCase("user", is_organisation_independent=True),
+    "run_kv_blocks_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_batching_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_fair_queue_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_limits_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_circuit_breaker_lesson": EndpointCase("user", is_organisation_independent=True),
 }
 
 
