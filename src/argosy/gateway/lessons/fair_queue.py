@@ -125,8 +125,8 @@ def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]
         )
     result = (
         f"Tenant C has all its answers after {_last(frames, fifo=False)} requests, and after "
-        f"{_last(frames, fifo=True)} in the order of arrival. While two tenants wait, their tokens per weight differ by "
-        f"no more than two rounds of {QUANTUM_TOKENS:g} tokens and the cost of a request of each."
+        f"{_last(frames, fifo=True)} in the order of arrival. While two tenants wait, their tokens per weight differ "
+        f"by no more than two rounds of {QUANTUM_TOKENS:g} tokens and the cost of a request of each."
     )
     return LessonRun(parameters=describe_parameters(parameters), frames=frames, result=result)
 
