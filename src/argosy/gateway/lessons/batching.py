@@ -30,11 +30,11 @@ class BatchingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ge=2,
             le=len(OUTPUT_PERCENTS),
             title="Requests",
-            extra_json_schema={"x-unit": "requests"},
+            extra_json_schema={"x-unit": ""},
         ),
     ] = 8
     slots: Annotated[
-        int, Meta(ge=1, le=6, title="Places in the batch", extra_json_schema={"x-unit": "places"})
+        int, Meta(ge=1, le=6, title="Places in the batch", extra_json_schema={"x-unit": ""})
     ] = 3
     interval: Annotated[
         int,
@@ -118,7 +118,7 @@ def _run_policy(policy: BatchingPolicy, parameters: BatchingParameters) -> list[
 
 
 def _explain(lane: BatchingLane) -> str:
-    running, free = [number for number in lane.slots if number], lane.slots.count(0)
+    running, free = sorted(filter(None, lane.slots)), lane.slots.count(0)
     if not running:
         return "nothing runs."
     if lane.prefills:

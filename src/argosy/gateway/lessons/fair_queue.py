@@ -23,7 +23,7 @@ class FairQueueParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     flood: Annotated[
         int,
-        Meta(ge=1, le=30, title="Requests of tenant A", extra_json_schema={"x-unit": "requests"}),
+        Meta(ge=1, le=30, title="Requests of tenant A", extra_json_schema={"x-unit": ""}),
     ] = 20
     flood_cost: Annotated[
         int,
@@ -106,10 +106,11 @@ def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]
         fifo_served[other] += costs[other]
         done[tenant] += 1
         backlog = queue.count_by_tenant()
-        text = (
-            f"The slot goes to request {request.item} of tenant {request.tenant}, which costs {costs[tenant]} tokens. "
-            f"In the order of arrival, tenant {TENANTS[other]} would get it."
-        )
+        text = f"The slot goes to request {request.item} of tenant {request.tenant}. It costs {costs[tenant]} tokens."
+        if other == tenant:
+            text += " In the order of arrival, this tenant would get it too."
+        else:
+            text += f" In the order of arrival, tenant {TENANTS[other]} would get it."
         if is_late_arrival:
             text = f"Tenant C sends {count_of(counts[2], 'request')}. {text}"
         frames.append(

@@ -38,7 +38,7 @@ class KvBlocksParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ),
     ] = 4
     requests: Annotated[
-        int, Meta(ge=1, le=MAX_REQUESTS, title="Requests", extra_json_schema={"x-unit": "requests"})
+        int, Meta(ge=1, le=MAX_REQUESTS, title="Requests", extra_json_schema={"x-unit": ""})
     ] = 5
     output_tokens: Annotated[
         int,

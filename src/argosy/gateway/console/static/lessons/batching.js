@@ -12,7 +12,7 @@ export function Batching({ frames, index }) {
     const text = waiting.length ? `waiting: ${waiting.join(", ")}` : "nobody waits";
     return html`<div key=${policy}><h3>${title} <span class="s">${text}</span></h3>
       <${Figure} label=${`${title} after ${shown.length} steps; ${text}`} draw=${(width) => drawPlaces(shown.map((frame) => frame[policy]), frames.length, width)} /></div>`;
-  })}<p class="s">Each row is a place in the batch, and each number the request in it. A step that computes a prompt is darker. Hatched: the place is empty.</p></div>`;
+  })}<p class="s">Each row is a place in the batch, and each number the request in it. A step that computes a prompt has a bar at its top. Hatched: the place is empty.</p></div>`;
 }
 
 function drawPlaces(lanes, total, width) {
