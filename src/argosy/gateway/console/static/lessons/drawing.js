@@ -32,13 +32,13 @@ export function findRuns(values) {
 // A box with a text that is left out where it does not fit.
 export const Box = ({ x, y, width, height, color, text = "", isSolid = false }) => html`<g>
   <rect x=${x} y=${y} width=${Math.max(1, width - 1)} height=${height} rx="2" fill=${color} fill-opacity=${isSolid ? 0.55 : 0.2} stroke=${color} />
-  ${text && width > 8 * text.length + 2 ? html`<text x=${x + width / 2} y=${y + height / 2 + 4} text-anchor="middle">${text}</text>` : null}</g>`;
+  ${text && width > 7 * text.length + 2 ? html`<text x=${x + width / 2} y=${y + height / 2 + 4} text-anchor="middle">${text}</text>` : null}</g>`;
 
 // A bar with its value as text. `mark` is a limit that is drawn as a line.
 export function Gauge({ y, width, label, value, most, mark, text, color }) {
   const at = (amount) => Math.min(1, amount / Math.max(most, 1)) * (width - 2);
   return html`<g><text x="0" y=${y + 12}>${label}</text><text x=${width} y=${y + 12} text-anchor="end">${text}</text>
     <rect x="1" y=${y + 18} width=${width - 2} height="14" rx="2" fill="none" stroke="var(--edge)" />
-    <rect x="1" y=${y + 18} width=${at(value)} height="14" rx="2" fill=${value > (mark ?? most) ? "var(--bad)" : color} />
+    <rect x="1" y=${y + 18} width=${at(value)} height="14" rx="2" fill=${value > mark ? "var(--bad)" : color} />
     ${mark === undefined ? null : html`<line x1=${1 + at(mark)} x2=${1 + at(mark)} y1=${y + 14} y2=${y + 36} stroke="var(--fg)" stroke-width="2" />`}</g>`;
 }

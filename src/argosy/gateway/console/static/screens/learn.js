@@ -1,6 +1,6 @@
 // Learn: pictures of the product's own policy code at work, with sliders, step and play.
 import { html, useEffect, useRef, useState } from "../vendor.js";
-import { query as withQuery, useResource } from "../core/api.js";
+import { may, query as withQuery, useResource } from "../core/api.js";
 import { link, route, setQuery } from "../core/router.js";
 import { Batching } from "../lessons/batching.js";
 import { CircuitBreaker } from "../lessons/circuit-breaker.js";
@@ -15,11 +15,11 @@ const LESSONS = [
   { id: "batching", title: "Batching", Picture: Batching, question: "Why does a server not wait until a batch is complete?",
     setting: "batching: continuous is the default, and max_seqs is the number of places. static and dynamic are for comparison.", page: "reference/fleet-file.md" },
   { id: "fair-queue", title: "Fair queue", Picture: FairQueue, question: "One tenant sends far more than the others. Who is served next?",
-    setting: "A project has a tier and a weight. Higher tiers go first; projects of one tier share tokens by weight.", page: "explanation/queueing-and-fairness.md", screen: ["tenants", { tab: "projects" }, "Open the projects"] },
+    setting: "A project has a tier and a weight. Higher tiers go first; projects of one tier share tokens by weight.", page: "explanation/queueing-and-fairness.md", screen: ["tenants", { tab: "projects" }, "Open the projects"], scope: "organisation" },
   { id: "limits", title: "Limits and budgets", Picture: Limits, question: "When is a request rejected, and when may the client try again?",
-    setting: "argosy limits set gives an organisation, a project, a user or a key a limit for a second, minute, hour, day or month.", page: "explanation/limits-and-leases.md", screen: ["tenants", { tab: "limits" }, "Open the limits"] },
+    setting: "argosy limits set gives an organisation, a project, a user or a key a limit for a second, minute, hour, day or month.", page: "explanation/limits-and-leases.md", screen: ["tenants", { tab: "limits" }, "Open the limits"], scope: "organisation" },
   { id: "circuit-breaker", title: "Circuit breaker", Picture: CircuitBreaker, question: "A replica fails. How do requests avoid it, and how does it come back?",
-    setting: "Three failures in a row open a breaker for 2 s, then 4, 8 and 10 s. Failures of half of the last 20 attempts open it too.", page: "explanation/replica-status.md", screen: ["models", {}, "Open the replicas"] },
+    setting: "Three failures in a row open a breaker for 2 s, then 4, 8 and 10 s. Failures of half of the last 20 attempts open it too.", page: "explanation/replica-status.md", screen: ["models", {}, "Open the replicas"], scope: "gateway" },
 ];
 const SPEEDS = [["1", "1 frame per s"], ["2", "2 frames per s"], ["5", "5 frames per s"], ["10", "10 frames per s"]];
 
@@ -35,13 +35,14 @@ function Lesson({ lesson }) {
   const resource = useResource(withQuery(`admin/lessons/${lesson.id}`, values));
   const last = useRef(undefined); // stays while other values are computed, so that sliders keep the focus
   if (resource.data) last.current = resource.data;
-  const { setting, page, screen } = lesson;
-  return html`<${Card} title=${lesson.question}><${Resource} of=${{ ...resource, data: resource.data ?? last.current }} height=${360}>${(run) => html`
+  const { setting, page, screen, scope } = lesson;
+  const data = resource.data ?? (resource.error ? undefined : last.current);
+  return html`<${Card} title=${lesson.question}><${Resource} of=${{ ...resource, data }} height=${360}>${(run) => html`
       <div class="lesson"><div class="side-form">${run.parameters.map((parameter) => html`<${Slider} key=${parameter.name} parameter=${parameter} />`)}
         <button class="btn" onClick=${() => setQuery(Object.fromEntries(run.parameters.map(({ name }) => [name, undefined])))}>Use the defaults</button></div>
       <${Player} run=${run} Picture=${lesson.Picture} /></div>`}<//>
     ${resource.error?.status === 400 ? html`<p><a href=${link("learn", [lesson.id])}>Use the defaults</a></p>` : null}<//>
-    <${Card} title="In Argosy"><p>${setting} <span class="s">See <code>docs/${page}</code>.</span></p>${screen ? html`<a href=${link(screen[0], [], screen[1])}>${screen[2]}</a>` : null}<//>`;
+    <${Card} title="In Argosy"><p>${setting} <span class="s">See <code>docs/${page}</code>.</span></p>${screen && may("viewer", scope) ? html`<a href=${link(screen[0], [], screen[1])}>${screen[2]}</a>` : null}<//>`;
 }
 
 function Slider({ parameter }) {
