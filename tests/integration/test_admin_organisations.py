@@ -172,6 +172,11 @@ CASES: dict[str, EndpointCase] = {
     "promote_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
     "abort_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
     "get_openapi_document": EndpointCase("user", is_organisation_independent=True),
+    "run_kv_blocks_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_batching_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_fair_queue_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_limits_lesson": EndpointCase("user", is_organisation_independent=True),
+    "run_circuit_breaker_lesson": EndpointCase("user", is_organisation_independent=True),
 }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DEFAULT_PACK_CACHE_BYTES,
         EngineConfig,
     )
+    from argosy.engine.engine_request import EngineRequest
     from argosy.engine.execution.checkpoint import resolve_model_path, weight_files
     from argosy.engine.execution.checkpoint_reader import StoredIntegers
     from argosy.engine.execution.model_architecture import ModelSummary, summarize_model
@@ -48,6 +49,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineFailedError",
+    "EngineRequest",
     "ModelSummary",
     "PrestartedCore",
     "ReplicaServerConfig",
@@ -76,6 +78,7 @@ _MODULE_BY_NAME = {
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
+    "EngineRequest": "engine_request",
     "RequestOutput": "outputs",
     "SamplingParams": "offline_sampling_params",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",

@@ -38,6 +38,7 @@ SCREENS = (
     "usage",
     "events",
     "playground",
+    "learn",
     "models",
     "routing",
     "tenants",
@@ -204,11 +205,18 @@ async def test_routing_screen_previews_a_replica_and_shows_what_is_cached(
 @pytest.mark.parametrize(
     ("role", "scope", "screens"),
     [
-        ("user", "organisation", ["Requests", "Usage and cost", "Playground"]),
+        ("user", "organisation", ["Requests", "Usage and cost", "Playground", "Learn"]),
         (
             "viewer",
             "organisation",
-            ["Requests", "Usage and cost", "Events and audit", "Playground", "Tenants and keys"],
+            [
+                "Requests",
+                "Usage and cost",
+                "Events and audit",
+                "Playground",
+                "Learn",
+                "Tenants and keys",
+            ],
         ),
     ],
 )
@@ -232,6 +240,30 @@ async def test_role_sees_its_screens_and_no_other_organisation(
         assert refused == []
         assert any(own.project in body for body in bodies)
     assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
+
+
+async def test_lesson_plays_steps_and_keeps_its_state_in_the_address(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    page = await open_console(browser, admin_gateway)
+    base = f"{admin_gateway.client.base_url}/#/learn/kv-blocks"
+    await page.goto(f"{base}?requests=2&output_tokens=2&speed=10")
+    await page.get_by_text("Request 1 joins and takes 6 blocks.").wait_for()
+    await page.get_by_role("button", name="Step").press("Enter")
+    await page.get_by_role("img", name="0 cached; 15 free").wait_for()
+    await page.get_by_role("button", name="Play").press("Enter")
+    await page.get_by_text("Up to 1 request ran at once.").wait_for()
+    await page.get_by_role("slider", name="KV cache").press("ArrowRight")
+    await page.get_by_role("img", name="2 cached; 14 free").wait_for()
+    address = page.url
+    assert {"blocks=23", "at=3"} <= set(address.partition("?")[2].split("&"))
+    await page.goto("about:blank")
+    await page.goto(address)
+    await page.get_by_text("Up to 1 request ran at once.").wait_for()
+    await page.goto(f"{base}?blocks=9")
+    await page.get_by_text("Invalid value for 'blocks'").wait_for()
+    await page.get_by_role("link", name="Use the defaults").click()
+    await page.get_by_role("img", name="The KV cache").wait_for()
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,11 @@ being computed. The `TtftGuard` keeps lower tiers out of some steps, so that a h
 For each step, the `Scheduler` makes a `StepPlan` for the executor and commits the `StepResult`.
 """
 
+from argosy.engine.scheduling.batching_policy import (
+    BatchingPolicy,
+    ContinuousBatching,
+    StaticBatching,
+)
 from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
 from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
 from argosy.engine.scheduling.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
@@ -26,8 +31,10 @@ from argosy.engine.scheduling.step_plan import (
 __all__ = [
     "NO_BLOCK",
     "AdmittedSequence",
+    "BatchingPolicy",
     "BlockPool",
     "BlockRestore",
+    "ContinuousBatching",
     "HostCacheIndex",
     "KvCacheGroups",
     "Logprob",
@@ -36,6 +43,7 @@ __all__ = [
     "Sequence",
     "SequenceFailure",
     "SequenceUpdate",
+    "StaticBatching",
     "StepDurations",
     "StepPlan",
     "StepResult",

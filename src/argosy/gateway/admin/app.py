@@ -15,6 +15,7 @@ from starlette.routing import Route, Router
 from argosy.gateway.admin import (
     fleet,
     keys,
+    lessons,
     limits_and_prices,
     replicas,
     reports,
@@ -75,6 +76,7 @@ ENDPOINTS = add_openapi_endpoint(
             *reports.endpoints,
             *series.endpoints,
             *settings.endpoints,
+            *lessons.endpoints,
         ]
     ),
     "/admin/openapi.json",

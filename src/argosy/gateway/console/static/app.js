@@ -14,6 +14,7 @@ const SCREENS = [
   { id: "usage", title: "Usage and cost", group: "Watch", isShown: always },
   { id: "events", title: "Events and audit", group: "Watch", isShown: () => may("viewer") },
   { id: "playground", title: "Playground", group: "Use", isShown: always },
+  { id: "learn", title: "Learn", group: "Use", isShown: always },
   { id: "models", title: "Models and replicas", group: "Run", isShown: () => may("viewer", "gateway") },
   { id: "routing", title: "Routing", group: "Run", isShown: () => may("viewer", "gateway") },
   { id: "tenants", title: "Tenants and keys", group: "Run", isShown: () => may("viewer") },

@@ -1,0 +1,137 @@
+"""Lesson on fair queueing: one tenant floods the gateway's queue, and the others still get their shares."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters
+from argosy.policy import QUANTUM_TOKENS, DispatchQueue, QueuedRequest
+
+TENANTS = ("A", "B", "C")
+OTHER_REQUESTS = 6
+"""Requests of each tenant that does not flood."""
+OTHER_COST_TOKENS = 200
+TIER = 1
+
+
+class FairQueueParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of the lesson."""
+
+    flood: Annotated[
+        int,
+        Meta(ge=1, le=30, title="Requests of tenant A", extra_json_schema={"x-unit": ""}),
+    ] = 20
+    flood_cost: Annotated[
+        int,
+        Meta(
+            ge=50,
+            le=1000,
+            multiple_of=50,
+            title="Cost of each request of A",
+            extra_json_schema={"x-unit": "tokens; 200 for B and C"},
+        ),
+    ] = 400
+    weight: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4,
+            title="Weight of tenant B",
+            extra_json_schema={"x-unit": "times that of A and C"},
+        ),
+    ] = 2
+    late: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=12,
+            title="Tenant C arrives after",
+            extra_json_schema={"x-unit": "requests served"},
+        ),
+    ] = 4
+
+
+class FairQueueFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """Request that gets a slot, with the state after it. Lists have one value for each of `TENANTS`."""
+
+    step: int
+    text: str
+    served: int
+    """Index of the tenant whose request gets the slot."""
+    served_tokens: list[int]
+    waiting: list[int]
+    fifo_served: int
+    """Index of the tenant that would get the slot in the order of arrival."""
+    fifo_served_tokens: list[int]
+
+
+def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]:
+    """Dispatch all requests, one after the other."""
+    weights, costs = [1, parameters.weight, 1], [parameters.flood_cost, *[OTHER_COST_TOKENS] * 2]
+    counts = [parameters.flood, OTHER_REQUESTS, OTHER_REQUESTS]
+    queue, fifo = DispatchQueue[int](), deque[int]()
+    served, fifo_served, done = [0] * 3, [0] * 3, [0] * 3
+
+    def push(tenant: int) -> None:
+        for number in range(counts[tenant]):
+            queue.push(
+                QueuedRequest(
+                    item=number + 1,
+                    tier=TIER,
+                    tenant=TENANTS[tenant],
+                    weight=weights[tenant],
+                    cost_tokens=costs[tenant],
+                    arrived_at=0.0,
+                )
+            )
+        fifo.extend([tenant] * counts[tenant])
+
+    push(0)
+    push(1)
+    late = min(parameters.late, len(queue))
+    frames: list[FairQueueFrame] = []
+    while len(frames) < sum(counts):
+        is_late_arrival = len(frames) == late
+        if is_late_arrival:
+            push(2)
+        request = queue.pop(0.0)
+        if request is None:
+            break
+        tenant, other = TENANTS.index(request.tenant), fifo.popleft()
+        served[tenant] += costs[tenant]
+        fifo_served[other] += costs[other]
+        done[tenant] += 1
+        backlog = queue.count_by_tenant()
+        text = f"The slot goes to request {request.item} of tenant {request.tenant}. It costs {costs[tenant]} tokens."
+        if other == tenant:
+            text += " In the order of arrival, this tenant would get it too."
+        else:
+            text += f" In the order of arrival, tenant {TENANTS[other]} would get it."
+        if is_late_arrival:
+            text = f"Tenant C sends {count_of(counts[2], 'request')}. {text}"
+        frames.append(
+            FairQueueFrame(
+                step=len(frames) + 1,
+                text=text,
+                served=tenant,
+                served_tokens=list(served),
+                waiting=[backlog.get(name, 0) for name in TENANTS],
+                fifo_served=other,
+                fifo_served_tokens=list(fifo_served),
+            )
+        )
+    result = (
+        f"Tenant C has all its answers after {_last(frames, fifo=False)} requests, and after "
+        f"{_last(frames, fifo=True)} in the order of arrival. While two tenants wait, their tokens per weight differ "
+        f"by no more than two rounds of {QUANTUM_TOKENS:g} tokens and the cost of a request of each."
+    )
+    return LessonRun(parameters=describe_parameters(parameters), frames=frames, result=result)
+
+
+def _last(frames: list[FairQueueFrame], *, fifo: bool) -> int:
+    """Return the step in which the last request of tenant C is served."""
+    return max(frame.step for frame in frames if (frame.fifo_served if fifo else frame.served) == 2)
