@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import httpx2
 from argosy.fleet.control import StoredFleetControl
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
-from tests.support.fake_upstream import fake_upstream
+from tests.support.fake_upstream import FakeUpstream, fake_upstream
 
 CallerReach = Literal["gateway", "own", "other"]
 """Where a role is held: in the whole gateway, in the customer's organisation or in another one."""
@@ -58,6 +58,9 @@ def limit_body(owner_kind: str) -> Callable[[ResourceIds], Json]:
 
 class AdminGateway:
     """Running gateway with a store, an HTTP client, and the key of an administrator of the whole gateway."""
+
+    upstreams: Sequence[FakeUpstream] = ()
+    """The servers behind the model `big`."""
 
     def __init__(
         self, store_url: str, gateway_url: str, store: Store, home_project: str, root_key: str
@@ -150,6 +153,7 @@ async def run_admin_gateway(
         task = asyncio.create_task(server.run())
         try:
             gateway = AdminGateway(store_url, await ready, store, home_project, root_key)
+            gateway.upstreams = (first, second)
             async with gateway.client:
                 yield gateway
         finally:

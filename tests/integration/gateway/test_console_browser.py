@@ -9,14 +9,17 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import StoredRollout
 
+from argosy.protocol import format_event
 from argosy.store import Role, RoleScope
 
 if TYPE_CHECKING:
@@ -126,6 +129,87 @@ async def test_console_shows_moves_and_streams_without_running_names(
     assert problems == []
     await page.get_by_role("button", name="Sign out").click()
     await page.get_by_label("API key").wait_for()
+
+
+async def call_tools(request: UpstreamRequest) -> None:
+    """Call a function twice, and answer once the results are there."""
+    if not request.is_chat:
+        await respond_with_tokens(request)  # a probe
+        return
+    has_results = request.body["messages"][-1]["role"] == "tool"
+    deltas: list[dict[str, object]] = [{"content": "Warm in both."}]
+    if not has_results:
+        deltas = [{"reasoning_content": "Two cities, two calls."}]
+        for index, city in enumerate(("Oslo", "Lima")):
+            name = {"index": index, "id": f"call_{index}", "type": "function"}
+            name["function"] = {"name": "get_weather", "arguments": '{"ci'}
+            rest = {"index": index, "function": {"arguments": f'ty": "{city}"}}'}}
+            deltas += [{"tool_calls": [name]}, {"tool_calls": [rest]}]
+    finish = "stop" if has_results else "tool_calls"
+    request.start_stream()
+    for delta, reason in [*((delta, None) for delta in deltas), ({}, finish)]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        request.send_chunk(format_event(json.dumps({"choices": [choice]}).encode()))
+    request.end_stream(tokens=3)
+
+
+async def test_playground_sends_results_of_tools_back(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    for upstream in admin_gateway.upstreams:
+        upstream.script = call_tools
+    page = await open_console(browser, admin_gateway)
+    await page.goto(f"{admin_gateway.client.base_url}/#/playground?tool_choice=get_weather")
+    await page.get_by_role("button", name="Weather", exact=True).click()
+    await page.get_by_role("button", name="What is the weather in Oslo and in Lima?").click()
+    await page.get_by_text("Two cities, two calls.").wait_for()
+    await page.get_by_label('Result of get_weather({"city": "Lima"})').fill("21")
+    await page.get_by_role("button", name="Send 2 results").click()
+    await page.get_by_text("Warm in both.").wait_for()
+    await page.get_by_role("link", name="Why did it take so long?").wait_for()
+    received = [one.body for upstream in admin_gateway.upstreams for one in upstream.requests]
+    (last,) = [body for body in received if body["messages"][-1]["role"] == "tool"]
+    assert [message.get("tool_call_id") for message in last["messages"]] == [
+        None,
+        None,
+        "call_0",
+        "call_1",
+    ]
+    assert last["messages"][-1]["content"] == "21"
+    assert last["tools"][0]["function"]["name"] == "get_weather"
+    assert last["tool_choice"]["function"]["name"] == "get_weather"
+    code = await page.locator("pre", has_text="curl").inner_text()
+    assert json.loads(code.partition("-d '")[2].rstrip("'"))["tools"] == last["tools"]
+
+
+async def test_dragging_over_a_chart_sets_the_range_and_changes_are_marked(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    for action in ("cordon", "undrain"):
+        await admin_gateway.create(f"/admin/replicas/{action}", {"model": "big", "replica": "a"})
+    page = await open_console(browser, admin_gateway)
+    chart = page.get_by_role("img", name="Running and waiting requests")
+    await page.get_by_role("group", name="Changes").last.get_by_role("button").focus()
+    await page.get_by_text("a was set to undrain by").first.wait_for()
+    await page.get_by_text("2 changes in this time").click()
+    await page.get_by_text("a was set to cordon by").first.wait_for()
+    await page.get_by_role("button", name="Use UTC").click()
+    over = chart.locator(".u-over")
+    await over.hover(position={"x": 40, "y": 50})
+    await page.mouse.down()
+    await over.hover(position={"x": 240, "y": 50})
+    await page.mouse.up()
+    await page.wait_for_url(re.compile(r"from=\d+&to=\d+"))
+    shown = dict(parse_qsl(urlsplit(page.url).fragment.partition("?")[2]))
+    begin = datetime.fromtimestamp(int(shown["from"]), UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    assert await page.get_by_label("From (UTC)").input_value() == begin
+    await over.dblclick(position={"x": 40, "y": 50})
+    await page.wait_for_url(re.compile("#/overview$|/$"))
+    async with page.expect_download() as download:
+        await chart.locator("xpath=../..").get_by_role("button", name="CSV").click()
+    lines = (await (await download.value).path()).read_text().splitlines()
+    assert lines[0] == "time,running,waiting"
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ,", lines[-1])
 
 
 async def test_new_key_is_shown_once_and_works(

@@ -4,6 +4,7 @@ import { get, may, session, call } from "./core/api.js";
 import { connection, isOutdated, retryAt, tick } from "./core/live.js";
 import { link, route } from "./core/router.js";
 import { isDark, toggleTheme } from "./core/theme.js";
+import { isUtc, toggleUtc, zoneName } from "./core/time-zone.js";
 import { Card, Notices, Pill, Skeleton } from "./ui/parts.js";
 import { SignIn } from "./ui/sign-in.js";
 
@@ -81,6 +82,8 @@ function Replicas() {
   return html`<span class="s">${states.ready ?? 0} of ${total} replicas ready</span>`;
 }
 
+const Zone = () => html`<span class="s">Times in ${zoneName()} <button class="link" onClick=${toggleUtc}>${isUtc.value ? "Use local time" : "Use UTC"}</button></span>`;
+
 function Shell() {
   const { screen } = route.value;
   const screens = SCREENS.filter(({ isShown }) => isShown());
@@ -90,7 +93,7 @@ function Shell() {
   useEffect(() => { document.title = `${title} · Argosy`; }, [title]);
   return html`<div class="app"><a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>Skip to the content</a>
     <${Navigation} screens=${screens} current=${chosen?.id} />
-    <div><header class="top"><h1>${title}</h1><${LiveState} /><${Replicas} /></header><${Banner} />
+    <div><header class="top"><h1>${title}</h1><${LiveState} /><${Replicas} /><span class="sp"></span><${Zone} /></header><${Banner} />
       <main id="main" tabindex="-1">${!chosen
         ? html`<${Card} title="There is no such screen"><p>The address may be wrong, or your role does not see it. <a href="#/">Open the first screen</a></p><//>`
         : hasFailed ? html`<${Card} title="The screen could not be loaded"><p>The gateway may have been upgraded. <button class="btn" onClick=${() => location.reload()}>Reload</button></p><//>`

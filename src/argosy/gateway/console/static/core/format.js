@@ -1,5 +1,7 @@
 // Numbers, durations and times as text. A value that is missing is a dash, never zero.
-export const MISSING = "–";
+import { clock, offset } from "./time-zone.js";
+
+const MISSING = "–";
 const isMissing = (value) => value === undefined || value === null || Number.isNaN(value);
 
 export function count(value) {
@@ -44,15 +46,15 @@ export function money(nanoDollars) {
   return Math.abs(dollars) < 0.01 ? `$${significant(dollars, 2)}` : `$${dollars.toFixed(2).replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f")}`;
 }
 
-const two = (value) => String(value).padStart(2, "0");
-
-// Local times in an order that all readers know.
+// Times of the chosen zone in an order that all readers know.
 export function time(seconds, { date = false } = {}) {
   if (isMissing(seconds)) return MISSING;
-  const at = new Date(seconds * 1000);
-  const clock = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
-  return date ? `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${clock}` : clock;
+  const text = clock(seconds).replace("T", " ");
+  return date ? text : text.slice(11);
 }
+
+// ISO 8601 with the offset of the chosen zone, for files.
+export const isoTime = (seconds) => (isMissing(seconds) ? "" : clock(seconds) + offset(seconds));
 
 export const age = (seconds) => (isMissing(seconds) ? MISSING : `${duration(Math.max(0, Math.round(Date.now() / 1000 - seconds)))} ago`);
 

@@ -1,10 +1,10 @@
 // Events and audit: what changed in accounts and decisions, and whether the log is complete.
 import { html, useMemo, useState } from "../vendor.js";
 import { get, may, query, useResource } from "../core/api.js";
-import { exact, time, visible } from "../core/format.js";
+import { exact, visible } from "../core/format.js";
 import { route, setQuery } from "../core/router.js";
 import { Action, Card, Field, Name, Resource, notify } from "../ui/parts.js";
-import { Table } from "../ui/table.js";
+import { Table, timeColumn } from "../ui/table.js";
 
 export default function Events() {
   const { query: { subject } } = route.value;
@@ -36,7 +36,7 @@ const describe = (details) => Object.entries(details).map(([name, value]) => `${
 const show = (value) => (typeof value === "string" ? visible(value) : JSON.stringify(value));
 
 const COLUMNS = [
-  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  timeColumn("at", "Time"),
   { key: "entry", label: "Entry", isNumber: true, value: (row) => row.entry },
   { key: "action", label: "Action", value: (row) => row.action },
   { key: "actor", label: "By", value: (row) => row.actor, cell: (row) => html`<${Name} value=${row.actor} />` },

@@ -1,33 +1,32 @@
 // Overview: what needs attention, six numbers, the time to first token, the load, and the replicas that differ.
-import { html, useEffect, useMemo } from "../vendor.js";
+import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
 import { count, duration, money, percent, plural, significant } from "../core/format.js";
 import { replicaChanges, samples, tick } from "../core/live.js";
-import { link, route, setQuery } from "../core/router.js";
+import { link } from "../core/router.js";
+import { startOfDay } from "../core/time-zone.js";
 import { Chart, Sparkline } from "../ui/chart.js";
 import { findFleetItems } from "../ui/fleet-attention.js";
 import { Card, Pill, Resource } from "../ui/parts.js";
 import { ReplicaTable } from "../ui/replica-table.js";
-import { RANGES, useSeries } from "../ui/series.js";
+import { currentRange, useSeries } from "../ui/series.js";
+import { TimeRange } from "../ui/time-range.js";
 
 const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "failed_per_s", "kv_usage_ratio", "running", "queued"];
 
 export default function Overview() {
-  const { query: { range = "15m" } } = route.value;
   const changes = replicaChanges.value;
   const replicas = useResource("admin/replicas", 5000);
   useEffect(() => { if (changes) replicas.reload(); }, [changes]);
   const pools = useResource("admin/pools", 5000);
   const fleet = useResource("admin/fleet", 5000);
-  const today = useMemo(() => new Date().setHours(0, 0, 0, 0) / 1000, []);
-  const cost = useResource(query("admin/usage", { since: today }), 10000);
+  const cost = useResource(query("admin/usage", { since: startOfDay() }), 10000);
   const minute = useResource("minute", 5000, () => query("admin/usage", { since: Math.floor(Date.now() / 1000) - 60 }));
   const recent = useResource("admin/requests?limit=200", 10000);
-  const series = useSeries("fleet", METRICS, range);
+  const series = useSeries("fleet", METRICS);
   return html`
     <${Attention} replicas=${replicas} pools=${pools} fleet=${fleet} />
-    <div class="row"><span class="sp"></span><div class="seg" role="group" aria-label="Time range">${RANGES.map(({ id, label }) => html`
-      <button key=${id} aria-pressed=${id === range} onClick=${() => setQuery({ range: id })}>${label}</button>`)}</div></div>
+    <${TimeRange} />
     <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
     <div class="two"><${FirstToken} series=${series} /><${Load} series=${series} /></div>
     <${Card} title="Replicas that differ from their pool" actions=${html`<a href=${link("models")}>All replicas</a>`}>
@@ -121,8 +120,8 @@ function Load({ series }) {
   const version = tick.value?.at;
   const { metrics = {}, times = [] } = series.data ?? {};
   const hasSeries = Boolean(metrics.running?.some((value) => value !== null));
-  const data = hasSeries ? [times, metrics.running, metrics.queued] : [samples.at, samples.running, samples.queued];
-  return html`<${Card} title="Running and waiting requests" note=${hasSeries ? "all models" : "since this page was opened"}>
+  const data = hasSeries || currentRange().start ? [times, metrics.running ?? [], metrics.queued ?? []] : [samples.at, samples.running, samples.queued];
+  return html`<${Card} title="Running and waiting requests" note=${data[0] === times ? "all models" : "since this page was opened"}>
     <${Chart} title="Running and waiting requests" format=${count} least=${4} version=${version} data=${data}
       series=${[{ label: "running", color: "s1" }, { label: "waiting", color: "s2" }]} /><//>`;
 }

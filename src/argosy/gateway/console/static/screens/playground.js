@@ -1,9 +1,10 @@
-// Playground: a chat or a completion that streams, with its speed, its cost, and the same request as code.
-import { html, signal, useEffect, useRef, useState } from "../vendor.js";
+// Playground: a chat or a completion that streams, with tools, its speed, its cost, and the same request as code.
+import { html, signal, useEffect, useMemo, useRef, useState } from "../vendor.js";
 import { ApiError, call, useResource } from "../core/api.js";
 import { count, duration, significant, visible } from "../core/format.js";
 import { link, route, setQuery } from "../core/router.js";
-import { Card, Field, Resource, Select, copyText } from "../ui/parts.js";
+import { Card, Field, Name, Resource, Select, copyText } from "../ui/parts.js";
+import { TOOL_PROMPTS, ToolCall, ToolResults, ToolSettings, findToolsProblem, readTools, toToolChoice } from "../ui/tools.js";
 
 const MAX_TURNS = 200;
 const lanes = [signal([]), signal([])]; // the turns of each model, kept while other screens are open
@@ -19,48 +20,62 @@ function useLane(turns, settings) {
   const [running, setRunning] = useState(null);
   const [stats, setStats] = useState(null);
   const [error, setError] = useState(null);
-  const output = useRef(null);
+  const progress = useMemo(() => signal(0), []);
   useEffect(() => () => running?.abort(), [running]);
-  const send = async (prompt) => {
+  const respond = async (history) => {
     const controller = new AbortController();
-    const before = settings.mode === "chat" ? turns.value.slice(-MAX_TURNS) : [];
-    const messages = [...before.filter(({ text }) => text).map(({ role, text }) => ({ role, content: text })), { role: "user", content: prompt }];
-    const answer = { role: "assistant", text: "", tokens: [] };
-    turns.value = [...before, { role: "user", text: prompt }, answer];
+    const answer = { role: "assistant", text: "", reasoning: "", calls: [], tokens: [] };
+    turns.value = [...history, answer];
     setError(null);
     setStats(null);
     setRunning(controller);
-    const draw = drawer(output, answer);
     try {
-      setStats(await readStream(settings.mode, buildBody(settings, messages), controller.signal, (delta, probabilities) => {
-        answer.text += delta;
-        answer.tokens.push(...probabilities);
-        draw();
-      }));
+      setStats(await readStream(settings.mode, buildBody(settings, history), controller.signal, answer, drawOnce(progress)));
     } catch (failure) {
+      answer.calls = []; // of which some may be incomplete
       if (failure.name !== "AbortError") setError(failure);
     }
-    turns.value = [...turns.value.slice(0, -1), { ...answer }];
+    turns.value = [...history, { ...answer }];
     setRunning(null);
   };
+  const send = (prompt) => respond([...(settings.mode === "chat" ? trim(turns.value) : []), { role: "user", text: prompt }]);
+  const sendResults = (results) => respond([...trim(turns.value), ...turns.value.at(-1).calls.map(({ id, name }, index) => ({ role: "tool", id, name, text: results[index] }))]);
   const clear = () => { turns.value = []; setStats(null); setError(null); };
-  return { turns: turns.value, settings, running, stats, error, output, send, clear, stop: () => running?.abort() };
+  const isWaiting = !running && Boolean(turns.value.at(-1)?.calls?.length);
+  return { turns: turns.value, settings, running, stats, error, progress, isWaiting, send, sendResults, clear, stop: () => running?.abort() };
+}
+
+// The latest turns, from one of the user on: a result without its call would be refused.
+function trim(turns) {
+  const kept = turns.slice(-MAX_TURNS);
+  return kept.slice(Math.max(0, kept.findIndex(({ role }) => role === "user")));
+}
+
+// Draws at most once for each frame, since a new page for each token would be slower than the model.
+function drawOnce(progress) {
+  let frame = 0;
+  return () => {
+    frame ||= requestAnimationFrame(() => {
+      frame = 0;
+      progress.value += 1;
+    });
+  };
 }
 
 function Chat({ models }) {
   const { query } = route.value;
   const known = (name) => (models.includes(name) ? name : undefined);
-  const shared = { mode: query.mode === "completion" ? "completion" : "chat", system: query.system ?? "", maxTokens: query.max_tokens ?? "256", schema: query.schema ?? "", probabilities: query.probabilities === "1" };
+  const shared = { mode: query.mode === "completion" ? "completion" : "chat", system: query.system ?? "", maxTokens: query.max_tokens ?? "256", schema: query.schema ?? "", tools: query.tools ?? "", toolChoice: query.tool_choice ?? "auto", probabilities: query.probabilities === "1" };
   const settings = { ...shared, model: known(query.model) ?? models[0], temperature: query.temperature ?? "" };
   const other = { ...shared, model: known(query.other) ?? models[0], temperature: query.other_temperature ?? "" };
   const first = useLane(lanes[0], settings), second = useLane(lanes[1], other);
   const active = query.other ? [first, second] : [first];
   const [draft, setDraft] = useState("");
-  const isRunning = active.some(({ running }) => running);
+  const isRunning = active.some(({ running }) => running), isWaiting = active.some((lane) => lane.isWaiting);
   const problem = findProblem(settings);
   const send = (text) => {
     const prompt = text.trim();
-    if (!prompt || isRunning || problem) return;
+    if (!prompt || isRunning || isWaiting || problem) return;
     setDraft("");
     for (const lane of active) lane.send(prompt);
   };
@@ -74,47 +89,51 @@ function Chat({ models }) {
         <${Field} label="Your message"><textarea name="message" rows="3" value=${draft} onInput=${(event) => setDraft(event.target.value)}
           onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(draft); } }}></textarea><//>
         ${problem ? html`<p class="failure" role="alert">${problem}</p>` : null}
-        <div class="row tail"><button class="btn primary" disabled=${isRunning}>Send</button>
+        <div class="row tail"><button class="btn primary" disabled=${isRunning || isWaiting}>Send</button>
           <button type="button" class="btn" disabled=${!isRunning} onClick=${() => active.forEach((lane) => lane.stop())}>Stop</button>
-          <span class="s">Enter sends, Shift and Enter begins a line.</span></div></form><//>
+          <span class="s">${isWaiting ? "The model waits for the results of its calls." : "Enter sends, Shift and Enter begins a line."}</span></div></form><//>
     <${AsCode} settings=${settings} draft=${draft} /></div>
     <${Settings} settings=${settings} other=${query.other ? other : null} models=${models} /></div>`;
 }
 
-function findProblem({ schema }) {
+function findProblem({ schema, tools }) {
   try {
     if (schema) JSON.parse(schema);
-    return null;
   } catch (error) {
     return `The JSON schema is not valid JSON: ${error.message}`;
   }
-}
-
-// Writes to one text node for each frame, since a new page for each token would be slower than the model.
-function drawer(output, answer) {
-  let frame = 0;
-  return () => {
-    frame ||= requestAnimationFrame(() => {
-      frame = 0;
-      const box = output.current;
-      if (!box) return;
-      box.textContent = answer.text;
-      const list = box.closest(".turns");
-      if (list.scrollHeight - list.scrollTop - list.clientHeight < 120) list.scrollTop = list.scrollHeight;
-    });
-  };
+  return findToolsProblem(tools);
 }
 
 function Turns({ lane, label, send }) {
-  const { turns, running, output, settings } = lane;
+  const { turns, running, settings } = lane;
   if (!turns.length) {
+    const examples = settings.tools ? [...TOOL_PROMPTS, ...EXAMPLES.slice(1)] : EXAMPLES;
     return html`<div class="turns"><p class="empty">Nothing was sent yet. Try one of these:</p>
-      <div class="row">${EXAMPLES.map((text) => html`<button key=${text} class="btn" onClick=${() => send(text)}>${text}</button>`)}</div></div>`;
+      <div class="row">${examples.map((text) => html`<button key=${text} class="btn" onClick=${() => send(text)}>${text}</button>`)}</div></div>`;
   }
   return html`<div class="turns" tabindex="0" role="log" aria-label=${label} aria-live=${running ? "off" : "polite"}>${turns.map((turn, index) => html`
-    <div key=${index} class=${`turn ${turn.role}`}><div class="s">${turn.role === "user" ? "You" : "Model"}</div>
-      ${running && index === turns.length - 1 ? html`<div key="stream" ref=${output}></div>`
-      : settings.probabilities && turn.tokens?.length ? html`<${Probabilities} tokens=${turn.tokens} />` : html`<div key="text">${turn.text}</div>`}</div>`)}</div>`;
+    <div key=${index} class=${`turn ${turn.role}`}><div class="s">${turn.role === "tool" ? html`Result of <${Name} value=${turn.name} />` : turn.role === "user" ? "You" : "Model"}</div>
+      ${running && index === turns.length - 1 ? html`<${Streamed} key="stream" turn=${turn} progress=${lane.progress} />`
+      : html`<${Answer} key="text" turn=${turn} isColored=${settings.probabilities} />`}</div>`)}
+    ${lane.isWaiting ? html`<${ToolResults} key=${`results-${turns.length}`} calls=${turns.at(-1).calls} send=${lane.sendResults} />` : null}</div>`;
+}
+
+// The turn that the model writes: only this part is drawn for new text.
+function Streamed({ turn, progress }) {
+  const box = useRef(null);
+  const version = progress.value;
+  useEffect(() => {
+    const list = box.current.closest(".turns");
+    if (list.scrollHeight - list.scrollTop - list.clientHeight < 120) list.scrollTop = list.scrollHeight;
+  }, [version]);
+  return html`<div ref=${box}><${Answer} turn=${turn} /></div>`;
+}
+
+function Answer({ turn, isColored }) {
+  return html`${turn.reasoning ? html`<details key="reasoning" class="reasoning" open=${!turn.text}><summary class="s">Reasoning</summary>${turn.reasoning}</details>` : null}
+    <div key="text">${isColored && turn.tokens?.length ? html`<${Probabilities} tokens=${turn.tokens} />` : turn.text}</div>
+    ${turn.calls?.map((call, index) => html`<${ToolCall} key=${index} call=${call} />`)}`;
 }
 
 const Probabilities = ({ tokens }) => html`<div>${tokens.map(({ token, probability }, index) => html`
@@ -144,22 +163,36 @@ function Settings({ settings, other, models }) {
     ${settings.mode === "chat" ? html`<${Field} label="System prompt"><textarea rows="3" value=${settings.system} onChange=${set("system")}></textarea><//>` : null}
     <${Field} label="Maximum of tokens"><input type="number" min="1" value=${settings.maxTokens} onChange=${set("max_tokens")} /><//>
     <${Field} label="JSON schema of the answer"><textarea class="mono" rows="3" spellcheck=${false} value=${settings.schema} onChange=${set("schema")}></textarea><//>
+    ${settings.mode === "chat" ? html`<${ToolSettings} tools=${settings.tools} choice=${settings.toolChoice} />` : null}
     ${settings.mode === "chat" ? html`<label class="row s"><input type="checkbox" checked=${settings.probabilities} onChange=${(event) => setQuery({ probabilities: event.target.checked ? "1" : "" })} /> Show how probable each token was</label>` : null}</div><//>`;
 }
 
-function buildBody(settings, messages) {
+function buildBody(settings, history) {
   const body = { model: settings.model };
-  if (settings.mode === "chat") body.messages = settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages;
-  else body.prompt = messages.at(-1).content;
+  const isChat = settings.mode === "chat";
+  if (isChat) body.messages = [...(settings.system ? [{ role: "system", content: settings.system }] : []), ...history.map(toMessage).filter(Boolean)];
+  else body.prompt = history.at(-1).text;
   if (settings.temperature !== "") body.temperature = Number(settings.temperature);
   if (settings.maxTokens !== "") body.max_tokens = Number(settings.maxTokens);
-  if (settings.schema && !findProblem(settings)) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(settings.schema) } };
-  if (settings.probabilities && settings.mode === "chat") body.logprobs = true;
+  if (findProblem(settings)) return body;
+  if (settings.schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(settings.schema) } };
+  if (settings.tools && isChat) {
+    body.tools = readTools(settings.tools);
+    if (settings.toolChoice !== "auto") body.tool_choice = toToolChoice(settings.toolChoice);
+  }
+  if (settings.probabilities && isChat) body.logprobs = true;
   return body;
 }
 
-// Streams one response. Calls `onDelta` for each piece of text, and returns the times in seconds and the usage.
-async function readStream(mode, body, abort, onDelta) {
+// A turn as a message of the API. A response that ended before its first token is none.
+function toMessage({ role, text, calls, id }) {
+  if (role === "tool") return { role, tool_call_id: id, content: text };
+  if (calls?.length) return { role, content: text || null, tool_calls: calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } })) };
+  return text ? { role, content: text } : null;
+}
+
+// Streams one response into `answer`. Calls `onChange` for each piece, and returns the times in seconds and the usage.
+async function readStream(mode, body, abort, answer, onChange) {
   const started = performance.now();
   const elapsed = () => (performance.now() - started) / 1000;
   const path = mode === "chat" ? "console/v1/chat/completions" : "console/v1/completions";
@@ -181,29 +214,45 @@ async function readStream(mode, body, abort, onDelta) {
       const [choice] = event.choices ?? [];
       if (!choice) continue;
       result.finish = choice.finish_reason ?? result.finish;
-      const delta = mode === "chat" ? (choice.delta.reasoning_content ?? choice.delta.content) : choice.text;
-      if (delta) {
-        result.first ??= elapsed();
-        onDelta(delta, (choice.logprobs?.content ?? []).map(({ token, logprob }) => ({ token, probability: Math.exp(logprob) })));
-      }
+      const delta = mode === "chat" ? choice.delta : { content: choice.text };
+      if (!addDelta(answer, delta)) continue;
+      answer.tokens.push(...(choice.logprobs?.content ?? []).map(({ token, logprob }) => ({ token, probability: Math.exp(logprob) })));
+      result.first ??= elapsed();
+      onChange();
     }
   }
   result.ended = elapsed();
   return result;
 }
 
+// Adds a piece of the response. Returns whether it has any content.
+function addDelta(answer, delta) {
+  const reasoning = delta.reasoning_content ?? delta.reasoning;
+  answer.reasoning += reasoning ?? "";
+  answer.text += delta.content ?? "";
+  for (const { index, id, function: called } of delta.tool_calls ?? []) {
+    const call = (answer.calls[index ?? 0] ??= { id: "", name: "", arguments: "" });
+    call.id ||= id ?? "";
+    call.name += called?.name ?? "";
+    call.arguments += called?.arguments ?? "";
+  }
+  return Boolean(reasoning || delta.content || delta.tool_calls?.length);
+}
+
 const CODE = {
   curl: (url, path, body) => `curl ${url}/v1/${path} \\\n  -H 'authorization: Bearer '"$ARGOSY_API_KEY" \\\n  -H 'content-type: application/json' \\\n  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`,
-  Python: (url, path, body) => `import os\nimport openai\n\nclient = openai.OpenAI(base_url="${url}/v1", api_key=os.environ.get("ARGOSY_API_KEY", "none"))\nresponse = client.${path === "completions" ? "completions" : "chat.completions"}.create(\n${Object.entries(body).map(([name, value]) => `    ${name}=${toPython(value)},`).join("\n")}\n)\nprint(${path === "completions" ? "response.choices[0].text" : "response.choices[0].message.content"})`,
-  JavaScript: (url, path, body) => `import OpenAI from "openai";\n\nconst client = new OpenAI({ baseURL: "${url}/v1", apiKey: process.env.ARGOSY_API_KEY ?? "none" });\nconst response = await client.${path === "completions" ? "completions" : "chat.completions"}.create(${JSON.stringify(body, null, 2)});\nconsole.log(${path === "completions" ? "response.choices[0].text" : "response.choices[0].message.content"});`,
+  Python: (url, path, body) => `import os\nimport openai\n\nclient = openai.OpenAI(base_url="${url}/v1", api_key=os.environ.get("ARGOSY_API_KEY", "none"))\nresponse = client.${path === "completions" ? "completions" : "chat.completions"}.create(\n${Object.entries(body).map(([name, value]) => `    ${name}=${toPython(value)},`).join("\n")}\n)\nprint(${shown(path, body)})`,
+  JavaScript: (url, path, body) => `import OpenAI from "openai";\n\nconst client = new OpenAI({ baseURL: "${url}/v1", apiKey: process.env.ARGOSY_API_KEY ?? "none" });\nconst response = await client.${path === "completions" ? "completions" : "chat.completions"}.create(${JSON.stringify(body, null, 2)});\nconsole.log(${shown(path, body)});`,
 };
+const shown = (path, body) => `response.choices[0].${path === "completions" ? "text" : body.tools ? "message" : "message.content"}`;
 // JSON as Python. Strings have the same form in both.
 const toPython = (value) => JSON.stringify(value).replace(/("(?:[^"\\]|\\.)*")|\b(true|false|null)\b/g, (_, text, word) => text ?? { true: "True", false: "False", null: "None" }[word]);
 
 function AsCode({ settings, draft }) {
   const [language, setLanguage] = useState("curl");
-  const content = draft || lanes[0].value.findLast(({ role }) => role === "user")?.text || EXAMPLES[0];
-  const body = buildBody(settings, [{ role: "user", content }]);
+  const turns = settings.mode === "chat" ? trim(lanes[0].value) : [];
+  const history = turns.at(-1)?.role === "assistant" && !draft ? turns.slice(0, -1) : turns;
+  const body = buildBody(settings, draft || !history.length ? [...history, { role: "user", text: draft || EXAMPLES[0] }] : history);
   const base = new URL(".", location.href).href.replace(/\/$/, "");
   const code = CODE[language](base, settings.mode === "chat" ? "chat/completions" : "completions", body);
   return html`<${Card} title="The same request as code" actions=${html`<button class="btn" onClick=${() => copyText(code, "The code")}>Copy</button>`}>

@@ -1,4 +1,4 @@
-// One replica: its state and facts, its load over the last quarter of an hour, and its log, also after it is gone.
+// One replica: its state and facts, its load over time, and its log, also after it is gone.
 import { html } from "../vendor.js";
 import { age, count, duration, percent, time, visible } from "../core/format.js";
 import { link } from "../core/router.js";
@@ -7,6 +7,7 @@ import { Card, Name, Resource, Status } from "../ui/parts.js";
 import { ReplicaActions } from "../ui/replica-table.js";
 import { ReplicaLog } from "../ui/replica-log.js";
 import { useSeries } from "../ui/series.js";
+import { TimeRange } from "../ui/time-range.js";
 
 export function Replica({ name, replicas, reload }) {
   const replica = replicas.data?.data.find((each) => each.replica === name);
@@ -36,13 +37,14 @@ const OTHERS = ["kv_usage_ratio", "output_tokens_per_s", "cache_hit_ratio", "pre
 const METRICS = [...[...LOAD, ...BLOCKS, ...PHASES].map(([metric]) => metric), ...OTHERS];
 const NATIVE = "Only native replicas report it.";
 
-// Load, KV cache and speed of a replica over the last quarter of an hour.
+// Load, KV cache and speed of a replica over the chosen time.
 function ReplicaCharts({ name, blocks }) {
-  const series = useSeries(`replica:${name}`, METRICS, "15m");
-  const chart = (title, format, least, lines, { empty = "There are no readings of this replica yet.", hasPoints = false } = {}) => html`<${Card} title=${title} note="15 min"><${Resource} of=${series} height=${220} empty=${empty}
+  const series = useSeries(`replica:${name}`, METRICS);
+  const chart = (title, format, least, lines, { empty = "There are no readings of this replica yet.", hasPoints = false } = {}) => html`<${Card} title=${title}><${Resource} of=${series} height=${220} empty=${empty}
     isEmpty=${({ metrics }) => !lines.some(([metric]) => metrics[metric]?.some((value) => value !== null))}>${({ times, metrics }) => html`
     <${Chart} title=${title} format=${format} least=${least} hasPoints=${hasPoints} data=${[times, ...lines.map(([metric]) => metrics[metric])]} series=${lines.map(([metric, color, label]) => ({ label: label ?? metric.replaceAll("_", " "), color }))} />`}<//><//>`;
-  return html`<div class="two">${chart("Batch and requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
+  return html`<${TimeRange} />
+    <div class="two">${chart("Batch and requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
     <div class="two">${blocks ? chart(`KV blocks of ${count(blocks)}`, count, 1, BLOCKS) : chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]], { hasPoints: true })}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]], { hasPoints: true })}</div>
     <div class="two">${chart("Phases of a step", duration, 1e-3, PHASES, { empty: `No step was measured. ${NATIVE}`, hasPoints: true })}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], { empty: `There are no readings yet. ${NATIVE}` })}</div>`;
 }

@@ -1,10 +1,10 @@
 // Requests: the ledger's latest ones with filters, and one request by its id as a waterfall with a sentence.
 import { html, useMemo, useState } from "../vendor.js";
 import { get, may, query, useResource } from "../core/api.js";
-import { duration, exact, money, time, visible } from "../core/format.js";
+import { duration, exact, money, visible } from "../core/format.js";
 import { link, route, setQuery } from "../core/router.js";
 import { Card, Field, Name, Resource, Select, Status, Action } from "../ui/parts.js";
-import { Table } from "../ui/table.js";
+import { Table, timeColumn } from "../ui/table.js";
 import { Explanation } from "../ui/explanation.js";
 
 const STATUSES = ["completed", "cancelled", "failed", "stopped", "interrupted", "refused"];
@@ -66,7 +66,7 @@ function toRows(columns) {
 }
 
 const COLUMNS = [
-  { key: "started_at", label: "Started", value: (row) => row.started_at, cell: (row) => time(row.started_at, { date: true }) },
+  timeColumn("started_at", "Started"),
   { key: "request", label: "Request", value: (row) => row.request, cell: (row) => html`<a href=${link("requests", [row.request])}><${Name} value=${row.request.length > 24 ? `${row.request.slice(0, 16)}…${row.request.slice(-6)}` : row.request} /></a>` },
   { key: "model", label: "Model", value: (row) => visible(row.model) },
   { key: "project", label: "Project", value: (row) => visible(row.project) },

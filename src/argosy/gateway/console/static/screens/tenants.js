@@ -3,10 +3,11 @@ import { html, useState } from "../vendor.js";
 import { call, may, post, query, useResource } from "../core/api.js";
 import { exact, money, time, visible } from "../core/format.js";
 import { route, setQuery } from "../core/router.js";
+import { parseClock, zoneName } from "../core/time-zone.js";
 import { FormDialog, NewKeyDialog } from "../ui/form-dialog.js";
 import { useNames } from "../ui/names.js";
 import { Action, Card, Name, Pill, Resource, copyText, notify } from "../ui/parts.js";
-import { Table } from "../ui/table.js";
+import { Table, timeColumn } from "../ui/table.js";
 
 const TABS = ["organisations", "projects", "users", "keys", "limits", "prices"];
 const ROLES = ["user", "viewer", "operator", "admin"].map((role) => [role, role]);
@@ -31,7 +32,7 @@ export default function Tenants() {
 }
 
 const ended = (row) => (row.archived_at ?? row.disabled_at ? html`<${Pill} kind="none">ended ${time(row.archived_at ?? row.disabled_at, { date: true })}<//>` : html`<${Pill} kind="ok">active<//>`);
-const createdColumn = { key: "created_at", label: "Created", value: (row) => row.created_at, cell: (row) => time(row.created_at, { date: true }) };
+const createdColumn = timeColumn("created_at", "Created");
 const idColumn = { key: "id", label: "Id", value: (row) => row.id, cell: (row) => html`<${Name} value=${row.id} />` };
 const stateColumn = { key: "state", label: "State", value: (row) => row.archived_at ?? row.disabled_at ?? "", cell: ended };
 const nameColumn = (key, label) => ({ key, label, value: (row) => row[key], cell: (row) => visible(row[key]) });
@@ -51,7 +52,6 @@ function keyStatus(row) {
 
 const showKey = (tools, answer) => tools.open(html`<${NewKeyDialog} plainKey=${answer.key} close=${tools.close} copy=${() => copyText(answer.key, "The key")} />`);
 const list = (text) => text.split(",").map((part) => part.trim()).filter(Boolean);
-const toSeconds = (text) => new Date(text).getTime() / 1000;
 
 const VIEWS = {
   organisations: {
@@ -79,7 +79,7 @@ const VIEWS = {
   keys: {
     role: "operator", scope: "organisation", empty: "There is no key yet, so only this machine may send requests.",
     create: (tools) => html`<${FormDialog} title="New key" submit="Create" close=${tools.close} fields=${[{ name: "project", label: "Project id", isRequired: true }, { name: "name", label: "Name", isRequired: true }, { name: "role", label: "Role", options: ROLES }, { name: "scope", label: "Role holds in", options: SCOPES },
-      { name: "models", label: "Models, with commas", hint: "empty: all", parse: list }, { name: "expires_at", label: "Expires", kind: "datetime-local", parse: toSeconds }]}
+      { name: "models", label: "Models, with commas", hint: "empty: all", parse: list }, { name: "expires_at", label: `Expires (${zoneName()})`, kind: "datetime-local", parse: parseClock }]}
       save=${async (values) => { const answer = await post("admin/keys", values); tools.reload(); setTimeout(() => showKey(tools, answer)); }} />`,
     columns: (tools) => [nameColumn("name", "Name"), { ...idColumn, key: "prefix", label: "Key", value: (row) => row.prefix, cell: (row) => html`<${Name} value=${`${row.prefix}…`} />` }, ownerColumn("project", "Project", tools.names), nameColumn("role", "Role"), nameColumn("scope", "Scope"),
       { key: "models", label: "Models", value: (row) => row.models.join(", ") || "all", cell: (row) => visible(row.models.join(", ") || "all") }, { key: "state", label: "State", value: (row) => row.revoked_at ?? row.expires_at ?? "", cell: keyStatus }, createdColumn,
@@ -101,6 +101,6 @@ const VIEWS = {
     role: "admin", scope: "gateway", empty: "No price is set, so requests cost nothing.",
     create: (tools) => form(tools, "New price", [{ name: "model", label: "Model", isRequired: true }, { name: "tier", label: "Tier", options: [["", "all"], ...TIERS] }, ...[["input", "Input"], ["cached_input", "Cached input"], ["output", "Output"]].map(([name, label]) => ({ name, label: `${label}, dollars for a million tokens`, kind: "number", isRequired: true, parse: (text) => Math.round(Number(text) * 1000) }))], "admin/prices"),
     columns: () => [nameColumn("model", "Model"), { key: "tier", label: "Tier", value: (row) => row.tier ?? "all" }, ...[["input", "Input"], ["cached_input", "Cached input"], ["output", "Output"]].map(([key, label]) => ({ key, label: `${label}, per M`, isNumber: true, value: (row) => row[key], cell: (row) => money(row[key] * 1e6) })),
-      { key: "since", label: "Since", value: (row) => row.since, cell: (row) => time(row.since, { date: true }) }],
+      timeColumn("since", "Since")],
   },
 };

@@ -1,6 +1,7 @@
-// Time series of the gateway as columns.
+// Time series of the gateway as columns, over the range that the address names.
 import { useMemo } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
+import { route } from "../core/router.js";
 
 export const RANGES = [
   { id: "15m", label: "15 min", seconds: 900, step: 1 },
@@ -10,15 +11,28 @@ export const RANGES = [
   { id: "7d", label: "7 d", seconds: 604800, step: 600 },
   { id: "30d", label: "30 d", seconds: 2592000, step: 3600 },
 ];
+const MIN_SECONDS = 10;
 
-// Reads metrics of a scope over a range that ends now. A gateway without series has none to show, which is no failure.
-export function useSeries(scope, metrics, range) {
-  const { seconds, step } = RANGES.find(({ id }) => id === range) ?? RANGES[0];
+// A range of RANGES, which ends now, or the one from `from` to `to`, in seconds since the epoch.
+export function currentRange(usual = "15m") {
+  const { query: { range, from, to } } = route.value;
+  const known = RANGES.find(({ id }) => id === (range ?? usual)) ?? RANGES[0];
+  const start = Number(from), end = Number(to);
+  return from && to && end - start >= MIN_SECONDS ? { ...known, start, end } : known;
+}
+
+// Reads metrics of a scope over the range in the address, or the usual one. A gateway without series has none to show,
+// which is no failure.
+export function useSeries(scope, metrics, usual) {
+  const { id, seconds, step, start, end } = currentRange(usual);
+  const names = metrics.join(",");
   const build = () => {
+    if (start) return query("admin/series", { scope, metrics: names, from: start, to: end });
     const until = Math.floor(Date.now() / 1000 / step) * step;
-    return query("admin/series", { scope, metrics: metrics.join(","), from: until - seconds, to: until, step });
+    return query("admin/series", { scope, metrics: names, from: until - seconds, to: until, step });
   };
-  const resource = useResource(`series/${scope}/${range}`, Math.min(step, 60) * 1000 + 1000, build);
+  const isPast = start && end < Date.now() / 1000 - 60;
+  const resource = useResource(`series/${scope}/${names}/${start ? `${start}-${end}` : id}`, isPast ? 0 : Math.min(step, 60) * 1000 + 1000, build);
   const data = useMemo(() => {
     const answer = resource.data;
     if (!answer) return answer;

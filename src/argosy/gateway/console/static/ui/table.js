@@ -1,12 +1,16 @@
 // A table that keeps only the visible rows in the page. Rows have a fixed height; two empty rows stand for the others.
 import { html, useMemo, useRef, useState } from "../vendor.js";
-import { plural } from "../core/format.js";
+import { isoTime, plural, time } from "../core/format.js";
+import { zoneName } from "../core/time-zone.js";
 import { saveCsv } from "./parts.js";
 
 const ROW_PX = 31;
 const SPARE_ROWS = 8;
 
-// columns: [{ key, label, value(row), cell?(row), isNumber? }]
+// A column of times in seconds, which is shown and saved in the chosen zone.
+export const timeColumn = (key, label) => ({ key, label, isTime: true, value: (row) => row[key], cell: (row) => time(row[key], { date: true }) });
+
+// columns: [{ key, label, value(row), cell?(row), isNumber?, isTime? }]
 export function Table({ label, columns, rows, rowKey, height = 480, csv, initialSort = null, more }) {
   const [sort, setSort] = useState(initialSort);
   const [top, setTop] = useState(0);
@@ -27,14 +31,14 @@ export function Table({ label, columns, rows, rowKey, height = 480, csv, initial
       <table aria-rowcount=${sorted.length + 1}><thead><tr aria-rowindex="1">${columns.map((column) => html`
         <th key=${column.key} scope="col" class=${column.isNumber ? "n" : ""}
           aria-sort=${sort?.key === column.key ? (sort.isDescending ? "descending" : "ascending") : "none"}>
-          ${column.label ? html`<button class="sort" onClick=${() => press(column.key)}>${column.label}${sort?.key === column.key ? (sort.isDescending ? " ↓" : " ↑") : ""}</button>` : html`<span class="sr">Actions</span>`}</th>`)}</tr></thead>
+          ${column.label ? html`<button class="sort" onClick=${() => press(column.key)}>${column.label}${column.isTime ? ` (${zoneName()})` : ""}${sort?.key === column.key ? (sort.isDescending ? " ↓" : " ↑") : ""}</button>` : html`<span class="sr">Actions</span>`}</th>`)}</tr></thead>
       <tbody>${spacer(first, "above")}${sorted.slice(first, last).map((row, index) => html`
         <tr key=${rowKey(row)} aria-rowindex=${first + index + 2}>${columns.map((column) => html`
           <td key=${column.key} class=${column.isNumber ? "n" : ""}>${column.cell ? column.cell(row) : column.value(row)}</td>`)}</tr>`)}
       ${spacer(sorted.length - last, "below")}</tbody></table>
     </div>
     <p class="s tail">${plural(sorted.length, "row")}${" "}
-      ${csv ? html`<button class="link" onClick=${() => saveCsv(csv, columns.map(({ key }) => key), sorted.map((row) => columns.map((column) => column.value(row))))}>Save as CSV</button>` : null}
+      ${csv ? html`<button class="link" onClick=${() => saveCsv(csv, columns.map(({ key }) => key), sorted.map((row) => columns.map((column) => (column.isTime ? isoTime(column.value(row)) : column.value(row)))))}>Save as CSV</button>` : null}
       ${more}</p></div>`;
 }
 

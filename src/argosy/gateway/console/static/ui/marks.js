@@ -1,0 +1,95 @@
+// Marks on charts for what changed in the fleet: deploys, failures of replicas and changes of the configuration.
+import { html, signal, useEffect, useState } from "../vendor.js";
+import { get, may } from "../core/api.js";
+import { plural, time, visible } from "../core/format.js";
+
+const EVERY_MS = 10000;
+const LIMIT = 200;
+const CLUSTER_PX = 14;
+const SHAPES = { deploy: "▲", failure: "◆", change: "●" };
+const DEPLOYS = { revision_in_force: "New plan", rollout_state: "Rollout" };
+const BAD = ["ejected", "unreachable"];
+const CONFIGURATION = /^(limit|price)\.|^project\.change$/;
+
+// One reading serves all charts, as long as one is shown.
+const marks = signal([]);
+let readers = 0, timer = 0;
+
+export function useMarks() {
+  useEffect(() => {
+    readers += 1;
+    if (readers === 1) read();
+    return () => {
+      readers -= 1;
+      if (!readers) clearTimeout(timer);
+    };
+  }, []);
+  return marks.value;
+}
+
+async function read() {
+  clearTimeout(timer);
+  if (!document.hidden && may("viewer", "gateway")) {
+    const none = { data: [] };
+    const [replicas, fleet, audit] = await Promise.all(["admin/replicas/events", "admin/events", "admin/audit"].map((path) => get(`${path}?limit=${LIMIT}`).catch(() => none)));
+    const found = [...replicas.data.map(fromReplica), ...fleet.data.map(fromFleet), ...audit.data.map(fromAudit)].filter(Boolean).sort((a, b) => a.at - b.at);
+    if (found.length !== marks.value.length || found.at(-1)?.at !== marks.value.at(-1)?.at) marks.value = found;
+  }
+  if (readers) timer = setTimeout(read, EVERY_MS);
+}
+
+const sentence = (...parts) => parts.filter(Boolean).map(visible).join(" ");
+
+function fromReplica({ at, replica, action, actor, status, previous, reason }) {
+  if (action) return { at, kind: "change", text: sentence(replica, `was set to ${action} by ${actor}.`, reason) };
+  if (BAD.includes(status)) return { at, kind: "failure", text: sentence(replica, `is ${status}.`, reason) };
+  return status === "ready" && BAD.includes(previous) ? { at, kind: "failure", text: sentence(replica, "is ready again.") } : null;
+}
+
+function fromFleet({ at, kind, pool, replica, reason, outcome }) {
+  if (kind === "replica_phase" && outcome === "failed") return { at, kind: "failure", text: sentence(replica, "failed.", reason) };
+  return DEPLOYS[kind] ? { at, kind: "deploy", text: sentence(`${DEPLOYS[kind]}:`, pool, replica, outcome, reason) } : null;
+}
+
+function fromAudit({ at, action, actor, subject }) {
+  return CONFIGURATION.test(action) ? { at, kind: "change", text: sentence(action, subject, "by", actor) } : null;
+}
+
+// Marks near each other share a button. `area` is the place of the plot: { left, width, start, end }.
+function clusterMarks(shown, { left, width, start, end }) {
+  const clusters = [];
+  for (const mark of shown) {
+    const x = left + ((mark.at - start) / (end - start)) * width;
+    const last = clusters.at(-1);
+    if (last && x - last.x < CLUSTER_PX) last.marks.push(mark);
+    else clusters.push({ x, marks: [mark] });
+  }
+  return clusters;
+}
+
+export const describeMark = ({ at, text }) => `${time(at, { date: true })} ${text}`;
+
+// Buttons above the plot. The arrow keys move between them, so that they are one stop for the tabulator.
+export function MarkButtons({ marks: all, area }) {
+  const [shown, setShown] = useState(null);
+  if (!area) return null;
+  const clusters = clusterMarks(all.filter(({ at }) => at >= area.start && at <= area.end), area);
+  const move = (event) => {
+    const step = { ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling" }[event.key];
+    const next = step && event.target[step];
+    if (next?.matches("button")) next.focus();
+  };
+  const text = (cluster) => cluster.marks.slice(-4).map(describeMark).join("; ") + (cluster.marks.length > 4 ? `; and ${cluster.marks.length - 4} before` : "");
+  const chosen = clusters[shown];
+  return html`<div class="marks" role="group" aria-label="Changes" onKeyDown=${move}>${clusters.map((cluster, index) => html`
+    <button key=${index} type="button" class=${cluster.marks.at(-1).kind} tabindex=${index ? -1 : 0} aria-label=${text(cluster)} style=${{ left: `${cluster.x}px` }}
+      onMouseEnter=${() => setShown(index)} onMouseLeave=${() => setShown(null)} onFocus=${() => setShown(index)} onBlur=${() => setShown(null)}>${SHAPES[cluster.marks.at(-1).kind]}</button>`)}
+    ${chosen ? html`<div class="tip" style=${chosen.x > area.left + area.width / 2 ? { right: `calc(100% - ${chosen.x}px)` } : { left: `${chosen.x}px` }}>${chosen.marks.slice(-4).map((mark, index) => html`<div key=${index}>${describeMark(mark)}</div>`)}</div>` : null}</div>`;
+}
+
+export function MarkList({ marks: all, area }) {
+  const shown = area ? all.filter(({ at }) => at >= area.start && at <= area.end) : [];
+  if (!shown.length) return null;
+  return html`<details class="s"><summary>${plural(shown.length, "change")} in this time</summary><ul>${shown.slice(-50).reverse().map((mark, index) => html`
+    <li key=${index}><span aria-hidden="true">${SHAPES[mark.kind]}</span> ${describeMark(mark)}</li>`)}</ul></details>`;
+}
