@@ -79,7 +79,7 @@ ROUND_S = 0.005
 CONDITION_INTERVAL_S = 0.02
 
 
-def declare(mode: str = "v1", *, replicas: int = 2, **pool: object) -> FleetConfig:
+def declare(mode: str = "v1", *, replicas: int | None = 2, **pool: object) -> FleetConfig:
     """Return a fleet of one pool with rollouts. Another mode is another version."""
     document = {
         "fleet": FLEET,

@@ -139,7 +139,8 @@ async def test_scale_down_and_outage_during_a_rollout(fleet: RolloutFleet) -> No
     fleet.apply(set_replicas(second, "chat", 3))
     await fleet.until(lambda: fleet.ready("v1") == 3)
     fleet.gateways.has_metrics = True
-    for state in (RolloutState.SOAKING, RolloutState.DONE):
-        fleet.command(CommandKind.PROMOTE, reason="hotfix", force=True)
-        await fleet.until_state(state)
+    fleet.command(CommandKind.PROMOTE, reason="hotfix", force=True)
+    await fleet.until(lambda: fleet.ready("v2") == 3)
+    fleet.command(CommandKind.PROMOTE, reason="hotfix", force=True)
+    await fleet.until_state(RolloutState.DONE)
     await fleet.until(lambda: fleet.ready("v2") == 3 and not fleet.replicas("v1"))
