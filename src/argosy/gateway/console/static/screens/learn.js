@@ -17,7 +17,7 @@ const LESSONS = [
   { id: "fair-queue", title: "Fair queue", Picture: FairQueue, question: "One tenant sends far more than the others. Who is served next?",
     setting: "A project has a tier and a weight. Higher tiers go first; projects of one tier share tokens by weight.", page: "explanation/queueing-and-fairness.md", screen: ["tenants", { tab: "projects" }, "Open the projects"], scope: "organisation" },
   { id: "limits", title: "Limits and budgets", Picture: Limits, question: "When is a request rejected, and when may the client try again?",
-    setting: "argosy limits set gives an organisation, a project, a user or a key a limit for a second, minute, hour, day or month.", page: "explanation/limits-and-leases.md", screen: ["tenants", { tab: "limits" }, "Open the limits"], scope: "organisation" },
+    setting: "argosy tenants limits set gives an organisation, a project, a user or a key a limit for a second, minute, hour, day or month.", page: "explanation/limits-and-leases.md", screen: ["tenants", { tab: "limits" }, "Open the limits"], scope: "organisation" },
   { id: "circuit-breaker", title: "Circuit breaker", Picture: CircuitBreaker, question: "A replica fails. How do requests avoid it, and how does it come back?",
     setting: "Three failures in a row open a breaker for 2 s, then 4, 8 and 10 s. Failures of half of the last 20 attempts open it too.", page: "explanation/replica-status.md", screen: ["models", {}, "Open the replicas"], scope: "gateway" },
 ];
