@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.support.minilm import minilm_path
+from tests.support.python_blocks import run_python_blocks
 from tests.support.serve_process import ServeProcess
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -155,9 +156,7 @@ def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) ->
                 assert CHECKER.check_output(text.rstrip() + "...", printed + "\n.", flags), printed
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
-def test_tutorial_python_prints_an_answer(block: Block, server: ServeProcess) -> None:
-    code = block.text.replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_tutorial_python_prints_answers(server: ServeProcess) -> None:
+    blocks = [block.text.replace("http://127.0.0.1:8000", server.url) for block in PYTHON]
+    for printed in run_python_blocks(blocks):
+        assert printed.strip()

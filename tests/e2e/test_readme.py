@@ -3,13 +3,13 @@
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
+from tests.support.python_blocks import run_python_blocks
 from tests.support.serve_process import ARGOSY, URL, ServeProcess
 from typer.testing import CliRunner
 
@@ -29,10 +29,10 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_python_example(code: str, server: ServeProcess) -> None:
-    output = run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", server.url)])
-    assert len(output.split()) > 3
+def test_python_examples(server: ServeProcess) -> None:
+    blocks = [code.replace("http://127.0.0.1:8000", server.url) for code in PYTHON]
+    for printed in run_python_blocks(blocks):
+        assert len(printed.split()) > 3
 
 
 @pytest.mark.parametrize("code", CURL, ids=range(len(CURL)))
