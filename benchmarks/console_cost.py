@@ -12,7 +12,7 @@ Parts:
 - json: 32 clients in a closed loop of small requests.
 - streams: 64 streams of 100 tokens/s.
 
-Each round measures them in another order; flood is only in the first round of a start. Each start has new processes,
+Every second round has the reverse order; flood is only in the first round of a start. Each start has new processes,
 since two processes of the same program differ by some percent. The gateway runs on one core, everything else on the
 other. Prints JSON lines, then a table: the ratios of pairs, each as the median over the rounds with its quartiles.
 """
@@ -106,8 +106,7 @@ def measure_start(
         }
         for number in range(options.rounds):
             names = [name for name in conditions if name != "flood" or not number]
-            shift = number % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in names if number % 2 == 0 else reversed(names):
                 route, open_browser = conditions[name]
                 with open_browser():
                     for part in UNITS:

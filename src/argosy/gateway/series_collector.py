@@ -14,14 +14,13 @@ import structlog
 from argosy.folders import state_folder
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.engine_gauges import EngineGauges
+from argosy.gateway.loop_slices import LoopSlices
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
 from argosy.process import run_in_daemon_thread
 from argosy.series import MinuteRow, Readings, SeriesArchive, SeriesRecorder
 
-MAX_SLICE_S = 0.001
-"""Time for which rolling up occupies the event loop at a time."""
 _NO_GAUGES = (math.nan,) * 3
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -64,7 +63,7 @@ class SeriesCollector:
             now = time.time()
             await asyncio.sleep(math.floor(now) + 1 - now)
             second = math.floor(time.time()) - 1
-            slices = _Slices()
+            slices = LoopSlices()
             readings = self._readings = await self._read_gauges(
                 slices, read_queue_depths(), count_by_tenant(), read_desired_replicas()
             )
@@ -111,7 +110,7 @@ class SeriesCollector:
 
     async def _read_gauges(
         self,
-        slices: _Slices,
+        slices: LoopSlices,
         queue_depths: Mapping[str, int],
         by_tenant: Mapping[str, Sequence[int]],
         desired: Mapping[str, int],
@@ -151,19 +150,6 @@ class SeriesCollector:
                 sum(desired.values()) if desired else math.nan,
             ),
         )
-
-
-class _Slices:
-    """Gives the event loop to others after each `MAX_SLICE_S` of work."""
-
-    def __init__(self) -> None:
-        self._began_at = time.perf_counter()
-
-    async def pause(self) -> None:
-        """Give way if the slice is used up."""
-        if time.perf_counter() - self._began_at > MAX_SLICE_S:
-            await asyncio.sleep(0)
-            self._began_at = time.perf_counter()
 
 
 def _read_replica(replica: ReplicaEndpoint) -> Sequence[float]:

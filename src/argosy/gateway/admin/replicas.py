@@ -27,6 +27,7 @@ from argosy.gateway.admin.replica_schemas import (
     to_replica_view,
 )
 from argosy.gateway.admin.schemas import Page, get_given_fields, to_view
+from argosy.gateway.loop_slices import LoopSlices
 from argosy.gateway.model_registry import ReplicaChange
 from argosy.gateway.pool import Pool
 from argosy.process import run_in_daemon_thread
@@ -51,19 +52,15 @@ def list_pools(scope: AdminScope, request: AdminRequest) -> Page[PoolView]:  # n
 @endpoints.register(
     "GET", REPLICAS, "viewer", "gateway", query_type=ReplicaFilter, is_nonblocking=True
 )
-def list_replicas(scope: AdminScope, request: AdminRequest) -> Page[ReplicaView]:
+async def list_replicas(scope: AdminScope, request: AdminRequest) -> Page[ReplicaView]:
     """List the replicas with their status and its reason, as this gateway sees them."""
-    query = request.query
-    views = [
-        to_replica_view(pool, replica) for pool, replica in scope.replicas.replicas(query.model)
-    ]
-    return _build_page(
-        [
-            view
-            for view in views
-            if query.status in {None, view.status} and query.replica in {None, view.replica}
-        ]
-    )
+    query, slices, views = request.query, LoopSlices(), []
+    for pool, replica in list(scope.replicas.replicas(query.model)):
+        view = to_replica_view(pool, replica)
+        if query.status in {None, view.status} and query.replica in {None, view.replica}:
+            views.append(view)
+        await slices.pause()
+    return _build_page(views)
 
 
 @endpoints.register(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
+import math
 import os
 import secrets
+import time
 from urllib.parse import parse_qs, urlencode
 
 import msgspec
@@ -25,6 +28,8 @@ FLOW_COOKIE = "__Host-argosy-oidc"
 """Cookie of a flow that has begun. It is Lax, since the issuer's page sends the browser back."""
 FLOW_LIFETIME_S = 600
 TOKEN_TIMEOUT_S = 10.0
+ENDPOINTS_REFRESH_S = 300.0
+"""How long the issuer's endpoints are used before they are read again. Anyone may begin a flow."""
 MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -53,6 +58,9 @@ class OidcSignIn:
         self._issuer = issuer
         self._authenticator = authenticator
         self._sessions = sessions
+        self._endpoints = ("", "")
+        self._endpoints_expire_at = -math.inf
+        self._discovery = asyncio.Lock()
 
     async def start(self, exchange: HttpExchange) -> None:
         """Send the browser to the issuer, with a new state, nonce and code verifier in a cookie.
@@ -114,6 +122,13 @@ class OidcSignIn:
 
     async def _discover(self) -> tuple[str, str]:
         """Return the issuer's endpoints for authorization and for tokens."""
+        async with self._discovery:
+            if time.monotonic() >= self._endpoints_expire_at:
+                self._endpoints = await self._read_endpoints()
+                self._endpoints_expire_at = time.monotonic() + ENDPOINTS_REFRESH_S
+            return self._endpoints
+
+    async def _read_endpoints(self) -> tuple[str, str]:
         from argosy.gateway.auth.signing_keys import discover_provider  # PyJWT takes long to import
 
         try:
