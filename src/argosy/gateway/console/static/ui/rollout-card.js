@@ -74,14 +74,14 @@ function Gate({ rollout }) {
   const { regression_threshold: rejected, equivalence_threshold: needed } = rollout;
   return html`<h3>Gate: ${words(rollout.result)}</h3>${rollout.summary.includes(rollout.result_reason) ? null : html`<p>${shortDigests(rollout.result_reason)}</p>`}
     <div class="rows" role="region" aria-label="Evidence of the gate" tabindex="0"><table><thead><tr>
-      <th scope="col">Metric</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th><th scope="col">Result</th></tr></thead>
+      <th scope="col">Metric</th><th scope="col">Result</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th></tr></thead>
       <tbody>${rollout.metrics.map((metric) => {
         const name = METRICS[metric.metric] ?? metric.metric, [kind, word] = verdictOf(metric, rollout);
-        return html`<tr key=${metric.metric}><th scope="row">${name}</th><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
+        return html`<tr key=${metric.metric}><th scope="row">${name}</th><td><${Pill} kind=${kind}>${word}<//></td><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
           <td><${Meter} label=${`${name}: no worse`} value=${metric.equivalence} threshold=${needed} kind="ok" /></td>
-          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td><td><${Pill} kind=${kind}>${word}<//></td></tr>`;
-      })}<tr><th scope="row">All together</th><td></td><td class="s">every metric has to pass</td>
-        <td><${Meter} label="All metrics: worse" value=${rollout.regression} threshold=${rejected} kind="bad" /></td><td class="s">rolled back at ${significant(rejected)}</td></tr></tbody></table></div>`;
+          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td></tr>`;
+      })}<tr><th scope="row">All together</th><td></td><td></td><td class="s">every metric has to pass</td>
+        <td><${Meter} label="All metrics: worse" value=${rollout.regression} threshold=${rejected} kind="bad" /></td></tr></tbody></table></div>`;
 }
 
 function Notes({ rollout }) {
