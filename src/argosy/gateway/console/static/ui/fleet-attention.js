@@ -1,8 +1,7 @@
 // What of the declared fleet needs attention: each a sentence, its cause and one action.
 import { html } from "../vendor.js";
-import { plural, visible } from "../core/format.js";
+import { plural, shortDigests, visible } from "../core/format.js";
 import { link } from "../core/router.js";
-import { shortDigests } from "./rollout-card.js";
 
 const WAITING = ["paused", "inconclusive"];
 

@@ -1,7 +1,7 @@
 // The rollout of a pool: its steps, the evidence of its gate as it grows, what happened, and the commands of operators.
 import { html, useState } from "../vendor.js";
 import { may, post } from "../core/api.js";
-import { age, MISSING, percent, significant, visible } from "../core/format.js";
+import { age, MISSING, percent, shortDigests, significant, visible } from "../core/format.js";
 import { FormDialog } from "./form-dialog.js";
 import { Meter } from "./meter.js";
 import { Card, Name, Pill, notify } from "./parts.js";
@@ -10,11 +10,7 @@ import { Table, timeColumn } from "./table.js";
 const STATE_KINDS = { done: "ok", paused: "warn", inconclusive: "warn", rolling_back: "bad", rolled_back: "bad", cleaning: "bad", aborted: "bad" };
 const PAUSED = ["paused", "inconclusive"];
 const METRICS = { errors: "Errors", refusals: "Refusals", ttft: "Time to first token", tpot: "Time per token", short_output: "Short outputs", long_output: "Long outputs" };
-const DIGEST = /\b[0-9a-f]{64}\b/g;
 const words = (text) => text.replaceAll("_", " ");
-
-// Digests of versions are shown by their beginnings, as the command line does.
-export const shortDigests = (text) => visible(text).replace(DIGEST, (digest) => digest.slice(0, 12));
 
 export const RolloutState = ({ rollout }) => html`<${Pill} kind=${STATE_KINDS[rollout.state] ?? "none"}>${words(rollout.state)}<//>`;
 
