@@ -1,4 +1,4 @@
-"""Templates of the console: htm neither reports nor repairs a tag that is not closed, and then drops elements."""
+"""Modules of the console: a tag that is not closed, which htm neither reports nor repairs, and unknown imports."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _TAG = re.compile(
 )
 _BEFORE_PATTERN = re.compile(r"(?:[(,=:?&|]|return)\s*$")
 """Code after which a slash begins a regular expression."""
+_IMPORT = re.compile(r"import \{([^}]*)\} from \"([^\"]+)\"")
+_EXPORT = re.compile(r"export (?:async )?(?:const|let|function|class) (\w+)")
 _HOLE = "\0"
 """Stands for an expression in a template. As the name of a tag it is a component."""
 
@@ -133,3 +135,13 @@ def test_no_text_becomes_markup() -> None:
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", path.read_text()
         ), path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(STATIC)))
+def test_every_imported_name_is_exported(path: Path) -> None:
+    """A browser loads no screen that imports a name which does not exist."""
+    for names, module in _IMPORT.findall(path.read_text()):
+        exporting = (path.parent / module).resolve()
+        if exporting.name != "vendor.js":
+            imported = {name.split(" as ")[0].strip() for name in names.split(",")} - {""}
+            assert imported <= set(_EXPORT.findall(exporting.read_text())), module

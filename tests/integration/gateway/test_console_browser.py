@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
 import pytest
 from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
 from tests.support.organisations import AdminGateway, run_admin_gateway
-from tests.support.stored_rollout import StoredRollout
+from tests.support.stored_rollout import POOL, StoredRollout
 
+from argosy.fleet.control import ReplicaRecord
+from argosy.policy.reconciliation import ReplicaPhase
 from argosy.protocol import format_event
 from argosy.store import Role, RoleScope
 
@@ -257,7 +260,19 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await dialog.locator(".diff .del", has_text="- pools[chat].replicas: 3").wait_for()
     await dialog.get_by_role("button", name="Apply").click()
     await page.get_by_text("Revision 4", exact=True).wait_for()
+    failed = ReplicaRecord(
+        name="chat-2-0",
+        pool=POOL,
+        generation=2,
+        ordinal=0,
+        launcher="local",
+        phase=ReplicaPhase.FAILED,
+        reason="it crashed 3 times",
+    )
+    stored.store.save_records(stored.lease, {"replica/chat-2-0": msgspec.json.encode(failed)})
+    await page.get_by_role("cell", name="it crashed 3 times").wait_for()
     await page.get_by_role("link", name="Overview").click()
+    await page.get_by_text("Replica chat-2-0 does not stay up: it crashed 3 times.").wait_for()
     await page.get_by_text("waits for a person").wait_for()
     await page.get_by_text("has 1 of at least 2 replicas").wait_for()
 

@@ -1,7 +1,7 @@
 // Numbers, durations and times as text. A value that is missing is a dash, never zero.
 import { clock, offset } from "./time-zone.js";
 
-const MISSING = "–";
+export const MISSING = "–";
 const isMissing = (value) => value === undefined || value === null || Number.isNaN(value);
 
 export function count(value) {
@@ -65,3 +65,6 @@ export const visible = (text) => String(text ?? "").replace(
 );
 
 export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+// Digests of versions are shown by their beginnings, as the command line does.
+export const shortDigests = (text) => visible(text).replace(/\b[0-9a-f]{64}\b/g, (digest) => digest.slice(0, 12));

@@ -1,8 +1,7 @@
 // What of the declared fleet needs attention: each a sentence, its cause and one action.
 import { html } from "../vendor.js";
-import { plural, visible } from "../core/format.js";
+import { plural, shortDigests, visible } from "../core/format.js";
 import { link } from "../core/router.js";
-import { shortDigests } from "./rollout-card.js";
 
 const WAITING = ["paused", "inconclusive"];
 
@@ -14,9 +13,8 @@ export function findFleetItems(fleet) {
   }
   const models = new Map(fleet.pools.map(({ pool, model }) => [pool, model]));
   for (const pool of fleet.pools) {
-    const missing = fleet.replicas.filter((replica) => replica.pool === pool.pool && replica.phase !== "ready" && replica.reason);
-    if (pool.ready < pool.minimum) {
-      const cause = missing.find(({ phase }) => phase === "failed") ?? missing[0];
+    if (pool.ready < pool.minimum) { // a replica that fails has an item of its own
+      const cause = fleet.replicas.find((replica) => replica.pool === pool.pool && !["ready", "failed"].includes(replica.phase) && replica.reason);
       items.push({ kind: "bad", word: "Page", text: html`The pool <b>${visible(pool.pool)}</b> has ${pool.ready} of at least ${plural(pool.minimum, "replica")}${cause ? `. ${visible(cause.replica)} is ${cause.phase}: ${visible(cause.reason)}` : ""}.`, href: link("models", [pool.model]), action: "Open the pool" });
     }
     if (pool.rollout) items.push(...findRolloutItems(pool));
@@ -36,6 +34,9 @@ function findRolloutItems({ pool, model, rollout }) {
   if (WAITING.includes(rollout.state)) return item("warn", "Ticket", `waits for a person. It is ${summary}.`, "Decide");
   if (rollout.needs_promotion) return item("warn", "Ticket", `has enough evidence, and its plan leaves the next step to a person.`, "Promote or abort it");
   if (["rolling_back", "rolled_back", "cleaning"].includes(rollout.state)) return item("bad", "Ticket", `goes back to the old version. It is ${summary.replaceAll("_", " ")}.`, "See why");
-  if (rollout.can_retry) return item("bad", "Ticket", `was rolled back, and the declared version is not tried again by itself. ${summary}.`, "See why");
+  if (rollout.can_retry) {
+    const cause = rollout.rejected.find(({ digest }) => digest === rollout.candidate.digest)?.reason ?? rollout.cause;
+    return item("bad", "Ticket", `was rolled back: ${shortDigests(cause)}. The declared version is not tried again by itself.`, "See why");
+  }
   return [];
 }

@@ -1,20 +1,16 @@
 // The rollout of a pool: its steps, the evidence of its gate as it grows, what happened, and the commands of operators.
 import { html, useState } from "../vendor.js";
 import { may, post } from "../core/api.js";
-import { age, MISSING, percent, significant, time, visible } from "../core/format.js";
+import { age, MISSING, percent, shortDigests, significant, visible } from "../core/format.js";
 import { FormDialog } from "./form-dialog.js";
 import { Meter } from "./meter.js";
 import { Card, Name, Pill, notify } from "./parts.js";
-import { Table } from "./table.js";
+import { Table, timeColumn } from "./table.js";
 
 const STATE_KINDS = { done: "ok", paused: "warn", inconclusive: "warn", rolling_back: "bad", rolled_back: "bad", cleaning: "bad", aborted: "bad" };
 const PAUSED = ["paused", "inconclusive"];
 const METRICS = { errors: "Errors", refusals: "Refusals", ttft: "Time to first token", tpot: "Time per token", short_output: "Short outputs", long_output: "Long outputs" };
-const DIGEST = /\b[0-9a-f]{64}\b/g;
 const words = (text) => text.replaceAll("_", " ");
-
-// Digests of versions are shown by their beginnings, as the command line does.
-export const shortDigests = (text) => visible(text).replace(DIGEST, (digest) => digest.slice(0, 12));
 
 export const RolloutState = ({ rollout }) => html`<${Pill} kind=${STATE_KINDS[rollout.state] ?? "none"}>${words(rollout.state)}<//>`;
 
@@ -74,14 +70,14 @@ function Gate({ rollout }) {
   const { regression_threshold: rejected, equivalence_threshold: needed } = rollout;
   return html`<h3>Gate: ${words(rollout.result)}</h3>${rollout.summary.includes(rollout.result_reason) ? null : html`<p>${shortDigests(rollout.result_reason)}</p>`}
     <div class="rows" role="region" aria-label="Evidence of the gate" tabindex="0"><table><thead><tr>
-      <th scope="col">Metric</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th><th scope="col">Result</th></tr></thead>
+      <th scope="col">Metric</th><th scope="col">Result</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th></tr></thead>
       <tbody>${rollout.metrics.map((metric) => {
         const name = METRICS[metric.metric] ?? metric.metric, [kind, word] = verdictOf(metric, rollout);
-        return html`<tr key=${metric.metric}><th scope="row">${name}</th><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
+        return html`<tr key=${metric.metric}><th scope="row">${name}</th><td><${Pill} kind=${kind}>${word}<//></td><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
           <td><${Meter} label=${`${name}: no worse`} value=${metric.equivalence} threshold=${needed} kind="ok" /></td>
-          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td><td><${Pill} kind=${kind}>${word}<//></td></tr>`;
-      })}<tr><th scope="row">All together</th><td></td><td class="s">every metric has to pass</td>
-        <td><${Meter} label="All metrics: worse" value=${rollout.regression} threshold=${rejected} kind="bad" /></td><td class="s">rolled back at ${significant(rejected)}</td></tr></tbody></table></div>`;
+          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td></tr>`;
+      })}<tr><th scope="row">All together</th><td></td><td></td><td class="s">every metric has to pass</td>
+        <td><${Meter} label="All metrics: worse" value=${rollout.regression} threshold=${rejected} kind="bad" /></td></tr></tbody></table></div>`;
 }
 
 function Notes({ rollout }) {
@@ -104,7 +100,7 @@ export function RolloutCard({ pool, rollout, reload }) {
 }
 
 const TRANSITIONS = [
-  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  timeColumn("at", "Time"),
   { key: "state", label: "State", value: (row) => words(row.state) },
   { key: "step", label: "Step", isNumber: true, value: (row) => row.step + 1 },
   { key: "reason", label: "Reason", value: (row) => shortDigests(row.reason), cell: (row) => html`<span title=${shortDigests(row.reason)}>${shortDigests(row.reason)}</span>` },
