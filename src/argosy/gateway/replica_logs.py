@@ -44,14 +44,15 @@ class ReplicaLogs:
     async def list_runs(self, replica: str, *, is_running: bool) -> list[ReplicaLogRun]:
         """Return the runs of a replica whose logs are kept, the latest first, and watch its log from now on.
 
-        Waits a moment for the log of a replica that runs, if none is kept.
+        The first call for a replica that runs waits a moment for the controller to read its log.
         """
         is_first = replica not in self.list_watched()
         if len(self._watched_until) < MAX_WATCHED or not is_first:
             self._watched_until[replica] = time.monotonic() + WATCH_S
-        runs = await run_in_daemon_thread(self._store.list_runs, self._fleet, replica)
+        runs = old = await run_in_daemon_thread(self._store.list_runs, self._fleet, replica)
+        waits = is_first and is_running and (not old or old[0].exited_at is None)
         deadline = time.monotonic() + FIRST_LOG_TIMEOUT_S
-        while is_running and is_first and not runs and time.monotonic() < deadline:
+        while waits and runs == old and time.monotonic() < deadline:
             await asyncio.sleep(POLL_INTERVAL_S)
             runs = await run_in_daemon_thread(self._store.list_runs, self._fleet, replica)
         return runs

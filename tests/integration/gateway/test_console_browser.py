@@ -23,7 +23,7 @@ from tests.support.stored_rollout import POOL, StoredRollout
 from argosy.fleet.control import ReplicaRecord
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.protocol import format_event
-from argosy.store import Role, RoleScope
+from argosy.store import ReplicaLogRun, Role, RoleScope
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -56,6 +56,8 @@ HEADINGS = {
     "models": "Models and replicas",
 }
 HEADINGS |= {"tenants": "Tenants and keys", "settings": "Settings and doctor"}
+REPLICA = "models/big?replica=a"
+HEADINGS |= {REPLICA: "Models and replicas"}
 DRAWN_AGAIN = """(canvas, before) => new Promise((done) => {
   const look = () => (canvas.toDataURL() === before ? requestAnimationFrame(look) : done());
   look();
@@ -94,6 +96,17 @@ async def open_console(
     return page
 
 
+def save_log(gateway: AdminGateway, log: str) -> None:
+    """Record, as the controller does, that the replica `a` has failed."""
+    store = gateway.store
+    lease = store.fleets.acquire_lease("test", store.fleets.read_lease("demo"))
+    assert lease is not None
+    run = ReplicaLogRun(
+        started_at=1.5, attempt=1, exited_at=2.5, exit_status=1, reason=HOSTILE, read_at=3.0
+    )
+    store.replica_logs.save(lease, "a", run, log.encode())
+
+
 async def test_console_shows_moves_and_streams_without_running_names(
     browser: Browser, admin_gateway: AdminGateway
 ) -> None:
@@ -129,6 +142,12 @@ async def test_console_shows_moves_and_streams_without_running_names(
         await page.goto(f"{admin_gateway.client.base_url}/#/tenants?tab={tab}")
         await page.get_by_role("cell", name=HOSTILE, exact=True).first.wait_for()
         assert await page.locator("td img, td b").count() == 0
+    save_log(admin_gateway, f"first\n\tat \x1b[1m{HOSTILE}\x1b[0m\x07")
+    await page.goto(f"{admin_gateway.client.base_url}/#/{REPLICA}")
+    lines = page.get_by_role("region", name="Log", exact=True)
+    await playwright_api.expect(lines).to_contain_text(f"at {HOSTILE}\\u0007")
+    await page.get_by_text(f": {HOSTILE}, exit status 1").wait_for()
+    assert await page.locator("main img, pre b").count() == 0
     assert problems == []
     await page.get_by_role("button", name="Sign out").click()
     await page.get_by_label("API key").wait_for()
@@ -431,8 +450,9 @@ async def test_screens_have_no_serious_findings_of_axe(
 ) -> None:
     await admin_gateway.create_customer()
     StoredRollout(admin_gateway.store.fleets).decide_once()
+    save_log(admin_gateway, "a line")
     page = await open_console(browser, admin_gateway, scheme=scheme)
-    for screen in SCREENS:
+    for screen in (*SCREENS, REPLICA):
         await page.goto(f"{admin_gateway.client.base_url}/#/{screen}")
         heading = HEADINGS.get(screen, screen.capitalize())
         await page.get_by_role("heading", name=heading, level=1).wait_for()

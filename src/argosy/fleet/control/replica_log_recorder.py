@@ -19,6 +19,8 @@ MAX_WATCHED = 16
 """Number of logs that are read for gateways at a time."""
 READ_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 1.0
+MAX_WATCHED_AGE_S = 5.0
+"""Age from which a watched log is saved again though it has not changed, which shows that it is still read."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -52,8 +54,8 @@ class ReplicaLogRecorder:
         self._clock = clock
         self._ends: dict[_Run, asyncio.Task[None]] = {}
         """Recordings of the ends of runs that launchers still list, also completed ones."""
-        self._shown: dict[_Run, bytes] = {}
-        """Log of each watched run as the store has it."""
+        self._shown: dict[_Run, tuple[bytes, float]] = {}
+        """Log of each watched run as the store has it, and when it was read."""
 
     async def run(self) -> None:
         """Record the logs that gateways show, until cancelled.
@@ -116,9 +118,10 @@ class ReplicaLogRecorder:
 
     async def _record_shown(self, launcher: str, replica: LaunchedReplica) -> None:
         end, error = await self._read(launcher, replica)
-        shown = error.encode() + end
-        key = (replica.name, replica.started_at)
-        if self._shown.get(key) == shown or key in self._ends:
+        key, now = (replica.name, replica.started_at), self._clock()
+        shown, shown_at = self._shown.get(key, (b"", float("-inf")))
+        is_fresh = shown == error.encode() + end and now - shown_at < MAX_WATCHED_AGE_S
+        if is_fresh or key in self._ends:
             return
         try:
             await self._save(replica.name, self._describe(replica, error), end)
@@ -127,7 +130,7 @@ class ReplicaLogRecorder:
         except StoreError as failure:
             log.warning("store_unavailable", reason=str(failure))
         else:
-            self._shown[key] = shown
+            self._shown[key] = (error.encode() + end, now)
 
     async def _read(self, launcher: str, replica: LaunchedReplica) -> tuple[bytes, str]:
         """Return the end of a log, and why it could not be read."""

@@ -5,6 +5,7 @@ import { age, time, visible } from "../core/format.js";
 import { Card, Pill, Resource, Select, save } from "./parts.js";
 
 const LIVE_INTERVAL_MS = 2000;
+const STALE_S = 20;
 
 export function ReplicaLog({ name }) {
   const [startedAt, setStartedAt] = useState("");
@@ -15,11 +16,17 @@ export function ReplicaLog({ name }) {
   return html`<${Card} title="Log" note="the last lines"><${Resource} of=${log} height=${200} empty="The controller has not recorded a log of this replica. It does so when the replica runs or ends." isEmpty=${({ run }) => !run}>
     ${({ run, runs, lines }) => html`<div><${LastEnd} runs=${runs} />
       <div class="row">${runs.length > 1 ? html`<${Select} label="Run" value=${startedAt} onChange=${setStartedAt} options=${[["", "the latest"], ...runs.map((each) => [String(each.started_at), describeRun(each)])]} />` : null}
-        <span class="s">${run.exited_at === null ? html`<${Pill} kind="ok">running<//> read ${age(run.read_at)}` : `ended ${time(run.exited_at, { date: true })}`}</span>
+        <span class="s">${run.exited_at === null ? html`<${RunState} run=${run} />` : `ended ${time(run.exited_at, { date: true })}`}</span>
         <span class="sp"></span>
         <button class="link" onClick=${() => save(`${name}.log`, new Blob([lines.join("\n")], { type: "text/plain" }))}>Save as text</button></div>
       ${run.error ? html`<p class="note" role="status">The log could not be read: ${visible(run.error)}</p>` : null}
       <${Lines} lines=${lines} run=${run.started_at} /></div>`}<//><//>`;
+}
+
+// A controller that is away reads no log.
+function RunState({ run }) {
+  const isStale = Date.now() / 1000 - run.read_at > STALE_S;
+  return html`<span><${Pill} kind=${isStale ? "warn" : "ok"}>${isStale ? "not updated" : "running"}<//> read ${age(run.read_at)}</span>`;
 }
 
 // Why the replica last ended, which stays visible while it runs again.
