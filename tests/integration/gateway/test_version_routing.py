@@ -38,6 +38,7 @@ FLEET, POOL = "demo", "big-pool"
 STABLE, CANDIDATE = "5" * 64, "c" * 64
 LABELS = {STABLE: STABLE[:12], CANDIDATE: CANDIDATE[:12]}
 CHAT = "/v1/chat/completions"
+PREVIEW = "/admin/routing/preview"
 TOKENS = list(range(100, 112))
 ROUTE = PoolRoute(
     pool=POOL,
@@ -158,8 +159,12 @@ async def test_route_divides_users_and_stable_version_completes_streams_of_a_los
         assert status.routes == {POOL: 1}
         for number in range(12):
             subject = TrafficSubject(tenant="", user=f"user-{number}")
-            response = await client.post(CHAT, json=body(subject.user))
             chosen = ROUTE.select_version(subject).digest
+            previewed = (await client.post(PREVIEW, json={"request": body(subject.user)})).json()
+            assert previewed["version"] == LABELS[chosen]
+            assert previewed["replica"] == f"big-{chosen[0]}"
+            assert "0.5 of the users" in previewed["route_reason"]
+            response = await client.post(CHAT, json=body(subject.user))
             assert response.headers["x-argosy-version"] == LABELS[chosen]
         assert all(engine.requests for engine in versions.engines.values())
         assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["big"]

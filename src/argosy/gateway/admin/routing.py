@@ -39,11 +39,11 @@ class PreviewRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class PrefixesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the map of cached prefixes."""
+    """Parameters of the maps of cached prefixes."""
 
-    model: Name
+    model: Name | None = None
     limit: Annotated[int, Meta(ge=1, le=64)] = 32
-    """Maximum number of prefixes."""
+    """Maximum number of prefixes of each map."""
 
 
 @endpoints.register(
@@ -87,9 +87,9 @@ def preview_routing(scope: AdminScope, request: AdminRequest) -> RoutingPreview:
     is_nonblocking=True,
 )
 async def list_prefixes(scope: AdminScope, request: AdminRequest) -> Page[PrefixMap]:
-    """List the prefixes that recent prompts of a model share, and the replicas that have them cached.
+    """List the prefixes that recent prompts share, and the replicas that have them cached.
 
-    There is a map for each version of the model. Texts are unknown here, because the gateway keeps only their hashes.
+    There is a map for each version of each model. Texts are unknown here, because the gateway keeps only their hashes.
     """
     query: PrefixesQuery = request.query
     maps = [await build_prefix_map(pool, query.limit) for pool in scope.replicas.pools(query.model)]
