@@ -222,10 +222,12 @@ async def test_prefix_map_shows_shared_prefixes_and_who_has_them(
     response = await pair.gateway.client.get("/admin/routing/prefixes", params={"model": "big"})
     assert response.status_code == 200, response.text
     (found,) = response.json()["data"]
-    by_id = {each["id"]: each for each in found["prefixes"]}
-    shared = by_id[first.block_keys[2].hex()[:12]]
+    (shared,) = [
+        each for each in found["prefixes"] if (each["parent"], each["tokens"]) == (None, 192)
+    ]
     ends = [each for each in found["prefixes"] if each["parent"] == shared["id"]]
-    assert (shared["parent"], shared["start_tokens"], shared["tokens"]) == (None, 0, 192)
+    assert (shared["start_tokens"], shared["requests"]) == (0, 2)
+    assert first.block_keys[2].hex()[:12] not in response.text
     assert shared["holders"] == 2
     assert [(end["parent"], end["tokens"], end["holders"]) for end in ends] == [
         (shared["id"], 128, 1)

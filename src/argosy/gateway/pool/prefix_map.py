@@ -2,11 +2,14 @@
 
 The map costs the event loop no more than `SLICE_S` at a time. It looks up single blocks in the indexes of the replicas
 and never walks through these, which may have millions of blocks. It contains no text, since the gateway keeps hashes.
+These stay here too, because who knows them could test guesses of a text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -26,14 +29,16 @@ MAX_SHOWN_TENANTS = 5
 """Maximum number of tenants that a prefix names."""
 SLICE_S = 0.002
 """Time after which the event loop gets a turn."""
-ID_DIGITS = 12
+ID_BYTES = 6
+
+_ID_SECRET = secrets.token_bytes(32)
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a prefix that the same prompts have. The numbers of tokens are estimates."""
 
     id: str
-    """Beginning of the hash of the prefix up to the end of this part."""
+    """Id of the prefix up to the end of this part, until this gateway stops."""
     parent: str | None
     """Id of the part before; None at the beginning of the prompts."""
     start_tokens: int
@@ -157,7 +162,8 @@ def _describe(
 
 
 def _node_id(node: PrefixNode) -> str:
-    return node.keys[node.end - 1].hex()[:ID_DIGITS]
+    key = node.keys[node.end - 1]
+    return hashlib.blake2b(key, key=_ID_SECRET, digest_size=ID_BYTES).hexdigest()
 
 
 def _describe_cache(replica: ReplicaEndpoint) -> ReplicaCache:
