@@ -1,7 +1,7 @@
 // Numbers, durations and times as text. A value that is missing is a dash, never zero.
 import { clock, offset } from "./time-zone.js";
 
-const MISSING = "–";
+export const MISSING = "–";
 const isMissing = (value) => value === undefined || value === null || Number.isNaN(value);
 
 export function count(value) {

@@ -7,7 +7,7 @@ import { FormDialog } from "./form-dialog.js";
 import { FleetHistory } from "./fleet-history.js";
 import { Action, Card, Pill, Resource, notify } from "./parts.js";
 import { RolloutCard, RolloutState } from "./rollout-card.js";
-import { Table } from "./table.js";
+import { Table, timeColumn } from "./table.js";
 
 const PHASE_KINDS = { ready: "ok", failed: "bad", stopped: "none" };
 
@@ -80,7 +80,7 @@ function Autoscaler({ pool: { pool, decision } }) {
 }
 
 const DECISIONS = [
-  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  timeColumn("at", "Time"),
   { key: "reason", label: "Decision", value: (row) => row.reason, cell: (row) => html`<span title=${row.reason}>${row.reason}</span>` },
 ];
 const REPLICAS = [

@@ -1,11 +1,11 @@
 // The rollout of a pool: its steps, the evidence of its gate as it grows, what happened, and the commands of operators.
 import { html, useState } from "../vendor.js";
 import { may, post } from "../core/api.js";
-import { age, MISSING, percent, significant, time, visible } from "../core/format.js";
+import { age, MISSING, percent, significant, visible } from "../core/format.js";
 import { FormDialog } from "./form-dialog.js";
 import { Meter } from "./meter.js";
 import { Card, Name, Pill, notify } from "./parts.js";
-import { Table } from "./table.js";
+import { Table, timeColumn } from "./table.js";
 
 const STATE_KINDS = { done: "ok", paused: "warn", inconclusive: "warn", rolling_back: "bad", rolled_back: "bad", cleaning: "bad", aborted: "bad" };
 const PAUSED = ["paused", "inconclusive"];
@@ -104,7 +104,7 @@ export function RolloutCard({ pool, rollout, reload }) {
 }
 
 const TRANSITIONS = [
-  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  timeColumn("at", "Time"),
   { key: "state", label: "State", value: (row) => words(row.state) },
   { key: "step", label: "Step", isNumber: true, value: (row) => row.step + 1 },
   { key: "reason", label: "Reason", value: (row) => shortDigests(row.reason), cell: (row) => html`<span title=${shortDigests(row.reason)}>${shortDigests(row.reason)}</span>` },
