@@ -439,6 +439,41 @@ async def test_usage_is_reported_and_exported(store: Store, headers: RoleHeaders
         assert usage["requests"] == 3
 
 
+async def test_lists_are_sorted_and_sent_in_pages_as_columns(
+    store: Store, headers: RoleHeaders
+) -> None:
+    (own,) = [key for key in store.accounts.list_keys() if key.role == "user"]
+    rows = [
+        build_row(
+            f"r{number}", own.id, own.project, model=f"m{number}", nano_dollars=number * 7 % 5
+        )
+        for number in range(5)
+    ]
+    store.ledger.add_records(rows)
+    by_cost = ["r2", "r4", "r1", "r3", "r0"]
+    async with serve_admin_api(store) as client:
+        client.headers |= headers["viewer"] | {"accept": "application/vnd.argosy.columns+json"}
+        query: dict[str, Any] = {"sort": "nano_dollars", "limit": 3}
+        first = success(await client.get("/admin/requests", params=query))
+        rest = success(
+            await client.get("/admin/requests", params=query | {"before": first["next"]})
+        )
+        assert first["columns"]["request"] + rest["columns"]["request"] == by_cost
+        assert rest["next"] is None
+        unknown = await client.get("/admin/requests", params=query | {"before": "r9"})
+        assert failure(unknown)[:2] == (400, "invalid_value")
+        query["group_by"] = "model"
+        first = success(await client.get("/admin/usage", params=query))
+        rest = success(await client.get("/admin/usage", params=query | {"after": first["last_id"]}))
+        models = first["columns"]["model"] + rest["columns"]["model"]
+        assert models == [f"m{request[1:]}" for request in by_cost]
+        assert (first["has_more"], rest["has_more"]) == (True, False)
+        audit = await client.get("/admin/audit")
+        assert audit.headers["content-encoding"] == "gzip"
+        assert audit.headers["content-type"] == "application/vnd.argosy.columns+json"
+        assert len(success(audit)["columns"]["entry"]) > 1
+
+
 async def test_disconnect_ends_an_export(
     store: Store, headers: RoleHeaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ from argosy.store.idempotency_store import (
 from argosy.store.item_table import Item, ItemOwner
 from argosy.store.ledger import (
     Ledger,
+    RecordOrder,
     ReportGroup,
     UsageFilter,
     UsageReportRow,
@@ -161,6 +162,7 @@ __all__ = [
     "QuotaBackend",
     "QuotaDemand",
     "QuotaFailureMode",
+    "RecordOrder",
     "ReplicaLogRun",
     "ReplicaLogStore",
     "ReplicaSetting",

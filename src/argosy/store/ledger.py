@@ -16,6 +16,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Select,
+    Subquery,
     Table,
     and_,
     cast,
@@ -144,6 +145,21 @@ class UsageReportRow(UsageTotals, frozen=True, kw_only=True):
     asked: str | None = None
     route: str | None = None
     replica: str | None = None
+
+
+RecordOrder = Literal[
+    "duration_s", "input_tokens", "cached_tokens", "output_tokens", "nano_dollars"
+]
+"""Quantity by which single records can be sorted."""
+
+
+class SortedRecords(NamedTuple):
+    """Page of single records that are sorted by a quantity."""
+
+    records: list[UsageRecord]
+    has_more: bool
+    searched_from: float | None
+    """End time of the oldest record that was sorted. None if all were."""
 
 
 ALL_USAGE = UsageFilter()
@@ -337,6 +353,64 @@ class Ledger:
             before: End time and id of a request. Only those that come after it in the list are returned.
             limit: Maximum number of records.
         """
+        scanned, found, conditions = self._select_latest(where, status, min_duration_s, before)
+        query = _latest_first(select(found).where(*conditions), found.c) if conditions else scanned
+        with self._database.read_transaction() as connection:
+            rows = connection.execute(query.limit(limit + 1)).all()
+            records = [UsageRecord(**row._asdict()) for row in rows[:limit]]
+            if len(rows) > limit:
+                return LatestRecords(records, (records[-1].ended_at, records[-1].request))
+            if not conditions:
+                return LatestRecords(records, None)
+            last = connection.execute(_select_end(found)).first()
+        return LatestRecords(records, None if last is None else (last.ended_at, last.request))
+
+    def list_sorted(
+        self,
+        where: UsageFilter,
+        order: RecordOrder,
+        *,
+        is_descending: bool = True,
+        status: UsageStatus | None = None,
+        min_duration_s: float = 0.0,
+        after: UsageRecord | None = None,
+        limit: int = 200,
+    ) -> SortedRecords:
+        """Return single records, sorted by a quantity. No more than the latest `MAX_SCANNED_ROWS` records are sorted.
+
+        Args:
+            where: Filter.
+            order: Quantity to sort by. Equal ones are sorted by their end and id.
+            is_descending: Whether the largest comes first.
+            status: Only records with this status.
+            min_duration_s: Only requests that took at least this long.
+            after: Last record of the page before.
+            limit: Maximum number of records.
+        """
+        _, found, conditions = self._select_latest(where, status, min_duration_s, None)
+        value = found.c.ended_at - found.c.started_at if order == "duration_s" else found.c[order]
+        keys = [value, found.c.ended_at, found.c.request]
+        if after is not None:
+            reached = (_get_quantity(after, order), after.ended_at, after.request)
+            position = tuple_(*keys)
+            conditions.append(position < reached if is_descending else position > reached)
+        query = select(found).where(*conditions).limit(limit + 1)
+        query = query.order_by(*(key.desc() if is_descending else key for key in keys))
+        with self._database.read_transaction() as connection:
+            records = [UsageRecord(**row._asdict()) for row in connection.execute(query)]
+            end = connection.execute(_select_end(found)).first()
+        return SortedRecords(
+            records[:limit], len(records) > limit, None if end is None else end.ended_at
+        )
+
+    def _select_latest(
+        self,
+        where: UsageFilter,
+        status: UsageStatus | None,
+        min_duration_s: float,
+        before: tuple[float, str] | None,
+    ) -> tuple[Select[Any], Subquery, list[ColumnElement[bool]]]:
+        """Select the latest `MAX_SCANNED_ROWS` records by index. Returns also the conditions that have no index."""
         table = schema.usage
         columns = [table.c[name] for name in UsageRecord.__struct_fields__]
         unindexed = dict.fromkeys(_UNINDEXED_FIELDS)
@@ -348,7 +422,7 @@ class Ledger:
             scanned = scanned.where(tuple_(table.c.ended_at, table.c.request) < before)
         scanned = _latest_first(scanned, table.c).limit(MAX_SCANNED_ROWS)
         found = scanned.subquery()
-        conditions = [
+        conditions: list[ColumnElement[bool]] = [
             found.c[name] == getattr(where, name)
             for name in _UNINDEXED_FIELDS
             if getattr(where, name) is not None
@@ -357,17 +431,7 @@ class Ledger:
             conditions.append(found.c.status == status)
         if min_duration_s > 0:
             conditions.append(found.c.ended_at - found.c.started_at >= min_duration_s)
-        query = _latest_first(select(found).where(*conditions), found.c) if conditions else scanned
-        with self._database.read_transaction() as connection:
-            rows = connection.execute(query.limit(limit + 1)).all()
-            records = [UsageRecord(**row._asdict()) for row in rows[:limit]]
-            if len(rows) > limit:
-                return LatestRecords(records, (records[-1].ended_at, records[-1].request))
-            if not conditions:
-                return LatestRecords(records, None)
-            end = _latest_first(select(found), found.c).offset(MAX_SCANNED_ROWS - 1)
-            last = connection.execute(end).first()
-        return LatestRecords(records, None if last is None else (last.ended_at, last.request))
+        return scanned, found, conditions
 
     def find_record(self, requests: Sequence[str]) -> UsageRecord | None:
         """Return the record of the first request that has one. None if none has, or its day was rolled up.
@@ -550,6 +614,19 @@ def _to_report_row(values: dict[str, Any]) -> UsageReportRow:
     if "day" in values:
         values["day"] = datetime.fromtimestamp(values["day"] * DAY_S, UTC).date().isoformat()
     return UsageReportRow(**values)
+
+
+def _get_quantity(record: UsageRecord, order: RecordOrder) -> float:
+    """Return the quantity of a record that an order sorts by."""
+    if order == "duration_s":
+        return record.ended_at - record.started_at
+    quantity: int = getattr(record, order)
+    return quantity
+
+
+def _select_end(found: Subquery) -> Select[Any]:
+    """Select the oldest of the scanned records if there may be older ones."""
+    return _latest_first(select(found), found.c).offset(MAX_SCANNED_ROWS - 1).limit(1)
 
 
 def _latest_first(query: Select[Any], columns: ReadOnlyColumnCollection[str, Any]) -> Select[Any]:

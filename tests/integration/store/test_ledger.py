@@ -21,6 +21,7 @@ from tests.support.usage_rows import usage_row
 
 from argosy.store import (
     Project,
+    RecordOrder,
     ReportGroup,
     Store,
     UsageFilter,
@@ -429,3 +430,44 @@ def test_rare_records_are_found_in_pages_that_read_a_bounded_number_of_rows(
     assert [record.request for record in everything.records] == [
         row.request for row in reversed(rows)
     ]
+
+
+@pytest.mark.parametrize("is_descending", [True, False])
+def test_latest_records_are_sorted_in_pages(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_descending: bool
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_SCANNED_ROWS", 40)
+    rows = [
+        usage_row(
+            f"r{number:04}",
+            ended_at=START + number,
+            started_at=START + number - 0.1 * (number * 7 % 5),
+            nano_dollars=number * 11 % 13,
+            model="a" if number % 4 else "b",
+        )
+        for number in range(60)
+    ]
+    store.ledger.add_records(rows)
+    quantities: dict[RecordOrder, Callable[[UsageRecord], float]] = {
+        "duration_s": lambda row: row.ended_at - row.started_at,
+        "nano_dollars": lambda row: row.nano_dollars,
+    }
+    for order, quantity in quantities.items():
+        found: list[UsageRecord] = []
+        has_more = True
+        while has_more:
+            page = store.ledger.list_sorted(
+                UsageFilter(model="a"),
+                order,
+                is_descending=is_descending,
+                after=found[-1] if found else None,
+                limit=7,
+            )
+            found, has_more = [*found, *page.records], page.has_more
+            assert page.searched_from == rows[20].ended_at
+        expected = [row for row in rows[20:] if row.model == "a"]
+        expected.sort(
+            key=lambda row: (quantity(row), row.ended_at, row.request),
+            reverse=is_descending,
+        )
+        assert found == expected

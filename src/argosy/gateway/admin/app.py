@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-import msgspec
 import structlog
 from starlette.routing import Route, Router
 
@@ -24,6 +23,7 @@ from argosy.gateway.admin import (
     settings,
     tenants,
 )
+from argosy.gateway.admin.answer_encoding import send_answer
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
@@ -61,8 +61,6 @@ from argosy.store import (
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
-
-_encode = msgspec.json.Encoder().encode
 
 ENDPOINTS = add_openapi_endpoint(
     AdminEndpoints(
@@ -188,9 +186,7 @@ class _PathHandler:
         if isinstance(response, Iterator):
             await self._stream_response(exchange, endpoint, principal, response)
             return
-        await exchange.send_response(
-            200, response if isinstance(response, bytes) else _encode(response)
-        )
+        await send_answer(exchange, response)
 
     async def _answer(
         self, exchange: HttpExchange, endpoint: AdminEndpoint, request: AdminRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCHEMA, is_page
 from argosy.gateway.admin.endpoints import (
     AdminEndpoint,
     AdminEndpoints,
@@ -73,9 +74,12 @@ def _render_document(endpoints: AdminEndpoints) -> bytes:
 def _describe_endpoint(builder: OpenApiBuilder, endpoint: AdminEndpoint) -> dict[str, Any]:
     is_json = endpoint.media_type == JSON_MEDIA_TYPE
     schema = builder.schema(endpoint.response_type) if is_json else {"type": "string"}
+    content = {endpoint.media_type: schema}
+    if is_page(endpoint.response_type):
+        content[COLUMNS_MEDIA_TYPE] = COLUMNS_SCHEMA
     operation = builder.describe(
         endpoint.name,
-        {endpoint.media_type: schema},
+        content,
         _ERROR_DESCRIPTIONS,
         body=endpoint.body_type,
         parameters=_describe_parameters(endpoint),

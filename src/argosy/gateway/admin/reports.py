@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -25,17 +26,20 @@ from argosy.gateway.admin.schemas import (
     RequestColumns,
     RequestsQuery,
     RequestTableView,
+    UsageQuery,
     UsageView,
     to_view,
 )
 from argosy.gateway.auth import has_role
 from argosy.protocol import ApiError
-from argosy.store import UsageFilter, parse_report_groups
+from argosy.store import Ledger, RecordOrder, UsageFilter, UsageRecord, parse_report_groups
 
 endpoints = AdminEndpoints()
 
+_BAD_CURSOR = "before must be the value of `next` of the previous page."
 
-@endpoints.register("GET", "/admin/usage", "viewer", query_type=ReportQuery)
+
+@endpoints.register("GET", "/admin/usage", "viewer", query_type=UsageQuery)
 def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
     """Report usage and cost, summed by the fields in `group_by`."""
     return _build_report_page(scope, request.query, _to_usage_filter(request.query))
@@ -91,28 +95,60 @@ def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView
 
 @endpoints.register("GET", "/admin/requests", "viewer", query_type=RequestsQuery)
 def list_requests(scope: AdminScope, request: AdminRequest) -> RequestTableView:
-    """List ended requests of the ledger, latest first, as columns."""
+    """List ended requests of the ledger as columns, latest first or sorted by a quantity."""
     query = request.query
+    where = _to_usage_filter(query)
+    if query.sort != "ended_at":
+        return _list_sorted_requests(scope.ledger, query, query.sort, where)
     page = scope.ledger.list_latest(
-        _to_usage_filter(query),
+        where,
         status=query.status,
         min_duration_s=query.min_duration_s,
         before=None if query.before is None else _parse_cursor(query.before),
         limit=query.limit,
     )
+    is_short = page.before is not None and len(page.records) < query.limit
+    return RequestTableView(
+        columns=_to_columns(page.records),
+        next=None if page.before is None else f"{page.before[0]!r}/{page.before[1]}",
+        searched_from=page.before[0] if page.before is not None and is_short else None,
+    )
+
+
+def _list_sorted_requests(
+    ledger: Ledger, query: RequestsQuery, order: RecordOrder, where: UsageFilter
+) -> RequestTableView:
+    """List the requests of a quantity's order. The cursor is the id of a page's last request."""
+    after = None
+    if query.before is not None:
+        after = ledger.find_record([query.before])
+        if after is None:
+            raise ValueError(_BAD_CURSOR)
+    page = ledger.list_sorted(
+        where,
+        order,
+        is_descending=query.order == "desc",
+        status=query.status,
+        min_duration_s=query.min_duration_s,
+        after=after,
+        limit=query.limit,
+    )
+    return RequestTableView(
+        columns=_to_columns(page.records),
+        next=page.records[-1].request if page.has_more else None,
+        searched_from=page.searched_from,
+    )
+
+
+def _to_columns(records: Sequence[UsageRecord]) -> RequestColumns:
     columns: dict[str, list[Any]] = {
-        name: [getattr(record, name) for record in page.records]
+        name: [getattr(record, name) for record in records]
         for name in RequestColumns.__struct_fields__
         if name != "duration_s"
     }
-    columns["started_at"] = [round(record.started_at, 3) for record in page.records]
-    columns["duration_s"] = [
-        round(record.ended_at - record.started_at, 4) for record in page.records
-    ]
-    return RequestTableView(
-        columns=RequestColumns(**columns),
-        next=None if page.before is None else f"{page.before[0]!r}/{page.before[1]}",
-    )
+    columns["started_at"] = [round(record.started_at, 3) for record in records]
+    columns["duration_s"] = [round(record.ended_at - record.started_at, 4) for record in records]
+    return RequestColumns(**columns)
 
 
 def _parse_cursor(cursor: str) -> tuple[float, str]:
@@ -121,7 +157,7 @@ def _parse_cursor(cursor: str) -> tuple[float, str]:
     try:
         return float(ended_at), request
     except ValueError as error:
-        raise ValueError("before must be the value of `next` of the previous page.") from error
+        raise ValueError(_BAD_CURSOR) from error
 
 
 @endpoints.register("GET", "/admin/requests/{id}", "user", is_nonblocking=True)
@@ -173,8 +209,15 @@ def _to_usage_filter(query: OwnReportQuery | RequestsQuery) -> UsageFilter:
 def _build_report_page(
     scope: AdminScope, query: OwnReportQuery, where: UsageFilter
 ) -> Page[UsageView]:
-    views = [
-        to_view(row, UsageView)
-        for row in scope.ledger.report(parse_report_groups(query.group_by), where)
-    ]
-    return Page(data=views, has_more=False, first_id=None, last_id=None)
+    rows = scope.ledger.report(parse_report_groups(query.group_by), where)
+    start, end = 0, len(rows)
+    if isinstance(query, UsageQuery):
+        if query.sort is not None:
+            rows.sort(key=attrgetter(query.sort), reverse=query.order == "desc")
+        start = query.after
+        end = end if query.limit is None else start + query.limit
+    views = [to_view(row, UsageView) for row in rows[start:end]]
+    has_more = len(rows) > end
+    return Page(
+        data=views, has_more=has_more, first_id=None, last_id=str(end) if has_more else None
+    )

@@ -26,6 +26,7 @@ from argosy.store import (
     Price,
     Project,
     QuotaFailureMode,
+    RecordOrder,
     Role,
     RoleScope,
     Tier,
@@ -37,6 +38,7 @@ from argosy.store import (
     Weight,
 )
 
+SortOrder = Literal["asc", "desc"]
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -114,12 +116,14 @@ class RequestColumns(msgspec.Struct, frozen=True, kw_only=True):
 class RequestTableView(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="request.table"
 ):
-    """Page of the ledger's requests, latest first. Columns take a third of the bytes of a list of objects."""
+    """Page of the ledger's requests. Columns take a third of the bytes of a list of objects."""
 
     columns: RequestColumns
     next: str | None
     """Value for `before` of the next page, or null if this is the last. A page of a filter that few requests match may
     have less than `limit` rows, or none, although it is not the last."""
+    searched_from: float | None
+    """End time of the oldest request that was searched or sorted for this page, if older ones were not."""
 
 
 class PrincipalView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):
@@ -240,6 +244,20 @@ class ReportQuery(OwnReportQuery, frozen=True, kw_only=True, forbid_unknown_fiel
     user: str | None = None
 
 
+class UsageQuery(ReportQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Filter, groups, order and page of a usage report."""
+
+    sort: (
+        Literal["requests", "input_tokens", "cached_tokens", "output_tokens", "nano_dollars"] | None
+    ) = None
+    """Total to sort by. By default groups are sorted by their names."""
+    order: SortOrder = "desc"
+    after: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    """Value of `last_id` of the previous page."""
+    limit: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    """Rows of a page. By default the page has all rows."""
+
+
 class RequestsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Filter and page of the list of ended requests."""
 
@@ -256,6 +274,10 @@ class RequestsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     status: UsageStatus | None = None
     min_duration_s: Annotated[float, Meta(ge=0)] = 0.0
     """Only requests that took at least this long."""
+    sort: Literal["ended_at"] | RecordOrder = "ended_at"
+    """Quantity to sort by, among the latest 100,000 requests. By default all are sorted by their end, latest first."""
+    order: SortOrder = "desc"
+    """Order of a quantity."""
     before: str | None = None
     """Value of `next` of the previous page."""
     limit: Annotated[int, Meta(ge=1, le=1000)] = 200

@@ -3,6 +3,8 @@ import { signal, useEffect, useRef, useState } from "../vendor.js";
 
 export const session = signal(undefined); // undefined while it is read, null without one
 
+const ACCEPTED = "application/vnd.argosy.columns+json, application/json";
+
 export class ApiError extends Error {
   constructor(status, error) {
     super(error.message ?? `The gateway answered with status ${status}.`);
@@ -16,7 +18,7 @@ export async function call(method, path, body, signal) {
   try {
     response = await fetch(path, {
       method, signal, cache: "no-store",
-      headers: body === undefined ? {} : { "content-type": "application/json" },
+      headers: { accept: ACCEPTED, ...(body === undefined ? {} : { "content-type": "application/json" }) },
       body: body === undefined ? undefined : JSON.stringify(body),
     });
   } catch (error) {
@@ -36,13 +38,20 @@ const BUSY_WAIT_MS = 2000;
 // Reads a path. A gateway that is too busy for the console is asked again, twice.
 export async function get(path, signal, tries = 3) {
   try {
-    return await (await call("GET", path, undefined, signal)).json();
+    const answer = await (await call("GET", path, undefined, signal)).json();
+    return answer.columns ? { ...answer, data: toRows(answer.columns) } : answer;
   } catch (error) {
     if (error.code !== "overloaded" || tries <= 1) throw error;
     await new Promise((resolve) => setTimeout(resolve, BUSY_WAIT_MS));
     signal?.throwIfAborted();
     return get(path, signal, tries - 1);
   }
+}
+
+// Lists come as columns, which take a third of the bytes.
+function toRows(columns) {
+  const names = Object.keys(columns);
+  return (columns[names[0]] ?? []).map((_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]])));
 }
 
 export const post = async (path, body = {}) => (await call("POST", path, body)).json();

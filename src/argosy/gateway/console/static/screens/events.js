@@ -1,26 +1,15 @@
 // Events and audit: what changed in accounts and decisions, and whether the log is complete.
-import { html, useMemo, useState } from "../vendor.js";
-import { get, may, query, useResource } from "../core/api.js";
+import { html } from "../vendor.js";
+import { get, may, query } from "../core/api.js";
 import { exact, visible } from "../core/format.js";
+import { PAGE_ROWS, usePages } from "../core/pages.js";
 import { route, setQuery } from "../core/router.js";
 import { Action, Card, Field, Name, Resource, notify } from "../ui/parts.js";
 import { Table, timeColumn } from "../ui/table.js";
 
 export default function Events() {
   const { query: { subject } } = route.value;
-  const path = query("admin/audit", { subject, limit: 200 });
-  const first = useResource(path, 10000);
-  const [more, setMore] = useState({ path: "", rows: [], hasMore: false });
-  const older = more.path === path ? more : { rows: [], hasMore: first.data?.has_more ?? false };
-  const rows = useMemo(() => {
-    const latest = first.data?.data ?? [];
-    const known = new Set(latest.map(({ entry }) => entry));
-    return [...latest, ...older.rows.filter(({ entry }) => !known.has(entry))];
-  }, [first.data, more]);
-  const readMore = async () => {
-    const page = await get(`${path}&before=${rows.at(-1).entry}`);
-    setMore({ path, rows: [...older.rows, ...page.data], hasMore: page.has_more });
-  };
+  const { rows, pages, ...first } = usePages(query("admin/audit", { subject, limit: PAGE_ROWS }), (row) => row.entry);
   const verify = async () => {
     const verdict = await get("admin/audit/verify");
     notify(verdict.problem ? `The log is damaged: ${verdict.problem}` : `All ${exact(verdict.entries)} entries are there and unaltered.`, verdict.problem ? "bad" : "ok");
@@ -28,7 +17,7 @@ export default function Events() {
   return html`<${Card} title="Audit log" note="account changes and decisions, newest first" actions=${may("viewer", "gateway") ? html`<${Action} run=${verify}>Verify<//>` : null}>
     <div class="row"><${Field} label="Id of the changed record"><input value=${subject ?? ""} onChange=${(event) => setQuery({ subject: event.target.value.trim() })} /><//></div>
     <${Resource} of=${first} isEmpty=${() => rows.length === 0} empty=${subject ? "No change of this record is in the log." : "Nothing was changed yet. Keys, limits, prices and decisions about replicas appear here."}>
-      ${() => html`<${Table} label="Audit log" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.entry} csv="audit.csv" more=${older.hasMore ? html`<${Action} run=${readMore}>Older entries<//>` : null} />`}<//><//>`;
+      ${() => html`<${Table} label="Audit log" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.entry} csv="audit.csv" pages=${pages} />`}<//><//>`;
 }
 
 // Details as "name: old → new", which is how a change is read.

@@ -1,13 +1,13 @@
 // Models and replicas: each pool with its replicas, the declared fleet behind it, what changed, and the decisions of operators.
 import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
-import { MISSING, time, visible } from "../core/format.js";
+import { MISSING, visible } from "../core/format.js";
 import { replicaChanges } from "../core/live.js";
 import { link, route } from "../core/router.js";
 import { Fleet } from "../ui/fleet-pools.js";
 import { Card, Name, Pill, Resource } from "../ui/parts.js";
 import { ReplicaTable } from "../ui/replica-table.js";
-import { Table } from "../ui/table.js";
+import { Table, timeColumn } from "../ui/table.js";
 import { Replica } from "./replica.js";
 
 export default function Models() {
@@ -49,13 +49,13 @@ const POOL_COLUMNS = [
   { key: "is_mixed", label: "Streams resume", value: (row) => !row.is_mixed, cell: (row) => (row.is_mixed ? html`<${Pill} kind="warn">not on all replicas<//>` : html`<${Pill} kind="ok">on all replicas<//>`) },
 ];
 const EVENT_COLUMNS = [
-  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  timeColumn("at", "Time"),
   { key: "model", label: "Model", value: (row) => visible(row.model) }, { key: "replica", label: "Replica", value: (row) => visible(row.replica) },
   { key: "change", label: "Change", value: (row) => (row.action ? `${row.action}${row.weight === null ? "" : ` ${row.weight}`}` : `${row.previous} → ${row.status}`) },
   { key: "actor", label: "By", value: (row) => row.actor ?? "" }, { key: "reason", label: "Reason", value: (row) => row.reason },
 ];
 const FLEET_COLUMNS = [
-  { key: "at", label: "Time", value: (row) => row.at, cell: (row) => time(row.at, { date: true }) },
+  timeColumn("at", "Time"),
   { key: "kind", label: "Event", value: (row) => row.kind }, { key: "pool", label: "Pool", value: (row) => visible(row.pool) },
   { key: "replica", label: "Replica", value: (row) => visible(row.replica) }, { key: "outcome", label: "Outcome", value: (row) => row.outcome }, { key: "reason", label: "Reason", value: (row) => row.reason },
 ];

@@ -1,14 +1,14 @@
 // Requests: the ledger's latest ones with filters, and one request by its id as a waterfall with a sentence.
-import { html, useMemo, useState } from "../vendor.js";
-import { get, may, query, useResource } from "../core/api.js";
+import { html } from "../vendor.js";
+import { may, query, useResource } from "../core/api.js";
 import { duration, exact, money, visible } from "../core/format.js";
+import { PAGE_ROWS, usePages } from "../core/pages.js";
 import { link, route, setQuery } from "../core/router.js";
-import { Card, Field, Name, Resource, Select, Status, Action } from "../ui/parts.js";
-import { Table, timeColumn } from "../ui/table.js";
+import { Card, Field, Name, Resource, Select, Status } from "../ui/parts.js";
+import { Table, currentSort, timeColumn } from "../ui/table.js";
 import { Explanation } from "../ui/explanation.js";
 
 const STATUSES = ["completed", "cancelled", "failed", "stopped", "interrupted", "refused"];
-const PAGE = 200;
 
 export default function Requests() {
   const { parts: [id] } = route.value;
@@ -34,35 +34,18 @@ function One({ id }) {
 function List() {
   const { query: given } = route.value;
   const { model, status, project, key, min_duration_s: minDuration } = given;
-  const path = query("admin/requests", { model, status, project, key, min_duration_s: minDuration, limit: PAGE });
-  const first = useResource(path, 10000);
-  const [more, setMore] = useState({ path: "", rows: [], next: null });
-  const older = more.path === path ? more : { rows: [], next: first.data?.next ?? null };
-  const rows = useMemo(() => {
-    const latest = toRows(first.data?.columns);
-    const known = new Set(latest.map(({ request }) => request));
-    return [...latest, ...older.rows.filter(({ request }) => !known.has(request))];
-  }, [first.data, more]);
-  const readMore = async () => {
-    const page = await get(`${path}&before=${encodeURIComponent(older.next)}`);
-    setMore({ path, rows: [...older.rows, ...toRows(page.columns)], next: page.next });
-  };
+  const sort = currentSort("Requests");
+  const path = query("admin/requests", { model, status, project, key, min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
+  const { rows, pages, ...first } = usePages(path, (row) => row.request);
   const set = (name) => (event) => setQuery({ [name]: event.target.value.trim() });
-  return html`<${Card} title="Ended requests" note="from the ledger, latest first">
+  return html`<${Card} title="Ended requests" note=${`from the ledger, ${sort ? "the latest 100\u202f000 sorted" : "latest first"}`} actions=${sort ? html`<button class="btn" onClick=${() => setQuery({ sort_requests: "" })}>Latest first</button>` : null}>
     <div class="row"><${Field} label="Model"><input value=${model ?? ""} onChange=${set("model")} /><//><${Field} label="Project id"><input value=${project ?? ""} onChange=${set("project")} /><//>
       <${Field} label="Key id"><input value=${key ?? ""} onChange=${set("key")} /><//>
       <${Select} label="Status" value=${status ?? ""} options=${[["", "any"], ...STATUSES.map((name) => [name, name])]} onChange=${(value) => setQuery({ status: value })} />
       <${Field} label="At least (s)"><input type="number" min="0" step="0.1" value=${minDuration ?? ""} onChange=${set("min_duration_s")} /><//></div>
-    <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0 && !older.next}
+    <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0 && !pages.hasMore}
       empty=${Object.keys(given).length ? "No request matches these filters. Remove one of them." : html`No request has ended yet. <a href=${link("playground")}>Send one from the playground</a>`}>
-      ${() => html`<${Table} label="Requests" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv"
-        more=${older.next ? html`<${Action} run=${readMore}>Older requests<//>` : null} />`}<//><//>`;
-}
-
-function toRows(columns) {
-  if (!columns) return [];
-  const names = Object.keys(columns);
-  return columns.request.map((_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]])));
+      ${() => html`<${Table} label="Requests" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv" pages=${pages} />`}<//><//>`;
 }
 
 const COLUMNS = [
@@ -71,10 +54,10 @@ const COLUMNS = [
   { key: "model", label: "Model", value: (row) => visible(row.model) },
   { key: "project", label: "Project", value: (row) => visible(row.project) },
   { key: "status", label: "Status", value: (row) => row.status, cell: (row) => html`<${Status} value=${row.status} />` },
-  { key: "duration_s", label: "Duration", isNumber: true, value: (row) => row.duration_s, cell: (row) => duration(row.duration_s) },
-  { key: "input_tokens", label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },
-  { key: "cached_tokens", label: "Cached", isNumber: true, value: (row) => row.cached_tokens, cell: (row) => exact(row.cached_tokens) },
-  { key: "output_tokens", label: "Output tokens", isNumber: true, value: (row) => row.output_tokens, cell: (row) => exact(row.output_tokens) },
-  { key: "nano_dollars", label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => money(row.nano_dollars) },
+  { key: "duration_s", isSorted: true, label: "Duration", isNumber: true, value: (row) => row.duration_s, cell: (row) => duration(row.duration_s) },
+  { key: "input_tokens", isSorted: true, label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },
+  { key: "cached_tokens", isSorted: true, label: "Cached", isNumber: true, value: (row) => row.cached_tokens, cell: (row) => exact(row.cached_tokens) },
+  { key: "output_tokens", isSorted: true, label: "Output tokens", isNumber: true, value: (row) => row.output_tokens, cell: (row) => exact(row.output_tokens) },
+  { key: "nano_dollars", isSorted: true, label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => money(row.nano_dollars) },
   { key: "replica", label: "Replica", value: (row) => visible(row.replica) },
 ];

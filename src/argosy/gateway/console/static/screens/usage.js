@@ -2,12 +2,14 @@
 import { html, useEffect, useMemo, useState } from "../vendor.js";
 import { get, may, query, useResource } from "../core/api.js";
 import { count, exact, money, percent, visible } from "../core/format.js";
+import { PAGE_ROWS, usePages } from "../core/pages.js";
 import { route, setQuery } from "../core/router.js";
 import { useNames } from "../ui/names.js";
 import { Card, Field, Pill, Resource } from "../ui/parts.js";
-import { Table } from "../ui/table.js";
+import { Table, currentSort } from "../ui/table.js";
 
 const GROUPS = ["organisation", "project", "key", "user", "model", "replica", "route"];
+const MOST_EXPENSIVE = { key: "nano_dollars", isDescending: true };
 const DAY_S = 86400;
 const RANGES = [["1d", "Today", 0], ["7d", "7 days", 6], ["30d", "30 days", 29], ["90d", "90 days", 89]];
 
@@ -18,7 +20,10 @@ export default function Usage() {
     return today - (RANGES.find(([id]) => id === range)?.[2] ?? 6) * DAY_S;
   }, [range]);
   const path = may("viewer") ? "admin/usage" : "admin/me/usage";
-  const report = useResource(query(path, { since, model, group_by: by }), 30000);
+  const label = `Usage by ${by}`;
+  const { key: sort, isDescending } = currentSort(label, MOST_EXPENSIVE);
+  const paged = may("viewer") ? { sort, order: isDescending ? "desc" : "asc", limit: PAGE_ROWS } : {};
+  const { rows, pages, ...report } = usePages(query(path, { since, model, group_by: by, ...paged }), (row) => row[by] ?? "", { every: 30000, cursor: "after" });
   const days = useResource(query(path, { since, model, group_by: "day" }), 30000);
   const names = useNames();
   return html`
@@ -26,8 +31,8 @@ export default function Usage() {
       <${Segments} label="Summed by" value=${by} options=${GROUPS.map((name) => [name, name])} set=${(id) => setQuery({ by: id })} />
       <${Field} label="Model"><input value=${model ?? ""} placeholder="all" onChange=${(event) => setQuery({ model: event.target.value.trim() })} /><//></div>
     <${Card} title="Cost by day" note="UTC days"><${Resource} of=${days} empty="No request ended in this time.">${({ data }) => html`<${Days} rows=${data} />`}<//><//>
-    <${Card} title=${`Usage by ${by}`}><${Resource} of=${report} empty="No request ended in this time. Widen the range, or remove the filter.">
-      ${({ data }) => html`<${Table} label=${`Usage by ${by}`} columns=${columnsFor(by, names)} rows=${data} rowKey=${(row) => row[by] ?? ""} csv=${`usage-by-${by}.csv`} initialSort=${{ key: "nano_dollars", isDescending: true }} />`}<//><//>
+    <${Card} title=${label}><${Resource} of=${report} empty="No request ended in this time. Widen the range, or remove the filter.">
+      ${() => html`<${Table} label=${label} columns=${columnsFor(by, names)} rows=${rows} rowKey=${(row) => row[by] ?? ""} csv=${`usage-by-${by}.csv`} initialSort=${MOST_EXPENSIVE} pages=${may("viewer") ? pages : null} />`}<//><//>
     ${may("viewer") ? html`<${Budgets} names=${names} />` : null}`;
 }
 
@@ -41,11 +46,11 @@ function Days({ rows }) {
 }
 
 const TOTALS = [
-  { key: "requests", label: "Requests", isNumber: true, value: (row) => row.requests, cell: (row) => exact(row.requests) },
-  { key: "input_tokens", label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },
+  { key: "requests", isSorted: true, label: "Requests", isNumber: true, value: (row) => row.requests, cell: (row) => exact(row.requests) },
+  { key: "input_tokens", isSorted: true, label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },
   { key: "cached", label: "Cached", isNumber: true, value: (row) => row.cached_tokens / Math.max(row.input_tokens, 1), cell: (row) => percent(row.input_tokens ? row.cached_tokens / row.input_tokens : undefined) },
-  { key: "output_tokens", label: "Output tokens", isNumber: true, value: (row) => row.output_tokens, cell: (row) => exact(row.output_tokens) },
-  { key: "nano_dollars", label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => html`<span title=${`${exact(row.nano_dollars)} nano-dollars`}>${money(row.nano_dollars)}</span>` },
+  { key: "output_tokens", isSorted: true, label: "Output tokens", isNumber: true, value: (row) => row.output_tokens, cell: (row) => exact(row.output_tokens) },
+  { key: "nano_dollars", isSorted: true, label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => html`<span title=${`${exact(row.nano_dollars)} nano-dollars`}>${money(row.nano_dollars)}</span>` },
 ];
 const columnsFor = (by, names) => [{ key: by, label: by, value: (row) => names(row[by]) || "(none)", cell: (row) => visible(names(row[by]) || "(none)") }, ...TOTALS];
 

@@ -3,8 +3,8 @@ import { html, signal, useEffect, useState } from "../vendor.js";
 import { get, may } from "../core/api.js";
 import { plural, time, visible } from "../core/format.js";
 
-const EVERY_MS = 10000;
-const LIMIT = 200;
+const EVERY_MS = 30000;
+const LIMIT = 100;
 const CLUSTER_PX = 14;
 const SHAPES = { deploy: "▲", failure: "◆", change: "●" };
 const DEPLOYS = { revision_in_force: "New plan", rollout_state: "Rollout" };
