@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,12 @@ import httpx2
 from argosy.fleet.control import StoredFleetControl
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.fake_upstream import (
+    FakeUpstream,
+    UpstreamScript,
+    fake_upstream,
+    respond_with_tokens,
+)
 
 CallerReach = Literal["gateway", "own", "other"]
 """Where a role is held: in the whole gateway, in the customer's organisation or in another one."""
@@ -127,23 +132,33 @@ class AdminGateway:
 @contextlib.asynccontextmanager
 async def run_admin_gateway(
     store_url: str,
+    *,
+    model: str = "big",
+    replica_names: Sequence[str] = ("a", "b"),
+    script: UpstreamScript = respond_with_tokens,
+    replica_settings: Mapping[str, Any] | None = None,
     **settings: Any,  # noqa: ANN401 - fields of `GatewayConfig`
 ) -> AsyncIterator[AdminGateway]:
-    """Run a gateway with the migrated store at `store_url` and further settings."""
+    """Run a gateway with the migrated store at `store_url` and further settings.
+
+    Its model has a replica of each name, which answers by `script`.
+    """
     store = open_store(store_url)
     home = store.accounts.create_organisation(unique_name(), actor="test").id
     home_project = store.accounts.create_project(home, "fleet", actor="test").id
     _, root_key = store.accounts.create_key(
         home_project, "root", role="admin", scope="gateway", actor="test"
     )
-    async with fake_upstream() as first, fake_upstream() as second:
+    async with contextlib.AsyncExitStack() as stack:
+        upstreams = [await stack.enter_async_context(fake_upstream(script)) for _ in replica_names]
+        common: dict[str, Any] = {"kind": "openai", "model": "rough", **(replica_settings or {})}
         replicas = [
-            ReplicaConfig(url=upstream.url, name=name, kind="openai", model="rough")
-            for name, upstream in (("a", first), ("b", second))
+            ReplicaConfig(url=upstream.url, name=name, **common)
+            for name, upstream in zip(replica_names, upstreams, strict=True)
         ]
         config = GatewayConfig(
             port=0,
-            models=[ModelConfig(name="big", replicas=replicas)],
+            models=[ModelConfig(name=model, replicas=replicas)],
             store=StoreConfig(url=store_url),
             fleet="demo",
             **settings,
@@ -153,7 +168,7 @@ async def run_admin_gateway(
         task = asyncio.create_task(server.run())
         try:
             gateway = AdminGateway(store_url, await ready, store, home_project, root_key)
-            gateway.upstreams = (first, second)
+            gateway.upstreams = upstreams
             async with gateway.client:
                 yield gateway
         finally:

@@ -158,7 +158,7 @@ class GatewayApp:
             await (console.send_document if is_browser else home.handler)(exchange, principal)
 
         self._routes["/"] = replace(home, handler=send_home)
-        console.playground = {path: self._routes[path].handler for path in PLAYGROUND_PATHS}
+        console.playground = {path: self._routes[path] for path in PLAYGROUND_PATHS}
         route = HttpRoute(CONSOLE_PREFIX, ANY_METHOD, console.handle, is_public=True)
         self._prefix_routes.append(PrefixRoute(CONSOLE_PREFIX, route))
         self._same_origin_routes = (*self._same_origin_routes, route)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
+from tests.support.console_browser import launch_chromium
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
 
 FILES_ON_BOTH_LOOPS = frozenset(
     {
@@ -39,3 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         callspec = getattr(item, "callspec", None)
         if callspec and asyncio.SelectorEventLoop in callspec.params.values():
             item.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with launch_chromium() as launched:
+        yield launched

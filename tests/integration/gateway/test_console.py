@@ -71,6 +71,7 @@ async def test_session_reaches_the_admin_api_and_the_playground_but_not_v1(
         ({"sec-fetch-site": "none"}, (403, "origin_not_allowed")),
         ({"sec-fetch-site": "", "origin": "http://127.0.0.1:1"}, (403, "origin_not_allowed")),
         ({"sec-fetch-site": ""}, (403, "origin_not_allowed")),
+        ({"sec-fetch-site": "", "user-agent": "curl/8.0"}, (403, "origin_not_allowed")),
         ({"host": "attacker.test"}, (421, "host_not_allowed")),
         ({"host": "attacker.test", "origin": "http://attacker.test"}, (421, "host_not_allowed")),
         ({"host": "localhost@attacker.test"}, (421, "host_not_allowed")),
@@ -82,9 +83,10 @@ async def test_request_of_another_page_or_name_is_refused(
     client, headers = admin_gateway.client, {**await session_headers(admin_gateway), **changed}
     events = await client.get("/console/events", headers=headers)
     assert (events.status_code, events.json()["error"]["code"]) == expected
-    for method, path in (("GET", "/admin/keys"), ("POST", "/admin/organisations")):
-        response = await client.request(method, path, json={"name": "x"}, headers=headers)
-        assert response.status_code in {401, expected[0]}, (method, path)  # 401 without a cookie
+    for method in ("GET", "POST", "PATCH", "PUT", "DELETE", "PROPFIND"):
+        for path in ("/admin/organisations", "/admin/keys", "/admin/limits/x"):
+            response = await client.request(method, path, json={"name": "x"}, headers=headers)
+            assert response.status_code in {401, expected[0]}, (method, path)  # 401: no cookie
     assert "x" not in {one.name for one in admin_gateway.store.accounts.list_organisations()}
 
 

@@ -6,94 +6,46 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 import pytest
+from tests.support.console_browser import (
+    BROWSER_MARKS,
+    list_screens,
+    load_playwright,
+    open_console,
+    show_screen,
+)
 from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
-from tests.support.organisations import AdminGateway, run_admin_gateway
+from tests.support.organisations import AdminGateway
 from tests.support.stored_rollout import POOL, StoredRollout
 
 from argosy.fleet.control import ReplicaRecord
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.protocol import format_event
-from argosy.store import ReplicaLogRun, Role, RoleScope
+from argosy.store import ReplicaLogRun
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, Page
+    from playwright.async_api import Browser
 
-playwright_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium")
 AXE = Path(__file__).parents[1] / "js" / "node_modules" / "axe-core" / "axe.min.js"
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services"),
-]
-Scheme = Literal["light", "dark"]
+pytestmark = BROWSER_MARKS
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
-MAX_TRANSFERRED_BYTES = 200_000
-SCREENS = (
-    "overview",
-    "requests",
-    "usage",
-    "events",
-    "playground",
-    "learn",
-    "models",
-    "routing",
-    "tenants",
-    "settings",
-)
-HEADINGS = {
-    "usage": "Usage and cost",
-    "events": "Events and audit",
-    "models": "Models and replicas",
-}
-HEADINGS |= {"tenants": "Tenants and keys", "settings": "Settings and doctor"}
 REPLICA = "models/big?replica=a"
-HEADINGS |= {REPLICA: "Models and replicas"}
+MAX_TRANSFERRED_BYTES = 200_000
+COLOURS_ONLY = {"runOnly": ["color-contrast"]}
+FIND_SERIOUS = """options => axe.run(options).then(({ violations }) => violations
+  .filter(({ impact }) => impact === "serious" || impact === "critical")
+  .map(({ id, nodes }) => [id, nodes.map(({ html }) => html.slice(0, 120))]))"""
 DRAWN_AGAIN = """(canvas, before) => new Promise((done) => {
   const look = () => (canvas.toDataURL() === before ? requestAnimationFrame(look) : done());
   look();
 })"""
-
-
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    """Chromium, in which the name attacker.test has this machine's address."""
-    async with playwright_api.async_playwright() as playwright:
-        launched = await playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox", "--host-resolver-rules=MAP attacker.test 127.0.0.1"],
-        )
-        yield launched
-        await launched.close()
-
-
-async def open_console(
-    browser: Browser,
-    gateway: AdminGateway,
-    *,
-    scheme: Scheme = "light",
-    headers: dict[str, str] | None = None,
-) -> Page:
-    """Open the console and sign in with the key in `headers`, by default an administrator's."""
-    context = await browser.new_context(
-        color_scheme=scheme, viewport={"width": 1280, "height": 900}
-    )
-    page = await context.new_page()
-    await page.goto(str(gateway.client.base_url))
-    key = (headers or gateway.root_headers)["authorization"].removeprefix("Bearer ")
-    await page.get_by_label("API key").fill(key)
-    await page.get_by_role("button", name="Sign in").click()
-    await page.get_by_text(re.compile("Live$")).wait_for()
-    return page
 
 
 def save_log(gateway: AdminGateway, log: str) -> None:
@@ -145,7 +97,7 @@ async def test_console_shows_moves_and_streams_without_running_names(
     save_log(admin_gateway, f"first\n\tat \x1b[1m{HOSTILE}\x1b[0m\x07")
     await page.goto(f"{admin_gateway.client.base_url}/#/{REPLICA}")
     lines = page.get_by_role("region", name="Log", exact=True)
-    await playwright_api.expect(lines).to_contain_text(f"at {HOSTILE}\\u0007")
+    await load_playwright().expect(lines).to_contain_text(f"at {HOSTILE}\\u0007")
     await page.get_by_text(f": {HOSTILE}, exit status 1").wait_for()
     assert await page.locator("main img, pre b").count() == 0
     assert problems == []
@@ -262,7 +214,7 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.goto(f"{admin_gateway.client.base_url}/#/models")
     await page.locator(".steps .now", has_text="copies of 10 %").wait_for()
     needed = page.get_by_role("meter", name="Errors: no worse")
-    await playwright_api.expect(needed).to_have_attribute("aria-valuetext", "1 of 20")
+    await load_playwright().expect(needed).to_have_attribute("aria-valuetext", "1 of 20")
     dialog = page.get_by_role("dialog")
     await page.get_by_role("button", name="Pause").click()
     await dialog.get_by_label("Why").fill(HOSTILE)
@@ -320,46 +272,6 @@ async def test_routing_screen_previews_a_replica_and_shows_what_is_cached(
     assert HOSTILE not in await page.get_by_role("region", name="Prefixes", exact=True).inner_text()
 
 
-@pytest.mark.parametrize(
-    ("role", "scope", "screens"),
-    [
-        ("user", "organisation", ["Requests", "Usage and cost", "Playground", "Learn"]),
-        (
-            "viewer",
-            "organisation",
-            [
-                "Requests",
-                "Usage and cost",
-                "Events and audit",
-                "Playground",
-                "Learn",
-                "Tenants and keys",
-            ],
-        ),
-    ],
-)
-async def test_role_sees_its_screens_and_no_other_organisation(
-    browser: Browser, admin_gateway: AdminGateway, role: Role, scope: RoleScope, screens: list[str]
-) -> None:
-    own, foreign = await admin_gateway.create_customer(), await admin_gateway.create_customer()
-    headers = await admin_gateway.key_headers(role, scope, own.organisation)
-    page = await open_console(browser, admin_gateway, headers=headers)
-    refused: list[str] = []
-    page.on("response", lambda answer: refused.append(answer.url) if answer.status == 403 else None)
-    links = page.get_by_role("navigation").get_by_role("link")
-    assert (await links.all_inner_texts())[1:] == screens
-    bodies: list[str] = []
-    for screen in screens:
-        await page.get_by_role("link", name=screen, exact=True).click()
-        await page.get_by_role("heading", name=screen, level=1).wait_for()
-        await playwright_api.expect(page.locator("[aria-busy=true]")).to_have_count(0)
-        bodies.append(await page.content())
-    if role == "viewer":
-        assert refused == []
-        assert any(own.project in body for body in bodies)
-    assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
-
-
 async def test_lesson_plays_steps_and_keeps_its_state_in_the_address(
     browser: Browser, admin_gateway: AdminGateway
 ) -> None:
@@ -382,21 +294,6 @@ async def test_lesson_plays_steps_and_keeps_its_state_in_the_address(
     await page.get_by_text("Invalid value for 'blocks'").wait_for()
     await page.get_by_role("link", name="Use the defaults").click()
     await page.get_by_role("img", name="The KV cache").wait_for()
-
-
-@pytest.mark.exhaustive
-async def test_lost_connection_is_announced_and_the_last_values_stay(
-    browser: Browser, migrated: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "argosy.db"
-    shutil.copy(migrated, path)
-    async with run_admin_gateway(f"sqlite:///{path}") as gateway:
-        page = await open_console(browser, gateway)
-        await page.get_by_role("link", name="Models and replicas").click()
-        await page.get_by_role("link", name="big").wait_for()
-    await page.get_by_text("The connection to the gateway is lost").wait_for()
-    await page.get_by_text(re.compile("The last values stay")).first.wait_for()
-    assert await page.get_by_role("link", name="big").count() == 1
 
 
 @contextlib.asynccontextmanager
@@ -444,24 +341,25 @@ async def test_other_pages_neither_send_requests_nor_show_the_console(
 @pytest.mark.skipif(
     not AXE.exists(), reason="axe-core is not installed: npm ci in tests/integration/js"
 )
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
-async def test_screens_have_no_serious_findings_of_axe(
-    browser: Browser, admin_gateway: AdminGateway, scheme: Scheme
+async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
+    browser: Browser, admin_gateway: AdminGateway
 ) -> None:
     await admin_gateway.create_customer()
     StoredRollout(admin_gateway.store.fleets).decide_once()
     save_log(admin_gateway, "a line")
-    page = await open_console(browser, admin_gateway, scheme=scheme)
-    for screen in (*SCREENS, REPLICA):
-        await page.goto(f"{admin_gateway.client.base_url}/#/{screen}")
-        heading = HEADINGS.get(screen, screen.capitalize())
-        await page.get_by_role("heading", name=heading, level=1).wait_for()
-        await playwright_api.expect(page.locator("[aria-busy=true]")).to_have_count(0)
-        await page.evaluate(f"{AXE.read_text()}; undefined")
-        found = await page.evaluate("axe.run().then(({ violations }) => violations)")
-        serious = [
-            (one["id"], [node["html"][:120] for node in one["nodes"]])
-            for one in found
-            if one["impact"] in {"serious", "critical"}
-        ]
-        assert not serious, screen
+    page = await open_console(browser, admin_gateway)
+    axe = AXE.read_text()
+    findings: dict[str, list[object]] = {}
+    screens = await list_screens(page) | {f"#/{REPLICA}": "Models and replicas"}
+    for address, title in screens.items():
+        await show_screen(page, address, title)
+        await page.evaluate(f"{axe}; undefined")
+        findings[title] = await page.evaluate(FIND_SERIOUS, {})
+        await page.emulate_media(color_scheme="dark")
+        findings[f"{title}, dark"] = await page.evaluate(FIND_SERIOUS, COLOURS_ONLY)
+        await page.emulate_media(color_scheme="light")
+        await page.set_viewport_size({"width": 360, "height": 740})
+        await load_playwright().expect(page.locator("html")).to_have_js_property("scrollWidth", 360)
+        await page.set_viewport_size({"width": 1280, "height": 900})
+    assert len(findings) >= 16
+    assert not {name: found for name, found in findings.items() if found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ async def flow(migrated: Path, tmp_path: Path) -> AsyncIterator[SignedOut]:
     with run_issuer() as issuer:
         auth = AuthConfig(jwt=JwtConfig(issuer=issuer.url, audience=("console",)))
         oidc = OidcConfig(client_id="console", redirect_uri=REDIRECT_URI)
-        settings = {"auth": auth, "console": ConsoleConfig(oidc=oidc)}
-        async with run_admin_gateway(f"sqlite:///{path}", **settings) as gateway:
+        console = ConsoleConfig(oidc=oidc)
+        async with run_admin_gateway(f"sqlite:///{path}", auth=auth, console=console) as gateway:
             organisation = gateway.create_organisation("customer")
             user = {"organisation": organisation, "email": EMAIL, "role": "viewer"}
             await gateway.create("/admin/users", user)
@@ -93,6 +94,32 @@ async def test_flow_opens_a_session_that_ends_with_its_user(flow: SignedOut) -> 
     (user,) = [one for one in flow.gateway.store.accounts.list_users() if one.email == EMAIL]
     await client.post(f"/admin/users/{user.id}/disable", headers=flow.gateway.root_headers)
     assert (await client.get("/admin/keys", headers=headers)).status_code == 401
+
+
+async def test_open_stream_follows_the_role_of_its_user(flow: SignedOut) -> None:
+    """A user who loses a role loses what it shows at the next tick. One who loses all roles is signed out."""
+    headers, root = PAGE | {"cookie": await flow.finish()}, flow.gateway.root_headers
+    client = flow.gateway.client
+    (user,) = [one for one in flow.gateway.store.accounts.list_users() if one.email == EMAIL]
+    ticks: list[bool] = []
+    async with (
+        asyncio.timeout(30),
+        client.stream("GET", "/console/events", headers=headers) as stream,
+    ):
+        async for line in stream.aiter_lines():
+            if line.startswith('data: {"at"'):
+                ticks.append('"running"' in line)
+                change = {
+                    1: {"scope": "gateway"},
+                    2: {"scope": "organisation"},
+                    3: {"role": "user"},  # who needs a project
+                }.get(len(ticks))
+                if change:
+                    path = f"/admin/users/{user.id}"
+                    assert (await client.patch(path, json=change, headers=root)).status_code == 200
+            elif line == "event: session_ended":
+                break
+    assert ticks == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -245,8 +245,9 @@ def test_forged_tokens_are_rejected(issuer: TokenIssuer) -> None:
         issuer.token(RSA_KEY, "ec", "RS256", project="chat"),
         *tokens_with_own_key(issuer),
     ]
-    assert {token_rejection(authenticator, token)[0] for token in forged} == {401}
-    assert authenticate(authenticator, bearer(valid)).project == "proj_chat"
+    for _ in range(2):  # also when the valid one, which begins alike, was verified before
+        assert {token_rejection(authenticator, token)[0] for token in forged} == {401}
+        assert authenticate(authenticator, bearer(valid)).project == "proj_chat"
 
 
 def tokens_with_own_key(issuer: TokenIssuer) -> list[str]:

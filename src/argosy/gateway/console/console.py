@@ -11,7 +11,7 @@ from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions, SignIn
 from argosy.gateway.console.static_files import DOCUMENT, StaticFiles, send_file
-from argosy.gateway.http_route import Handler
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange, check_json_content_type, check_method
 from argosy.process import run_in_daemon_thread
@@ -59,8 +59,8 @@ class Console:
         self._guard = guard
         self.sessions = sessions
         self.events = events
-        self.playground: Mapping[str, Handler] = {}
-        """Handlers of `PLAYGROUND_PATHS`, which the application that serves the console sets."""
+        self.playground: Mapping[str, HttpRoute] = {}
+        """Routes of `PLAYGROUND_PATHS`, which the application that serves the console sets."""
         self._oidc = oidc
         self._files: StaticFiles | None = None
 
@@ -97,9 +97,11 @@ class Console:
             files = await self._load_files()
             await self.events.stream(exchange, principal, files.build_id)
         elif path in self.playground:
+            route = self.playground[path]
+            check_method(exchange, (route.method,))
             principal = await self.sessions.authenticate(exchange)
             exchange.path = path
-            await self.playground[path](exchange, principal)
+            await route.handler(exchange, principal)
         else:
             raise _not_found_error(exchange.path)
 

@@ -89,7 +89,7 @@ class ConsoleEvents:
             if tick % SESSION_CHECK_TICKS == 0:
                 # A stream is no use of a session: it also runs in a hidden window.
                 session = await self._sessions.find_session(exchange, is_use=False)
-            principal = self._sessions.resolve(session, exchange)
+            principal = self._find_principal(session, exchange)
             if principal is None:
                 await _send(exchange, "session_ended", {})
                 break
@@ -108,6 +108,17 @@ class ConsoleEvents:
             if self._closing.is_set():
                 break
         await exchange.end_stream()
+
+    def _find_principal(
+        self, session: ConsoleSession | None, exchange: HttpExchange
+    ) -> Principal | None:
+        """Return the present principal, or None if the client is no longer accepted, for whatever reason."""
+        try:
+            return self._sessions.resolve(session, exchange)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            return None
 
     def _read_tick(self) -> bytes:
         """Return the event with the present readings, which the streams share for half an interval."""

@@ -1,7 +1,7 @@
 // Overview: what needs attention, six numbers, the time to first token, the load, and the replicas that differ.
 import { html, useEffect } from "../vendor.js";
 import { query, useResource } from "../core/api.js";
-import { count, duration, money, percent, plural, significant } from "../core/format.js";
+import { count, duration, money, percent, plural, significant, visible } from "../core/format.js";
 import { replicaChanges, samples, tick } from "../core/live.js";
 import { link } from "../core/router.js";
 import { startOfDay } from "../core/time-zone.js";
@@ -58,21 +58,21 @@ function Attention({ replicas, pools, fleet }) {
     const isChosen = replica.state !== "active";
     items.push({
       kind: isChosen ? "warn" : "bad", word: isChosen ? "Note" : "Page",
-      text: html`Replica <b>${replica.replica}</b> of <b>${replica.model}</b> is ${replica.status}${replica.reason ? `: ${replica.reason}` : ""}.`,
+      text: html`Replica <b>${visible(replica.replica)}</b> of <b>${visible(replica.model)}</b> is ${replica.status}${replica.reason ? `: ${visible(replica.reason)}` : ""}.`,
       href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica",
     });
   }
   for (const pool of pools.data?.data ?? []) {
     if (pool.is_mixed) {
-      items.push({ kind: "warn", word: "Ticket", text: html`The replicas of <b>${pool.model}</b> compute different bytes (${pool.arithmetics.length} arithmetics), so not every stream can be resumed.`, href: link("models", [pool.model]), action: "Compare them" });
+      items.push({ kind: "warn", word: "Ticket", text: html`The replicas of <b>${visible(pool.model)}</b> compute different bytes (${pool.arithmetics.length} arithmetics), so not every stream can be resumed.`, href: link("models", [pool.model]), action: "Compare them" });
     }
   }
   for (const replica of replicas.data?.data ?? []) {
     if (replica.kv_usage_ratio > 0.95) {
-      items.push({ kind: "warn", word: "Ticket", text: html`The KV cache of <b>${replica.replica}</b> is ${percent(replica.kv_usage_ratio)} full, so requests may be preempted.`, href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica" });
+      items.push({ kind: "warn", word: "Ticket", text: html`The KV cache of <b>${visible(replica.replica)}</b> is ${percent(replica.kv_usage_ratio)} full, so requests may be preempted.`, href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica" });
     }
     if (replica.waiting > replica.slots) {
-      items.push({ kind: "warn", word: "Ticket", text: html`<b>${replica.replica}</b> has ${replica.waiting} waiting requests for ${replica.slots} slots.`, href: link("requests", [], { model: replica.model }), action: "See the requests" });
+      items.push({ kind: "warn", word: "Ticket", text: html`<b>${visible(replica.replica)}</b> has ${replica.waiting} waiting requests for ${replica.slots} slots.`, href: link("requests", [], { model: replica.model }), action: "See the requests" });
     }
   }
   return html`<${Card} title="Needs attention" note=${items.length ? plural(items.length, "item") : ""}>

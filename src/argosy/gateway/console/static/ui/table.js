@@ -1,6 +1,6 @@
 // A table that keeps only the visible rows in the page. Rows have a fixed height; two empty rows stand for the others.
 import { html, useMemo, useRef, useState } from "../vendor.js";
-import { isoTime, plural, time } from "../core/format.js";
+import { isoTime, plural, time, visible } from "../core/format.js";
 import { route, setQuery } from "../core/router.js";
 import { zoneName } from "../core/time-zone.js";
 import { Action, saveCsv } from "./parts.js";
@@ -49,7 +49,7 @@ export function Table({ label, columns, rows, rowKey, height = 480, csv, initial
           ${heading(column, sort, !pages || column.isSorted, press)}</th>`)}</tr></thead>
       <tbody>${spacer(first, "above")}${sorted.slice(first, last).map((row, index) => html`
         <tr key=${rowKey(row)} aria-rowindex=${first + index + 2}>${columns.map((column) => html`
-          <td key=${column.key} class=${column.isNumber ? "n" : ""}>${column.cell ? column.cell(row) : column.value(row)}</td>`)}</tr>`)}
+          <td key=${column.key} class=${column.isNumber ? "n" : ""}>${show(column.cell ? column.cell(row) : column.value(row))}</td>`)}</tr>`)}
       ${spacer(sorted.length - last, "below")}</tbody></table>
     </div>
     <p class="s tail">${pages?.hasMore ? `The first ${plural(sorted.length, "row")}` : plural(sorted.length, "row")}${" "}
@@ -67,6 +67,8 @@ function PageState({ pages: { hasMore, searchedFrom, failure, readMore, readLate
   return html`${searchedFrom ? ` Searched back to ${time(searchedFrom, { date: true })}. ` : ""}${failure ? html` <span class="failure">${failure}</span> ` : null}
     ${hasMore ? html` <${Action} run=${readMore}>More rows<//>` : null}${readLatest ? html` New rows are not shown now. <button class="link" onClick=${readLatest}>Show the latest</button>` : null}`;
 }
+
+const show = (content) => (typeof content === "string" ? visible(content) : content);
 
 function compare(a, b) {
   if (typeof a === "number" && typeof b === "number") return a - b;

@@ -1,0 +1,375 @@
+"""Scenarios of the console: roles, hostile text, long tables, slow and broken connections, a failover."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+from tests.support.console_browser import (
+    BROWSER_MARKS,
+    launch_chromium,
+    list_screens,
+    open_console,
+    show_screen,
+    sign_in,
+)
+from tests.support.fake_upstream import UpstreamRequest
+from tests.support.gateway_processes import gateways, open_organisation
+from tests.support.organisations import AdminGateway, run_admin_gateway
+from tests.support.replica_process import MODEL, ReplicaProcess
+
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.store import Role, RoleScope, StoreConfig, UsageRecord
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
+
+pytestmark = [*BROWSER_MARKS, pytest.mark.asyncio(loop_scope="module")]
+REVERSED = "\u202egnp.exe"
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
+HOSTILE = f"{MARKUP}{REVERSED}x"
+ROWS = 5_000
+SLOW_3G = {
+    "offline": False,
+    "latency": 150,
+    "downloadThroughput": 200_000,
+    "uploadThroughput": 93_750,
+}
+"""1.6 Mbit/s down, 0.75 Mbit/s up."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Browser]:
+    async with launch_chromium() as launched:
+        yield launched
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(
+    migrated: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AdminGateway]:
+    path = tmp_path_factory.mktemp("console") / "argosy.db"
+    shutil.copy(migrated, path)
+    async with run_admin_gateway(f"sqlite:///{path}") as running:
+        yield running
+
+
+def record_refusals(page: Page) -> list[str]:
+    """Return a list to which each refused request of the page is added."""
+    refused: list[str] = []
+    page.on("response", lambda answer: refused.append(answer.url) if answer.status == 403 else None)
+    return refused
+
+
+# --- roles ---------------------------------------------------------------------------------------
+
+OWN = ["Requests", "Usage and cost", "Playground"]
+TENANT = ["Requests", "Usage and cost", "Events and audit", "Playground", "Tenants and keys"]
+FLEET = ["Overview", *TENANT, "Models and replicas", "Settings and doctor"]
+CALLS = {
+    "keys": ("GET", "/admin/keys", None),
+    "pools": ("GET", "/admin/pools", None),
+    "new limit": ("POST", "/admin/limits", {}),
+    "drain": ("POST", "/admin/replicas/drain", {"replica": "absent"}),
+    "new organisation": ("POST", "/admin/organisations", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "scope", "screens", "refused"),
+    [
+        ("user", "organisation", OWN, [*CALLS]),
+        ("viewer", "organisation", TENANT, ["pools", "new limit", "drain", "new organisation"]),
+        ("admin", "organisation", TENANT, ["pools", "drain", "new organisation"]),
+        ("viewer", "gateway", FLEET, ["new limit", "drain", "new organisation"]),
+        ("operator", "gateway", FLEET, ["new organisation"]),
+    ],
+)
+async def test_role_sees_its_screens_and_is_refused_the_rest(
+    chromium: Browser,
+    gateway: AdminGateway,
+    role: Role,
+    scope: RoleScope,
+    screens: list[str],
+    refused: list[str],
+) -> None:
+    """The page shows nothing that the API refuses, and nothing of another organisation."""
+    own, foreign = await gateway.create_customer(), await gateway.create_customer()
+    headers = await gateway.key_headers(role, scope, own.organisation)
+    page = await open_console(chromium, gateway, headers=headers)
+    refusals = record_refusals(page)
+    shown = await list_screens(page)
+    assert set(screens) <= set(shown.values())
+    assert scope == "gateway" or not {"Overview", "Settings and doctor"} & set(shown.values())
+    bodies: list[str] = []
+    for address, title in shown.items():
+        await show_screen(page, address, title)
+        bodies.append(await page.content())
+    assert role == "user" or refusals == []
+    if scope == "organisation":
+        assert role == "user" or any(own.project in body for body in bodies)
+        assert not [value for value in asdict(foreign).values() if value in "".join(bodies)]
+    if role != "user":
+        await show_screen(page, "#/tenants?tab=limits", "Tenants and keys")
+        can_create = await page.get_by_role("button", name="New", exact=True).count()
+        assert bool(can_create) == ("new limit" not in refused)
+    answers = {
+        name: await page.evaluate(
+            """async ([method, path, body]) => (await fetch(path, {method, body: body && JSON.stringify(body),
+              headers: body ? {"content-type": "application/json"} : {}})).status""",
+            list(call),
+        )
+        for name, call in CALLS.items()
+    }
+    assert [name for name, status in answers.items() if status == 403] == refused
+    await page.context.close()
+
+
+# --- hostile text --------------------------------------------------------------------------------
+
+
+async def respond_with_hostile_events(request: UpstreamRequest) -> None:
+    """Send markup, events for scripts, and the names through which JSON changes all objects of a page."""
+    request.start_stream()
+    request.send_chunk(b'event: execute\ndata: {"execute": "document.title = \'owned\'"}\n\n')
+    request.send_chunk(b'data: {"choices": [], "__proto__": {"polluted": 1}, "constructor": 1}\n\n')
+    request.send_text(f"{HOSTILE}<script>document.title='owned'</script>", "stop")
+    request.end_stream(tokens=1)
+
+
+async def test_hostile_text_is_shown_as_text_on_every_screen(
+    chromium: Browser, migrated: Path, tmp_path: Path
+) -> None:
+    """Model, replica and tenant names, prompts, reasons and answers with markup and invisible characters."""
+    path = tmp_path / "argosy.db"
+    shutil.copy(migrated, path)
+    async with run_admin_gateway(
+        f"sqlite:///{path}",
+        model=MARKUP,
+        replica_names=(HOSTILE, "__proto__"),
+        script=respond_with_hostile_events,
+    ) as hostile:
+        for name in (MARKUP, "__proto__", "constructor"):
+            organisation = hostile.store.accounts.create_organisation(name, actor="test").id
+            project = hostile.store.accounts.create_project(organisation, name, actor="test").id
+            hostile.store.accounts.create_key(project, name, actor="test")
+        drain = {"replica": "__proto__", "model": MARKUP, "reason": MARKUP}
+        await hostile.create("/admin/replicas/drain", drain)
+        page = await open_console(chromium, hostile)
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        await show_screen(page, "#/playground?mode=completion", "Playground")
+        await page.get_by_label("Your message").fill(HOSTILE)
+        await page.get_by_role("button", name="Send").click()
+        await page.get_by_role("link", name="Why did it take so long?").wait_for()
+        turns = await page.get_by_role("log").inner_text()
+        assert turns.count(MARKUP) == 2
+        await page.get_by_role("link", name="Why did it take so long?").click()
+        await page.get_by_text("Where the time went").wait_for()
+        addresses = await list_screens(page)
+        for tab in ("organisations", "projects", "keys"):
+            addresses[f"#/tenants?tab={tab}&__proto__=polluted&constructor=1"] = "Tenants and keys"
+        addresses[page.url.partition("/#")[2].join(("#", ""))] = "Requests"
+        for address, title in addresses.items():
+            await show_screen(page, address, title)
+            if title == "Playground":  # shows messages as they are
+                continue
+            content = await page.content()
+            assert REVERSED[0] not in content, title
+        assert await page.locator("main img, main b:text-is('bold'), main script").count() == 0
+        assert await page.evaluate("[({}).polluted, document.title.includes('owned')]") == [
+            None,
+            False,
+        ]
+        assert problems == []
+        await page.context.close()
+
+
+# --- long tables and slow connections ------------------------------------------------------------
+
+
+def usage_rows(count: int) -> list[UsageRecord]:
+    """Return rows of the last hour. Row 4,321 took longest, and each hundredth failed."""
+    now = time.time()
+    return [
+        UsageRecord(
+            request=f"row-{number}",
+            project="proj_rows",
+            model="big",
+            replica="a",
+            started_at=now - 3600 + number * 0.7,
+            ended_at=now - 3600 + number * 0.7 + (99 if number == 4_321 else 0.5),
+            status="failed" if number % 100 == 0 else "completed",
+            output_tokens=number,
+        )
+        for number in range(count)
+    ]
+
+
+async def count_heap(page: Page) -> dict[str, float]:
+    session = await page.context.new_cdp_session(page)
+    await session.send("HeapProfiler.collectGarbage")
+    await session.send("Performance.enable")
+    metrics = (await session.send("Performance.getMetrics"))["metrics"]
+    return {metric["name"]: metric["value"] for metric in metrics}
+
+
+async def test_five_thousand_requests_scroll_sort_and_filter_over_a_slow_connection(
+    chromium: Browser, gateway: AdminGateway
+) -> None:
+    await asyncio.to_thread(gateway.store.ledger.add_records, usage_rows(ROWS))
+    page = await open_console(chromium, gateway)
+    session = await page.context.new_cdp_session(page)
+    await session.send("Network.enable")
+    await session.send("Network.emulateNetworkConditions", SLOW_3G)
+    await session.send("Emulation.setCPUThrottlingRate", {"rate": 4})
+    await show_screen(page, "#/requests?project=proj_rows", "Requests")
+    region = page.get_by_role("region", name="Requests")
+    rows = region.get_by_role("row")
+    await region.get_by_role("link", name="row-4999").wait_for()
+    await session.send("Emulation.setCPUThrottlingRate", {"rate": 1})
+    await session.send(
+        "Network.emulateNetworkConditions",
+        SLOW_3G | {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1},
+    )
+    older = page.get_by_role("button", name="Older requests")
+    for loaded in range(400, ROWS + 1, 200):
+        await older.click()
+        await region.locator(f"table[aria-rowcount='{loaded + 1}']").wait_for()
+    await older.wait_for(state="detached")
+    await region.evaluate("region => { region.scrollTop = region.scrollHeight }")
+    await region.get_by_role("link", name="row-0", exact=True).wait_for()
+    assert await rows.count() < 100
+    await region.get_by_role("button", name="Duration").click()
+    await region.get_by_role("button", name="Duration").click()
+    await region.evaluate("region => { region.scrollTop = 0 }")
+    await region.locator("tr[aria-rowindex='2']").get_by_text("row-4321").wait_for()
+    heap = await count_heap(page)
+    assert heap["JSHeapUsedSize"] < 40e6
+    assert heap["Nodes"] < 5_000
+    await page.get_by_label("Status").select_option("failed")
+    await page.get_by_text(re.compile(f"^{ROWS // 100} rows")).wait_for()
+    await page.context.close()
+
+
+# --- broken connections and failover -------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.mark.exhaustive
+async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started_again(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    store_url = f"sqlite:///{tmp_path}/argosy.db"
+    replica = ReplicaConfig(url=f"http://127.0.0.1:{free_port()}", name="absent", kind="openai")
+    models = [ModelConfig(name="big", replicas=[replica])]
+    config = GatewayConfig(port=free_port(), models=models, store=StoreConfig(url=store_url))
+    with open_organisation(store_url) as accounts:
+        key = accounts.key(accounts.project("ops"), role="admin", scope="gateway")
+        async with gateways(config, tmp_path) as (process,):
+            page = await sign_in(chromium, process.url, key)
+            await page.evaluate("window.isSamePage = true")
+            await show_screen(page, "#/models", "Models and replicas")
+            await page.get_by_role("link", name="absent").first.wait_for()
+            await process.kill()
+            await page.get_by_text("The connection to the gateway is lost").wait_for()
+            await page.get_by_text(re.compile("The last values stay")).first.wait_for()
+            assert await page.get_by_role("link", name="absent").count() >= 1
+            accounts.project("created meanwhile")
+            await process.start()
+            await page.get_by_text(re.compile("Live$")).wait_for()
+            await page.get_by_text("The connection to the gateway is lost").wait_for(
+                state="detached"
+            )
+            await page.get_by_text(re.compile("The last values stay")).first.wait_for(
+                state="detached"
+            )
+            await show_screen(page, "#/tenants?tab=projects", "Tenants and keys")
+            await page.get_by_role("cell", name="created meanwhile").wait_for()
+            assert await page.evaluate("window.isSamePage")
+            await page.context.close()
+
+
+@contextlib.asynccontextmanager
+async def run_replicas(folder: Path) -> AsyncIterator[list[ReplicaProcess]]:
+    replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(2)]
+    try:
+        for replica in replicas:
+            await replica.start()
+        await asyncio.gather(*(replica.wait_ready() for replica in replicas))
+        yield replicas
+    finally:
+        for replica in replicas:
+            await replica.kill()
+
+
+async def send_prompt(page: Page) -> None:
+    await page.get_by_label("Your message").fill("Once upon a time there was a fox.")
+    await page.get_by_role("button", name="Send").click()
+
+
+@pytest.mark.exhaustive
+async def test_stream_continues_when_its_replica_is_killed_while_people_watch(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    """The text continues, the overview names the replica, and the waterfall shows the failed attempt."""
+    async with run_replicas(tmp_path) as replicas:
+        by_name = {str(replica.socket): replica for replica in replicas}
+        servers = [ReplicaConfig(url=f"unix:{name}", name=name) for name in by_name]
+        models = [ModelConfig(name=MODEL, replicas=servers)]
+        config = GatewayConfig(port=0, models=models, timeouts=Timeouts(stream_idle_timeout_s=4.0))
+        async with gateways(config, tmp_path) as (process,):
+            page = await sign_in(chromium, process.url)
+            query = "mode=completion&max_tokens=600&temperature=0"
+            await show_screen(page, f"#/playground?{query}", "Playground")
+            answer = page.get_by_role("log").locator(".turn.assistant")
+            explain = page.get_by_role("link", name="Why did it take so long?")
+            await send_prompt(page)
+            await explain.wait_for()
+            undisturbed = await answer.inner_text()
+            await page.get_by_role("button", name="Clear").click()
+            await send_prompt(page)
+            await answer.get_by_text(re.compile(".{40}")).wait_for()
+            pools: dict[str, Any] = await page.evaluate(
+                "fetch('admin/replicas').then((answer) => answer.json())"
+            )
+            busiest = max(pools["data"], key=lambda replica: replica["in_flight"])
+            assert busiest["in_flight"] == 1, "the stream ended before its replica was killed"
+            victim = by_name[busiest["replica"]]
+            assert victim.process is not None
+            victim.process.send_signal(signal.SIGKILL)
+            await explain.wait_for()
+            assert await answer.inner_text() == undisturbed
+            assert len(undisturbed) > 500
+            request = await explain.get_attribute("href")
+            assert request is not None
+            await show_screen(page, "#/overview", "Overview")
+            attention = page.locator(
+                "section", has=page.get_by_role("heading", name="Needs attention")
+            )
+            await attention.get_by_text(busiest["replica"]).wait_for()
+            await show_screen(page, request, "Requests")
+            waterfall = page.get_by_role("table", name="Waterfall")
+            await waterfall.get_by_text(f"Attempt 1: {busiest['replica']}").wait_for()
+            await waterfall.get_by_text("Attempt 2: ").wait_for()
+            assert await waterfall.locator("i.failed").count() == 1
+            await page.get_by_text(
+                re.compile("on attempts that failed|in the replica|on decoding")
+            ).first.wait_for()
+            await page.context.close()
