@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -15,6 +16,7 @@ import httpx2
 import msgspec
 import psutil
 import pytest
+from tests.support.console_browser import CHROMIUM, launch_chromium, show_screen, sign_in
 from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "laptop.yaml"
@@ -136,3 +138,23 @@ async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
     fleet.run("down")
     await until(lambda: not fleet.processes(), SCAN_INTERVAL_S)
     assert fleet.status()["replicas"] == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services")
+@pytest.mark.exhaustive
+async def test_console_shows_a_new_version_arrive(fleet: Commands) -> None:
+    """A page that is open during the change shows the new replica, and what the controller did."""
+    fleet.run("up", "--reason", "first")
+    async with launch_chromium() as browser:
+        page = await sign_in(browser, f"http://127.0.0.1:{fleet.port}")
+        await show_screen(page, "#/models", "Models and replicas")
+        replicas = page.get_by_role("region", name="Replicas", exact=True)
+        old = await replicas.get_by_role("link").inner_text()
+        fleet.declare(pools=[{"name": "chat", "options": {"max_seqs": 8}}])
+        await asyncio.to_thread(fleet.run, "up", "--reason", "fewer sequences")
+        await replicas.get_by_role("link", name=old, exact=True).wait_for(state="detached")
+        await replicas.get_by_text("0 / 8").wait_for()
+        events = page.get_by_role("region", name="Events of the fleet")
+        await events.get_by_text(old).first.wait_for()
+    fleet.run("down")

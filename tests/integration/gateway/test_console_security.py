@@ -67,7 +67,8 @@ async def test_restrictions_hold_in_every_way_to_present_a_key(admin_gateway: Ad
         key = (await admin_gateway.create("/admin/keys", body))["key"]
         answers = await send_in_every_way(admin_gateway, key, method, path)
         assert set(answers.values()) == {expected}, (fields, answers)
-    for fields in ({"expires_at": time.time() + 0.3}, {}):
+    ends: tuple[Json, ...] = ({"expires_at": time.time() + 0.3}, {})
+    for fields in ends:
         name = f"ended-{len(fields)}"
         body = {"project": admin_gateway.home_project, "name": name, **fields}
         created = await admin_gateway.create("/admin/keys", body)

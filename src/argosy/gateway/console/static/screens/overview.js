@@ -107,7 +107,7 @@ function Numbers({ series, replicas, cost, minute, recent }) {
 }
 
 function FirstToken({ series }) {
-  const empty = "There are no points yet. They appear with the first requests; the playground sends one.";
+  const empty = "There are no points yet. They appear with the first streams; the playground sends one.";
   const names = ["ttft_p50_s", "ttft_p95_s", "ttft_p99_s"];
   return html`<${Card} title="Time to first token" note=${series.data?.partial?.length ? `without the gateways ${series.data.partial.join(", ")}` : "all models"}><${Resource} of=${series} height=${220} empty=${html`${empty} <a href=${link("playground")}>Open the playground</a>`}
     isEmpty=${(data) => !names.some((name) => data.metrics[name]?.some((value) => value !== null))}>
