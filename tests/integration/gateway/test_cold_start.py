@@ -23,6 +23,7 @@ from argosy.gateway import (
     ReplicaConfig,
 )
 from argosy.gateway.config import ColdStartConfig
+from argosy.policy import ReplicaStatus
 from argosy.store import GatewayRecord, StoreConfig, open_store
 
 MESSAGES = "/v1/messages"
@@ -152,9 +153,11 @@ async def test_fallback_starts_the_model_and_a_failing_start_ends_streams_with_a
     async with fake_upstream(answer) as replica, run_gateway_server(config) as (_, client):
         gateway = find_gateway(config)
         await controller.publish(gateway, pools(1, fallback=replica.url, state="stopped"))
+        status = await controller.read_status(gateway)
+        while [each.status for each in status.replicas] != [ReplicaStatus.READY]:
+            status = await controller.read_status(gateway)
         answered = await client.post(CHAT, json=STREAMS[CHAT] | {"stream": True})
-        while answered.headers.get("x-argosy-model") != "other":  # its replica is not ready yet
-            answered = await client.post(CHAT, json=STREAMS[CHAT] | {"stream": True})
+        assert answered.headers["x-argosy-model"] == "other"
         demand = (await controller.read_status(gateway)).demand
         while demand is None or not any(demand.models[0].arrived):  # a second has to end
             demand = (await controller.read_status(gateway)).demand

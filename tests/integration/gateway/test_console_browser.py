@@ -354,9 +354,9 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
     for address, title in screens.items():
         await show_screen(page, address, title)
         await page.evaluate(f"{axe}; undefined")
-        findings[title] = await page.evaluate(FIND_SERIOUS, {})
+        findings[address] = await page.evaluate(FIND_SERIOUS, {})
         await page.emulate_media(color_scheme="dark")
-        findings[f"{title}, dark"] = await page.evaluate(FIND_SERIOUS, COLOURS_ONLY)
+        findings[f"{address}, dark"] = await page.evaluate(FIND_SERIOUS, COLOURS_ONLY)
         await page.emulate_media(color_scheme="light")
         await page.set_viewport_size({"width": 360, "height": 740})
         await load_playwright().expect(page.locator("html")).to_have_js_property("scrollWidth", 360)
