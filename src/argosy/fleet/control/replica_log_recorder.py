@@ -56,6 +56,7 @@ class ReplicaLogRecorder:
         """Recordings of the ends of runs that launchers still list, also completed ones."""
         self._shown: dict[_Run, tuple[bytes, float]] = {}
         """Log of each watched run as the store has it, and when it was read."""
+        self._save_lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Record the logs that gateways show, until cancelled.
@@ -109,7 +110,8 @@ class ReplicaLogRecorder:
         end, error = await self._read(launcher, replica)
         run = self._describe(replica, error)
         try:
-            await self._save(replica.name, run, end)
+            async with self._save_lock:
+                await self._save(replica.name, run, end)
         except DeposedError:
             return  # the next leader records it
         except StoreError as failure:
@@ -120,11 +122,13 @@ class ReplicaLogRecorder:
         end, error = await self._read(launcher, replica)
         key, now = (replica.name, replica.started_at), self._clock()
         shown, shown_at = self._shown.get(key, (b"", float("-inf")))
-        is_fresh = shown == error.encode() + end and now - shown_at < MAX_WATCHED_AGE_S
-        if is_fresh or key in self._ends:
+        if shown == error.encode() + end and now - shown_at < MAX_WATCHED_AGE_S:
             return
         try:
-            await self._save(replica.name, self._describe(replica, error), end)
+            async with self._save_lock:
+                if key in self._ends:  # it ended meanwhile
+                    return
+                await self._save(replica.name, self._describe(replica, error), end)
         except DeposedError:
             raise
         except StoreError as failure:
