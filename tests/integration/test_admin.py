@@ -26,9 +26,11 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from tests.support.stored_rollout import StoredRollout
 from tests.support.usage_rows import usage_row
 from tests.support.waiting import stable_value
 
+from argosy.fleet.control import StoredFleetControl
 from argosy.gateway import GatewayConfig, ReplicaLogs
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS
@@ -91,6 +93,7 @@ async def serve_admin_api(
         config=GatewayConfig(),
         series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
         replica_logs=None if store is None else ReplicaLogs("demo", store.replica_logs),
+        fleet_control=None if store is None else StoredFleetControl("demo", store.fleets),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -536,6 +539,7 @@ CHECKS = [
 async def test_responses_conform_to_the_openapi_document(
     store: Store, headers: RoleHeaders
 ) -> None:
+    StoredRollout(store.fleets)
     async with serve_admin_api(store) as client:
         document = success(await client.get("/admin/openapi.json", headers=headers["user"]))
         documented = {
@@ -569,6 +573,8 @@ async def test_responses_conform_to_the_openapi_document(
             def check(case: schemathesis.Case[Any], data: st.DataObject) -> None:
                 if "id" in case.path_parameters:
                     case.path_parameters["id"] = data.draw(st.sampled_from(ids))
+                if "revision" in case.query:
+                    case.query["revision"] = data.draw(st.sampled_from([1, 99]))
                 if "wait_s" in case.query:
                     case.query["wait_s"] = 0
                 if path.endswith("/log"):

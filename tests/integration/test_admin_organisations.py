@@ -138,6 +138,9 @@ CASES: dict[str, EndpointCase] = {
     "list_pools": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "list_replicas": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "list_replica_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "read_replica_log": EndpointCase(
+        "operator", "gateway", query=lambda _: {"replica": "a"}, is_organisation_independent=True
+    ),
     "preview_routing": EndpointCase(
         "viewer",
         "gateway",
