@@ -3,7 +3,7 @@
     python -m tools.screenshots [--output docs/images/console]
 
 Three tenants send requests to the bundled model, and one of them floods. The ledger also gets usage of the week before,
-so that the days have something to show. Pictures have 256 colours, which keeps each below 150 kB.
+so that the days have something to show.
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ async def take_shot(browser: Browser, url: str, key: str, shot: Shot, output: Pa
     await page.wait_for_timeout(1500)  # charts draw in the frame after their data
     picture = Image.open(io.BytesIO(await page.screenshot())).convert("RGB")
     path = output / f"{shot.name}.png"
-    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        path, optimize=True
-    )
+    picture.save(path, optimize=True)
     if path.stat().st_size > MAX_BYTES:
         raise SystemExit(f"{path} has {path.stat().st_size} bytes. Reduce what it shows.")
     await context.close()
