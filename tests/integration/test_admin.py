@@ -592,5 +592,12 @@ async def test_responses_conform_to_the_openapi_document(
 
         for method, path in explored:
             await asyncio.to_thread(explore, method, path)
-        lists = {one for one in explored if one[0] == "GET" and "{id}" not in one[1]}
+        # No fleet is declared here, and no pool serves a model.
+        lists = {
+            one
+            for one in explored
+            if one[0] == "GET"
+            and "{id}" not in one[1]
+            and not one[1].startswith(("/admin/fleet", "/admin/routing"))
+        }
         assert lists <= successful, "a list never answered 200"
