@@ -14,6 +14,7 @@ VOLATILE = {
     *("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"),
 }
 """Ids, times and the numbers of events."""
+MAX_TOKENS = 500
 
 
 @dataclass
@@ -56,16 +57,22 @@ def without_volatile(value: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def stream_requests(model: str, prompt: str, salt: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return path and body of a greedy streaming request by API. No prefix is cached for a new `salt`."""
+    """Return path and body of a greedy streaming request by API. No prefix is cached for a new `salt`.
+
+    The output is limited, because a small replica has KV memory for few requests that may fill the context.
+    """
     messages = [{"role": "user", "content": prompt}]
     common = {"model": model, "stream": True, "cache_salt": salt}
     greedy, chat = {"temperature": 0, **common}, {"messages": messages}
     usage = {"stream_options": {"include_usage": True}}
     return {
-        "chat": ("/v1/chat/completions", greedy | chat | usage),
-        "responses": ("/v1/responses", greedy | {"input": prompt}),
-        "anthropic": ("/v1/messages", greedy | chat | {"max_tokens": 500}),
-        "ollama": ("/api/chat", common | chat | {"options": {"temperature": 0}}),
+        "chat": ("/v1/chat/completions", greedy | chat | usage | {"max_tokens": MAX_TOKENS}),
+        "responses": ("/v1/responses", greedy | {"input": prompt, "max_output_tokens": MAX_TOKENS}),
+        "anthropic": ("/v1/messages", greedy | chat | {"max_tokens": MAX_TOKENS}),
+        "ollama": (
+            "/api/chat",
+            common | chat | {"options": {"temperature": 0, "num_predict": MAX_TOKENS}},
+        ),
     }
 
 
