@@ -37,13 +37,16 @@ export default function Overview() {
       }}<//><//>`;
 }
 
-// Replicas that are not ready, or whose load is far from the middle of their pool.
+// Replicas that are not ready, or whose load is far from the middle of their pool, with the reason.
 function findDifferent(replicas) {
   const load = (replica) => replica.running / Math.max(replica.slots, 1);
-  return replicas.filter((replica) => {
+  return replicas.flatMap((replica) => {
     const others = replicas.filter(({ model, status }) => model === replica.model && status === "ready").map(load).sort((a, b) => a - b);
     const middle = others[Math.floor(others.length / 2)] ?? 0;
-    return replica.status !== "ready" || replica.kv_usage_ratio > 0.9 || Math.abs(load(replica) - middle) > 0.3;
+    if (replica.status !== "ready") return [replica];
+    if (replica.kv_usage_ratio > 0.9) return [{ ...replica, reason: "its KV cache is nearly full" }];
+    if (Math.abs(load(replica) - middle) <= 0.3) return [];
+    return [{ ...replica, reason: `${percent(load(replica))} of its slots are busy; in the middle of the pool ${percent(middle)}` }];
   });
 }
 
