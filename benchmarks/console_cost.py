@@ -1,6 +1,6 @@
 """Measure what the console and its time series cost requests for models: pairs of runs, in turns.
 
-    python -m benchmarks.record console_cost [--starts 3] [--rounds 4] [--seconds 1.5]
+    python -m benchmarks.record console_cost [--conditions off,on] [--starts 3] [--rounds 4]
 
 Conditions:
 - off: a gateway without console and series.
@@ -36,6 +36,7 @@ from argosy.store import open_store
 from benchmarks import wire
 from benchmarks.browsers import Browser, flood, show_overview
 from benchmarks.gateway import CONNECTIONS, log_progress
+from benchmarks.options import parse_choices
 from benchmarks.peers.catalog import ROOT
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.proxies import PROXIES, Running, running, store_url
@@ -43,6 +44,7 @@ from benchmarks.proxies import PROXIES, Running, running, store_url
 STREAMS = 64
 FLOOD_KEYS = 4
 PAIRS = (("on", "off"), ("browser", "off"), ("browser", "on"), ("flood", "on"))
+CONDITIONS = ("off", "on", "browser", "flood")
 UNITS = {"json": "us_per_request", "streams": "us_per_token"}
 """Parts with their figure of CPU time."""
 
@@ -105,7 +107,7 @@ def measure_start(
             "flood": (on, lambda: Browser(address, keys, flood)),
         }
         for number in range(options.rounds):
-            names = [name for name in conditions if name != "flood" or not number]
+            names = [name for name in options.conditions if name != "flood" or not number]
             for name in names if number % 2 == 0 else reversed(names):
                 route, open_browser = conditions[name]
                 with open_browser():
@@ -135,8 +137,9 @@ def _create_viewers(url: str) -> list[str]:
 def compare(found: Rounds) -> Iterator[Ratio]:
     """Yield the ratios of the pairs of conditions."""
     for part, unit in UNITS.items():
+        pairs = [pair for pair in PAIRS if all((part, condition) in found for condition in pair)]
         compared = (unit, "requests_s") if part == "json" else (unit,)
-        for (one, other), figure in ((pair, figure) for pair in PAIRS for figure in compared):
+        for (one, other), figure in ((pair, figure) for pair in pairs for figure in compared):
             others = found[part, other]
             ratios = [
                 figures[figure] / others[number][figure]
@@ -184,6 +187,7 @@ def _options() -> argparse.Namespace:
     )
     cores = sorted(os.sched_getaffinity(0))
     cache = Path(tempfile.gettempdir()) / "argosy-bench"
+    parser.add_argument("--conditions", type=parse_choices(CONDITIONS), default=list(CONDITIONS))
     parser.add_argument("--starts", type=int, default=3, help="pairs of processes")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of each pair")
     parser.add_argument("--seconds", type=float, default=1.5, help="time of each measurement")
