@@ -28,9 +28,18 @@ def load_playwright() -> Any:  # noqa: ANN401 - a module
     return pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
 
+script_errors: list[str] = []
+"""Errors that scripts of the pages have not handled."""
+
+
 @contextlib.asynccontextmanager
 async def launch_chromium() -> AsyncIterator[Browser]:
-    """Run Chromium, in which the name attacker.test has this machine's address."""
+    """Run Chromium, in which the name attacker.test has this machine's address.
+
+    Raises:
+        AssertionError: A script of a page that `sign_in` opened has failed.
+    """
+    script_errors.clear()
     async with load_playwright().async_playwright() as playwright:
         launched = await playwright.chromium.launch(
             executable_path=CHROMIUM,
@@ -38,6 +47,7 @@ async def launch_chromium() -> AsyncIterator[Browser]:
         )
         yield launched
         await launched.close()
+        assert not script_errors
 
 
 async def open_console(
@@ -57,6 +67,7 @@ async def sign_in(browser: Browser, url: str, key: str = "", *, scheme: Scheme =
     context = await browser.new_context(
         color_scheme=scheme, viewport={"width": 1280, "height": 900}
     )
+    context.on("weberror", lambda found: script_errors.append(str(found.error)))
     page = await context.new_page()
     await page.goto(url)
     if key:

@@ -46,5 +46,5 @@ function ReplicaCharts({ name, blocks }) {
   return html`<${TimeRange} />
     <div class="two">${chart("Batch and requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
     <div class="two">${blocks ? chart(`KV blocks of ${count(blocks)}`, count, 1, BLOCKS) : chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]], { hasPoints: true })}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]], { hasPoints: true })}</div>
-    <div class="two">${chart("Phases of a step", duration, 1e-3, PHASES, { empty: `No step was measured. ${NATIVE}`, hasPoints: true })}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], { empty: `There are no readings yet. ${NATIVE}` })}</div>`;
+    <div class="two">${chart("Phases of a step", duration, 1e-3, PHASES, { empty: `No step ran in this time. ${NATIVE}`, hasPoints: true })}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], { empty: `There are no readings yet. ${NATIVE}` })}</div>`;
 }

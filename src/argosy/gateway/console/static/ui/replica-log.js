@@ -44,7 +44,7 @@ function Lines({ lines, run }) {
   const box = useRef(null);
   const isAtEnd = useRef(true);
   useEffect(() => { isAtEnd.current = true; }, [run]);
-  useEffect(() => { if (isAtEnd.current) box.current.scrollTop = box.current.scrollHeight; }, [lines]);
+  useEffect(() => { if (isAtEnd.current && box.current) box.current.scrollTop = box.current.scrollHeight; }, [lines]);
   const onScroll = () => { const { scrollTop, scrollHeight, clientHeight } = box.current; isAtEnd.current = scrollHeight - scrollTop - clientHeight < 24; };
   if (!lines.length) return html`<p class="empty">The log is empty.</p>`;
   return html`<pre class="log" ref=${box} onScroll=${onScroll} tabindex="0" role="region" aria-label="Log">${lines.map(showLine).join("\n")}</pre>`;
