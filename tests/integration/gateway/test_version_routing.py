@@ -163,7 +163,7 @@ async def test_route_divides_users_and_stable_version_completes_streams_of_a_los
             previewed = (await client.post(PREVIEW, json={"request": body(subject.user)})).json()
             assert previewed["version"] == LABELS[chosen]
             assert previewed["replica"] == f"big-{chosen[0]}"
-            assert "0.5 of the users" in previewed["route_reason"]
+            assert "50 % of the users" in previewed["route_reason"]
             response = await client.post(CHAT, json=body(subject.user))
             assert response.headers["x-argosy-version"] == LABELS[chosen]
         assert all(engine.requests for engine in versions.engines.values())

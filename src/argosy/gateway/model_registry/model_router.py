@@ -333,7 +333,7 @@ def _assign_version(
     key = sticky_key(subject, route.per_session_tenants)
     # The stable version serves the users of one whose replicas are not known here yet.
     pool = versions.pools.get(choice.digest, target.pool)
-    share = f"{route.share_of(pool.version):g} of the users"
+    share = f"{100 * route.share_of(pool.version):g} % of the users"
     cause = "requested by its sender" if prefers_candidate else share
     reason = f"version {pool.version_label}: {cause}"
     return target._replace(
