@@ -48,15 +48,18 @@ def can_prefault() -> bool:
 def test_prefaulted_rows_cause_no_faults() -> None:
     if not can_prefault():
         pytest.skip("this system cannot prefault pages (before Linux 5.14)")
-    tables = tables_on_small_pages(ROWS)
-    prefaulter = PagePrefaulter([*tables])
-    tables[0, 7, 7] = 42
-    done = prefaulter.ensure(0)
-    assert done is not None
-    assert done.result()
-    assert count_faults_of_writes(tables, 0, 1024) < 100
-    assert tables[0, 7, 7] == 42
-    assert int(tables.sum()) == 42 + 2 * 1024
+    num_faults = []
+    for _ in range(3):  # the system may take idle pages back
+        tables = tables_on_small_pages(ROWS)
+        prefaulter = PagePrefaulter([*tables])
+        tables[0, 7, 7] = 42
+        done = prefaulter.ensure(0)
+        assert done is not None
+        assert done.result()
+        num_faults.append(count_faults_of_writes(tables, 0, 1024))
+        assert tables[0, 7, 7] == 42
+        assert int(tables.sum()) == 42 + 2 * 1024
+    assert min(num_faults) < 100
 
 
 def test_each_page_is_prefaulted_once_up_to_end() -> None:

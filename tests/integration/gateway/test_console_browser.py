@@ -200,6 +200,7 @@ async def test_new_key_is_shown_once_and_works(
     await page.get_by_role("button", name="Create", exact=True).click()
     plain_key = await page.get_by_role("dialog", name="New key").locator("pre").inner_text()
     await page.get_by_role("button", name="Close").click()
+    await page.get_by_role("dialog").wait_for(state="detached")
     await page.get_by_role("cell", name="from the console").wait_for()
     assert plain_key not in await page.content()
     models = await admin_gateway.client.get(

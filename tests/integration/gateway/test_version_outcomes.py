@@ -188,7 +188,7 @@ async def test_controller_reads_how_requests_of_the_stable_version_ended(
     assert answered.ttft_s is not None
     assert 0.0 < answered.ttft_s <= answered.age_s
     assert slow.ttft_s is not None
-    assert slow.ttft_s >= 0.1
+    assert slow.ttft_s >= 0.09
     assert cancelled.ttft_s is not None
     assert others[-1].ttft_s is None, "a response in one piece"
     guessed = msgspec.structs.replace(fleet.record, secret="guess")
@@ -219,6 +219,8 @@ async def test_gateway_rolls_a_failing_version_back_without_a_controller(
         while (await fleet.controller.read_status(fleet.record)).routes["big"] == 1:
             await asyncio.gather(*(fleet.complete("answer", f"u{next(users)}") for _ in range(4)))
         assert {(await fleet.complete("answer", f"u{n}")).status_code for n in range(20)} == {200}
+    # The gateway follows its route at once, and stores it as soon as it can.
+    await until(lambda: fleet.store.fleets.read_documents(FLEET)["route/big"].version > 1)
     stored = fleet.store.fleets.read_documents(FLEET)["route/big"]
     rolled_back = msgspec.json.decode(stored.content, type=PoolRoute)
     assert (rolled_back.version, rolled_back.variants) == (2, ())
