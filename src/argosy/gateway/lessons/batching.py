@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from argosy.engine.scheduling import BatchingPolicy, ContinuousBatching, StaticBatching
 from argosy.gateway.lessons.engine_simulation import Arrival, EngineSimulation
@@ -14,6 +13,7 @@ from argosy.gateway.lessons.lesson import (
     describe_parameters,
     join_words,
     name_requests,
+    slider,
 )
 
 PROMPT_TOKENS = 8
@@ -24,25 +24,10 @@ OUTPUT_PERCENTS = (100, 20, 55, 10, 80, 30, 65, 15, 90, 25, 45, 35)
 class BatchingParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the lesson."""
 
-    requests: Annotated[
-        int,
-        Meta(
-            ge=2,
-            le=len(OUTPUT_PERCENTS),
-            title="Requests",
-            extra_json_schema={"x-unit": ""},
-        ),
-    ] = 8
-    slots: Annotated[
-        int, Meta(ge=1, le=6, title="Places in the batch", extra_json_schema={"x-unit": ""})
-    ] = 3
-    interval: Annotated[
-        int,
-        Meta(ge=0, le=6, title="Time between two arrivals", extra_json_schema={"x-unit": "steps"}),
-    ] = 0
-    longest_output: Annotated[
-        int, Meta(ge=4, le=32, title="Longest output", extra_json_schema={"x-unit": "tokens"})
-    ] = 20
+    requests: Annotated[int, slider("Requests", 2, len(OUTPUT_PERCENTS))] = 8
+    slots: Annotated[int, slider("Places in the batch", 1, 6)] = 3
+    interval: Annotated[int, slider("Time between two arrivals", 0, 6, unit="steps")] = 0
+    longest_output: Annotated[int, slider("Longest output", 4, 32, unit="tokens")] = 20
 
 
 class BatchingLane(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,8 @@ from itertools import cycle
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters
+from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters, slider
 from argosy.policy import AttemptOutcome, Breaker, BreakerLimits, eligible_replicas
 
 REPLICAS = ("r1", "r2", "r3", "r4")
@@ -23,30 +22,10 @@ class CircuitBreakerParameters(
 ):
     """Parameters of the lesson."""
 
-    failing: Annotated[
-        int,
-        Meta(
-            ge=0, le=len(REPLICAS), title="Replicas that fail", extra_json_schema={"x-unit": "of 4"}
-        ),
-    ] = 1
-    outage_s: Annotated[
-        int, Meta(ge=1, le=30, title="For how long they fail", extra_json_schema={"x-unit": "s"})
-    ] = 12
-    consecutive_failures: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=10,
-            title="Failures in a row that open a breaker",
-            extra_json_schema={"x-unit": ""},
-        ),
-    ] = 3
-    base_open_s: Annotated[
-        int,
-        Meta(
-            ge=1, le=8, title="It stays open for", extra_json_schema={"x-unit": "s the first time"}
-        ),
-    ] = 2
+    failing: Annotated[int, slider("Replicas that fail", 0, len(REPLICAS), unit="of 4")] = 1
+    outage_s: Annotated[int, slider("For how long they fail", 1, 30, unit="s")] = 12
+    consecutive_failures: Annotated[int, slider("Failures in a row that open a breaker", 1, 10)] = 3
+    base_open_s: Annotated[int, slider("It stays open for", 1, 8, unit="s the first time")] = 2
 
 
 class BreakerReplica(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,8 @@ from collections import deque
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters
+from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters, slider
 from argosy.policy import QUANTUM_TOKENS, DispatchQueue, QueuedRequest
 
 TENANTS = ("A", "B", "C")
@@ -21,38 +20,12 @@ TIER = 1
 class FairQueueParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the lesson."""
 
-    flood: Annotated[
-        int,
-        Meta(ge=1, le=30, title="Requests of tenant A", extra_json_schema={"x-unit": ""}),
-    ] = 20
+    flood: Annotated[int, slider("Requests of tenant A", 1, 30)] = 20
     flood_cost: Annotated[
-        int,
-        Meta(
-            ge=50,
-            le=1000,
-            multiple_of=50,
-            title="Cost of each request of A",
-            extra_json_schema={"x-unit": "tokens; 200 for B and C"},
-        ),
+        int, slider("Cost of each request of A", 50, 1000, unit="tokens; 200 for B and C", step=50)
     ] = 400
-    weight: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=4,
-            title="Weight of tenant B",
-            extra_json_schema={"x-unit": "times that of A and C"},
-        ),
-    ] = 2
-    late: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=12,
-            title="Tenant C arrives after",
-            extra_json_schema={"x-unit": "requests served"},
-        ),
-    ] = 4
+    weight: Annotated[int, slider("Weight of tenant B", 1, 4, unit="times that of A and C")] = 2
+    late: Annotated[int, slider("Tenant C arrives after", 0, 12, unit="requests served")] = 4
 
 
 class FairQueueFrame(msgspec.Struct, frozen=True, kw_only=True):

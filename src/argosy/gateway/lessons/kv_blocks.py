@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from argosy.engine.scheduling import Scheduler, Sequence
 from argosy.gateway.lessons.engine_simulation import Arrival, EngineSimulation, SimulatedStep
@@ -14,6 +13,7 @@ from argosy.gateway.lessons.lesson import (
     count_of,
     describe_parameters,
     name_requests,
+    slider,
 )
 
 BLOCK_TOKENS = 8
@@ -27,23 +27,10 @@ RequestState = Literal["waiting", "running", "ended"]
 class KvBlocksParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the lesson."""
 
-    blocks: Annotated[
-        int,
-        Meta(ge=12, le=40, title="KV cache", extra_json_schema={"x-unit": "blocks of 8 tokens"}),
-    ] = 22
-    shared_blocks: Annotated[
-        int,
-        Meta(
-            ge=0, le=6, title="Common prefix of all prompts", extra_json_schema={"x-unit": "blocks"}
-        ),
-    ] = 4
-    requests: Annotated[
-        int, Meta(ge=1, le=MAX_REQUESTS, title="Requests", extra_json_schema={"x-unit": ""})
-    ] = 5
-    output_tokens: Annotated[
-        int,
-        Meta(ge=1, le=24, title="Output of each request", extra_json_schema={"x-unit": "tokens"}),
-    ] = 16
+    blocks: Annotated[int, slider("KV cache", 12, 40, unit="blocks of 8 tokens")] = 22
+    shared_blocks: Annotated[int, slider("Common prefix of all prompts", 0, 6, unit="blocks")] = 4
+    requests: Annotated[int, slider("Requests", 1, MAX_REQUESTS)] = 5
+    output_tokens: Annotated[int, slider("Output of each request", 1, 24, unit="tokens")] = 16
 
 
 class KvRequest(msgspec.Struct, frozen=True, kw_only=True):

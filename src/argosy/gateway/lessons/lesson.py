@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 F = TypeVar("F")
 
@@ -32,8 +33,19 @@ class LessonRun(msgspec.Struct, Generic[F], frozen=True, kw_only=True):
     """Summary of the frames in a few sentences."""
 
 
+def slider(label: str, minimum: int, maximum: int, *, unit: str = "", step: int = 1) -> Meta:
+    """Return the annotation of an integer that `describe_parameters` describes."""
+    return Meta(
+        ge=minimum,
+        le=maximum,
+        multiple_of=step,
+        title=label,
+        extra_json_schema={"x-unit": unit},
+    )
+
+
 def describe_parameters(parameters: msgspec.Struct) -> list[LessonParameter]:
-    """Describe a struct of integers, each with bounds, a title, and its unit in `Meta.extra_json_schema`."""
+    """Describe a struct of integers, each annotated with a `slider`."""
     _, components = msgspec.json.schema_components([type(parameters)])
     (schema,) = components.values()
     return [
@@ -44,7 +56,7 @@ def describe_parameters(parameters: msgspec.Struct) -> list[LessonParameter]:
             value=getattr(parameters, name),
             minimum=field["minimum"],
             maximum=field["maximum"],
-            step=field.get("multipleOf", 1),
+            step=field["multipleOf"],
         )
         for name, field in schema["properties"].items()
     ]

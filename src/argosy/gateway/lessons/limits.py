@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
-from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters
+from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters, slider
 from argosy.policy import (
     CalendarPeriod,
     QuotaLimit,
@@ -37,36 +36,16 @@ class LimitsParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Parameters of the lesson."""
 
     limit_tokens: Annotated[
-        int,
-        Meta(
-            ge=500,
-            le=6000,
-            multiple_of=100,
-            title="Limit",
-            extra_json_schema={"x-unit": "tokens in any minute"},
-        ),
+        int, slider("Limit", 500, 6000, unit="tokens in any minute", step=100)
     ] = 2000
     budget_tokens: Annotated[
-        int,
-        Meta(
-            ge=500,
-            le=20000,
-            multiple_of=500,
-            title="Budget",
-            extra_json_schema={"x-unit": "tokens each day"},
-        ),
+        int, slider("Budget", 500, 20000, unit="tokens each day", step=500)
     ] = 4000
-    interval_s: Annotated[
-        int, Meta(ge=1, le=20, title="A request arrives every", extra_json_schema={"x-unit": "s"})
-    ] = 4
+    interval_s: Annotated[int, slider("A request arrives every", 1, 20, unit="s")] = 4
     used_percent: Annotated[
         int,
-        Meta(
-            ge=0,
-            le=100,
-            multiple_of=10,
-            title="Output, of the largest that was asked for",
-            extra_json_schema={"x-unit": "% of 400 tokens"},
+        slider(
+            "Output, of the largest that was asked for", 0, 100, unit="% of 400 tokens", step=10
         ),
     ] = 50
 
