@@ -21,6 +21,7 @@ from argosy.policy.reconciliation import ReplicaPhase
 from argosy.policy.rollout import (
     CheckStatus,
     DeclaredVersion,
+    OutcomeBatch,
     PoolRollouts,
     RolloutGate,
     RolloutObservation,
@@ -76,6 +77,21 @@ class StoredRollout:
     def release(self) -> None:
         """End the controller."""
         self.store.release_lease(self.lease)
+
+    def measure(self) -> None:
+        """Record measurements of both versions, without any bad event."""
+        assert self.gate is not None
+        self.gate.add(
+            OutcomeBatch(
+                rollout=self.gate.record.rollout,
+                gateway="g",
+                sequence=1,
+                step=0,
+                ended_at=time.time(),
+                candidate_requests=5,
+                stable_requests=50,
+            )
+        )
 
     def decide_once(self) -> None:
         """Do what a controller does in one round."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,6 @@ from argosy.cli.app import app
 from argosy.fleet.control import append_command, read_fleet_status
 from argosy.policy.rollout import (
     CommandKind,
-    OutcomeBatch,
     RolloutCommand,
     RolloutState,
     VersionStatus,
@@ -43,18 +41,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_status_shows_state_measurements_and_what_it_waits_for(world: StoredRollout) -> None:
-    assert world.gate is not None
-    world.gate.add(
-        OutcomeBatch(
-            rollout=world.gate.record.rollout,
-            gateway="g",
-            sequence=1,
-            step=0,
-            ended_at=time.time(),
-            candidate_requests=5,
-            stable_requests=50,
-        )
-    )
+    world.measure()
     world.decide_once()
     output = run("status").stdout
     for text in (

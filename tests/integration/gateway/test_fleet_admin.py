@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 from tests.support.organisations import AdminGateway
 from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
 
-from argosy.policy.rollout import OutcomeBatch
 from argosy.store import FleetStore
 
 
@@ -51,18 +49,7 @@ def stored(admin_gateway: AdminGateway) -> StoredRollout:
 async def test_rollout_shows_its_evidence_and_follows_commands(
     admin_gateway: AdminGateway, fleet: FleetClient, stored: StoredRollout
 ) -> None:
-    assert stored.gate is not None
-    stored.gate.add(
-        OutcomeBatch(
-            rollout=stored.gate.record.rollout,
-            gateway="g",
-            sequence=1,
-            step=0,
-            ended_at=time.time(),
-            candidate_requests=5,
-            stable_requests=50,
-        )
-    )
+    stored.measure()
     stored.decide_once()
     shown = await fleet.get()
     assert (shown["fleet"], shown["has_leader"]) == ("demo", True)
