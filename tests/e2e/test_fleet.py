@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,18 @@ import httpx2
 import msgspec
 import psutil
 import pytest
-from tests.support.console_browser import CHROMIUM, launch_chromium, show_screen, sign_in
+from tests.support.console_browser import (
+    CHROMIUM,
+    launch_chromium,
+    load_playwright,
+    show_screen,
+    sign_in,
+)
 from tests.support.waiting import until
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "laptop.yaml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+USERS = 40
+ROLLOUT_TIMEOUT_MS = 120_000
 SCAN_INTERVAL_S = 0.2
 """Pause between scans of all processes of this machine."""
 CHAT = {
@@ -32,13 +42,13 @@ CHAT = {
 class Commands:
     """Commands about one fleet, with a state folder of its own."""
 
-    def __init__(self, folder: Path, example: Path = EXAMPLE) -> None:
+    def __init__(self, folder: Path, example: str = "laptop.yaml") -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.overlay = folder / "overlay.yaml"
         self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
         self.folder = folder
-        self.example = example
+        self.example = EXAMPLES / example
 
     def declare(self, **settings: object) -> None:
         self.overlay.write_bytes(msgspec.json.encode({"port": self.port} | settings))
@@ -96,15 +106,37 @@ class Commands:
                 if process.environ().get("XDG_STATE_HOME") == str(self.folder):
                     process.kill()
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def chat(self) -> str:
-        url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
+        url = f"{self.url}/v1/chat/completions"
         response = httpx2.post(url, json=CHAT | {"model": self.model}, timeout=60)
         text: str = response.raise_for_status().json()["choices"][0]["message"]["content"]
         return text
 
+    @contextlib.asynccontextmanager
+    async def chatting(self) -> AsyncIterator[Counter[str]]:
+        """Send requests of changing users. Yields the number of responses by version."""
+        versions: Counter[str] = Counter()
+
+        async def send() -> None:
+            async with httpx2.AsyncClient(base_url=self.url, timeout=60) as client:
+                for number in itertools.count():
+                    body = CHAT | {"model": "chat", "user": f"user-{number % USERS}"}
+                    response = await client.post("/v1/chat/completions", json=body)
+                    response.raise_for_status()
+                    versions[response.headers["x-argosy-version"]] += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            sending = tasks.create_task(send())
+            yield versions
+            sending.cancel()
+
     @property
     def model(self) -> str:
-        models = httpx2.get(f"http://127.0.0.1:{self.port}/v1/models", timeout=60).json()
+        models = httpx2.get(f"{self.url}/v1/models", timeout=60).json()
         model: str = models["data"][0]["id"]
         return model
 
@@ -143,18 +175,50 @@ async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services")
 @pytest.mark.exhaustive
-async def test_console_shows_a_new_version_arrive(fleet: Commands) -> None:
-    """A page that is open during the change shows the new replica, and what the controller did."""
-    fleet.run("up", "--reason", "first")
-    async with launch_chromium() as browser:
-        page = await sign_in(browser, f"http://127.0.0.1:{fleet.port}")
-        await show_screen(page, "#/models", "Models and replicas")
-        replicas = page.get_by_role("region", name="Replicas", exact=True)
-        old = await replicas.get_by_role("link").inner_text()
-        fleet.declare(pools=[{"name": "chat", "options": {"max_seqs": 8}}])
-        await asyncio.to_thread(fleet.run, "up", "--reason", "fewer sequences")
-        await replicas.get_by_role("link", name=old, exact=True).wait_for(state="detached")
-        await replicas.get_by_text("0 / 8").wait_for()
-        events = page.get_by_role("region", name="Events of the fleet")
-        await events.get_by_text(old).first.wait_for()
-    fleet.run("down")
+class TestConsole:
+    async def test_shows_a_new_version_arrive(self, fleet: Commands) -> None:
+        """A page that is open during the change shows the new replica, and what the controller did."""
+        fleet.run("up", "--reason", "first")
+        async with launch_chromium() as browser:
+            page = await sign_in(browser, fleet.url)
+            await show_screen(page, "#/models", "Models and replicas")
+            replicas = page.get_by_role("region", name="Replicas", exact=True)
+            old = await replicas.get_by_role("link").inner_text()
+            fleet.declare(pools=[{"name": "chat", "options": {"max_seqs": 8}}])
+            await asyncio.to_thread(fleet.run, "up", "--reason", "fewer sequences")
+            await replicas.get_by_role("link", name=old, exact=True).wait_for(state="detached")
+            await replicas.get_by_text("0 / 8").wait_for()
+            events = page.get_by_role("region", name="Events of the fleet")
+            await events.get_by_text(old).first.wait_for()
+        fleet.run("down")
+
+    async def test_shows_a_canary_and_aborts_it(self, fleet: Commands) -> None:
+        """The gate fills with what requests measured, and an abort sends all users back to the old version."""
+        fleet.example = EXAMPLES / "rollout.yaml"
+        plan = {"steps": ["50%"], "shadow": 0, "min_step_s": 3600}
+        fleet.declare(pools=[{"name": "chat", "rollout": plan}])
+        fleet.run("up")
+        fleet.declare(pools=[{"name": "chat", "rollout": plan, "options": {"max_seqs": 8}}])
+        expect = load_playwright().expect
+        async with launch_chromium() as browser:
+            page = await sign_in(browser, fleet.url)
+            await show_screen(page, "#/models", "Models and replicas")
+            async with fleet.chatting() as versions:
+                await asyncio.to_thread(fleet.run, "apply")
+                evidence = page.get_by_role("meter", name="Errors: no worse")
+                await evidence.wait_for(timeout=ROLLOUT_TIMEOUT_MS)
+                await expect(evidence).not_to_have_attribute("aria-valuenow", "0")
+                passed = page.get_by_role("row", name="Errors").get_by_text("passed")
+                await passed.wait_for(timeout=ROLLOUT_TIMEOUT_MS)
+                assert len(versions) == 2
+                await page.get_by_role("button", name="Abort").click()
+                dialog = page.get_by_role("dialog")
+                await dialog.get_by_label("Why").fill("a test")
+                await dialog.get_by_role("button", name="Abort").click()
+                await page.locator(".pill", has_text="aborted").first.wait_for()
+                versions.clear()
+                await until(lambda: versions.total() >= USERS)
+                assert len(versions) == 1
+            replicas = page.get_by_role("region", name="Replicas", exact=True)
+            await expect(replicas.get_by_role("link")).to_have_count(2)
+        fleet.run("down")

@@ -32,7 +32,6 @@ from argosy.fleet.launchers import (
     StaleEpochError,
 )
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "ray-three-nodes.yaml"
 NUM_STREAMS = 32
 ADDRESS = "{port}"
 
@@ -158,7 +157,7 @@ async def list_when_connected(launcher: RayLauncher) -> Mapping[str, LaunchedRep
 
 @pytest.fixture
 def fleet(nodes: RayNodes, tmp_path: Path) -> Iterator[Commands]:
-    fleet = Commands(tmp_path, EXAMPLE)
+    fleet = Commands(tmp_path, "ray-three-nodes.yaml")
     fleet.declare(ray={"address": nodes.address})
     yield fleet
     fleet.kill_processes()

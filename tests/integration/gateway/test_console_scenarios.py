@@ -95,9 +95,11 @@ CALLS = {
     [
         ("user", "organisation", OWN, [*CALLS]),
         ("viewer", "organisation", TENANT, ["pools", "new limit", "drain", "new organisation"]),
+        ("operator", "organisation", TENANT, ["pools", "drain", "new organisation"]),
         ("admin", "organisation", TENANT, ["pools", "drain", "new organisation"]),
         ("viewer", "gateway", FLEET, ["new limit", "drain", "new organisation"]),
         ("operator", "gateway", FLEET, ["new organisation"]),
+        ("admin", "gateway", FLEET, []),
     ],
 )
 async def test_role_sees_its_screens_and_is_refused_the_rest(

@@ -41,7 +41,7 @@ class MetricVerdict(msgspec.Struct, frozen=True):
     regression: float
     """E-value of a regression."""
     equivalence: float
-    """E-value of "no worse than the margin" in this step."""
+    """E-value of "no worse than the margin" in this step, or of "the objective is met" where that suffices."""
     ratio: float | None
     """Measured rate of the candidate relative to the stable version in this step; None without events."""
     has_passed: bool
@@ -244,9 +244,6 @@ class RolloutGate:
 
     def _metric_verdicts(self, step: StepRecord) -> tuple[MetricVerdict, ...]:
         needed = 1.0 / self._settings.max_false_promotions
-        meets_objective = (
-            self._settings.max_miss_rate is not None and to_float(step.objective_met) >= needed
-        )
         is_alone = step.share >= 1.0
         verdicts = []
         for metric in self._settings.rules:
@@ -254,7 +251,8 @@ class RolloutGate:
             equivalence = to_float(step.equivalence[decisive])
             sums = step.totals[decisive]
             is_rare = metric in _RARE or not (sums.candidate_events or sums.stable_events)
-            by_objective = meets_objective and (is_alone or is_rare or _is_harmless(step, decisive))
+            if is_alone or is_rare or _is_harmless(step, decisive):
+                equivalence = max(equivalence, to_float(step.objective_met))
             retained = is_alone and metric in self.record.passed
             verdicts.append(
                 MetricVerdict(
@@ -262,7 +260,7 @@ class RolloutGate:
                     self._regression(metric, step),
                     equivalence,
                     _ratio(step, decisive),
-                    equivalence >= needed or by_objective or retained,
+                    equivalence >= needed or retained,
                 )
             )
         return tuple(verdicts)

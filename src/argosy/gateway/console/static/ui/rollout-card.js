@@ -9,6 +9,7 @@ import { Table, timeColumn } from "./table.js";
 
 const STATE_KINDS = { done: "ok", paused: "warn", inconclusive: "warn", rolling_back: "bad", rolled_back: "bad", cleaning: "bad", aborted: "bad" };
 const PAUSED = ["paused", "inconclusive"];
+const BEFORE_STEPS = ["planned", "starting", "warming", "checking"];
 const METRICS = { errors: "Errors", refusals: "Refusals", ttft: "Time to first token", tpot: "Time per token", short_output: "Short outputs", long_output: "Long outputs" };
 const words = (text) => text.replaceAll("_", " ");
 
@@ -45,10 +46,12 @@ function Commands({ pool, rollout, reload }) {
 
 // The steps of the plan with the present one, and the part of the users that has the new version.
 function Steps({ rollout }) {
-  const steps = [...rollout.steps.map(({ share, is_shadow: isShadow }) => (isShadow ? `copies of ${percent(share)}` : `${percent(share)} of the users`)), "all users"];
+  const shares = rollout.steps.map(({ share, is_shadow: isShadow }) => (isShadow ? `copies of ${percent(share)}` : `${percent(share)} of the users`));
+  const steps = ["start and checks", ...shares, "all users"];
   const isDone = rollout.state === "done" || rollout.state === "retiring";
   const isOver = !rollout.is_running && !isDone;
-  const mark = (index) => (isDone || index < rollout.step ? "done" : index === rollout.step && !isOver ? "now" : "later");
+  const current = BEFORE_STEPS.includes(rollout.state) ? 0 : rollout.step + 1;
+  const mark = (index) => (isDone || index < current ? "done" : index === current && !isOver ? "now" : "later");
   const marks = { done: "✓ ", now: "▸ ", later: "" };
   return html`<ol class="steps" aria-label="Steps">${steps.map((text, index) => html`
     <li key=${index} class=${mark(index)} aria-current=${mark(index) === "now" ? "step" : undefined}><span aria-hidden="true">${marks[mark(index)]}</span>${text}<span class="sr">${mark(index) === "done" ? ", done" : ""}</span></li>`)}</ol>`;
