@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,10 +21,16 @@ import pytest
 from tests.support.minilm import minilm_path
 from tests.support.python_blocks import run_python_blocks
 from tests.support.serve_process import ServeProcess
+from tests.support.state_processes import kill_processes
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = DOCS / "tutorials"
-PAGES = [*sorted(TUTORIALS.glob("*.md")), DOCS / "how-to/embeddings-and-rerank.md"]
+FIRST_FLEET = TUTORIALS / "first-fleet.md"
+PAGES = [
+    *sorted({*TUTORIALS.glob("*.md")} - {FIRST_FLEET}),
+    pytest.param(FIRST_FLEET, marks=pytest.mark.exhaustive),
+    DOCS / "how-to/embeddings-and-rerank.md",
+]
 """Pages whose commands are run."""
 PORTS = ("8000", "8001", "8002")
 SMALL = "--threads 1 --kv-memory 64MiB"
@@ -111,8 +119,9 @@ def serving(command: str, terminal_environment: dict[str, str], folder: Path) ->
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) -> None:
     ports = free_ports()
+    state = Path(tempfile.mkdtemp(prefix="argosy-state-"))  # short enough for the names of sockets
     environment = os.environ | {
-        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_STATE_HOME": str(state),
         "ARGOSY_URL": f"http://127.0.0.1:{ports['8000']}",
         "COLUMNS": "200",
     }
@@ -124,13 +133,17 @@ def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) ->
         text = text.replace("make serve", ".venv/bin/argosy serve --port 8000")
         text = text.replace("sentence-transformers/all-MiniLM-L6-v2", str(minilm_path()))
         text = re.sub(r"argosy (serve|replica) ", rf"argosy \1 {SMALL} ", text)
-        text = text.replace("fleet.yaml\n", "fleet.yaml --port 8000\n")
+        text = text.replace("--config fleet.yaml\n", "--config fleet.yaml --port 8000\n")
         return re.sub(
-            r"(127\.0\.0\.1:|--port )(\d{4})\b", lambda found: found[1] + ports[found[2]], text
+            r"(127\.0\.0\.1:|--port |port: )(\d{4})\b",
+            lambda found: found[1] + ports[found[2]],
+            text,
         )
 
     printed = ""
     with ExitStack() as running:
+        running.callback(shutil.rmtree, state)
+        running.callback(kill_processes, state)
         shell = subprocess.Popen(
             ["bash"],
             cwd=tmp_path,
@@ -152,8 +165,9 @@ def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) ->
             elif language == "sh":
                 printed = terminal.run(adapt(text))
             elif title == "Output":
+                expected = adapt(text).rstrip() + "..."
                 flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-                assert CHECKER.check_output(text.rstrip() + "...", printed + "\n.", flags), printed
+                assert CHECKER.check_output(expected, printed + "\n.", flags), printed
 
 
 def test_tutorial_python_prints_answers(server: ServeProcess) -> None:

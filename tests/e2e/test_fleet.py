@@ -25,6 +25,7 @@ from tests.support.console_browser import (
     show_screen,
     sign_in,
 )
+from tests.support.state_processes import kill_processes, list_processes
 from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -79,11 +80,10 @@ class Commands:
     def processes(self) -> dict[str, psutil.Process]:
         """Return controller, gateway and replica by the subcommand that runs them."""
         found = {}
-        for process in psutil.process_iter():
+        for process in list_processes(self.folder):
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
-                state = process.environ().get("XDG_STATE_HOME")
-                if "argosy.cli" in command[:4] and state == str(self.folder):
+                if "argosy.cli" in command[:4]:
                     found[command[command.index("argosy.cli") + 1]] = process
         return found
 
@@ -98,13 +98,6 @@ class Commands:
                 if "argosy.controller_keeper" in command and str(self.folder) in command[4]:
                     process.kill()
         self.processes()["controller"].kill()
-
-    def kill_processes(self) -> None:
-        """Kill all that is left of the fleet on this machine."""
-        for process in psutil.process_iter():  # the keeper first, which was started first
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("XDG_STATE_HOME") == str(self.folder):
-                    process.kill()
 
     @property
     def url(self) -> str:
@@ -146,7 +139,7 @@ def fleet(tmp_path: Path) -> Iterator[Commands]:
     commands = Commands(tmp_path)
     commands.declare()
     yield commands
-    commands.kill_processes()
+    kill_processes(tmp_path)
 
 
 async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:

@@ -21,6 +21,7 @@ from tests.integration.fleet.launcher_suite import (
     wait_for,
 )
 from tests.support.ray_nodes import RayNodes, network_namespace
+from tests.support.state_processes import kill_processes
 from tests.support.waiting import until
 
 from argosy.fleet.launchers import (
@@ -160,7 +161,7 @@ def fleet(nodes: RayNodes, tmp_path: Path) -> Iterator[Commands]:
     fleet = Commands(tmp_path, "ray-three-nodes.yaml")
     fleet.declare(ray={"address": nodes.address})
     yield fleet
-    fleet.kill_processes()
+    kill_processes(tmp_path)
 
 
 @pytest.mark.timeout(600)
