@@ -38,14 +38,8 @@ _OBJECT_STORES = frozenset(
 )
 """Protocols of obstore, which the extra `argosy[s3]` installs."""
 _STATE_KEYS = (
-    "e_tag",
-    "ETag",
-    "etag",
-    "md5Hash",
-    "last_modified",
-    "LastModified",
-    "mtime",
-    "created",
+    *("e_tag", "ETag", "etag", "md5Hash", "content_md5"),
+    *("LastModified", "mtime", "updated", "created"),
 )
 """Names of the tag of a file's content in different file systems, then those of the time of its last change."""
 _GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
@@ -321,19 +315,8 @@ def _remote_file(
 
 def _state_of(detail: Mapping[str, Any]) -> str:
     """Return what changes with a file: the tag of its content, or else the time of its last change."""
-    for key in (
-        "ETag",
-        "etag",
-        "md5Hash",
-        "content_md5",
-        "LastModified",
-        "mtime",
-        "updated",
-        "created",
-    ):
-        if detail.get(key):
-            return f"{detail['size']} {detail[key]}"
-    return ""
+    found = next((detail[key] for key in _STATE_KEYS if detail.get(key)), None)
+    return "" if found is None else f"{detail['size']} {found}"
 
 
 def _read_text(file: Path) -> str:

