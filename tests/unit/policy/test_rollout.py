@@ -236,6 +236,16 @@ def test_promotion_without_evidence_needs_force_and_a_reason() -> None:
     pool.run_until(RolloutState.DONE)
 
 
+def test_refused_promotion_leaves_the_gate_in_force() -> None:
+    pool = bring_to(RolloutState.SOAKING)
+    pool.run_until_step(4)
+    pool.kill("v2", count=1)
+    assert "too few ready replicas" in pool.tick(FORCED).refusals[0]
+    pool.result = GateResult.ROLL_BACK
+    pool.run_until(RolloutState.ABORTED)
+    assert pool.record.cause is RollbackCause.GATE
+
+
 def test_promotion_skips_the_time_of_a_step_but_not_the_checks() -> None:
     pool = begin(RolloutPlan())
     decision = pool.tick(command(CommandKind.PROMOTE))

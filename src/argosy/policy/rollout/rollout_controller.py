@@ -46,6 +46,7 @@ from argosy.policy.traffic import PoolRoute, UserTraffic, choose_salt, heavy_ten
 _RESUMABLE_STATES = PAUSED_STATES | {RolloutState.PLANNED}
 _MAX_CHANGES = 2 * len(RolloutState)
 """Automatic transitions of one decision: the end of one rollout and the beginning of the next."""
+_BUDGET_REFUSAL = "the error budget is spent; repeat it with force and a reason to go on"
 
 
 class DeclaredVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,15 +163,16 @@ class _Machine:
         if not record.can_roll_back:
             return f"the rollout is {record.state}: {record.reason}"
         reason = command.reason or f"{command.kind} by {command.by}"
+        forced = msgspec.structs.replace(record, is_forced=record.is_forced or command.force)
         match command.kind:
             case CommandKind.ABORT:
                 self._change(Change(RolloutState.ROLLING_BACK, reason, cause=RollbackCause.COMMAND))
             case CommandKind.PROMOTE:
-                return self._promote(record, command, reason)
+                return self._promote(forced, reason)
             case CommandKind.PAUSE if record.state not in PAUSED_STATES:
                 self._change(Change(RolloutState.PAUSED, reason))
             case CommandKind.RESUME if record.state in _RESUMABLE_STATES:
-                return self._resume(record, command, reason)
+                return self._resume(forced, reason)
             case _:
                 return f"the rollout is {record.state} already"
         return ""
@@ -183,27 +185,25 @@ class _Machine:
             return ""
         return "no rollout is running"
 
-    def _promote(self, record: RolloutRecord, command: RolloutCommand, reason: str) -> str:
+    def _promote(self, record: RolloutRecord, reason: str) -> str:
         if record.active_state not in TRAFFIC_STATES:
             return f"the rollout is {record.active_state}; the candidate has not been checked yet"
-        if command.force:
-            record = self._record = msgspec.structs.replace(record, is_forced=True)
-        elif is_budget_spent(record, self._observation):
-            return "the error budget is spent; repeat it with force and a reason to go on"
+        if is_budget_spent(record, self._observation):
+            return _BUDGET_REFUSAL
         blocker = evidence_blocker(record, self._verdict)
         if blocker:
             return f"{blocker}; repeat it with force and a reason to go on without"
         change = next_step(record, self._observation, reason)
         if change is None:
             return "not all users get the candidate yet, because it has too few ready replicas"
+        self._record = record
         self._change(change)
         return ""
 
-    def _resume(self, record: RolloutRecord, command: RolloutCommand, reason: str) -> str:
-        if command.force:
-            record = self._record = msgspec.structs.replace(record, is_forced=True)
-        elif is_budget_spent(record, self._observation):
-            return "the error budget is spent; repeat it with force and a reason to go on"
+    def _resume(self, record: RolloutRecord, reason: str) -> str:
+        if is_budget_spent(record, self._observation):
+            return _BUDGET_REFUSAL
+        self._record = record
         self._change(Change(record.active_state, reason))
         return ""
 
