@@ -122,6 +122,18 @@ async def test_killed_or_stopped_monitor_leaves_no_process(
     assert (await launcher.list_replicas())["a-1-0"].attempt == 2
 
 
+async def test_damaged_status_is_replaced(
+    launcher: LocalProcessLauncher, environment: LocalEnvironment
+) -> None:
+    """A machine that loses its power may leave an empty file."""
+    await launcher.start(spec(), 1)
+    await launcher.stop("a-1-0", 1)
+    status = environment.folder / "replicas" / "a-1-0" / "status.json"
+    status.write_bytes(b"")
+    assert (await wait_for(launcher, has_exited)).attempt == 1
+    assert status.read_bytes()
+
+
 async def test_drain_deadline_holds_without_launcher(
     launcher: LocalProcessLauncher, environment: LocalEnvironment
 ) -> None:

@@ -153,7 +153,7 @@ class MonitorProcesses:
             if status is not None and status.exited_at is not None:
                 return status
             if status is None:
-                reason = "its launcher was killed before it could start it"
+                reason = "its launcher was killed before it could start it, or its status was lost"
                 status = ProcessStatus(attempt=record.attempt, monitor_pid=0, pid=0)
             else:
                 reason = "its monitor was killed, or the machine restarted"

@@ -162,12 +162,15 @@ class ReplicaFolder:
                 self.write_record(record)
 
     def read_status(self, record: LaunchRecord) -> ProcessStatus | None:
-        """Return the status that the monitor of the record's attempt wrote, or None if it wrote none."""
+        """Return the status that the monitor of the record's attempt wrote, or None if it wrote none.
+
+        None stands for a damaged file as well, which a machine that lost its power may leave.
+        """
         try:
             content = self.status_path(record.name).read_bytes()
-        except FileNotFoundError:
+            status = msgspec.json.decode(content, type=ProcessStatus)
+        except (FileNotFoundError, msgspec.DecodeError):
             return None
-        status = msgspec.json.decode(content, type=ProcessStatus)
         return status if status.attempt == record.attempt else None
 
     def write_status(self, name: str, status: ProcessStatus) -> None:
