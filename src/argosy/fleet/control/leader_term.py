@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, find_newest_revision
+from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_observer import FleetObserver
@@ -22,6 +22,7 @@ from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.model_startups import find_startups
 from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
+from argosy.fleet.control.revisions import list_known_revisions
 from argosy.gateway import FleetPools
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
@@ -41,8 +42,6 @@ MAX_OBSERVATION_GAP_S = 5.0
 """Time without observation after which the silence of a replica is no evidence against it."""
 EVENT_PRUNE_INTERVAL_S = 600.0
 """Interval at which old events are deleted."""
-MAX_KNOWN_REVISIONS = 200
-"""Number of revisions in which the settings of replicas of earlier generations are looked up."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -193,10 +192,8 @@ class LeaderTerm:
         revision = await run_in_daemon_thread(store.latest_revision, self._fleet)
         if revision is None or revision.number == self._read_revision:
             return self._declared
-        known = await run_in_daemon_thread(store.list_revisions, self._fleet, MAX_KNOWN_REVISIONS)
-        records = self._records.replicas.values()
-        if any(find_newest_revision(known, each.pool, each.generation) is None for each in records):
-            known = await run_in_daemon_thread(store.list_revisions, self._fleet, revision.number)
+        replicas = tuple(self._records.replicas.values())
+        known = await run_in_daemon_thread(list_known_revisions, store, self._fleet, replicas)
         self._read_revision = revision.number
         try:
             declared = DeclaredFleet(revision, known, self._context.folder, self._context.store_url)

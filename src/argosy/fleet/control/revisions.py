@@ -1,10 +1,16 @@
-"""Revisions of a fleet: puts a declaration in force, and reads the declaration of one."""
+"""Revisions of a fleet: puts a declaration in force, reads that of one, and finds those of running replicas."""
 
 from __future__ import annotations
 
-from argosy.fleet.control.declared_fleet import pool_digests
+from collections.abc import Iterable, Sequence
+
+from argosy.fleet.control.declared_fleet import find_newest_revision, pool_digests
+from argosy.fleet.control.fleet_records import ReplicaRecord
 from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
 from argosy.store import AuditedDecision, FleetRevision, FleetStore
+
+MAX_KNOWN_REVISIONS = 200
+"""Number of revisions in which the settings of replicas of earlier generations are looked up first."""
 
 
 def apply_declaration(
@@ -52,3 +58,15 @@ def parse_declaration(revision: FleetRevision) -> FleetConfig:
         ValueError: It is invalid for this version.
     """
     return parse_fleet(revision.declaration, f"revision {revision.number}")
+
+
+def list_known_revisions(
+    store: FleetStore, fleet: str, replicas: Iterable[ReplicaRecord]
+) -> Sequence[FleetRevision]:
+    """Return the latest revisions, newest first, among which are those of all replicas. Blocks on the store."""
+    known = store.list_revisions(fleet, MAX_KNOWN_REVISIONS)
+    if known and any(
+        find_newest_revision(known, each.pool, each.generation) is None for each in replicas
+    ):
+        return store.list_revisions(fleet, known[0].number)
+    return known

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from argosy.fleet.control.declared_fleet import find_newest_revision
 from argosy.fleet.control.fleet_records import decode_records
-from argosy.fleet.control.leader_term import MAX_KNOWN_REVISIONS
+from argosy.fleet.control.revisions import list_known_revisions
 from argosy.fleet.declaration import FleetModelConfig, parse_fleet
 from argosy.model_store import DIGEST_PREFIX, is_url, stored_digest
 from argosy.store import FleetRevision, FleetStore
@@ -46,10 +46,10 @@ def find_used_models(store: FleetStore) -> UsedModels:
 
 
 def _running_revisions(store: FleetStore, fleet: str) -> Iterator[FleetRevision]:
-    revisions = store.list_revisions(fleet, MAX_KNOWN_REVISIONS)
+    replicas, _ = decode_records(store.read_records(fleet))
+    revisions = list_known_revisions(store, fleet, replicas.values())
     yield from revisions[:1]
-    records, _ = decode_records(store.read_records(fleet))
-    for pool, generation in {(each.pool, each.generation) for each in records.values()}:
+    for pool, generation in {(each.pool, each.generation) for each in replicas.values()}:
         revision = find_newest_revision(revisions[1:], pool, generation)
         if revision is not None:
             yield revision
