@@ -50,6 +50,8 @@ class GatewayPublisher:
         self._pools: FleetPools | None = None
         self._statuses: dict[str, PoolsStatus | None] = {}
         """Latest answer of each registered gateway, by id; None if it cannot be reached."""
+        self._routed: Sequence[AbstractSet[str]] = ()
+        """Replicas that each gateway routes to that can be reached."""
         self._gateways: Sequence[GatewayRecord] = ()
         """Registered gateways, by the latest round."""
         self._others: set[str] = set()
@@ -127,12 +129,11 @@ class GatewayPublisher:
         """Return whether all gateways that can be reached route to a replica. Without gateways, all do."""
         if not self._statuses:
             return True
-        answers = self._answers
-        return bool(answers) and all(self._routes_to(status, replica) for status in answers)
+        return bool(self._routed) and all(replica in routed for routed in self._routed)
 
     def is_routed_by_any(self, replica: str) -> bool:
         """Return whether at least one gateway that can be reached routes to a replica."""
-        return any(self._routes_to(status, replica) for status in self._answers)
+        return any(replica in routed for routed in self._routed)
 
     async def run(self) -> None:
         """Publish and poll until cancelled."""
@@ -164,6 +165,10 @@ class GatewayPublisher:
         before = {name: _summarise(status) for name, status in self._statuses.items()}
         has_changed = before != {name: _summarise(status) for name, status in statuses.items()}
         self._statuses, self._updated_at = statuses, time.monotonic()
+        self._routed = [
+            {each.replica for each in status.replicas if each.status is ReplicaStatus.READY}
+            for status in self._answers
+        ]
         self._gateways = gateways
         if has_changed:
             self._on_changed()
@@ -184,13 +189,6 @@ class GatewayPublisher:
                 log.warning("gateway_not_updated", gateway=gateway.id, reason=str(error))
             return None
         return status
-
-    @staticmethod
-    def _routes_to(status: PoolsStatus, replica: str) -> bool:
-        return any(
-            routed.replica == replica and routed.status is ReplicaStatus.READY
-            for routed in status.replicas
-        )
 
 
 def _summarise(status: PoolsStatus | None) -> tuple[PoolsStatus, AbstractSet[str]] | None:
