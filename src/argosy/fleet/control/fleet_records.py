@@ -101,13 +101,8 @@ class FleetRecords:
     def load(self, records: Mapping[str, bytes]) -> None:
         """Continue with the records in the store. Those that cannot be decoded are dropped."""
         self._saved = dict(records)
-        self.replicas, self.start_times = decode_records(
-            {
-                name: record
-                for name, record in records.items()
-                if not name.startswith(PENDING_PREFIX)
-            }
-        )
+        self.replicas = decode_kind(records, REPLICA_PREFIX, ReplicaRecord)
+        self.start_times = decode_kind(records, START_TIMES_PREFIX, tuple[float, ...])
         self.scaling = decode_scaling(records)
         self.rollouts = {
             name: record for name, record in records.items() if name.startswith(_ROLLOUT_PREFIXES)
