@@ -75,7 +75,7 @@ class FleetObserver:
 
     def reading(self, replica: str) -> ReplicaHealthReading | None:
         """Return the results of the latest checks of a replica; None if no launcher lists it."""
-        found = next((each for _, each in self.listed if each.name == replica), None)
+        found = next((each[replica] for each in self._listings.values() if replica in each), None)
         return None if found is None else self._monitor.reading(found)
 
     async def close(self) -> None:
@@ -128,31 +128,14 @@ class FleetObserver:
 
     def observe(self, declared: DeclaredFleet, now: float) -> list[ObservedReplica]:
         """Join listings, checks, records and gateways. Updates the records with what is seen."""
-        observed = []
         updates_loads = now - self._loads_updated_at >= LOAD_UPDATE_INTERVAL_S
         if updates_loads:
             self._loads_updated_at = now
+        observed = []
         listed = {replica.name: (launcher, replica) for launcher, replica in self.listed}
         for name, (launcher, replica) in listed.items():
-            record = self._records.replicas.get(name) or ReplicaRecord(
-                name=name,
-                pool=replica.pool,
-                generation=replica.generation,
-                ordinal=replica.ordinal,
-                launcher=launcher,
-            )
             reading = self._monitor.reading(replica)
-            record = record.for_attempt(replica.attempt)
-            if record.ready_at is None and (reading.is_serving or replica.has_reported_ready):
-                record = msgspec.structs.replace(record, ready_at=now)
-                self._learn_start_time(declared, record, replica.started_at)
-            record = msgspec.structs.replace(
-                record,
-                url=replica.url or "",
-                node=replica.node,
-                zone=replica.zone,
-                started_at=replica.started_at,
-            )
+            record = self._update_record(declared, launcher, replica, reading, now)
             if updates_loads and reading.load is not None:
                 load = reading.load
                 record = msgspec.structs.replace(
@@ -163,14 +146,9 @@ class FleetObserver:
             self._records.replicas[name] = record
             observed.append(
                 ObservedReplica(
-                    name=name,
-                    pool=record.pool,
-                    generation=record.generation,
-                    ordinal=record.ordinal,
                     launcher=launcher,
                     state=replica.state,
                     reason=replica.reason,
-                    attempt=replica.attempt,
                     started_at=replica.started_at,
                     exited_at=replica.exited_at,
                     start_error=replica.start_error,
@@ -181,25 +159,54 @@ class FleetObserver:
                     **self._remembered(record),
                 )
             )
-        for name, record in self._records.replicas.items():
-            if name not in listed:
-                observed.append(
-                    ObservedReplica(
-                        name=name,
-                        pool=record.pool,
-                        generation=record.generation,
-                        ordinal=record.ordinal,
-                        launcher=record.launcher,
-                        attempt=record.attempt,
-                        **self._remembered(record),
-                    )
-                )
+        observed += [
+            ObservedReplica(launcher=record.launcher, **self._remembered(record))
+            for name, record in self._records.replicas.items()
+            if name not in listed
+        ]
         return observed
 
+    def _update_record(
+        self,
+        declared: DeclaredFleet,
+        launcher: str,
+        replica: LaunchedReplica,
+        reading: ReplicaHealthReading,
+        now: float,
+    ) -> ReplicaRecord:
+        """Return the record of a listed replica with what is seen of it."""
+        record = self._records.replicas.get(replica.name) or ReplicaRecord(
+            name=replica.name,
+            pool=replica.pool,
+            generation=replica.generation,
+            ordinal=replica.ordinal,
+            launcher=launcher,
+        )
+        record = record.for_attempt(replica.attempt)
+        ready_at = record.ready_at
+        if ready_at is None and (reading.is_serving or replica.has_reported_ready):
+            ready_at = now
+            source = declared.source(record.pool)
+            if source:
+                self._records.add_start_time(source, max(0.0, now - replica.started_at))
+        return msgspec.structs.replace(
+            record,
+            ready_at=ready_at,
+            url=replica.url or "",
+            node=replica.node,
+            zone=replica.zone,
+            started_at=replica.started_at,
+        )
+
     def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:
-        """Return the fields of an observation that only the store and the gateways know."""
+        """Return the fields of an observation that do not come from a launcher or a health check."""
         is_gateway = record.pool == GATEWAY_POOL
         return {
+            "name": record.name,
+            "pool": record.pool,
+            "generation": record.generation,
+            "ordinal": record.ordinal,
+            "attempt": record.attempt,
             "ready_at": record.ready_at,
             "warm_up": record.warm_up,
             "warm_up_error": record.warm_up_error,
@@ -208,13 +215,6 @@ class FleetObserver:
             "is_routed_by_any": not is_gateway and self._publisher.is_routed_by_any(record.name),
             "past_runs": record.past_runs,
         }
-
-    def _learn_start_time(
-        self, declared: DeclaredFleet, record: ReplicaRecord, started_at: float
-    ) -> None:
-        source = declared.source(record.pool)
-        if source and record.ready_at is not None:
-            self._records.add_start_time(source, max(0.0, record.ready_at - started_at))
 
 
 def _describe_activity(replica: LaunchedReplica, load: LoadResponse | None) -> str:
