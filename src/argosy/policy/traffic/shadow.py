@@ -36,7 +36,7 @@ class ShadowSampler:
     __slots__ = ("_at", "_tokens", "num_capped", "num_copied")
 
     def __init__(self) -> None:
-        self._at: float | None = None
+        self._at = float("-inf")
         self._tokens = 0.0
         self.num_copied = 0
         self.num_capped = 0
@@ -53,10 +53,8 @@ class ShadowSampler:
         if hash_point(shadow.salt, shadow.digest, request) >= shadow.fraction:
             return False
         rate = shadow.max_requests_per_s
-        capacity = max(1.0, rate)
-        elapsed_s = 0.0 if self._at is None else max(0.0, now - self._at)
-        is_first = self._at is None
-        self._tokens = capacity if is_first else min(capacity, self._tokens + elapsed_s * rate)
+        elapsed_s = max(0.0, now - self._at)
+        self._tokens = min(max(1.0, rate), self._tokens + elapsed_s * rate)
         self._at = now
         if self._tokens < 1.0:
             self.num_capped += 1
