@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from argosy.fleet.control.rollout_documents import append_command, roll_back_route
 from argosy.fleet.control.rollout_status import RolloutReport
 from argosy.policy.rollout import CommandKind, RolloutCommand
@@ -48,13 +50,8 @@ def send_command(
             f"abort is refused: the rollout is {running.state}: {running.reason}; `argosy history` lists earlier"
             " declarations, and `argosy rollback` puts one in force again"
         )
-    addressed = RolloutCommand(
-        kind=command.kind,
-        by=command.by,
-        reason=command.reason,
-        force=command.force,
-        rollout="" if running is None else running.id,
-    )
+    rollout = "" if running is None else running.id
+    addressed = msgspec.structs.replace(command, rollout=rollout)
     append_command(store, fleet, report.pool, addressed, decision)
     return addressed
 
