@@ -49,6 +49,12 @@ class RolloutObservation(msgspec.Struct, frozen=True, kw_only=True):
     error_budget: float | None = None
     """Remaining part of the error budget, from 1 to below 0; None if no objective is declared."""
 
+    @property
+    def followed_route(self) -> PoolRoute | None:
+        """The stored route if every reachable gateway follows it; otherwise None."""
+        route = self.route
+        return route if route is not None and self.routed_version >= route.version else None
+
     def status(self, digest: str) -> VersionStatus:
         """Return the replicas of a version, none if it is not known."""
         return self.versions.get(digest) or VersionStatus()

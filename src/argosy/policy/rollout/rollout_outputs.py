@@ -34,10 +34,9 @@ def split_replicas(record: RolloutRecord, observation: RolloutObservation) -> Re
     replaces them in place.
     """
     plan, needed = record.plan, observation.needed
-    candidate = _candidate_goal(record, observation)
-    stable = needed
     if record.active_state in {RolloutState.RETIRING, RolloutState.DONE}:
         return ReplicaSplit(record.stable, 0, record.candidate, needed)
+    stable, candidate = needed, _candidate_goal(record, observation)
     if plan.replaces_in_place and record.state not in ROLLBACK_STATES:
         # One after the other: the next one leaves when its predecessor's replacement is ready.
         status = observation.status(record.candidate)
@@ -113,10 +112,9 @@ def build_route(
         route: The stored route.
         now: Seconds since the epoch.
     """
-    state = record.active_state
+    state, share = record.active_state, candidate_share(record, observation)
     fields: dict[str, object] = {
         "stable": record.stable,
-        "variants": (),
         "salt": record.salt,
         "per_session_tenants": record.per_session_tenants,
         "shadow": None,
@@ -129,7 +127,6 @@ def build_route(
         share = _remaining_share(record, observation)
         if not share:
             return route.roll_back(record.reason, now)
-        fields["variants"] = (Variant(digest=record.candidate, share=share),)
     elif is_shadow_step(record):
         fields["shadow"] = ShadowCopy(
             pool=route.pool,
@@ -138,9 +135,7 @@ def build_route(
             max_requests_per_s=record.plan.max_shadow_requests_per_s,
             salt=record.salt,
         )
-    share = candidate_share(record, observation)
-    if share:
-        fields["variants"] = (Variant(digest=record.candidate, share=share),)
+    fields["variants"] = (Variant(digest=record.candidate, share=share),) if share else ()
     changed = msgspec.structs.replace(route, **fields)
     if changed == route:
         return route
@@ -151,14 +146,11 @@ def candidate_share(record: RolloutRecord, observation: RolloutObservation) -> f
     """Return the share of the users for the candidate that both versions have ready replicas for."""
     if record.active_state not in TRAFFIC_STATES:
         return 0.0
-    stable, candidate = (
-        observation.status(record.stable).ready,
-        observation.status(record.candidate).ready,
-    )
+    stable = observation.status(record.stable).ready
     return clamp_share(
         wanted_share(record),
         stable_ready=stable,
-        candidate_ready=candidate,
+        candidate_ready=observation.status(record.candidate).ready,
         needed=observation.needed,
         may_exceed=not stable or (record.plan.replaces_in_place and not is_shadow_step(record)),
     )

@@ -40,27 +40,22 @@ def find_rollback(
 ) -> Change | None:
     """Return the automatic rollback, which is due in a pause as well; None if there is no cause."""
     route, state = observation.route, record.active_state
+    candidate = observation.status(record.candidate)
     if route is not None and route.rollback is not None and route.rollout == record.id:
         return _roll_back(RollbackCause.ROUTE, route.rollback.reason)
-    if observation.status(record.candidate).failure:
-        return _roll_back(RollbackCause.FAILURE, observation.status(record.candidate).failure)
-    if (
-        state is RolloutState.CHECKING
-        and observation.status(record.candidate).check is CheckStatus.FAILED
-    ):
-        return _roll_back(
-            RollbackCause.CHECK,
-            observation.status(record.candidate).check_reason or "a pinned prompt failed",
-        )
+    if candidate.failure:
+        return _roll_back(RollbackCause.FAILURE, candidate.failure)
+    if state is RolloutState.CHECKING and candidate.check is CheckStatus.FAILED:
+        reason = candidate.check_reason or "a pinned prompt failed"
+        return _roll_back(RollbackCause.CHECK, reason)
     is_judged = state in TRAFFIC_STATES and not record.is_forced
     if is_judged and verdict is not None and verdict.rejects(record.id):
         return _roll_back(RollbackCause.GATE, verdict.reason)
     timeout_s = record.plan.start_timeout_s
     is_late = now - record.state_since >= timeout_s and observation.needed > 0
     if record.state in _START_STATES and is_late:
-        ready = observation.status(record.candidate).ready
         needed = first_replicas(record.plan, observation.needed)
-        reason = f"{ready} of {needed} replicas are ready after {timeout_s:g} s"
+        reason = f"{candidate.ready} of {needed} replicas are ready after {timeout_s:g} s"
         return _roll_back(RollbackCause.FAILURE, reason)
     return None
 
@@ -100,8 +95,8 @@ def _budget_reason(record: RolloutRecord, observation: RolloutObservation) -> st
 
 def is_settled(record: RolloutRecord, observation: RolloutObservation) -> bool:
     """Return whether all gateways follow the route with the whole share of the step."""
-    route = observation.route
-    if route is None or route.rollout != record.id or observation.routed_version < route.version:
+    route = observation.followed_route
+    if route is None or route.rollout != record.id:
         return False
     share = wanted_share(record)
     if not share:
@@ -129,7 +124,7 @@ def find_progress(
             if candidate.ready >= first > 0:
                 return Change(RolloutState.CHECKING, f"{first} replicas are warm")
         case RolloutState.CHECKING:
-            if observation.status(record.candidate).check is CheckStatus.PASSED:
+            if candidate.check is CheckStatus.PASSED:
                 state = RolloutState.STEP if plan.comparison_steps else RolloutState.SOAKING
                 return Change(state, "the pinned prompts have passed", step=0)
         case RolloutState.STEP | RolloutState.SOAKING:
@@ -218,14 +213,10 @@ def next_step(record: RolloutRecord, observation: RolloutObservation, reason: st
 
 
 def _finish(record: RolloutRecord, observation: RolloutObservation) -> Change | None:
-    route = observation.route
-    is_routed = (
+    route = observation.followed_route
+    if (
         route is not None
         and route.stable == record.candidate
-        and observation.routed_version >= route.version
-    )
-    if (
-        is_routed
         and not observation.status(record.stable).existing
         and observation.status(record.candidate).ready >= observation.needed
     ):
@@ -235,17 +226,13 @@ def _finish(record: RolloutRecord, observation: RolloutObservation) -> Change | 
 
 def _clean_up(record: RolloutRecord, observation: RolloutObservation) -> Change | None:
     """Return the next state of a rollback."""
-    route = observation.route
     if record.state is RolloutState.CLEANING:
         if not observation.status(record.candidate).existing:
             return Change(RolloutState.ABORTED, record.reason)
         return None
     if record.state is RolloutState.ROLLING_BACK:
-        is_routed = (
-            route is not None
-            and not route.share_of(record.candidate)
-            and route.shadow is None
-            and observation.routed_version >= route.version
-        )
-        return Change(RolloutState.ROLLED_BACK, record.reason) if is_routed else None
+        route = observation.followed_route
+        if route is None or route.share_of(record.candidate) or route.shadow is not None:
+            return None
+        return Change(RolloutState.ROLLED_BACK, record.reason)
     return Change(RolloutState.CLEANING, record.reason)
