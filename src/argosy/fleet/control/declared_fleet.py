@@ -258,16 +258,14 @@ class DeclaredFleet:
         return VersionTarget(self.generation(pool.name), replicas, pool.count_spares(replicas))
 
     def _desired_pool(self, pool: PoolConfig, target: VersionTarget) -> DesiredPool:
-        max_surge = pool.max_surge_count(target.replicas)
-        max_unavailable = pool.max_unavailable_count(target.replicas)
         return DesiredPool(
             name=pool.name,
             launcher=pool.launcher,
             generation=target.generation,
             replicas=target.replicas,
             spares=target.spares,
-            max_surge=max_surge,
-            max_unavailable=max_unavailable or int(max_surge + target.spares == 0),
+            max_surge=pool.max_surge_count(target.replicas),
+            max_unavailable=pool.max_unavailable_count(target.replicas, target.spares),
             restart_limits=self.restart_limits(pool),
             requires_warm_up=pool.warm_up,
             surplus_reason=target.surplus_reason,

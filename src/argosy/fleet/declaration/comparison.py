@@ -238,7 +238,10 @@ class _Effects:
                 rollout=tuple(each for pool in new for each in self._describe_rollout(pool)),
             )
         surges = {pool.name: pool.max_surge_count(pool.initial_replicas) for pool in new}
-        out = {pool.name: pool.max_unavailable_count(pool.initial_replicas) for pool in new}
+        out = {
+            pool.name: pool.max_unavailable_count(pool.initial_replicas, pool.spares)
+            for pool in new
+        }
         return _build_change(
             difference,
             ChangeEffect.REPLICAS_REPLACED,

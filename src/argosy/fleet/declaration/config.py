@@ -210,13 +210,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the maximum number of replicas beyond `replicas` during a replacement."""
         return _count_share(self.max_surge, replicas, rounds_up=True)
 
-    def max_unavailable_count(self, replicas: int) -> int:
+    def max_unavailable_count(self, replicas: int, spares: int) -> int:
         """Return the maximum number of `replicas` that may be out of service at once.
 
         It is at least 1 if there is neither a surge nor a spare, because no replica could be replaced otherwise.
         """
         count = _count_share(self.max_unavailable, replicas, rounds_up=False)
-        return count or int(self.max_surge_count(replicas) + self.spares == 0)
+        return count or int(self.max_surge_count(replicas) + spares == 0)
 
 
 class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
 from argosy.fleet.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
 from argosy.fleet.launchers import LaunchError, LaunchProbes, LaunchResources, LaunchSpec
 from argosy.model_store import DIGEST_PREFIX, open_model_store
+from argosy.policy.reconciliation import replica_name
 
 _STORED_MODEL = re.compile("sha256:[0-9a-f]{64}")
 ON_THIS_MACHINE = frozenset({"local", "simulated"})
@@ -60,39 +61,46 @@ def build_launch_spec(
     elif pool.engine != ARGOSY_ENGINE:
         command = tuple(_find_stored(argument) for argument in command)
     engine = find_engine(config, pool)
-    in_kubernetes = pool.launcher == "kubernetes"
-    return LaunchSpec(
-        name=f"{pool.name}-{generation}-{ordinal}",
+    spec = LaunchSpec(
+        name=replica_name(pool.name, generation, ordinal),
         pool=pool.name,
         generation=generation,
         ordinal=ordinal,
         command=command,
         environment={
-            name: value
-            if isinstance(value, str)
-            else _read_secret(
-                value, f"pool {pool.name}: {name}", os.environ if environ is None else environ
-            )
-            for name, value in pool.environment.items()
-            if isinstance(value, str) or not in_kubernetes
+            name: value for name, value in pool.environment.items() if isinstance(value, str)
         },
-        secret_keys={name: value.key for name, value in pool.secret_references.items()}
-        if in_kubernetes
-        else {},
         resources=_build_resources(pool),
         drain_deadline_s=pool.drain_deadline_s,
         drain_signal=engine.drain_signal,
         image=pool.image,
+    )
+    if pool.launcher == "kubernetes":
+        return _add_kubernetes_settings(spec, config, pool, engine)
+    secrets = {
+        name: _read_secret(
+            reference, f"pool {pool.name}: {name}", os.environ if environ is None else environ
+        )
+        for name, reference in pool.secret_references.items()
+    }
+    return msgspec.structs.replace(spec, environment={**spec.environment, **secrets})
+
+
+def _add_kubernetes_settings(
+    spec: LaunchSpec, config: FleetConfig, pool: PoolConfig, engine: EngineKind
+) -> LaunchSpec:
+    """Add what the cluster does itself: it resolves secrets, checks the replicas' health and evicts some."""
+    return msgspec.structs.replace(
+        spec,
+        secret_keys={name: value.key for name, value in pool.secret_references.items()},
         probes=LaunchProbes(
             ready_path=engine.ready_path,
             live_path="/health" if engine.kind == "argosy" else engine.ready_path,
             start_timeout_s=pool.start_timeout_s,
             hang_timeout_s=pool.hang_timeout_s,
-        )
-        if in_kubernetes
-        else LaunchProbes(),
-        max_unavailable=pool.max_unavailable_count(pool.initial_replicas) if in_kubernetes else 1,
-        kubernetes=config.kubernetes if in_kubernetes else None,
+        ),
+        max_unavailable=pool.max_unavailable_count(pool.initial_replicas, pool.spares),
+        kubernetes=config.kubernetes,
     )
 
 
