@@ -6,7 +6,7 @@ import asyncio
 
 from argosy.fleet.launchers.kubernetes_api import KubernetesApi, KubernetesApiError
 from argosy.fleet.launchers.kubernetes_objects import KubernetesObject, fleet_labels
-from argosy.fleet.launchers.launcher import StaleEpochError
+from argosy.fleet.launchers.launcher import refuse_stale_epoch
 
 ANNOTATION_EPOCH = "argosy.dev/epoch"
 """Annotation of a Deployment and of the ConfigMap: the highest epoch of a controller that has acted on it."""
@@ -125,6 +125,5 @@ def check_epoch(annotations: KubernetesObject, epoch: int) -> int:
         StaleEpochError: It is higher than `epoch`.
     """
     seen = int(annotations.get(ANNOTATION_EPOCH, -1))
-    if seen > epoch:
-        raise StaleEpochError(f"The action has epoch {epoch}, but {seen} has acted already")
+    refuse_stale_epoch(epoch, seen)
     return seen

@@ -16,6 +16,14 @@ class StaleEpochError(RuntimeError):
     """Raised for an action of a controller that is no longer the leader. The environment has seen a newer epoch."""
 
 
+def refuse_stale_epoch(epoch: int, highest: int) -> None:
+    """Raise `StaleEpochError` if the epoch of an action is lower than the highest one that was seen."""
+    if epoch < highest:
+        raise StaleEpochError(
+            f"epoch {epoch} is outdated; a controller with epoch {highest} has taken over"
+        )
+
+
 class LaunchError(RuntimeError):
     """Raised if a replica cannot be launched. The message says why and contains the remedy."""
 
@@ -35,6 +43,13 @@ class LaunchResources(msgspec.Struct, frozen=True, kw_only=True):
     """Labels that its node must have."""
     custom: Mapping[str, float] = {}
     """Amounts of resources with names of their own that its node must have."""
+
+    @property
+    def place(self) -> str:
+        """Zones and labels of its node in words, such as ` of zone a with disk=ssd`; empty for any node."""
+        zones = f" of zone {' or '.join(self.zones)}" if self.zones else ""
+        labels = ", ".join(f"{key}={value}" for key, value in sorted(self.labels.items()))
+        return zones + (f" with {labels}" if labels else "")
 
 
 class LaunchProbes(msgspec.Struct, frozen=True, kw_only=True):

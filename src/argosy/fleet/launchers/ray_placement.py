@@ -97,7 +97,7 @@ def rank_nodes(
 def explain_wait(resources: LaunchResources, nodes: Iterable[RayNode]) -> str:
     """Return why no node has room, such as `waiting for a GPU on any node of zone a`."""
     eligible = [node for node in nodes if _is_eligible(resources, node)]
-    place = _describe_place(resources)
+    place = resources.place
     if not eligible:
         return f"waiting for a node: the cluster has none{place}"
     large = [node for node in eligible if not _missing(resources, node.total)]
@@ -118,12 +118,6 @@ def _missing(resources: LaunchResources, offered: Mapping[str, float]) -> dict[s
     """Return the resources of which too little is offered, with the amount that is required."""
     required = required_resources(resources)
     return {name: amount for name, amount in required.items() if offered.get(name, 0.0) < amount}
-
-
-def _describe_place(resources: LaunchResources) -> str:
-    zones = f" of zone {' or '.join(resources.zones)}" if resources.zones else ""
-    labels = ", ".join(f"{key}={value}" for key, value in sorted(resources.labels.items()))
-    return zones + (f" with {labels}" if labels else "")
 
 
 def _describe_resources(amounts: Mapping[str, float]) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from argosy.fleet.launchers.launcher import LaunchedReplica, StaleEpochError
+from argosy.fleet.launchers.launcher import LaunchedReplica, refuse_stale_epoch
 from argosy.fleet.launchers.ray_cluster import RecordStore
 from argosy.policy.reconciliation import LaunchState
 
@@ -103,10 +103,7 @@ class ReplicaTable:
 
     def check_epoch(self, epoch: int) -> None:
         """Raise StaleEpochError if an epoch is outdated, and keep it if it is the highest."""
-        if epoch < self._epoch:
-            raise StaleEpochError(
-                f"epoch {epoch} is outdated; a controller with epoch {self._epoch} has taken over"
-            )
+        refuse_stale_epoch(epoch, self._epoch)
         if epoch > self._epoch:
             self._store.write(_EPOCH_KEY, b"%d" % epoch)
             self._epoch = epoch

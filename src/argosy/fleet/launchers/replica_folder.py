@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from argosy.fleet.launchers.launcher import LaunchError, StaleEpochError
+from argosy.fleet.launchers.launcher import LaunchError, refuse_stale_epoch
 from argosy.folders import replace_file
 from argosy.process import MAX_SOCKET_PATH_BYTES, create_socket_folder, format_os_error
 from argosy.process_monitor import ProcessStatus
@@ -262,10 +262,7 @@ def _try_lock(lock: int, kind: int) -> bool:
 def _check_epoch(lock: int, epoch: int) -> None:
     """Compare an epoch with the highest one, which the lock file contains, and store it there if it is higher."""
     highest = int(os.pread(lock, _EPOCH_BYTES, 0) or b"0")
-    if epoch < highest:
-        raise StaleEpochError(
-            f"epoch {epoch} is outdated; a controller with epoch {highest} has taken over"
-        )
+    refuse_stale_epoch(epoch, highest)
     if epoch > highest:
         try:
             # One write of constant length, so that a killed process leaves the old or the new epoch.

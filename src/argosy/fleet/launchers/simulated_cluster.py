@@ -16,7 +16,7 @@ from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     LaunchError,
     LaunchSpec,
-    StaleEpochError,
+    refuse_stale_epoch,
 )
 from argosy.policy.reconciliation import LaunchState
 
@@ -167,10 +167,7 @@ class SimulatedCluster:
         Raises:
             StaleEpochError: A controller with a higher epoch has acted already.
         """
-        if epoch < self._epoch:
-            raise StaleEpochError(
-                f"The action has epoch {epoch}, but {self._epoch} has acted already"
-            )
+        refuse_stale_epoch(epoch, self._epoch)
         self._epoch = epoch
 
     def start(self, spec: LaunchSpec) -> None:
@@ -357,7 +354,5 @@ _ALIVE = (LaunchState.RUNNING, LaunchState.DRAINING)
 def _waiting_reason(spec: LaunchSpec) -> str:
     resources = spec.resources
     wanted = f"{resources.accelerators} GPUs" if resources.accelerators > 1 else "a GPU"
-    place = f"any node of zone {' or '.join(resources.zones)}" if resources.zones else "any node"
-    labels = ", ".join(f"{key}={value}" for key, value in sorted(resources.labels.items()))
     what = wanted if resources.accelerators else "room"
-    return f"waiting for {what} on {place}" + (f" with {labels}" if labels else "")
+    return f"waiting for {what} on any node{resources.place}"
