@@ -14,7 +14,6 @@ from argosy.gateway.principal import TIERS, Principal
 from argosy.policy.traffic import (
     DailyWindow,
     PercentageFlag,
-    RequestConditions,
     TrafficSubject,
 )
 from argosy.store import AccountSnapshot, Tier
@@ -62,8 +61,9 @@ class ModelRoute:
     """Pairs of lower-case name and value. The value None matches any value."""
     tenants: frozenset[str] | None
     """Ids of organisations and projects."""
-    conditions: RequestConditions
-    """Conditions on times, and on parts of the tenants or users."""
+    windows: tuple[DailyWindow, ...] | None
+    """At least one of them must be open."""
+    percentage_flag: PercentageFlag | None
     tiers: frozenset[int] | None
     """Ranks of tiers (indices of `TIERS`)."""
     flags: frozenset[str] | None
@@ -96,7 +96,8 @@ class ModelRoute:
                 or principal.project in self.tenants
                 or principal.organisation in self.tenants
             )
-            and self.conditions.hold(subject, {}, now)
+            and (self.windows is None or any(window.contains(now) for window in self.windows))
+            and (self.percentage_flag is None or self.percentage_flag.is_on(subject))
         ):
             return False
         for name, value in self.headers:
@@ -169,7 +170,8 @@ def _compile_route(
         tenants=None
         if tenants is None
         else frozenset[str]().union(*(tenant_ids.get(name, ()) for name in tenants)),
-        conditions=RequestConditions(windows=config.windows or (), flag=config.percentage_flag),
+        windows=config.windows,
+        percentage_flag=config.percentage_flag,
         tiers=None if tiers is None else frozenset(map(TIERS.index, tiers)),
         flags=None if config.flags is None else frozenset(config.flags),
         unknown_tenants=tuple(name for name in tenants or () if name not in tenant_ids),

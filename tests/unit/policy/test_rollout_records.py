@@ -20,7 +20,7 @@ from argosy.policy.rollout import (
     RolloutState,
     UserRates,
 )
-from argosy.policy.traffic import PoolRoute, TrafficRoute
+from argosy.policy.traffic import PoolRoute
 
 TYPES: dict[str, type[msgspec.Struct]] = {
     each.__name__: each
@@ -31,7 +31,6 @@ TYPES: dict[str, type[msgspec.Struct]] = {
         PoolRollouts,
         PoolRoute,
         RolloutCommand,
-        TrafficRoute,
         UserRates,
     )
 }

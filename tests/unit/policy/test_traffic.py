@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
 from typing import get_args
 
@@ -17,11 +17,9 @@ from argosy.policy.traffic import (
     FlagUnit,
     PercentageFlag,
     PoolRoute,
-    RequestConditions,
     ShadowCopy,
     ShadowSampler,
     TrafficRoute,
-    TrafficRule,
     TrafficSubject,
     UserTraffic,
     Variant,
@@ -104,30 +102,6 @@ def test_chosen_salt_divides_heavy_users_more_evenly_than_the_first() -> None:
     assert choose_salt("other", "c", history, shares).salt != best.salt
 
 
-def conditions(**fields: object) -> RequestConditions:
-    return msgspec.convert(fields, RequestConditions, strict=False)
-
-
-@pytest.mark.parametrize(
-    ("given_conditions", "headers", "now", "holds"),
-    [
-        (conditions(), {}, 0.0, True),
-        (conditions(headers={"x-beta": "1"}), {"x-beta": "1"}, 0.0, True),
-        (conditions(headers={"x-beta": "1"}), {"x-beta": "2"}, 0.0, False),
-        (conditions(headers={"x-beta": None}), {"x-beta": "2"}, 0.0, True),
-        (conditions(headers={"x-beta": None}), {}, 0.0, False),
-        (conditions(tenants=["acme"]), {}, 0.0, True),
-        (conditions(tenants=["other"]), {}, 0.0, False),
-        (conditions(starts_at=5.0, ends_at=6.0), {}, 5.5, True),
-        (conditions(starts_at=5.0, ends_at=6.0), {}, 6.0, False),
-    ],
-)
-def test_conditions(
-    given_conditions: RequestConditions, headers: Mapping[str, str], now: float, holds: bool
-) -> None:
-    assert given_conditions.hold(ALICE, headers, now) is holds
-
-
 @pytest.mark.parametrize(
     ("window", "hours_open"),
     [
@@ -153,25 +127,19 @@ def test_flag_is_monotone_in_its_share(
     assert PercentageFlag(name="f", share=1.0, unit=unit).is_on(subject)
 
 
-def test_first_rule_that_matches_decides_and_weights_do_otherwise() -> None:
-    beta = TrafficRule(name="beta", conditions=conditions(headers={"x-beta": None}), pool="b")
-    testers = TrafficRule(
-        name="testers", conditions=conditions(tenants=["qa"]), prefers_candidate=True
-    )
+def test_users_are_divided_by_weight() -> None:
     pools = (WeightedPool(pool="a", weight=3.0), WeightedPool(pool="c", weight=1.0))
-    route = TrafficRoute(model="m", pools=pools, rules=(beta, testers))
-    assert route.select_pool(ALICE, {"x-beta": "1"}, 0.0) == ("b", "beta", False)
-    tester = TrafficSubject(tenant="qa", user="x")
-    choice = route.select_pool(tester, {}, 0.0)
-    assert choice.pool in {"a", "c"}
-    assert choice.prefers_candidate
+    route = TrafficRoute(model="m", pools=pools)
     users = [TrafficSubject(tenant="t", user=f"u{number}") for number in range(2_000)]
-    chosen = [route.select_pool(user, {}, 0.0).pool for user in users]
+    chosen = [route.select_by_weight(user).pool for user in users]
     assert chosen.count("c") / 2_000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_testers_get_the_candidate_until_it_is_rolled_back() -> None:
     rollout = pool_route(0.05)
-    assert rollout.select_version(tester, prefers_candidate=True) == ("v0", False)
+    assert rollout.select_version(ALICE, prefers_candidate=True) == ("v0", False)
     rolled_back = rollout.roll_back("it errs", 1.0)
-    assert rolled_back.select_version(tester, prefers_candidate=True) == ("stable", False)
+    assert rolled_back.select_version(ALICE, prefers_candidate=True) == ("stable", False)
 
 
 @pytest.mark.parametrize(

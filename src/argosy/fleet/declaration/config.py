@@ -16,7 +16,6 @@ from argosy.gateway import GatewayConfig, ModelConfig, ModelName
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import Size, parse_size
 
-NonNegative = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
 """Name that Kubernetes and Ray accept. It is short, because replicas are named `NAME-GENERATION-ORDINAL`."""

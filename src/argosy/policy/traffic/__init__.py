@@ -1,7 +1,7 @@
 """Traffic: which pool and which version of it answers a request.
 
-A `TrafficRoute` is declared for a public model name. Its rules, or its weights, select a pool, and its fallback pools
-take over from one that cannot serve in time. The `PoolRoute` of that pool selects the version. It is the one record
+A `TrafficRoute` is declared for a public model name. Its weights select a pool, and its fallback pools take over from
+one that cannot serve in time. The `PoolRoute` of that pool selects the version. It is the one record
 that a rollout writes, so a rollback is one write of `PoolRoute.roll_back`. Assignments are sticky: `hash_point` places
 each user at a fixed point, and `choose_salt` finds a salt that divides the traffic evenly. A `ShadowSampler` selects
 the requests that are copied to a version before it serves any user.
@@ -12,17 +12,14 @@ from argosy.policy.traffic.conditions import (
     DailyWindow,
     FlagUnit,
     PercentageFlag,
-    RequestConditions,
 )
 from argosy.policy.traffic.pool_route import PoolRoute, RouteRollback, Variant, VersionChoice
 from argosy.policy.traffic.salt_choice import SaltChoice, UserTraffic, choose_salt, heavy_tenants
 from argosy.policy.traffic.shadow import ShadowCopy, ShadowSampler
 from argosy.policy.traffic.sticky_hash import ALL_TENANTS, TrafficSubject, hash_point, sticky_key
 from argosy.policy.traffic.traffic_route import (
-    PoolChoice,
     ServingChoice,
     TrafficRoute,
-    TrafficRule,
     WeightedPool,
 )
 
@@ -31,16 +28,13 @@ __all__ = [
     "DailyWindow",
     "FlagUnit",
     "PercentageFlag",
-    "PoolChoice",
     "PoolRoute",
-    "RequestConditions",
     "RouteRollback",
     "SaltChoice",
     "ServingChoice",
     "ShadowCopy",
     "ShadowSampler",
     "TrafficRoute",
-    "TrafficRule",
     "TrafficSubject",
     "UserTraffic",
     "Variant",

@@ -1,8 +1,7 @@
-"""Conditions on requests: headers, tenants, times, and percentages of tenants or users."""
+"""Conditions on requests: times of the week, and percentages of tenants or users."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -68,31 +67,3 @@ class DailyWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if minute >= self.start_minute:
             return today in self.weekdays
         return minute < self.end_minute and (today - 1) % 7 in self.weekdays
-
-
-class RequestConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions that must all hold. One that is empty or None always holds."""
-
-    headers: Mapping[str, str | None] = {}
-    """Value of each header, by its lower-case name. None matches any value."""
-    tenants: tuple[str, ...] = ()
-    starts_at: float | None = None
-    """Seconds since the epoch."""
-    ends_at: float | None = None
-    windows: tuple[DailyWindow, ...] = ()
-    """At least one of them must be open."""
-    flag: PercentageFlag | None = None
-
-    def hold(self, subject: TrafficSubject, headers: Mapping[str, str], now: float) -> bool:
-        """Return whether all conditions hold for a request with these headers, by lower-case name."""
-        return (
-            (not self.tenants or subject.tenant in self.tenants)
-            and (self.starts_at is None or now >= self.starts_at)
-            and (self.ends_at is None or now < self.ends_at)
-            and (not self.windows or any(window.contains(now) for window in self.windows))
-            and all(
-                name in headers and value in {None, headers[name]}
-                for name, value in self.headers.items()
-            )
-            and (self.flag is None or self.flag.is_on(subject))
-        )

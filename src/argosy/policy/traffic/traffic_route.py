@@ -1,4 +1,4 @@
-"""Traffic route of a public model name: rules and weights that select a pool, and pools that take over."""
+"""Traffic route of a public model name: weights that select a pool, and pools that take over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.policy.traffic.conditions import RequestConditions
 from argosy.policy.traffic.shadow import ShadowCopy
 from argosy.policy.traffic.sticky_hash import TrafficSubject, choose_weighted, sticky_key
 
@@ -19,27 +18,6 @@ class WeightedPool(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
-class TrafficRule(msgspec.Struct, frozen=True, kw_only=True):
-    """Rule that sends the requests that meet its conditions to one pool, or to the candidate version of any pool."""
-
-    name: str
-    conditions: RequestConditions
-    pool: str | None = None
-    """The pool. None to select one by weight."""
-    prefers_candidate: bool = False
-    """Whether the candidate version answers while the pool has one, for example for testers. Such requests are not
-    assigned at random, so the gate of the rollout must not count them."""
-
-
-class PoolChoice(NamedTuple):
-    """Pool for a request, and why."""
-
-    pool: str
-    rule: str = ""
-    """Name of the rule that selected it; empty if the weights did."""
-    prefers_candidate: bool = False
-
-
 class ServingChoice(NamedTuple):
     """Pool that serves a request in time, or the reason why none does."""
 
@@ -49,7 +27,7 @@ class ServingChoice(NamedTuple):
 
 
 class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """Declared route of a public model name. The first rule whose conditions hold decides, otherwise the weights.
+    """Declared route of a public model name.
 
     Raises:
         ValueError: The route has no pool with a positive weight, names a pool twice, or has a weight that is not a
@@ -60,7 +38,6 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[WeightedPool, ...]
     salt: str = ""
     """Salt of the assignment to pools. Defaults to the model's name."""
-    rules: tuple[TrafficRule, ...] = ()
     fallback_pools: tuple[str, ...] = ()
     """Pools that answer, in this order, if the selected one cannot in time."""
     max_wait_s: float | None = None
@@ -81,22 +58,6 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
     def total_weight(self) -> float:
         """Sum of the weights of all pools."""
         return sum(each.weight for each in self.pools)
-
-    def select_pool(
-        self, subject: TrafficSubject, headers: Mapping[str, str], now: float
-    ) -> PoolChoice:
-        """Select the pool of a request.
-
-        Args:
-            subject: Sender of the request.
-            headers: Headers of the request, by lower-case name.
-            now: Seconds since the epoch.
-        """
-        for rule in self.rules:
-            if rule.conditions.hold(subject, headers, now):
-                pool = self.select_by_weight(subject).pool if rule.pool is None else rule.pool
-                return PoolChoice(pool, rule.name, rule.prefers_candidate)
-        return PoolChoice(self.select_by_weight(subject).pool)
 
     def select_by_weight(self, subject: TrafficSubject) -> WeightedPool:
         """Select the pool for the sender of a request by weight alone."""
