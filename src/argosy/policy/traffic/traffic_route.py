@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.policy.traffic.shadow import ShadowCopy
 from argosy.policy.traffic.sticky_hash import TrafficSubject, choose_weighted, sticky_key
 
 
@@ -36,14 +35,10 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     pools: tuple[WeightedPool, ...]
-    salt: str = ""
-    """Salt of the assignment to pools. Defaults to the model's name."""
     fallback_pools: tuple[str, ...] = ()
     """Pools that answer, in this order, if the selected one cannot in time."""
     max_wait_s: float | None = None
     """Longest time in the queue before a fallback pool takes over. None means any time."""
-    shadow: ShadowCopy | None = None
-    """Copies of requests that are sent to another pool and compared."""
 
     def __post_init__(self) -> None:
         names = [each.pool for each in self.pools]
@@ -64,7 +59,7 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
         pools = [each for each in self.pools if each.weight]
         shares = [(each.pool, each.weight / self.total_weight) for each in pools[:-1]]
         key = sticky_key(subject, ())
-        name = choose_weighted(self.salt or self.model, key, shares)
+        name = choose_weighted(self.model, key, shares)
         return next((each for each in pools if each.pool == name), pools[-1])
 
     def select_serving_pool(self, pool: str, waits_s: Mapping[str, float | None]) -> ServingChoice:
