@@ -85,7 +85,7 @@ def collect_garbage(
         partial = [file for file in _list(store.partial) if _age_s(file) > PARTIAL_AGE_S]
         garbage = Garbage(
             versions=removed,
-            models=tuple(set(models) - {version.digest for version in removed}),
+            models=tuple(sorted(set(models) - {version.digest for version in removed})),
             blobs=len(blobs),
             partial_files=len(partial),
             size=sum(file.stat().st_size for file in (*blobs, *partial) if file.is_file()),
