@@ -155,8 +155,8 @@ class FleetRollouts:
         The replicas of a version that a rollout adds or removes are part of its version only. All others serve by
         default, also those that are replaced without a rollout.
         """
-        default = list(members)
         published = []
+        in_versions: set[str] = set()
         for name, rollout in sorted(self._pools.items()):
             pool, route, record = declared.config.find_pool(name), rollout.route, rollout.record
             if pool is None or route is None:
@@ -172,7 +172,7 @@ class FleetRollouts:
                 ]
                 if own:
                     versions[digest] = [declared.published_replica(each) for each in own]
-                    default = [each for each in default if each not in own]
+                    in_versions |= {each.name for each in own}
             published.append(
                 PublishedVersions(
                     model=pool.model,
@@ -181,7 +181,7 @@ class FleetRollouts:
                     comparison=rollout.comparison,
                 )
             )
-        return default, published
+        return [each for each in members if each.name not in in_versions], published
 
     async def _release(self, stored: RolloutDocuments, now: float) -> None:
         """End the rollouts of a pool that declares none any more."""

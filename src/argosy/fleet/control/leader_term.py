@@ -219,8 +219,8 @@ class LeaderTerm:
                     name, report, pending.get(name), now
                 )
                 continue
-            changed = report.phase is not record.phase
-            if changed or not record.phase_since:
+            is_new = report.phase is not record.phase or not record.phase_since
+            if is_new:
                 self._record(
                     "replica_phase",
                     record.pool,
@@ -240,7 +240,7 @@ class LeaderTerm:
                 record,
                 phase=report.phase,
                 reason=report.reason + self._estimate(record, report, declared, now),
-                phase_since=record.phase_since if not changed and record.phase_since else now,
+                phase_since=now if is_new else record.phase_since,
             )
 
     def _estimate(
