@@ -107,14 +107,8 @@ def _plan_first_start(new: FleetConfig) -> Iterator[PlannedChange]:
         value = getattr(new, field.name)
         if field.name == "pools":
             for pool in value:
-                count = pool.initial_replicas + pool.count_spares(pool.initial_replicas)
-                yield _build_change(
-                    _Difference(("pools", f"[{pool.name}]"), None, pool),
-                    ChangeEffect.REPLICAS_STARTED,
-                    pools=(pool.name,),
-                    count=count,
-                    at_once=count,
-                )
+                difference = _Difference(("pools", f"[{pool.name}]"), None, pool)
+                yield _plan_count(difference, pool.name, _count_replicas(pool))
         elif field.name == "models":
             for model in value:
                 yield _build_change(
