@@ -265,6 +265,8 @@ async def test_decisions_apply_to_all_gateways_and_outlive_them(
                     assert (await decide(one, "drain", "r0", reason="disk"))["persistent"] is True
                     await decide(one, "weight", "r0", weight=0.5)
                     await decide(one, "undrain", "r1")
+                    for weight in (2.0, 3.0, 4.0):
+                        await decide(one, "weight", "r1", weight=weight)
                     await wait_for(two, "r0", state="draining", weight=0.5, phase="draining")
                     await wait_for(two, "r1", status="ready")
             async with (
@@ -273,12 +275,18 @@ async def test_decisions_apply_to_all_gateways_and_outlive_them(
             ):
                 await wait_for(client, "r0", state="draining", weight=0.5)
                 await wait_for(client, "r1", state="active")
-                decisions = [
-                    (event["replica"], event["action"], event["reason"])
-                    for event in (await client.get("/admin/replicas/events")).json()["data"]
-                    if event["action"]
+                decisions, own_decisions = [
+                    [
+                        (event["replica"], event["action"], event["reason"])
+                        for event in (await client.get(f"/admin/replicas/events{query}")).json()[
+                            "data"
+                        ]
+                        if event["action"]
+                    ]
+                    for query in ("", "?model=big&replica=r0&limit=5")
                 ]
-        assert decisions == [("r1", "undrain", ""), ("r0", "weight", ""), ("r0", "drain", "disk")]
+        assert own_decisions == [("r0", "weight", ""), ("r0", "drain", "disk")]
+        assert decisions == [*[("r1", "weight", "")] * 3, ("r1", "undrain", ""), *own_decisions]
         (entry,) = accounts.store.audit_log.list_entries(action_prefix="replica.drain")
         assert (entry.subject, entry.organisation) == ("big/r0", None)
         assert entry.actor.startswith("key:")

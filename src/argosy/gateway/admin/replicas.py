@@ -88,7 +88,7 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
         for change in pool.status_changes
     ]
     if scope.store is not None:
-        entries = await run_in_daemon_thread(_read_decisions, scope.store, query.limit)
+        entries = await run_in_daemon_thread(_read_decisions, scope.store, query)
         models = [pool.model for pool in scope.replicas.pools()]
         events += [_to_event_view(entry, models) for entry in entries]
     matching = [
@@ -182,8 +182,12 @@ def _build_pool_view(pool: Pool) -> PoolView:
     )
 
 
-def _read_decisions(store: Store, limit: int) -> list[AuditEntry]:
-    return store.audit_log.list_entries(action_prefix=AUDIT_ACTIONS, limit=limit)
+def _read_decisions(store: Store, query: EventsQuery) -> list[AuditEntry]:
+    is_about_one = query.model is not None and query.replica is not None
+    subject = f"{query.model}/{query.replica}" if is_about_one else None
+    return store.audit_log.list_entries(
+        subject=subject, action_prefix=AUDIT_ACTIONS, limit=query.limit
+    )
 
 
 def _to_event_view(entry: AuditEntry, models: Sequence[str]) -> ReplicaEventView:
