@@ -23,7 +23,7 @@ from tests.support.console_browser import (
 )
 from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
 from tests.support.organisations import AdminGateway
-from tests.support.stored_rollout import POOL, StoredRollout
+from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
 from argosy.fleet.control import ReplicaRecord
 from argosy.policy.reconciliation import ReplicaPhase
@@ -31,7 +31,7 @@ from argosy.protocol import format_event
 from argosy.store import ReplicaLogRun
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser
+    from playwright.async_api import Browser, FilePayload, Locator, Page
 
 AXE = Path(__file__).parents[1] / "js" / "node_modules" / "axe-core" / "axe.min.js"
 pytestmark = BROWSER_MARKS
@@ -232,9 +232,10 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.locator(".diff .add", has_text="+ pools[chat].replicas: 3").wait_for()
     await page.get_by_text("Revision 2", exact=True).click()
     await page.get_by_role("button", name="Put it in force again").first.click()
-    await dialog.locator(".diff .del", has_text="- pools[chat].replicas: 3").wait_for()
+    await dialog.get_by_text("~ pools[chat].replicas: 3 -> 2   (1 replica stopped)").wait_for()
     await dialog.get_by_role("button", name="Apply").click()
     await page.get_by_text("Revision 4", exact=True).wait_for()
+    await apply_declaration(page, stored)
     failed = ReplicaRecord(
         name="chat-2-0",
         pool=POOL,
@@ -249,7 +250,36 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.get_by_role("link", name="Overview").click()
     await page.get_by_text("Replica chat-2-0 does not stay up: it crashed 3 times.").wait_for()
     await page.get_by_text("waits for a person").wait_for()
-    await page.get_by_text("has 1 of at least 2 replicas").wait_for()
+    await page.get_by_text("has 1 of at least 5 replicas").wait_for()
+
+
+async def apply_declaration(page: Page, stored: StoredRollout) -> None:
+    """Plan and apply a declaration, while another operator applies one meanwhile."""
+    await page.get_by_role("button", name="Edit the declaration").click()
+    editor = page.get_by_label(re.compile("^Declaration in YAML or JSON"))
+    edited = (await editor.input_value()).replace("replicas: 2", "replicas: 5")
+    command = json.dumps([HOSTILE, "{port}"])
+    await choose_file(page, editor, f"{edited}engines: {{own: {{command: {command}}}}}\n")
+    await page.get_by_role("alert").get_by_text("engines: it decides what the machines").wait_for()
+    await choose_file(page, editor, edited)
+    plan = page.get_by_role("region", name="Plan", exact=True)
+    await plan.get_by_text("~ pools[chat].replicas: 2 -> 5   (3 replicas started)").wait_for()
+    stored.store.apply("demo", DECLARATION, {POOL: NEW}, author="another operator", after=4)
+    await page.get_by_label("Why, for the history").fill("a launch")
+    await page.get_by_role("button", name="Apply").click()
+    await page.get_by_text("Revision 5 was applied meanwhile.").wait_for()
+    await page.get_by_role("button", name="Plan").click()
+    await page.get_by_text("Revision 5 was applied since you began with revision 4.").wait_for()
+    await page.get_by_role("button", name="Apply").click()
+    await page.get_by_text("Revision 6", exact=True).wait_for()
+
+
+async def choose_file(page: Page, editor: Locator, text: str) -> None:
+    """Load a file into the editor of the declaration, and plan it."""
+    file: FilePayload = {"name": "fleet.yaml", "mimeType": "text/yaml", "buffer": text.encode()}
+    await page.get_by_label("Or a file").set_input_files(file)
+    await load_playwright().expect(editor).to_have_value(text)
+    await page.get_by_role("button", name="Plan").click()
 
 
 async def test_routing_screen_previews_a_replica_and_shows_what_is_cached(

@@ -13,12 +13,22 @@ from msgspec import Meta
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import Reason
 from argosy.gateway.admin.schemas import Page
-from argosy.gateway.fleet_control import FleetChangeView, FleetRevisionView, FleetView
+from argosy.gateway.fleet_control import (
+    FleetDeclarationView,
+    FleetPlanView,
+    FleetRevisionView,
+    FleetView,
+)
 from argosy.policy.rollout import CommandKind
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetEvent
 
 POLL_INTERVAL_S = 0.5
+MAX_DECLARATION_CHARACTERS = 256 * 1024
+"""Size of a declaration. Larger ones belong in files, for the command line."""
+
+Declaration = Annotated[str, Meta(min_length=1, max_length=MAX_DECLARATION_CHARACTERS)]
+"""Declaration of a fleet in YAML or JSON."""
 
 endpoints = AdminEndpoints()
 
@@ -98,6 +108,13 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Revision whose declaration would be put in force again."""
 
 
+class DeclarationQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a declaration."""
+
+    revision: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Revision. By default the one in force."""
+
+
 @endpoints.register("GET", "/admin/fleet", "viewer", "gateway")
 def get_fleet(scope: AdminScope, request: AdminRequest) -> FleetView:  # noqa: ARG001 - the whole fleet
     """Get the declared fleet: pools, replicas, rollouts and decisions of the autoscalers."""
@@ -113,13 +130,43 @@ def list_fleet_revisions(scope: AdminScope, request: AdminRequest) -> Page[Fleet
 
 
 @endpoints.register("GET", "/admin/fleet/plan", "viewer", "gateway", query_type=PlanQuery)
-def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> Page[FleetChangeView]:
-    """List what putting the declaration of an earlier revision in force again would change."""
-    changes = scope.declared_fleet.plan_rollback(request.query.revision)
-    return Page(data=changes, has_more=False, first_id=None, last_id=None)
+def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> FleetPlanView:
+    """Show what putting the declaration of an earlier revision in force again would change."""
+    return scope.declared_fleet.plan_rollback(request.query.revision)
+
+
+@endpoints.register(
+    "GET", "/admin/fleet/declaration", "operator", "gateway", query_type=DeclarationQuery
+)
+def get_fleet_declaration(scope: AdminScope, request: AdminRequest) -> FleetDeclarationView:
+    """Get the declaration in force, or that of a revision, in YAML."""
+    return scope.declared_fleet.read_declaration(request.query.revision)
+
+
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A declaration that may be applied."""
+
+    declaration: Declaration
+
+
+@endpoints.register(
+    "POST", "/admin/fleet/plan", "operator", "gateway", body_type=PlanChange, is_safe=True
+)
+def plan_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetPlanView:
+    """Show what applying a declaration would change. Nothing is changed."""
+    return scope.declared_fleet.plan_change(request.body.declaration)
 
 
 # --- decisions -----------------------------------------------------------------------------------
+
+
+class ApplyChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Puts a declaration in force."""
+
+    declaration: Declaration
+    after: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    """Revision with which the caller has compared it (`revision` of its plan). A later one is a conflict."""
+    reason: Reason = ""
 
 
 class RollBackFleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,6 +213,15 @@ class RolloutCommandView(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     rollout: str
     command: CommandKind
+
+
+@endpoints.register("POST", "/admin/fleet/apply", "operator", "gateway", body_type=ApplyChange)
+def apply_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
+    """Put a declaration in force as a new revision, except for what only the command line may change."""
+    body, (fleet, _) = request.body, scope.fleet
+    control = scope.declared_fleet
+    revision = control.apply_change(body.declaration, body.after, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet, revision=revision)
 
 
 @endpoints.register("POST", "/admin/fleet/rollback", "operator", "gateway", body_type=RollBackFleet)
