@@ -212,10 +212,12 @@ async def test_new_key_is_shown_once_and_works(
 async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     browser: Browser, admin_gateway: AdminGateway
 ) -> None:
-    stored = StoredRollout(admin_gateway.store.fleets)
-    stored.decide_once()
     page = await open_console(browser, admin_gateway)
     await page.goto(f"{admin_gateway.client.base_url}/#/models")
+    await page.get_by_text("The fleet 'demo' was never applied.").wait_for()
+    stored = StoredRollout(admin_gateway.store.fleets)
+    stored.decide_once()
+    await admin_gateway.create("/admin/replicas/cordon", {"model": "big", "replica": "a"})
     await page.locator(".steps .now", has_text="copies of 10 %").wait_for()
     needed = page.get_by_role("meter", name="Errors: no worse")
     await load_playwright().expect(needed).to_have_attribute("aria-valuetext", "1 of 20")
