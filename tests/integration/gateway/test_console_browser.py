@@ -174,12 +174,14 @@ async def test_dragging_over_a_chart_sets_the_range_and_changes_are_marked(
     await over.hover(position={"x": 40, "y": 50})
     await page.mouse.down()
     await over.hover(position={"x": 240, "y": 50})
-    await page.mouse.up()
+    async with page.expect_request(re.compile(r"admin/audit\?since=\d+&until=\d+")) as marks:
+        await page.mouse.up()
     await page.wait_for_url(re.compile(r"from=\d+&to=\d+"))
     shown = dict(parse_qsl(urlsplit(page.url).fragment.partition("?")[2]))
     entered = await page.get_by_label("From (UTC)").input_value()
     begin = datetime.fromisoformat(entered).replace(tzinfo=UTC)
     assert begin.timestamp() == int(shown["from"])
+    assert f"since={shown['from']}&until={shown['to']}&" in (await marks.value).url
     await over.dblclick(position={"x": 40, "y": 50})
     await page.wait_for_url(re.compile("#/overview$|/$"))
     async with page.expect_download() as download:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import Reason
-from argosy.gateway.admin.schemas import Page
+from argosy.gateway.admin.schemas import Page, split_names
 from argosy.gateway.fleet_control import (
     FleetDeclarationView,
     FleetPlanView,
@@ -21,7 +21,7 @@ from argosy.gateway.fleet_control import (
 )
 from argosy.policy.rollout import CommandKind
 from argosy.process import run_in_daemon_thread
-from argosy.store import FleetEvent
+from argosy.store import FleetEvent, Timestamp
 
 POLL_INTERVAL_S = 0.5
 MAX_DECLARATION_CHARACTERS = 256 * 1024
@@ -43,8 +43,14 @@ class FleetEventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Only events of this replica."""
     pool: Annotated[str, Meta(max_length=200)] | None = None
     """Only events of this pool."""
-    kind: Annotated[str, Meta(max_length=100)] | None = None
-    """Only events of this kind, such as `scaling_decision`."""
+    kind: Annotated[str, Meta(max_length=1000)] = ""
+    """Only events of these kinds, separated by commas, such as `scaling_decision`."""
+    outcome: Annotated[str, Meta(max_length=100)] | None = None
+    """Only events with this outcome, such as `failed`."""
+    since: Timestamp | None = None
+    """Only events at this time or later."""
+    until: Timestamp | None = None
+    """Only events before this time."""
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
     """How long to wait for an event if there is none after `after`."""
 
@@ -77,7 +83,10 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
         limit=query.limit,
         replica=query.replica,
         pool=query.pool,
-        kind=query.kind,
+        kinds=split_names(query.kind),
+        outcome=query.outcome,
+        since=query.since,
+        until=query.until,
     )
     deadline = time.monotonic() + query.wait_s
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -88,13 +89,15 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
         for change in pool.status_changes
     ]
     if scope.store is not None:
-        entries = await run_in_daemon_thread(_read_decisions, scope.store, query.limit)
+        entries = await run_in_daemon_thread(_read_decisions, scope.store, query)
         models = [pool.model for pool in scope.replicas.pools()]
         events += [_to_event_view(entry, models) for entry in entries]
     matching = [
         event
         for event in events
-        if query.model in {None, event.model} and query.replica in {None, event.replica}
+        if query.model in {None, event.model}
+        and query.replica in {None, event.replica}
+        and (query.since or 0.0) <= event.at < (query.until or math.inf)
     ]
     matching.sort(key=lambda event: event.at, reverse=True)
     return _build_page(matching[: query.limit], has_more=len(matching) > query.limit)
@@ -182,8 +185,10 @@ def _build_pool_view(pool: Pool) -> PoolView:
     )
 
 
-def _read_decisions(store: Store, limit: int) -> list[AuditEntry]:
-    return store.audit_log.list_entries(action_prefix=AUDIT_ACTIONS, limit=limit)
+def _read_decisions(store: Store, query: EventsQuery) -> list[AuditEntry]:
+    return store.audit_log.list_entries(
+        action_prefix=AUDIT_ACTIONS, since=query.since, until=query.until, limit=query.limit
+    )
 
 
 def _to_event_view(entry: AuditEntry, models: Sequence[str]) -> ReplicaEventView:
