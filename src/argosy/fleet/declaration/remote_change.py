@@ -48,6 +48,8 @@ _PROTECTED_POOL_SETTINGS = ("environment", "image", "launcher")
 _REMOTE_CODE_OPTION = "trust_remote_code"
 _PROTECTED_OPTIONS = frozenset({"chat_template", "generation_config", _REMOTE_CODE_OPTION})
 """Options that name files or programs. Engines other than `argosy` have too many to list."""
+MAX_ITEMS = 1000
+"""Maximum number of pools, of routes, and of names of models, so that no check takes long."""
 _MODEL_IDENTITY = ("source", "revision", "digest")
 
 
@@ -64,6 +66,15 @@ def check_remote_change(old: FleetConfig, new: FleetConfig) -> None:
     Raises:
         SettingError: The new declaration changes such a setting.
     """
+    names = sum(1 + len(model.aliases) + len(model.traffic) for model in new.models)
+    for section, count in (
+        ("models", names),
+        ("pools", len(new.pools)),
+        ("routes", len(new.routes)),
+    ):
+        if count > MAX_ITEMS:
+            problem = f"it has more than {MAX_ITEMS:,} items or names. Use `argosy apply`."
+            raise SettingError(f"{section}: {problem}", (section,))
     for field in msgspec.structs.fields(new):
         is_open = field.encode_name in _OPEN_SECTIONS
         if not is_open and getattr(old, field.name) != getattr(new, field.name):

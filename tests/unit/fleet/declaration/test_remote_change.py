@@ -58,6 +58,11 @@ def old() -> FleetConfig:
         ("argosy.db", "other.db", "store"),
         ("fleet: demo", "auth: {mode: disabled}", "auth"),
         ("fleet: demo", "log_content: true", "log_content"),
+        (
+            "source: owner/chat",
+            f"source: owner/chat, aliases: {[*map(str, range(1000))]}",
+            "models",
+        ),
     ],
 )
 def test_command_line_alone_decides_what_machines_run_read_and_trust(
