@@ -522,6 +522,20 @@ async def test_audit_log_names_the_actor_and_is_verified(
         query = {"before": newest["last_id"], "limit": 1}
         older = success(await client.get("/admin/audit", params=query))
         assert older["data"][0]["entry"] == newest["data"][0]["entry"] - 1
+        entries = success(await client.get("/admin/audit?limit=1000"))["data"]
+        for since, until in (
+            (entry["at"], entry["at"] + 1e-6),
+            (0.0, entry["at"]),
+            (entry["at"], 1e10),
+        ):
+            query = {"since": since, "until": until, "action": "key.,organisation.create"}
+            listed = success(await client.get("/admin/audit", params=query))["data"]
+            assert listed == [
+                each
+                for each in entries
+                if since <= each["at"] < until
+                and each["action"].startswith(("key.", "organisation.create"))
+            ]
         result = success(await client.get("/admin/audit/verify"))
         assert (result["entries"], result["broken"]) == (newest["data"][0]["entry"], None)
 

@@ -18,7 +18,7 @@ from tests.support.organisations import (
     unique_name,
     user_body,
 )
-from tests.support.stored_rollout import POOL, StoredRollout
+from tests.support.stored_rollout import DECLARATION, POOL, StoredRollout
 
 from argosy.fleet.control import StoredFleetControl
 from argosy.gateway.admin.app import ENDPOINTS
@@ -161,6 +161,24 @@ CASES: dict[str, EndpointCase] = {
     "list_fleet_revisions": EndpointCase("viewer", "gateway", is_organisation_independent=True),
     "plan_fleet_rollback": EndpointCase(
         "viewer", "gateway", query=lambda _: {"revision": 1}, is_organisation_independent=True
+    ),
+    "get_fleet_declaration": EndpointCase("operator", "gateway", is_organisation_independent=True),
+    "plan_fleet_change": EndpointCase(
+        "operator",
+        "gateway",
+        body=lambda _: {"declaration": DECLARATION.decode()},
+        is_organisation_independent=True,
+    ),
+    "apply_fleet_change": EndpointCase(
+        "operator",
+        "gateway",
+        body=alternate(
+            {"declaration": DECLARATION.decode(), "after": 3},
+            {
+                "declaration": DECLARATION.decode().replace('"replicas": 2', "replicas: 1"),
+                "after": 4,
+            },
+        ),
     ),
     "roll_back_fleet": EndpointCase(
         "operator", "gateway", body=alternate({"revision": 1}, {"revision": 3})

@@ -27,6 +27,7 @@ from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
+    from argosy.fleet.control import FleetPlan
     from argosy.fleet.declaration import FleetConfig, PlannedChange
     from argosy.store import FleetRevision
 
@@ -76,9 +77,9 @@ def plan(
     """
     with open_declared(files, overlays, store) as (target, config):
         check_launchers(target, config)
-        changes = _compare(target.latest(), config)
-        _show_changes(target, changes, json=json)
-    if exit_code and changes:
+        fleet_plan = _plan(target, target.latest(), config)
+        _show_plan(fleet_plan, json=json)
+    if exit_code and fleet_plan.changes:
         raise typer.Exit(EXIT_CHANGES)
 
 
@@ -115,8 +116,7 @@ def diff(
         if json:
             print_json(list(changes))
         else:
-            for change in changes:
-                typer.echo(_format_change(change))
+            _show_changes(changes)
     if changes:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -135,7 +135,13 @@ def history(
     """List the revisions of a fleet, or the changes of one."""
     with open_fleet(files, fleet, store) as target:
         if number is not None:
-            _show_changes(target, _changes_of(target, number), json=json, disturbs=False)
+            changes = _changes_of(target, number)
+            if json:
+                print_json({"changes": list(changes)})
+            elif changes:
+                _show_changes(changes)
+            else:
+                typer.echo("Nothing changes.")
             return
         counted = [
             (revision, len(_changes_of(target, revision.number)))
@@ -270,13 +276,13 @@ def _apply(
     """Put a declaration in force, unless it is already."""
     check_launchers(target, config)
     latest = target.latest()
-    changes = _compare(latest, config)
-    if not changes and latest is not None:
+    fleet_plan = _plan(target, latest, config)
+    if not fleet_plan.changes and latest is not None:
         if not quiet:
             typer.echo(f"Nothing changes: revision {latest.number} is in force.", err=True)
         return
     if not quiet:
-        _show_changes(target, changes, json=False)
+        _show_plan(fleet_plan, json=False)
     if asks and sys.stdin.isatty() and not typer.confirm("Apply?"):
         raise typer.Exit(EXIT_FAILURE)
     revision = target.apply(
@@ -321,56 +327,27 @@ def _changes_of(target: FleetTarget, number: int) -> tuple[PlannedChange, ...]:
     return _compare(before, parse_revision(fleets.get_revision(target.name, number)))
 
 
-def _show_changes(
-    target: FleetTarget, changes: tuple[PlannedChange, ...], *, json: bool, disturbs: bool = True
-) -> None:
-    from argosy.fleet.control import decode_records
+def _plan(target: FleetTarget, latest: FleetRevision | None, config: FleetConfig) -> FleetPlan:
+    from argosy.fleet.control import plan_declaration
 
-    replicas, _ = decode_records(target.store.fleets.read_records(target.name))
-    moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
-    affected = [record for record in replicas.values() if record.pool in moved]
-    running = sum(record.running for record in affected)
-    cached_tokens = sum(record.cached_tokens for record in affected)
+    old = None if latest is None else parse_revision(latest)
+    return plan_declaration(target.store.fleets, target.name, old, config)
+
+
+def _show_plan(fleet_plan: FleetPlan, *, json: bool) -> None:
     if json:
-        disturbed = {"running_requests": running, "cached_tokens": cached_tokens}
-        print_json({"changes": list(changes), "disturbs": disturbed})
+        disturbed = {
+            "running_requests": fleet_plan.running_requests,
+            "cached_tokens": fleet_plan.cached_tokens,
+        }
+        print_json({"changes": list(fleet_plan.changes), "disturbs": disturbed})
         return
-    if not changes:
-        typer.echo("Nothing changes.")
+    for line in fleet_plan.describe():
+        typer.echo(line)
+
+
+def _show_changes(changes: tuple[PlannedChange, ...]) -> None:
+    from argosy.fleet.control import describe_change
+
     for change in changes:
-        typer.echo(_format_change(change))
-    if disturbs:
-        for sentence in dict.fromkeys(each for change in changes for each in change.rollout):
-            typer.echo(sentence)
-    if disturbs and affected:
-        typer.echo(
-            f"Moves up to {running} running requests, and gives up {cached_tokens:,} cached prompt tokens."
-        )
-
-
-def _stops_replicas(change: PlannedChange) -> bool:
-    from argosy.fleet.declaration import ChangeEffect
-
-    return change.effect in {ChangeEffect.REPLICAS_REPLACED, ChangeEffect.REPLICAS_STOPPED}
-
-
-def _format_change(change: PlannedChange) -> str:
-    """Return a change as one line, such as `~ pools[chat].replicas: 2 -> 3   (1 replica started)`."""
-    import msgspec
-
-    def show(value: object) -> str:
-        return msgspec.json.encode(value).decode()
-
-    signs = {"add": "+", "change": "~", "remove": "-"}
-    values = {
-        "add": show(change.new),
-        "change": f"{show(change.old)} -> {show(change.new)}",
-        "remove": show(change.old),
-    }
-    effect = "" if change.effect == "none" else str(change.effect)
-    if change.count:
-        effect = f"{change.count} {effect if change.count > 1 else effect.replace('s ', ' ', 1)}"
-    if effect.endswith("replaced"):
-        effect += f", {change.at_once} at a time"
-    line = f"{signs[change.action]} {change.path}: {values[change.action]}"
-    return f"{line}   ({effect})" if effect else line
+        typer.echo(describe_change(change))

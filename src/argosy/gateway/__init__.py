@@ -25,6 +25,8 @@ from argosy.gateway.console import ConsoleConfig
 from argosy.gateway.fleet_control import (
     FleetChangeView,
     FleetControl,
+    FleetDeclarationView,
+    FleetPlanView,
     FleetPoolView,
     FleetReplicaView,
     FleetRevisionView,
@@ -64,6 +66,8 @@ __all__ = [
     "DemandReport",
     "FleetChangeView",
     "FleetControl",
+    "FleetDeclarationView",
+    "FleetPlanView",
     "FleetPoolView",
     "FleetPools",
     "FleetReplicaView",

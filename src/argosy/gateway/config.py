@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -457,7 +458,7 @@ def _check_routes(config: GatewayConfig, model_names: list[str]) -> None:
 
 
 def _reject_duplicates(subject: str, names: list[str], path: SettingPath) -> None:
-    duplicates = {name for name in names if names.count(name) > 1}
+    duplicates = {name for name, count in Counter(names).items() if count > 1}
     if duplicates:
         raise SettingError(f"{subject} {min(duplicates)!r} is defined twice. Keep one.", path)
 

@@ -146,6 +146,29 @@ class FleetChangeView(msgspec.Struct, frozen=True, kw_only=True):
     """Number of replicas, or of gateways, that it concerns."""
 
 
+class FleetPlanView(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes that a declaration would make, and what they would disturb."""
+
+    revision: int
+    """Number of the revision in force, with which it was compared."""
+    changes: list[FleetChangeView]
+    running_requests: int
+    """Number of requests that run on replicas that would stop or be replaced."""
+    cached_tokens: int
+    """Number of tokens of prompts in the KV caches of these replicas."""
+    lines: list[str]
+    """The plan as `argosy plan` prints it."""
+
+
+class FleetDeclarationView(msgspec.Struct, frozen=True, kw_only=True):
+    """A declaration that was applied."""
+
+    fleet: str
+    revision: int
+    declaration: str
+    """The declaration in YAML, without the settings that have their defaults."""
+
+
 class FleetRevisionView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
     """A declaration that was applied, and how it differs from the one before."""
 
@@ -179,7 +202,41 @@ class FleetControl(Protocol):
             before: Only revisions with lower numbers.
         """
 
-    def plan_rollback(self, revision: int) -> list[FleetChangeView]:
+    def read_declaration(self, revision: int | None) -> FleetDeclarationView:
+        """Return the declaration of a revision, or the one in force.
+
+        Raises:
+            NotFoundError: There is no such revision.
+            ValueError: The declaration is invalid for this version.
+        """
+
+    def plan_change(self, declaration: str) -> FleetPlanView:
+        """Return what applying a declaration would change.
+
+        Args:
+            declaration: The declaration in YAML or JSON.
+
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ValueError: The declaration is invalid, or changes what only the command line may change.
+        """
+
+    def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
+        """Put a declaration in force, and return the number of the new revision.
+
+        Args:
+            declaration: The declaration in YAML or JSON.
+            after: Number of the revision that the operator has seen as the latest.
+            reason: Why.
+            actor: Who.
+
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ConflictError: The latest revision is not `after`, or nothing would change.
+            ValueError: The declaration is invalid, or changes what only the command line may change.
+        """
+
+    def plan_rollback(self, revision: int) -> FleetPlanView:
         """Return what putting the declaration of an earlier revision in force again would change.
 
         Raises:

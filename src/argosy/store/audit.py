@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import or_, select
 
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import StoreError
+from argosy.store.numbered_rows import in_time_range
 
 GENESIS_HASH = bytes(32)
 """Stands in for the previous hash in the first entry."""
@@ -64,16 +65,20 @@ class AuditLog:
         self,
         *,
         subject: str | None = None,
-        action_prefix: str | None = None,
+        action_prefix: str | Sequence[str] = (),
         before: int | None = None,
+        since: float | None = None,
+        until: float | None = None,
         limit: int = 100,
     ) -> list[AuditEntry]:
         """List entries, newest first.
 
         Args:
             subject: Id of a record, to list only entries about it.
-            action_prefix: Beginning of the actions to list, such as `replica.`.
+            action_prefix: Beginnings of the actions to list, such as `replica.`. Empty for all.
             before: Only entries with lower numbers.
+            since: Only entries at this time or later, in seconds since the epoch.
+            until: Only entries before this time.
             limit: Maximum number of entries.
         """
         query = select(schema.audit).order_by(schema.audit.c.entry.desc()).limit(limit)
@@ -81,11 +86,17 @@ class AuditLog:
             query = query.where(schema.audit.c.organisation == self._organisation_id)
         if subject is not None:
             query = query.where(schema.audit.c.subject == subject)
-        if action_prefix is not None:
-            query = query.where(schema.audit.c.action.startswith(action_prefix, autoescape=True))
+        prefixes = (action_prefix,) if isinstance(action_prefix, str) else action_prefix
+        if prefixes:
+            action = schema.audit.c.action
+            query = query.where(
+                or_(*(action.startswith(each, autoescape=True) for each in prefixes))
+            )
         if before is not None:
             query = query.where(schema.audit.c.entry < before)
+        numbered = schema.audit.c.entry, schema.audit.c.at
         with self._database.read_transaction() as connection:
+            query = query.where(*in_time_range(connection, *numbered, since, until))
             return [_decode_entry(row._asdict()) for row in connection.execute(query)]
 
     def verify(self) -> AuditVerification:

@@ -13,6 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
+from argosy.store.numbered_rows import in_time_range
 from argosy.store.record_tables import AccountTransaction
 
 IDLE_TIMEOUT_S = 2.0
@@ -417,7 +418,10 @@ class FleetStore:
         limit: int = 100,
         replica: str | None = None,
         pool: str | None = None,
-        kind: str | None = None,
+        kinds: Sequence[str] = (),
+        outcome: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
     ) -> list[FleetEvent]:
         """Return events with numbers above `after`, oldest first; with `after` 0 the latest ones.
 
@@ -427,18 +431,26 @@ class FleetStore:
             limit: Maximum number of events.
             replica: Only events of this replica.
             pool: Only events of this pool.
-            kind: Only events of this kind.
+            kinds: Only events of these kinds. Empty for all.
+            outcome: Only events with this outcome.
+            since: Only events at this time or later, in seconds since the epoch.
+            until: Only events before this time.
         """
-        query = select(schema.fleet_events).where(_events.fleet == fleet, _events.number > after)
+        is_of_fleet = _events.fleet == fleet
+        query = select(schema.fleet_events).where(is_of_fleet, _events.number > after)
         for column, value in (
             (_events.replica, replica),
             (_events.pool, pool),
-            (_events.kind, kind),
+            (_events.outcome, outcome),
         ):
             if value is not None:
                 query = query.where(column == value)
+        if kinds:
+            query = query.where(_events.kind.in_(kinds))
         order = _events.number if after else _events.number.desc()
+        numbered = _events.number, _events.at
         with self._database.read_transaction() as connection:
+            query = query.where(*in_time_range(connection, *numbered, since, until, is_of_fleet))
             rows = connection.execute(query.order_by(order).limit(limit)).all()
         events = [_decode_event(row) for row in rows]
         return events if after else events[::-1]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ from tests.support.database_work import fill
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.auth import AuthConfig, Authenticator
 from argosy.gateway.filters import LimitFilter
-from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin, ReplicaChange
 from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.pool import Pool
-from argosy.protocol import ApiError
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.gateway.upstream import Upstream
+from argosy.protocol import ApiError, parse_endpoint
 from argosy.store import AccountSnapshot, LocalQuotaBackend, StoreConfig
 
 ACTOR = "test"
@@ -137,3 +139,37 @@ async def test_alias_that_moves_during_account_update_moves_its_limit(tmp_path: 
                 pass
         with pytest.raises(ApiError, match="1 request per day for 'big'"):
             await parts.limits.reserve_request(principal, "big", []).__aenter__()
+
+
+async def test_snapshot_that_was_read_before_a_decision_does_not_undo_it(tmp_path: Path) -> None:
+    async with synced_parts(tmp_path) as parts:
+        store, router = parts.accounting.store, parts.router
+        replica = ReplicaEndpoint(
+            "r", "argosy", "m", Upstream(parse_endpoint("http://localhost:1"))
+        )
+        router.replace_models({"big": Pool("big", [replica])}, ())
+
+        def state() -> str:
+            return replica.admin.state
+
+        store.accounts.create_organisation("acme", actor=ACTOR)
+        router.resume.clear()
+        router.resolved.clear()
+        updating = asyncio.create_task(parts.update())
+        await asyncio.to_thread(router.resolved.wait)
+        admin = ReplicaAdmin(router, store)
+        cordon = ReplicaChange(action="cordon", state="cordoned")
+        before = time.monotonic()
+        await admin.change("r", None, cordon, ACTOR)
+        cordoned = replica.admin.setting
+        assert cordoned is not None
+        router.resume.set()
+        await updating
+        assert state() == "cordoned"
+        parts.sync.rebind_model_names()
+        assert state() == "cordoned"
+        store.replica_settings.change_setting("big", "r", "undrain", state="active", actor="other")
+        await parts.update()
+        assert state() == "active"
+        router.apply_decision(cordoned, before)  # arrives after the other gateway's decision
+        assert state() == "active"

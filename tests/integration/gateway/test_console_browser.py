@@ -23,7 +23,7 @@ from tests.support.console_browser import (
 )
 from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
 from tests.support.organisations import AdminGateway
-from tests.support.stored_rollout import POOL, StoredRollout
+from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
 from argosy.fleet.control import ReplicaRecord
 from argosy.policy.reconciliation import ReplicaPhase
@@ -31,7 +31,7 @@ from argosy.protocol import format_event
 from argosy.store import ReplicaLogRun
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser
+    from playwright.async_api import Browser, FilePayload, Locator, Page
 
 AXE = Path(__file__).parents[1] / "js" / "node_modules" / "axe-core" / "axe.min.js"
 pytestmark = BROWSER_MARKS
@@ -174,12 +174,14 @@ async def test_dragging_over_a_chart_sets_the_range_and_changes_are_marked(
     await over.hover(position={"x": 40, "y": 50})
     await page.mouse.down()
     await over.hover(position={"x": 240, "y": 50})
-    await page.mouse.up()
+    async with page.expect_request(re.compile(r"admin/audit\?since=\d+&until=\d+")) as marks:
+        await page.mouse.up()
     await page.wait_for_url(re.compile(r"from=\d+&to=\d+"))
     shown = dict(parse_qsl(urlsplit(page.url).fragment.partition("?")[2]))
     entered = await page.get_by_label("From (UTC)").input_value()
     begin = datetime.fromisoformat(entered).replace(tzinfo=UTC)
     assert begin.timestamp() == int(shown["from"])
+    assert f"since={shown['from']}&until={shown['to']}&" in (await marks.value).url
     await over.dblclick(position={"x": 40, "y": 50})
     await page.wait_for_url(re.compile("#/overview$|/$"))
     async with page.expect_download() as download:
@@ -212,10 +214,12 @@ async def test_new_key_is_shown_once_and_works(
 async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     browser: Browser, admin_gateway: AdminGateway
 ) -> None:
-    stored = StoredRollout(admin_gateway.store.fleets)
-    stored.decide_once()
     page = await open_console(browser, admin_gateway)
     await page.goto(f"{admin_gateway.client.base_url}/#/models")
+    await page.get_by_text("The fleet 'demo' was never applied.").wait_for()
+    stored = StoredRollout(admin_gateway.store.fleets)
+    stored.decide_once()
+    await admin_gateway.create("/admin/replicas/cordon", {"model": "big", "replica": "a"})
     await page.locator(".steps .now", has_text="copies of 10 %").wait_for()
     needed = page.get_by_role("meter", name="Errors: no worse")
     await load_playwright().expect(needed).to_have_attribute("aria-valuetext", "1 of 20")
@@ -232,9 +236,10 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.locator(".diff .add", has_text="+ pools[chat].replicas: 3").wait_for()
     await page.get_by_text("Revision 2", exact=True).click()
     await page.get_by_role("button", name="Put it in force again").first.click()
-    await dialog.locator(".diff .del", has_text="- pools[chat].replicas: 3").wait_for()
+    await dialog.get_by_text("~ pools[chat].replicas: 3 -> 2   (1 replica stopped)").wait_for()
     await dialog.get_by_role("button", name="Apply").click()
     await page.get_by_text("Revision 4", exact=True).wait_for()
+    await apply_declaration(page, stored)
     failed = ReplicaRecord(
         name="chat-2-0",
         pool=POOL,
@@ -249,7 +254,36 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.get_by_role("link", name="Overview").click()
     await page.get_by_text("Replica chat-2-0 does not stay up: it crashed 3 times.").wait_for()
     await page.get_by_text("waits for a person").wait_for()
-    await page.get_by_text("has 1 of at least 2 replicas").wait_for()
+    await page.get_by_text("has 1 of at least 5 replicas").wait_for()
+
+
+async def apply_declaration(page: Page, stored: StoredRollout) -> None:
+    """Plan and apply a declaration, while another operator applies one meanwhile."""
+    await page.get_by_role("button", name="Edit the declaration").click()
+    editor = page.get_by_label(re.compile("^Declaration in YAML or JSON"))
+    edited = (await editor.input_value()).replace("replicas: 2", "replicas: 5")
+    command = json.dumps([HOSTILE, "{port}"])
+    await choose_file(page, editor, f"{edited}engines: {{own: {{command: {command}}}}}\n")
+    await page.get_by_role("alert").get_by_text("engines: it decides what the machines").wait_for()
+    await choose_file(page, editor, edited)
+    plan = page.get_by_role("region", name="Plan", exact=True)
+    await plan.get_by_text("~ pools[chat].replicas: 2 -> 5   (3 replicas started)").wait_for()
+    stored.store.apply("demo", DECLARATION, {POOL: NEW}, author="another operator", after=4)
+    await page.get_by_label("Why, for the history").fill("a launch")
+    await page.get_by_role("button", name="Apply").click()
+    await page.get_by_text("Revision 5 was applied meanwhile.").wait_for()
+    await page.get_by_role("button", name="Plan").click()
+    await page.get_by_text("Revision 5 was applied since you began with revision 4.").wait_for()
+    await page.get_by_role("button", name="Apply").click()
+    await page.get_by_text("Revision 6", exact=True).wait_for()
+
+
+async def choose_file(page: Page, editor: Locator, text: str) -> None:
+    """Load a file into the editor of the declaration, and plan it."""
+    file: FilePayload = {"name": "fleet.yaml", "mimeType": "text/yaml", "buffer": text.encode()}
+    await page.get_by_label("Or a file").set_input_files(file)
+    await load_playwright().expect(editor).to_have_value(text)
+    await page.get_by_role("button", name="Plan").click()
 
 
 async def test_routing_screen_previews_a_replica_and_shows_what_is_cached(

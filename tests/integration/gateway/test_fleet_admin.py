@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.organisations import AdminGateway
-from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
+from tests.support.stored_rollout import DECLARATION, NEW, OLD, POOL, StoredRollout
+from typer.testing import CliRunner
 
+from argosy.cli.app import app
 from argosy.store import FleetStore
 
 
@@ -132,7 +136,8 @@ async def test_history_shows_differences_and_is_put_in_force_again(
     assert [each["revision"] for each in older["data"]] == [2, 1]
 
     plan = await fleet.get("/plan", revision=1)
-    assert [(each["old"], each["new"]) for each in plan["data"]] == [(4, 2)]
+    assert [(each["old"], each["new"]) for each in plan["changes"]] == [(4, 2)]
+    assert plan["lines"][0] == "~ pools[chat].replicas: 4 -> 2   (2 replicas stopped)"
     status, _ = await fleet.post("/rollback", revision=1, after=5)
     assert status == 409  # another revision was applied meanwhile
     status, answer = await fleet.post("/rollback", revision=1, after=6, reason="enough")
@@ -140,3 +145,57 @@ async def test_history_shows_differences_and_is_put_in_force_again(
     assert (await fleet.post("/rollback", revision=1))[0] == 409  # nothing would change
     actions = [each.action for each in admin_gateway.store.audit_log.list_entries(limit=2)]
     assert actions == ["fleet.rollback", "pool.scale"]
+
+
+async def test_declaration_is_planned_and_applied_as_on_the_command_line(
+    admin_gateway: AdminGateway, fleet: FleetClient, stored: StoredRollout, tmp_path: Path
+) -> None:
+    read = await fleet.get("/declaration")
+    assert (read["revision"], "replicas: 2" in read["declaration"]) == (2, True)
+    edited = read["declaration"].replace("replicas: 2", "replicas: 3\n  options: {max_seqs: 4}")
+    _, plan = await fleet.post("/plan", declaration=edited)
+    file = tmp_path / "fleet.yaml"
+    file.write_text(edited)
+    command = ["plan", str(file), "--store", admin_gateway.store_url]
+    printed = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert printed.output.splitlines() == plan["lines"]
+    assert plan["lines"][0] == "+ pools[chat].options.max_seqs: 4   (2 replicas rolled out)"
+    assert "The pool chat gets a rollout by" in plan["lines"][2]
+
+    change = {"declaration": edited, "reason": "more"}
+    stored.store.apply("demo", DECLARATION, {POOL: NEW}, author="another operator", after=2)
+    status, answer = await fleet.post("/apply", **change, after=plan["revision"])
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+    status, answer = await fleet.post("/apply", **change, after=3)
+    assert (status, answer["revision"]) == (200, 4)
+    status, answer = await fleet.post("/apply", **change, after=4)
+    assert (status, "Nothing changes" in answer["error"]["message"]) == (409, True)
+    assert (await fleet.get("/declaration", revision=1))["declaration"] == read["declaration"]
+    (entry,) = admin_gateway.store.audit_log.list_entries(action_prefix="fleet.apply")
+    assert entry.subject == "demo"
+    assert entry.details == {
+        "changes": ["pools[chat].options.max_seqs", "pools[chat].replicas"],
+        "count": 2,
+        "reason": "more",
+    }
+
+
+@pytest.mark.parametrize(
+    ("declaration", "problem"),
+    [
+        ("pools: [", "the declaration: while parsing"),
+        ("pool: {}", "the declaration: line 1: Object contains unknown field `pool`"),
+        ("models: !!python/object:os.system {}", "line 1"),
+        (f"models: [{{name: a}}]\ngateways: {'9' * 5000}", "line 2"),
+        ("a: &a [1]\nb: &b [*a, *a]\nmodels: &c [*b, *c]", "contains itself"),
+        ("models: [{name: chat, source: ./m}]", "line 1: models[0].source: it is relative"),
+        ("models: [{name: chat}]\nfleet: other", "line 2: fleet: it decides what the machines"),
+    ],
+)
+async def test_hostile_declaration_is_refused_by_line_or_setting(
+    fleet: FleetClient, stored: StoredRollout, declaration: str, problem: str
+) -> None:
+    del stored
+    for path, more in (("/plan", {}), ("/apply", {"after": 2})):
+        status, answer = await fleet.post(path, declaration=declaration, **more)
+        assert (status, problem in answer["error"]["message"]) == (400, True), answer

@@ -57,7 +57,7 @@ async def test_preview_names_every_replica_and_why_a_request_is_refused(
     assert (answer["outcome"], answer["tier"], answer["excluded"]) == ("placed", "free", [])
     assert {each["replica"] for each in answer["candidates"]} == {"a", "b"}
     answer = await preview_after_cordon(admin_gateway, "a")
-    assert answer["sentence"] == "b would get it: no other replica has a slot for it now."
+    assert answer["sentence"] == "b would get it: no other replica can take it now."
     (excluded,) = answer["excluded"]
     assert excluded["replica"] == "a"
     assert "new kernel" in excluded["reason"]

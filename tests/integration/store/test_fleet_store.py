@@ -171,8 +171,13 @@ def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     assert store.fleets.list_events(FLEET, after=2) == logged[2:]
     assert store.fleets.list_events(FLEET, limit=1) == logged[3:]
     assert store.fleets.list_events(FLEET, replica="a-1-1") == logged[1:2]
-    assert store.fleets.list_events(FLEET, pool="a", kind="replica_start") == logged[:3]
-    assert not store.fleets.list_events(FLEET, pool="a", kind="replica_stop")
+    assert store.fleets.list_events(FLEET, pool="a", kinds=["replica_start"]) == logged[:3]
+    assert not store.fleets.list_events(FLEET, pool="a", kinds=["replica_stop"])
+    assert store.fleets.list_events(FLEET, kinds=["replica_stop", "x"], outcome="ok") == logged[3:]
+    assert store.fleets.list_events(FLEET, since=clock()) == logged[3:]
+    assert store.fleets.list_events(FLEET, until=clock(), limit=2) == logged[1:3]
+    assert not store.fleets.list_events(FLEET, since=clock() + 1)
+    assert not store.fleets.list_events("other", since=0.0)
 
 
 def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock) -> None:
@@ -185,6 +190,7 @@ def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock)
         before = store.fleets.list_events(FLEET)
         deleted = store.fleets.prune_events(lease, keep_s=keep_s, max_count=max_count)
         after = store.fleets.list_events(FLEET)
+        assert store.fleets.list_events(FLEET, since=clock() - 1) == after[-1:]
         assert after == before[deleted:]
         return [event.number for event in after]
 

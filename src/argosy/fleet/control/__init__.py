@@ -5,7 +5,8 @@ The store keeps each applied declaration as a numbered revision. A `Controller` 
 `policy.reconciliation` decides. A `FleetAutoscaler` decides how many replicas a pool has, by what `policy.autoscaling`
 makes of the gateways' reports. `FleetRollouts` divides a pool between two versions, as `policy.rollout` decides. A
 `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
-`read_fleet_status` operators see what it recorded; a `StoredFleetControl` shows it in the gateway's admin API, and
+`plan_declaration` operators see what a declaration would change, and with
+`read_fleet_status` what it recorded; a `StoredFleetControl` shows it in the gateway's admin API, and
 stores what operators decide there. A keeper (`argosy.controller_keeper`) restarts the controller on
 machines without systemd.
 """
@@ -19,6 +20,7 @@ from argosy.fleet.control.declared_fleet import (
 )
 from argosy.fleet.control.environment import check_launchers, fleet_folder, open_launcher
 from argosy.fleet.control.fleet_context import FleetContext
+from argosy.fleet.control.fleet_plan import FleetPlan, describe_change, plan_declaration
 from argosy.fleet.control.fleet_records import SCALING_DECISION, ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
 from argosy.fleet.control.revisions import apply_declaration, parse_declaration
@@ -34,6 +36,7 @@ __all__ = [
     "SCALING_DECISION",
     "Controller",
     "FleetContext",
+    "FleetPlan",
     "FleetStatus",
     "PoolStatus",
     "ReplicaRecord",
@@ -46,12 +49,14 @@ __all__ = [
     "apply_declaration",
     "check_launchers",
     "decode_records",
+    "describe_change",
     "find_used_models",
     "fleet_folder",
     "gateway_url",
     "is_rejected",
     "open_launcher",
     "parse_declaration",
+    "plan_declaration",
     "pool_digests",
     "process_holder",
     "read_fleet_status",

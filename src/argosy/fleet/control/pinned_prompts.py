@@ -166,11 +166,15 @@ def _describe_pass(prompts: Sequence[PinnedPrompt], *, is_compared: bool) -> str
     same = sum(prompt.expect == "same" for prompt in prompts)
     parts = []
     if same and is_compared:
-        parts.append(f"{same} answers are the same as those of the stable version")
+        parts.append(
+            f"{same} answer{' is' if same == 1 else 's are'} the same as with the stable version"
+        )
     elif same:
-        parts.append(f"{same} prompts are answered; other weights, so answers are not compared")
-    if same < len(prompts):
-        parts.append(f"{len(prompts) - same} answers are as declared")
+        parts.append(
+            f"{same} prompt{' is' if same == 1 else 's are'} answered; other weights, so answers are not compared"
+        )
+    if declared := len(prompts) - same:
+        parts.append(f"{declared} answer{' is' if declared == 1 else 's are'} as declared")
     return "; ".join(parts)
 
 

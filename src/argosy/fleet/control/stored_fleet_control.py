@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from argosy.fleet.control.declared_fleet import set_replicas
+from argosy.fleet.control.fleet_plan import plan_declaration
 from argosy.fleet.control.fleet_records import ReplicaRecord
 from argosy.fleet.control.revisions import apply_declaration, parse_declaration
 from argosy.fleet.control.rollout_commands import abort_route, is_rejected, send_command
 from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
 from argosy.fleet.control.status import PoolStatus, read_fleet_status
-from argosy.fleet.declaration import FleetConfig, PlannedChange, PoolConfig, compare_fleets
+from argosy.fleet.declaration import (
+    FleetConfig,
+    PlannedChange,
+    PoolConfig,
+    compare_fleets,
+    dump_fleet,
+    parse_remote_change,
+)
 from argosy.gateway import (
     FleetChangeView,
+    FleetDeclarationView,
+    FleetPlanView,
     FleetPoolView,
     FleetReplicaView,
     FleetRevisionView,
@@ -35,6 +45,11 @@ from argosy.store import (
     NotFoundError,
     PoolGeneration,
 )
+
+MAX_AUDITED_CHANGES = 50
+"""Number of changed settings that the audit log names. The history has all of them."""
+_DECLARATION = "the declaration"
+"""Name of a declaration from the admin API in error messages."""
 
 
 class StoredFleetControl:
@@ -78,10 +93,48 @@ class StoredFleetControl:
         pairs = list(zip(revisions, earlier, strict=True))[:limit]
         return [_describe_revision(revision, previous) for revision, previous in pairs]
 
-    def plan_rollback(self, revision: int) -> list[FleetChangeView]:
+    def read_declaration(self, revision: int | None) -> FleetDeclarationView:
+        """Return the declaration of a revision, or the one in force. See `FleetControl`."""
+        found = (
+            self._require_latest()
+            if revision is None
+            else self._store.get_revision(self._fleet, revision)
+        )
+        return FleetDeclarationView(
+            fleet=self._fleet,
+            revision=found.number,
+            declaration=dump_fleet(parse_declaration(found)),
+        )
+
+    def plan_change(self, declaration: str) -> FleetPlanView:
+        """Return what applying a declaration would change. See `FleetControl`."""
+        latest = self._require_latest()
+        old = parse_declaration(latest)
+        return self._plan(latest, old, parse_remote_change(declaration, _DECLARATION, old))
+
+    def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
+        """Put a declaration in force. See `FleetControl`."""
+        latest = self._require_latest()
+        if latest.number != after:  # before it is compared with one that the operator has not seen
+            raise ConflictError(
+                f"Revision {latest.number} was applied meanwhile. Plan the declaration again."
+            )
+        old = parse_declaration(latest)
+        config = parse_remote_change(declaration, _DECLARATION, old)
+        changes = compare_fleets(old, config)
+        if not changes:
+            raise ConflictError("Nothing changes: this declaration is in force.")
+        paths = [change.path for change in changes[:MAX_AUDITED_CHANGES]]
+        decision = self._decision(
+            "fleet.apply", "", actor, changes=paths, count=len(changes), reason=reason
+        )
+        return self._apply(config, actor, reason, after, decision)
+
+    def plan_rollback(self, revision: int) -> FleetPlanView:
         """Return what putting an earlier declaration in force would change. See `FleetControl`."""
         config = parse_declaration(self._store.get_revision(self._fleet, revision))
-        return _describe_changes(compare_fleets(parse_declaration(self._require_latest()), config))
+        latest = self._require_latest()
+        return self._plan(latest, parse_declaration(latest), config)
 
     def roll_back(self, revision: int, after: int | None, reason: str, actor: str) -> int:
         """Put an earlier declaration in force again. See `FleetControl`."""
@@ -91,16 +144,7 @@ class StoredFleetControl:
                 f"Nothing changes: the declaration of revision {revision} is in force."
             )
         decision = self._decision("fleet.rollback", "", actor, revision=revision, reason=reason)
-        return apply_declaration(
-            self._store,
-            self._fleet,
-            config,
-            author=actor,
-            reason=reason,
-            after=after,
-            rollback_of=revision,
-            decision=decision,
-        ).number
+        return self._apply(config, actor, reason, after, decision, rollback_of=revision)
 
     def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
         """Change the number of replicas of a pool. See `FleetControl`."""
@@ -114,15 +158,8 @@ class StoredFleetControl:
             "pool.scale", pool, actor, replicas=[old, replicas], reason=reason
         )
         count = "the number that the autoscaler decides" if replicas is None else replicas
-        return apply_declaration(
-            self._store,
-            self._fleet,
-            scaled,
-            author=actor,
-            reason=reason or f"scale {pool} to {count}",
-            after=latest.number,
-            decision=decision,
-        ).number
+        reason = reason or f"scale {pool} to {count}"
+        return self._apply(scaled, actor, reason, latest.number, decision)
 
     def command_rollout(
         self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
@@ -146,6 +183,36 @@ class StoredFleetControl:
         sent = send_command(self._store, self._fleet, report, command, decision)
         if kind is CommandKind.ABORT:
             abort_route(self._store, self._fleet, pool, sent)
+
+    def _plan(self, latest: FleetRevision, old: FleetConfig, new: FleetConfig) -> FleetPlanView:
+        plan = plan_declaration(self._store, self._fleet, old, new)
+        return FleetPlanView(
+            revision=latest.number,
+            changes=_describe_changes(plan.changes),
+            running_requests=plan.running_requests,
+            cached_tokens=plan.cached_tokens,
+            lines=plan.describe(),
+        )
+
+    def _apply(
+        self,
+        config: FleetConfig,
+        actor: str,
+        reason: str,
+        after: int | None,
+        decision: AuditedDecision,
+        rollback_of: int | None = None,
+    ) -> int:
+        return apply_declaration(
+            self._store,
+            self._fleet,
+            config,
+            author=actor,
+            reason=reason,
+            after=after,
+            rollback_of=rollback_of,
+            decision=decision,
+        ).number
 
     def _require_latest(self) -> FleetRevision:
         revision = self._store.latest_revision(self._fleet)

@@ -1,7 +1,8 @@
 """The declaration of a fleet: what a fleet file says, and what follows from it.
 
 The function `load_fleet` reads a file and its overlays into a `FleetConfig`, which `validate_fleet` checks. With
-`dump_fleet` it becomes the canonical text that the store keeps, and `parse_fleet` reads that again. An `EngineKind`
+`dump_fleet` it becomes the canonical text that the store keeps, and `parse_fleet` reads that again. The gateway's admin
+API reads changes with `parse_remote_change`, which refuses some. An `EngineKind`
 describes how the replicas of a pool are started. From these, `build_launch_spec` builds the specification for a
 launcher. The digest of `replica_digest` shows whether running replicas must be replaced, and `compare_fleets` plans all
 changes between two declarations. The settings of `build_gateway_config` omit what only the controller needs.
@@ -29,7 +30,7 @@ from argosy.fleet.declaration.engine_catalog import BUILT_IN_ENGINES, find_engin
 from argosy.fleet.declaration.engine_kind import EngineKind
 from argosy.fleet.declaration.gateway_settings import build_gateway_config
 from argosy.fleet.declaration.launch_spec import build_launch_spec, replica_digest
-from argosy.fleet.declaration.loading import load_fleet, parse_fleet
+from argosy.fleet.declaration.loading import load_fleet, parse_fleet, parse_remote_change
 from argosy.fleet.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.fleet.declaration.rollout_config import RolloutConfig
 from argosy.fleet.declaration.validation import GATEWAY_POOL, validate_fleet
@@ -61,6 +62,7 @@ __all__ = [
     "find_engine",
     "load_fleet",
     "parse_fleet",
+    "parse_remote_change",
     "replica_digest",
     "validate_fleet",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig
+from argosy.fleet.declaration.remote_change import check_remote_change
 from argosy.fleet.declaration.validation import validate_fleet
 from argosy.gateway import RENAMED_SETTINGS
 from argosy.model_store import (
@@ -34,13 +35,41 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
     """
     document = SettingsDocument.read(paths)
     config = document.decode(FleetConfig, RENAMED_SETTINGS, validate_fleet)
-    models = [
-        _resolve_source(model, index, Path(document.file_of(("models", index, "source"))))
-        for index, model in enumerate(config.models)
-    ]
+    models = []
+    for index, model in enumerate(config.models):
+        file = Path(document.file_of(("models", index, "source")))
+        stored = _resolve_stored(model, f"{file}: models[{index}]")
+        models.append(_resolve_path(stored, file))
     return msgspec.structs.replace(
         config, fleet=config.fleet or _name_from(paths[0]), models=models
     )
+
+
+def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
+    """Decode a declaration in YAML or JSON that changes a fleet and does not come from this machine.
+
+    Names of stored models become their digests. See `check_remote_change` for what it may not change.
+
+    Args:
+        text: The declaration.
+        name: What error messages call it.
+        old: The declaration in force, whose fleet is meant if the text names none.
+
+    Raises:
+        ValueError: The declaration is invalid, or changes what it may not. The message has the line and the setting.
+    """
+
+    def validate(config: FleetConfig) -> None:
+        check_remote_change(old, _name_fleet(config, old.fleet))
+        validate_fleet(config)
+
+    document = SettingsDocument.parse(text.encode(), name)
+    config = document.decode(FleetConfig, RENAMED_SETTINGS, validate)
+    models = [
+        _resolve_stored(model, f"{name}: models[{index}]")
+        for index, model in enumerate(config.models)
+    ]
+    return msgspec.structs.replace(_name_fleet(config, old.fleet), models=models)
 
 
 def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig:
@@ -59,17 +88,23 @@ def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig
     )
 
 
-def _resolve_source(model: FleetModelConfig, index: int, file: Path) -> FleetModelConfig:
-    if model.source is not None and model.source.startswith((REFERENCE_PREFIX, DIGEST_PREFIX)):
-        return _resolve_stored(model, model.source, f"{file}: models[{index}]")
+def _name_fleet(config: FleetConfig, name: str | None) -> FleetConfig:
+    return config if config.fleet else msgspec.structs.replace(config, fleet=name)
+
+
+def _resolve_path(model: FleetModelConfig, file: Path) -> FleetModelConfig:
+    """Make the path of a model absolute. It is relative to the folder of its file."""
     if model.source is None or not _LOCAL_PATH.match(model.source):
         return model
     path = file.parent / Path(model.source).expanduser()
     return msgspec.structs.replace(model, source=str(path.resolve()))
 
 
-def _resolve_stored(model: FleetModelConfig, source: str, where: str) -> FleetModelConfig:
+def _resolve_stored(model: FleetModelConfig, where: str) -> FleetModelConfig:
     """Replace a reference to the model store by a digest."""
+    source = model.source
+    if source is None or not source.startswith((REFERENCE_PREFIX, DIGEST_PREFIX)):
+        return model
     digest = source
     if not _DIGEST.fullmatch(source):
         try:

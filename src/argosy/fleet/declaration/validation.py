@@ -96,13 +96,14 @@ def _check_values(value: object, path: SettingPath) -> None:
 
 
 def _check_pool_names(config: FleetConfig) -> None:
-    names = [pool.name for pool in config.pools]
-    for index, name in enumerate(names):
+    known = set[str]()
+    for index, name in enumerate(pool.name for pool in config.pools):
         if name == GATEWAY_POOL:
             problem = "the gateways of the controller have this name. Use another one."
             raise _fail(("pools", index), "name", problem)
-        if name in names[:index]:
+        if name in known:
             raise _fail(("pools", index), "name", f"the pool {name!r} is defined twice. Keep one.")
+        known.add(name)
 
 
 def _check_engine(name: str, engine: EngineKind) -> None:

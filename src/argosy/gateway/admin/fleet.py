@@ -12,13 +12,23 @@ from msgspec import Meta
 
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import Reason
-from argosy.gateway.admin.schemas import Page
-from argosy.gateway.fleet_control import FleetChangeView, FleetRevisionView, FleetView
+from argosy.gateway.admin.schemas import Page, split_names
+from argosy.gateway.fleet_control import (
+    FleetDeclarationView,
+    FleetPlanView,
+    FleetRevisionView,
+    FleetView,
+)
 from argosy.policy.rollout import CommandKind
 from argosy.process import run_in_daemon_thread
-from argosy.store import FleetEvent
+from argosy.store import FleetEvent, Timestamp
 
 POLL_INTERVAL_S = 0.5
+MAX_DECLARATION_CHARACTERS = 256 * 1024
+"""Size of a declaration. Larger ones belong in files, for the command line."""
+
+Declaration = Annotated[str, Meta(min_length=1, max_length=MAX_DECLARATION_CHARACTERS)]
+"""Declaration of a fleet in YAML or JSON."""
 
 endpoints = AdminEndpoints()
 
@@ -33,8 +43,14 @@ class FleetEventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Only events of this replica."""
     pool: Annotated[str, Meta(max_length=200)] | None = None
     """Only events of this pool."""
-    kind: Annotated[str, Meta(max_length=100)] | None = None
-    """Only events of this kind, such as `scaling_decision`."""
+    kind: Annotated[str, Meta(max_length=1000)] = ""
+    """Only events of these kinds, separated by commas, such as `scaling_decision`."""
+    outcome: Annotated[str, Meta(max_length=100)] | None = None
+    """Only events with this outcome, such as `failed`."""
+    since: Timestamp | None = None
+    """Only events at this time or later."""
+    until: Timestamp | None = None
+    """Only events before this time."""
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
     """How long to wait for an event if there is none after `after`."""
 
@@ -67,7 +83,10 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
         limit=query.limit,
         replica=query.replica,
         pool=query.pool,
-        kind=query.kind,
+        kinds=split_names(query.kind),
+        outcome=query.outcome,
+        since=query.since,
+        until=query.until,
     )
     deadline = time.monotonic() + query.wait_s
     while True:
@@ -98,6 +117,13 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Revision whose declaration would be put in force again."""
 
 
+class DeclarationQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of a declaration."""
+
+    revision: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Revision. By default the one in force."""
+
+
 @endpoints.register("GET", "/admin/fleet", "viewer", "gateway")
 def get_fleet(scope: AdminScope, request: AdminRequest) -> FleetView:  # noqa: ARG001 - the whole fleet
     """Get the declared fleet: pools, replicas, rollouts and decisions of the autoscalers."""
@@ -113,13 +139,43 @@ def list_fleet_revisions(scope: AdminScope, request: AdminRequest) -> Page[Fleet
 
 
 @endpoints.register("GET", "/admin/fleet/plan", "viewer", "gateway", query_type=PlanQuery)
-def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> Page[FleetChangeView]:
-    """List what putting the declaration of an earlier revision in force again would change."""
-    changes = scope.declared_fleet.plan_rollback(request.query.revision)
-    return Page(data=changes, has_more=False, first_id=None, last_id=None)
+def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> FleetPlanView:
+    """Show what putting the declaration of an earlier revision in force again would change."""
+    return scope.declared_fleet.plan_rollback(request.query.revision)
+
+
+@endpoints.register(
+    "GET", "/admin/fleet/declaration", "operator", "gateway", query_type=DeclarationQuery
+)
+def get_fleet_declaration(scope: AdminScope, request: AdminRequest) -> FleetDeclarationView:
+    """Get the declaration in force, or that of a revision, in YAML."""
+    return scope.declared_fleet.read_declaration(request.query.revision)
+
+
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A declaration that may be applied."""
+
+    declaration: Declaration
+
+
+@endpoints.register(
+    "POST", "/admin/fleet/plan", "operator", "gateway", body_type=PlanChange, is_safe=True
+)
+def plan_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetPlanView:
+    """Show what applying a declaration would change. Nothing is changed."""
+    return scope.declared_fleet.plan_change(request.body.declaration)
 
 
 # --- decisions -----------------------------------------------------------------------------------
+
+
+class ApplyChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Puts a declaration in force."""
+
+    declaration: Declaration
+    after: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    """Revision with which the caller has compared it (`revision` of its plan). A later one is a conflict."""
+    reason: Reason = ""
 
 
 class RollBackFleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,6 +222,15 @@ class RolloutCommandView(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     rollout: str
     command: CommandKind
+
+
+@endpoints.register("POST", "/admin/fleet/apply", "operator", "gateway", body_type=ApplyChange)
+def apply_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
+    """Put a declaration in force as a new revision, except for what only the command line may change."""
+    body, (fleet, _) = request.body, scope.fleet
+    control = scope.declared_fleet
+    revision = control.apply_change(body.declaration, body.after, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet, revision=revision)
 
 
 @endpoints.register("POST", "/admin/fleet/rollback", "operator", "gateway", body_type=RollBackFleet)

@@ -11,7 +11,7 @@ from msgspec import Meta
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ArithmeticIdentity, StartupProgress
-from argosy.store import Name, ReplicaState, ReplicaWeight
+from argosy.store import Name, ReplicaState, ReplicaWeight, Timestamp
 
 ReplicaNameText = Annotated[str, Meta(min_length=1, max_length=500)]
 StatusName = Annotated[str, Meta(pattern=f"^({'|'.join(ReplicaStatus)})$")]
@@ -219,6 +219,10 @@ class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: Name | None = None
     replica: ReplicaNameText | None = None
+    since: Timestamp | None = None
+    """Only events at this time or later."""
+    until: Timestamp | None = None
+    """Only events before this time."""
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -94,7 +95,9 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
     matching = [
         event
         for event in events
-        if query.model in {None, event.model} and query.replica in {None, event.replica}
+        if query.model in {None, event.model}
+        and query.replica in {None, event.replica}
+        and (query.since or 0.0) <= event.at < (query.until or math.inf)
     ]
     matching.sort(key=lambda event: event.at, reverse=True)
     return _build_page(matching[: query.limit], has_more=len(matching) > query.limit)
@@ -186,7 +189,11 @@ def _read_decisions(store: Store, query: EventsQuery) -> list[AuditEntry]:
     is_about_one = query.model is not None and query.replica is not None
     subject = f"{query.model}/{query.replica}" if is_about_one else None
     return store.audit_log.list_entries(
-        subject=subject, action_prefix=AUDIT_ACTIONS, limit=query.limit
+        subject=subject,
+        action_prefix=AUDIT_ACTIONS,
+        since=query.since,
+        until=query.until,
+        limit=query.limit,
     )
 
 

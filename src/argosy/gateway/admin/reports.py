@@ -28,6 +28,7 @@ from argosy.gateway.admin.schemas import (
     RequestTableView,
     UsageQuery,
     UsageView,
+    split_names,
     to_view,
 )
 from argosy.gateway.auth import has_role
@@ -181,7 +182,12 @@ def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEn
     """List audit log entries, newest first."""
     query = request.query
     entries = scope.audit_log.list_entries(
-        subject=query.subject, before=query.before, limit=query.limit + 1
+        subject=query.subject,
+        action_prefix=split_names(query.action),
+        before=query.before,
+        since=query.since,
+        until=query.until,
+        limit=query.limit + 1,
     )
     views = [to_view(entry, AuditEntryView) for entry in entries[: query.limit]]
     numbers = [str(entry.entry) for entry in views]

@@ -288,9 +288,20 @@ class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     subject: str | None = None
     """Id of the changed record."""
+    action: Annotated[str, Meta(max_length=1000)] = ""
+    """Only actions that begin with one of these texts, separated by commas, such as `limit.,price.set`."""
+    since: Timestamp | None = None
+    """Only entries at this time or later."""
+    until: Timestamp | None = None
+    """Only entries before this time."""
     before: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     """Only entries with lower numbers. Pass `last_id` of a page to get the next page."""
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names in a parameter that has several, separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 # --- bodies --------------------------------------------------------------------------------------

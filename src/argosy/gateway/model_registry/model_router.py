@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,13 @@ class RouteTarget(NamedTuple):
     """Pool that a fallback model answers for."""
 
 
+class _Decision(NamedTuple):
+    """Operator's decision about a replica."""
+
+    setting: ReplicaSetting
+    stored_at: float
+
+
 class ModelRouter:
     """Maps public model names to pools, and applies routes to other models.
 
@@ -65,6 +73,9 @@ class ModelRouter:
         """Unknown tenants by route name, as last logged."""
         self._logged_unknown_models: set[str] = set()
         """Unknown models in limits and prices, as last logged."""
+        self._snapshot_read_at = -math.inf
+        self._decisions = dict[tuple[str, str], _Decision]()
+        """Decisions that the last applied snapshot may lack, by model and replica."""
         self.replace_models(pools_by_name, routes)
 
     def replace_models(
@@ -127,11 +138,34 @@ class ModelRouter:
                 unknown_tenants,
                 unknown_models,
             )
+            self._snapshot_read_at = snapshot.read_at
+            self._decisions = {
+                key: decision
+                for key, decision in self._decisions.items()
+                if decision.stored_at > snapshot.read_at
+            }
+            for (model, replica), decision in self._decisions.items():
+                replica_settings.setdefault(model, {})[replica] = decision.setting
             for pool in self.all_pools:
                 settings = replica_settings.get(pool.model, {})
                 pool.apply_settings(settings, time.monotonic(), time.time())
 
         return apply
+
+    def apply_decision(self, setting: ReplicaSetting, stored_at: float) -> None:
+        """Apply an operator's decision at once. Snapshots that may have been read before it do not undo it.
+
+        Args:
+            setting: The decision.
+            stored_at: Time on the monotonic clock at which the store had it. It is ignored if a snapshot that was read
+                later is applied, since that has it or a newer one.
+        """
+        if stored_at <= self._snapshot_read_at:
+            return
+        self._decisions[setting.model, setting.replica] = _Decision(setting, stored_at)
+        for pool in self.all_pools:
+            if pool.model == setting.model:
+                pool.apply_setting(setting, time.monotonic(), time.time())
 
     def resolve_target(
         self,

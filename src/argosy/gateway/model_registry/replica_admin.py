@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import msgspec
 import structlog
@@ -79,8 +78,8 @@ class ReplicaAdmin:
                 f"There is no replica {name[:200]!r}. Use one of: {', '.join(known)}."
             )
         for pool, replica in changed:
-            setting = await self._store_change(pool.model, replica, change, actor)
-            pool.apply_setting(setting, time.monotonic(), time.time())
+            decision = await self._store_change(pool.model, replica, change, actor)
+            self._router.apply_decision(*decision)
             log.info(
                 "replica_setting_changed",
                 model=pool.model,
@@ -94,19 +93,22 @@ class ReplicaAdmin:
 
     async def _store_change(
         self, model: str, replica: ReplicaEndpoint, change: ReplicaChange, actor: str
-    ) -> ReplicaSetting:
+    ) -> tuple[ReplicaSetting, float]:
+        """Return the decision, and the time on the monotonic clock at which it is stored."""
         if self._store is not None:
+            settings = self._store.replica_settings
             fields = msgspec.structs.asdict(change)
             action = fields.pop("action")
-            change_setting = partial(
-                self._store.replica_settings.change_setting,
-                *(model, replica.name, action),
-                actor=actor,
-                **fields,
-            )
+
+            def change_setting() -> tuple[ReplicaSetting, float]:
+                setting = settings.change_setting(
+                    model, replica.name, action, actor=actor, **fields
+                )
+                return setting, time.monotonic()
+
             return await run_in_daemon_thread(change_setting)
         current, state, weight = replica.admin.setting, change.state, change.weight
-        return ReplicaSetting(
+        setting = ReplicaSetting(
             id=f"{model}/{replica.name}",
             model=model,
             replica=replica.name,
@@ -117,3 +119,4 @@ class ReplicaAdmin:
             changed_at=time.time(),
             changed_by=actor,
         )
+        return setting, time.monotonic()

@@ -270,9 +270,10 @@ def _refuse(preview: RoutingPreview, error: ApiError) -> RoutingPreview:
 
 
 def _describe_wait(queued_ahead: int, wait_s: float | None) -> str:
-    ahead = f" behind {queued_ahead} other requests" if queued_ahead else ""
+    others = "request" if queued_ahead == 1 else "requests"
+    ahead = f" behind {queued_ahead} other {others}" if queued_ahead else ""
     when = "" if wait_s is None else f", for about {wait_s:.2g} s"
-    return f"It would wait in the queue{ahead}{when}, because no replica has a slot for it now."
+    return f"It would wait in the queue{ahead}{when}, because no replica can take it now."
 
 
 def _choose(preview: RoutingPreview, placement: PlacementPreview) -> RoutingPreview:
@@ -294,8 +295,10 @@ def _choose(preview: RoutingPreview, placement: PlacementPreview) -> RoutingPrev
 def _describe_choice(
     preview: RoutingPreview, chosen: RoutingCandidate, others: list[RoutingCandidate], num_tied: int
 ) -> str:
+    if not others and not preview.excluded_count:
+        return f": the {'version' if preview.version else 'model'} has no other replica"
     if not others:
-        return ": no other replica has a slot for it now"
+        return ": no other replica can take it now"
     if preview.policy != "least-cost":
         return f", selected by the policy {preview.policy} among {len(others) + 1} replicas"
     if num_tied:

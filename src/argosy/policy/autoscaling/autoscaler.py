@@ -126,7 +126,7 @@ class Autoscaler:
             owner = ScalingOwner.OPERATOR
             reason = (
                 f"Paused, because {manual.set_by} scaled to {manual.replicas} by hand; "
-                f"the autoscaler would have {recommended} replicas."
+                f"the autoscaler would have {recommended} replica{'' if recommended == 1 else 's'}."
             )
         action = ScalingAction.HOLD
         if target != desired:
@@ -211,9 +211,11 @@ class _Rules:
             return desired, f"{reason}; {held}"
         removed = self._count_removable(needed)
         peak, window_s = self.arithmetic.peak_tokens_per_s, self.arithmetic.peak_window_s
+        remaining = self._supply - removed
+        serving = "1 replica serves" if remaining == 1 else f"{remaining} replicas serve"
         return desired - removed, (
             f"the peak of {window_s:.0f} s, {peak:,.1f} tokens/s, is at most "
-            f"{self._settings.max_down_fraction:.0%} of what {self._supply - removed} replicas serve"
+            f"{self._settings.max_down_fraction:.0%} of what {serving}"
         )
 
     def _compute_need(self) -> tuple[int, str]:

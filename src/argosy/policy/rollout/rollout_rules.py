@@ -119,10 +119,14 @@ def find_progress(
                 return Change(RolloutState.STARTING, f"version {record.candidate} is declared")
         case RolloutState.STARTING:
             if candidate.serving >= first > 0:
-                return Change(RolloutState.WARMING, f"{first} replicas serve")
+                return Change(
+                    RolloutState.WARMING, f"{first} replica{' serves' if first == 1 else 's serve'}"
+                )
         case RolloutState.WARMING:
             if candidate.ready >= first > 0:
-                return Change(RolloutState.CHECKING, f"{first} replicas are warm")
+                return Change(
+                    RolloutState.CHECKING, f"{first} replica{' is' if first == 1 else 's are'} warm"
+                )
         case RolloutState.CHECKING:
             if candidate.check is CheckStatus.PASSED:
                 state = RolloutState.STEP if plan.comparison_steps else RolloutState.SOAKING

@@ -1,6 +1,7 @@
 // The shell: signs in, shows the navigation, and loads the screen that the address names.
 import { html, render, useEffect, useState } from "./vendor.js";
 import { get, may, session, call } from "./core/api.js";
+import { partOf } from "./core/format.js";
 import { connection, isOutdated, retryAt, tick } from "./core/live.js";
 import { link, route } from "./core/router.js";
 import { isDark, toggleTheme } from "./core/theme.js";
@@ -79,7 +80,7 @@ function Replicas() {
   const states = tick.value?.replicas;
   if (!states) return null;
   const total = Object.values(states).reduce((sum, value) => sum + value, 0);
-  return html`<span class="s">${states.ready ?? 0} of ${total} replicas ready</span>`;
+  return html`<span class="s">${partOf(states.ready ?? 0, total, "replica")} ready</span>`;
 }
 
 const Zone = () => html`<span class="s">Times in ${zoneName()} <button class="link" onClick=${toggleUtc}>${isUtc.value ? "Use local time" : "Use UTC"}</button></span>`;

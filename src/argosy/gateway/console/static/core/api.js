@@ -2,6 +2,7 @@
 import { signal, useEffect, useRef, useState } from "../vendor.js";
 
 export const session = signal(undefined); // undefined while it is read, null without one
+export const reports = signal(0); // reports of the event stream that something may exist by now: the gateway restarted, or a replica changed
 
 const ACCEPTED = "application/vnd.argosy.columns+json, application/json";
 
@@ -62,8 +63,9 @@ export function query(path, parameters) {
 }
 
 // Reads a path of the API, again every `every` milliseconds while the page is visible. A new path aborts the request
-// before. After an error the last data stays, with the time when it was read. A path that moves with the time is built
-// by `build` for each reading; `path` then only names the resource.
+// before. After an error the last data stays, with the time when it was read. What does not exist is read again after a
+// report of the event stream. A path that moves with the time is built by `build` for each reading; `path` then only names
+// the resource.
 export function useResource(path, every = 0, build = () => path) {
   const [state, setState] = useState({ path, data: undefined, error: null, at: 0 });
   const [round, setRound] = useState(0);
@@ -71,8 +73,14 @@ export function useResource(path, every = 0, build = () => path) {
   useEffect(() => {
     if (!path) return undefined;
     const controller = new AbortController();
-    let timer = 0;
+    let timer = 0, unsubscribe = () => {};
+    const readAfterReport = (seen) => {
+      if (reports.peek() === seen) unsubscribe = reports.subscribe((count) => { if (count !== seen) { unsubscribe(); read(); } });
+      else read();
+    };
     const read = async () => {
+      const seen = reports.peek();
+      let isMissing = false;
       try {
         const data = await get(build(), controller.signal);
         failures.current = 0;
@@ -80,9 +88,12 @@ export function useResource(path, every = 0, build = () => path) {
       } catch (error) {
         if (error.name === "AbortError") return;
         failures.current += 1;
+        isMissing = error.status === 404;
         setState((before) => ({ path, data: before.path === path ? before.data : undefined, error, at: before.at }));
       }
-      if (every && !controller.signal.aborted) timer = setTimeout(wait, every * Math.min(2 ** failures.current, 16));
+      if (!every || controller.signal.aborted) return;
+      if (isMissing) readAfterReport(seen);
+      else timer = setTimeout(wait, every * Math.min(2 ** failures.current, 16));
     };
     const wait = () => {
       if (!document.hidden) return read();
@@ -90,7 +101,7 @@ export function useResource(path, every = 0, build = () => path) {
       return undefined;
     };
     read();
-    return () => { controller.abort(); clearTimeout(timer); };
+    return () => { controller.abort(); clearTimeout(timer); unsubscribe(); };
   }, [path, every, round]);
   const current = state.path === path ? state : { data: undefined, error: null, at: 0 };
   return { ...current, tries: failures.current, reload: () => setRound((value) => value + 1) };

@@ -65,6 +65,7 @@ export const visible = (text) => String(text ?? "").replace(
 );
 
 export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+export const partOf = (number, total, noun) => `${count(number)} of ${plural(total, noun)}`;
 
 // Digests of versions are shown by their beginnings, as the command line does.
 export const shortDigests = (text) => visible(text).replace(/\b[0-9a-f]{64}\b/g, (digest) => digest.slice(0, 12));

@@ -1,7 +1,7 @@
 // The event stream. One tab of the browser holds it for all of them, since a browser opens only six connections to a
 // host. The tab that has the lock leads; when it closes, the browser gives the lock to the next one.
 import { batch, effect, signal } from "../vendor.js";
-import { session } from "./api.js";
+import { reports, session } from "./api.js";
 
 const SILENCE_MS = 8000;
 const SAMPLES = 900;
@@ -23,6 +23,7 @@ function receive(name, data) {
   batch(() => {
     if (name === "hello") {
       isOutdated.value = build !== "" && build !== data.build;
+      if (build) reports.value += 1;
       build ||= data.build;
     } else if (name === "tick") {
       connection.value = "live";
@@ -35,6 +36,7 @@ function receive(name, data) {
       tick.value = data;
     } else if (name === "replica") {
       replicaChanges.value += 1;
+      reports.value += 1;
     } else if (name === "session_ended") {
       session.value = null;
     }

@@ -1,5 +1,6 @@
 // Places of the batch over the steps, under both policies.
 import { html } from "../vendor.js";
+import { plural } from "../core/format.js";
 import { Box, Figure, colorOf, findRuns } from "./drawing.js";
 
 const ROW = 22, LABEL = 64;
@@ -11,7 +12,7 @@ export function Batching({ frames, index }) {
     const { waiting } = shown.at(-1)[policy];
     const text = waiting.length ? `waiting: ${waiting.join(", ")}` : "nobody waits";
     return html`<div key=${policy}><h3>${title} <span class="s">${text}</span></h3>
-      <${Figure} label=${`${title} after ${shown.length} steps; ${text}`} draw=${(width) => drawPlaces(shown.map((frame) => frame[policy]), frames.length, width)} /></div>`;
+      <${Figure} label=${`${title} after ${plural(shown.length, "step")}; ${text}`} draw=${(width) => drawPlaces(shown.map((frame) => frame[policy]), frames.length, width)} /></div>`;
   })}<p class="s">Each row is a place in the batch, and each number the request in it. A step that computes a prompt has a bar at its top. Hatched: the place is empty.</p></div>`;
 }
 

@@ -1,6 +1,6 @@
 // Order in which requests of three tenants get a slot, by fair shares and by arrival, and the tokens that each got.
 import { html } from "../vendor.js";
-import { count } from "../core/format.js";
+import { count, plural } from "../core/format.js";
 import { Box, Figure, Gauge, colorOf } from "./drawing.js";
 
 const TENANTS = ["A", "B", "C"];
@@ -19,7 +19,7 @@ export function FairQueue({ frames, index, values }) {
     <h3>Tokens per weight so far</h3>
     <${Figure} label=${TENANTS.map((name, tenant) => `${name} ${count(share(frame, tenant))}`).join(", ")}
       draw=${(width) => ({ height: TENANTS.length * GAUGE, content: TENANTS.map((name, tenant) => html`<${Gauge} key=${name} y=${tenant * GAUGE} width=${width} color=${colorOf(tenant + 1)} most=${most}
-        label=${`Tenant ${name}, weight ${weights[tenant]}`} value=${share(frame, tenant)} text=${`${count(share(frame, tenant))} tokens, ${frame.waiting[tenant]} waiting`} />`) })} /></div>`;
+        label=${`Tenant ${name}, weight ${weights[tenant]}`} value=${share(frame, tenant)} text=${`${plural(share(frame, tenant), "token")}, ${frame.waiting[tenant]} waiting`} />`) })} /></div>`;
 }
 
 function drawOrder(tenants, total, width) {

@@ -1,6 +1,6 @@
 // A limit, a budget and a token bucket at one moment, and which requests were admitted so far.
 import { html } from "../vendor.js";
-import { count } from "../core/format.js";
+import { partOf, plural } from "../core/format.js";
 import { Figure, Gauge } from "./drawing.js";
 
 const GAUGE = 48, ROW = 26;
@@ -11,10 +11,10 @@ export function Limits({ frames, index, values }) {
   const frame = frames[index], shown = frames.slice(0, index + 1);
   const { limit_tokens: limit, budget_tokens: budget } = values;
   const gauges = [
-    { label: "Limit of a minute", value: frame.window_tokens, most: limit, text: `${count(frame.window_tokens)} of ${count(limit)} tokens taken` },
-    { label: "Budget of the day", value: frame.budget_tokens, most: budget, text: `${count(frame.budget_tokens)} of ${count(budget)} tokens taken` },
-    { label: "Token bucket", value: frame.bucket_tokens, most: limit, text: `${count(Math.floor(frame.bucket_tokens))} tokens left` },
-    { label: "Bucket: last minute", value: frame.bucket_minute_tokens, most: 2 * limit, mark: limit, text: `${count(frame.bucket_minute_tokens)} tokens${frame.bucket_minute_tokens > limit ? ", over the limit" : ""}` },
+    { label: "Limit of a minute", value: frame.window_tokens, most: limit, text: `${partOf(frame.window_tokens, limit, "token")} taken` },
+    { label: "Budget of the day", value: frame.budget_tokens, most: budget, text: `${partOf(frame.budget_tokens, budget, "token")} taken` },
+    { label: "Token bucket", value: frame.bucket_tokens, most: limit, text: `${plural(Math.floor(frame.bucket_tokens), "token")} left` },
+    { label: "Bucket: last minute", value: frame.bucket_minute_tokens, most: 2 * limit, mark: limit, text: `${plural(frame.bucket_minute_tokens, "token")}${frame.bucket_minute_tokens > limit ? ", over the limit" : ""}` },
   ];
   return html`<div><${Figure} label=${gauges.map(({ label, text }) => `${label}: ${text}`).join("; ")}
       draw=${(width) => ({ height: gauges.length * GAUGE, content: gauges.map((gauge, at) => html`<${Gauge} key=${gauge.label} ...${gauge} y=${at * GAUGE} width=${width} color=${at > 1 ? "var(--s5)" : "var(--s1)"} />`) })} />

@@ -12,7 +12,7 @@ export default function Events() {
   const { rows, pages, ...first } = usePages(query("admin/audit", { subject, limit: PAGE_ROWS }), (row) => row.entry);
   const verify = async () => {
     const verdict = await get("admin/audit/verify");
-    notify(verdict.problem ? `The log is damaged: ${verdict.problem}` : `All ${exact(verdict.entries)} entries are there and unaltered.`, verdict.problem ? "bad" : "ok");
+    notify(verdict.problem ? `The log is damaged: ${verdict.problem}` : verdict.entries === 1 ? "The only entry is there and unaltered." : `All ${exact(verdict.entries)} entries are there and unaltered.`, verdict.problem ? "bad" : "ok");
   };
   return html`<${Card} title="Audit log" note="account changes and decisions, newest first" actions=${may("viewer", "gateway") ? html`<${Action} run=${verify}>Verify<//>` : null}>
     <div class="row"><${Field} label="Id of the changed record"><input value=${subject ?? ""} onChange=${(event) => setQuery({ subject: event.target.value.trim() })} /><//></div>

@@ -1,7 +1,7 @@
 // Routing: which replica a request would get and why, and the prefixes that are cached.
 import { html, useState } from "../vendor.js";
 import { may, post, query, useResource } from "../core/api.js";
-import { count, duration, visible } from "../core/format.js";
+import { duration, plural, visible } from "../core/format.js";
 import { route, setQuery } from "../core/router.js";
 import { CostBars, Candidates } from "../ui/candidates.js";
 import { Card, Field, Pill, Resource, Select, copyText } from "../ui/parts.js";
@@ -79,8 +79,8 @@ function Answer({ answer }) {
   const facts = [
     ["Model", answer.model && `${visible(answer.model)}${answer.model === answer.requested_model ? "" : `, asked for ${visible(answer.requested_model)}`}`],
     ["Version", answer.version], ["Route", answer.route && visible(answer.route)], ["Because", answer.route_reason && visible(answer.route_reason)],
-    ["Tenant", visible(answer.tenant) || "this machine"], ["Tier", answer.tier], ["Prompt", `about ${count(answer.prompt_tokens)} tokens`],
-    ["Output", answer.output_tokens ? `${count(answer.output_tokens)} tokens expected` : null], ["Policy", answer.policy], ["Wait", answer.wait_s === null ? null : `about ${duration(answer.wait_s)}`],
+    ["Tenant", visible(answer.tenant) || "this machine"], ["Tier", answer.tier], ["Prompt", `about ${plural(answer.prompt_tokens, "token")}`],
+    ["Output", answer.output_tokens ? `${plural(answer.output_tokens, "token")} expected` : null], ["Policy", answer.policy], ["Wait", answer.wait_s === null ? null : `about ${duration(answer.wait_s)}`],
   ].filter(([, value]) => value);
   const { candidates, excluded } = answer;
   return html`<div class="side-form"><${Card} title=${answer.replica ? visible(answer.replica) : "No replica now"} actions=${html`<button class="btn" onClick=${() => copyText(JSON.stringify(answer, null, 2), "The answer")}>Copy as JSON</button> <${Pill} kind=${kind}>${word}<//>`}>

@@ -1,6 +1,6 @@
 // One request: a sentence that says where its time went, the waterfall, the candidates, limits and price.
 import { html } from "../vendor.js";
-import { count, duration, exact, money, percent, time, visible } from "../core/format.js";
+import { count, duration, exact, money, percent, plural, time, visible } from "../core/format.js";
 import { Candidates } from "./candidates.js";
 import { Card, Name, Status, copyText } from "./parts.js";
 
@@ -31,7 +31,7 @@ function buildBars({ ms, attempts = [], queue, tokens, pauses = [] }) {
   add("Limits and quotas", "gateway", seconds(ms.read), seconds(ms.admitted), "");
   if (ms.queued !== null && ms.queued !== undefined) {
     const left = seconds(attempts[0]?.chosen_ms ?? ms.ended);
-    add("Queue", "queue", seconds(ms.queued), left, queue ? `${queue.ahead} requests were ahead` : "");
+    add("Queue", "queue", seconds(ms.queued), left, queue ? `${plural(queue.ahead, "request")} ${queue.ahead === 1 ? "was" : "were"} ahead` : "");
   }
   attempts.forEach((attempt, index) => {
     const start = seconds(attempt.chosen_ms), end = seconds(attempt.ended_ms ?? ms.ended), first = seconds(attempt.first_token_ms);
@@ -40,8 +40,8 @@ function buildBars({ ms, attempts = [], queue, tokens, pauses = [] }) {
     add(name, hasFailed ? "failed" : "attempt", start, end, [attempt.outcome, attempt.reason].filter(Boolean).join(": ") || "running");
     if (first === undefined) return;
     add("connect and send", "gateway", start, seconds(attempt.sent_ms), "", true);
-    add(`prefill ${count(tokens?.prompt)} tokens`, "prefill", seconds(attempt.sent_ms) ?? start, first, `${count(tokens?.cached)} cached, with the wait for a batch slot`, true);
-    add(`decode ${count(tokens?.output)} tokens`, "decode", first, end, rate(tokens?.output, end - first), true);
+    add(`prefill ${plural(tokens?.prompt, "token")}`, "prefill", seconds(attempt.sent_ms) ?? start, first, `${count(tokens?.cached)} cached, with the wait for a batch slot`, true);
+    add(`decode ${plural(tokens?.output, "token")}`, "decode", first, end, rate(tokens?.output, end - first), true);
   });
   for (const pause of pauses) add("Paused for other requests", "queue", seconds(pause.paused_ms), seconds(pause.resumed_ms ?? ms.ended), "a lower tier gives way");
   if (ms.last_token !== null) add("Finish", "gateway", seconds(ms.last_token), seconds(ms.ended), "ledger and last bytes");

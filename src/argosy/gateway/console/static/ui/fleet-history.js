@@ -2,6 +2,7 @@
 import { html, useState } from "../vendor.js";
 import { get, may, post, useResource } from "../core/api.js";
 import { time, visible } from "../core/format.js";
+import { Plan } from "./declaration-editor.js";
 import { FormDialog } from "./form-dialog.js";
 import { Action, Card, Resource, notify } from "./parts.js";
 
@@ -20,9 +21,9 @@ export function FleetHistory({ revision, reload }) {
   const resource = useResource(`admin/fleet/revisions?limit=20&before=${revision + 1}`);
   const [older, setOlder] = useState({ data: [], has_more: undefined });
   const [planned, setPlanned] = useState(null);
-  const plan = async (row) => setPlanned({ row, changes: (await get(`admin/fleet/plan?revision=${row.revision}`)).data });
+  const plan = async (row) => setPlanned({ row, plan: await get(`admin/fleet/plan?revision=${row.revision}`) });
   const save = async (values) => {
-    const answer = await post("admin/fleet/rollback", { revision: planned.row.revision, after: revision, ...values });
+    const answer = await post("admin/fleet/rollback", { revision: planned.row.revision, after: planned.plan.revision, ...values });
     notify(`Revision ${answer.revision} is in force.`);
     reload();
   };
@@ -40,5 +41,5 @@ export function FleetHistory({ revision, reload }) {
       ${older.has_more ?? hasMore ? html`<${Action} run=${readMore}>Older revisions<//>` : null}</div>`;
   }}<//>
     ${planned ? html`<${FormDialog} title=${`Put revision ${planned.row.revision} in force again?`} submit="Apply" save=${save} close=${() => setPlanned(null)}
-      fields=${[{ name: "reason", label: "Why, for the history" }]}><h3>Plan</h3><${Changes} changes=${planned.changes} /><//>` : null}<//>`;
+      fields=${[{ name: "reason", label: "Why, for the history" }]}><h3>Plan</h3><${Plan} lines=${planned.plan.lines} /><//>` : null}<//>`;
 }

@@ -1,8 +1,9 @@
 // The declared pools: how many replicas each shall have and who decides it, and the replicas that the controller knows.
 import { html, useState } from "../vendor.js";
-import { may, post, query, useResource } from "../core/api.js";
-import { age, count, MISSING, significant, time, visible } from "../core/format.js";
+import { get, may, post, query, useResource } from "../core/api.js";
+import { age, count, MISSING, plural, significant, time, visible } from "../core/format.js";
 import { link } from "../core/router.js";
+import { DeclarationEditor } from "./declaration-editor.js";
 import { FormDialog } from "./form-dialog.js";
 import { FleetHistory } from "./fleet-history.js";
 import { Action, Card, Pill, Resource, notify } from "./parts.js";
@@ -11,15 +12,21 @@ import { Table, timeColumn } from "./table.js";
 
 const PHASE_KINDS = { ready: "ok", failed: "bad", stopped: "none" };
 
-// All that the controller knows of the pools of a model, or of all pools. Nothing without a declared fleet.
+// All that the controller knows of the pools of a model, or of all pools. The editor stays while the fleet cannot be read.
 export function Fleet({ fleet, model }) {
-  if (fleet.error?.status === 404) return null;
-  return html`<${Resource} of=${fleet}>${(data) => {
+  const [edited, setEdited] = useState(null);
+  const isOperator = may("operator", "gateway");
+  if (fleet.error?.status === 404) {
+    return isOperator ? html`<${Card} title="Declaration"><p class="note">${visible(fleet.error.message)} Until then the models come from the gateway's command line or settings file, and cannot be changed here.</p><//>` : null;
+  }
+  const edit = async () => setEdited(await get("admin/fleet/declaration"));
+  return html`${edited ? html`<${DeclarationEditor} key=${edited.revision} start=${edited} close=${() => setEdited(null)} reload=${fleet.reload} />` : null}
+    <${Resource} of=${fleet}>${(data) => {
     const pools = data.pools.filter((pool) => !model || pool.model === model);
     const names = new Set(pools.map(({ pool }) => pool));
     const replicas = data.replicas.filter(({ pool }) => names.has(pool) || !model);
     const detailed = pools.filter(({ rollout }) => model || rollout?.is_running || rollout?.can_retry || pools.length === 1);
-    return html`<${Card} title="Declared pools" note=${`fleet ${visible(data.fleet)}, revision ${data.revision}`} actions=${html`<${Leader} fleet=${data} />`}>
+    return html`<${Card} title="Declared pools" note=${`fleet ${visible(data.fleet)}, revision ${data.revision}`} actions=${html`${isOperator && !edited ? html`<${Action} run=${edit}>Edit the declaration<//> ` : null}<${Leader} fleet=${data} />`}>
         <${Pools} pools=${pools} reload=${fleet.reload} /><//>
       ${detailed.map(({ pool, rollout }) => (rollout ? html`<${RolloutCard} key=${`rollout ${pool}`} pool=${pool} rollout=${rollout} reload=${fleet.reload} />` : null))}
       ${detailed.map((pool) => (pool.decision ? html`<${Autoscaler} key=${`autoscaler ${pool.pool}`} pool=${pool} />` : null))}
@@ -39,7 +46,7 @@ function Pools({ pools, reload }) {
   const [scaled, setScaled] = useState(null);
   const scale = async (pool, replicas, reason) => {
     await post("admin/fleet/scale", { pool, replicas, ...(reason ? { reason } : {}) });
-    notify(replicas === null ? `The autoscaler decides about ${pool} again.` : `${pool} shall have ${replicas} replicas.`);
+    notify(replicas === null ? `The autoscaler decides about ${pool} again.` : `${pool} shall have ${plural(replicas, "replica")}.`);
     reload();
   };
   const columns = [
@@ -67,9 +74,9 @@ function Autoscaler({ pool: { pool, decision } }) {
   const sums = decision.arithmetic;
   const facts = [
     ["Decided", `${time(decision.at, { date: true })} (${age(decision.at)})`], ["Owner", OWNERS[decision.owner]],
-    ["Target", `${decision.target} replicas${decision.recommended === decision.target ? "" : `; the rules give ${decision.recommended}`}${decision.spares ? `, ${decision.spares} spares` : ""}`],
+    ["Target", `${plural(decision.target, "replica")}${decision.recommended === decision.target ? "" : `; the rules give ${decision.recommended}`}${decision.spares ? `, ${plural(decision.spares, "spare")}` : ""}`],
     ["Now", `${sums.ready_replicas} ready, ${sums.starting_replicas} starting, ${sums.failing_replicas} failing; ${sums.minimum} to ${sums.maximum} allowed`],
-    ["Demand", `${count(sums.demand_tokens_per_s)} tokens/s (${sums.demand_basis})${sums.backlog_tokens ? ` and ${count(sums.backlog_tokens)} waiting tokens` : ""}`],
+    ["Demand", `${count(sums.demand_tokens_per_s)} tokens/s (${sums.demand_basis})${sums.backlog_tokens ? ` and ${plural(sums.backlog_tokens, "waiting token")}` : ""}`],
     ["One replica serves", sums.capacity_tokens_per_s === null ? "not known yet" : `${count(sums.capacity_tokens_per_s)} tokens/s`],
     ["Needed", `${significant(sums.needed_for_tokens)} for tokens, ${significant(sums.needed_for_kv)} for KV caches, so ${sums.needed}`],
   ];

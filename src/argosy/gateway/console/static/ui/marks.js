@@ -1,41 +1,56 @@
 // Marks on charts for what changed in the fleet: deploys, failures of replicas and changes of the configuration.
 import { html, signal, useEffect, useState } from "../vendor.js";
-import { get, may } from "../core/api.js";
+import { get, may, query } from "../core/api.js";
 import { plural, time, visible } from "../core/format.js";
+import { currentRange } from "./series.js";
 
 const EVERY_MS = 30000;
-const LIMIT = 100;
+const LIMIT = 1000;
 const CLUSTER_PX = 14;
 const SHAPES = { deploy: "▲", failure: "◆", change: "●" };
 const DEPLOYS = { revision_in_force: "New plan", rollout_state: "Rollout" };
 const BAD = ["ejected", "unreachable"];
-const CONFIGURATION = /^(limit|price)\.|^project\.change$/;
+const CONFIGURATION = ["limit.", "price.", "project.change"];
 
-// One reading serves all charts, as long as one is shown.
+// One reading serves all charts, as long as one is shown. They share the time range.
 const marks = signal([]);
-let readers = 0, timer = 0;
+let readers = 0, timer = 0, readRange = "";
 
 export function useMarks() {
+  const { id, start, end } = currentRange();
+  const range = start ? `${start}-${end}` : id;
   useEffect(() => {
     readers += 1;
-    if (readers === 1) read();
     return () => {
       readers -= 1;
-      if (!readers) clearTimeout(timer);
+      if (readers) return;
+      clearTimeout(timer);
+      readRange = "";
     };
   }, []);
+  useEffect(() => {
+    if (range === readRange) return;
+    readRange = range;
+    marks.value = [];
+    read();
+  }, [range]);
   return marks.value;
 }
 
 async function read() {
   clearTimeout(timer);
+  const range = readRange, { seconds, start, end } = currentRange(), now = Date.now() / 1000;
   if (!document.hidden && may("viewer", "gateway")) {
-    const none = { data: [] };
-    const [replicas, fleet, audit] = await Promise.all(["admin/replicas/events", "admin/events", "admin/audit"].map((path) => get(`${path}?limit=${LIMIT}`).catch(() => none)));
-    const found = [...replicas.data.map(fromReplica), ...fleet.data.map(fromFleet), ...audit.data.map(fromAudit)].filter(Boolean).sort((a, b) => a.at - b.at);
+    const common = { since: start ?? Math.floor(now - seconds), until: end, limit: LIMIT };
+    const readAll = (path, filter) => get(query(path, { ...common, ...filter })).then(({ data }) => data, () => []);
+    const [replicas, deploys, failures, audit] = await Promise.all([
+      readAll("admin/replicas/events"), readAll("admin/events", { kind: Object.keys(DEPLOYS) }), readAll("admin/events", { kind: "replica_phase", outcome: "failed" }), readAll("admin/audit", { action: CONFIGURATION }),
+    ]);
+    if (range !== readRange) return;
+    const found = [...replicas.map(fromReplica), ...[...deploys, ...failures].map(fromFleet), ...audit.map(fromAudit)].filter(Boolean).sort((a, b) => a.at - b.at);
     if (found.length !== marks.value.length || found.at(-1)?.at !== marks.value.at(-1)?.at) marks.value = found;
   }
-  if (readers) timer = setTimeout(read, EVERY_MS);
+  if (readers && !(end < now)) timer = setTimeout(read, EVERY_MS);
 }
 
 const sentence = (...parts) => parts.filter(Boolean).map(visible).join(" ");
@@ -47,13 +62,11 @@ function fromReplica({ at, replica, action, actor, status, previous, reason }) {
 }
 
 function fromFleet({ at, kind, pool, replica, reason, outcome }) {
-  if (kind === "replica_phase" && outcome === "failed") return { at, kind: "failure", text: sentence(replica, "failed.", reason) };
-  return DEPLOYS[kind] ? { at, kind: "deploy", text: sentence(`${DEPLOYS[kind]}:`, pool, replica, outcome, reason) } : null;
+  if (kind === "replica_phase") return { at, kind: "failure", text: sentence(replica, "failed.", reason) };
+  return { at, kind: "deploy", text: sentence(`${DEPLOYS[kind]}:`, pool, replica, outcome, reason) };
 }
 
-function fromAudit({ at, action, actor, subject }) {
-  return CONFIGURATION.test(action) ? { at, kind: "change", text: sentence(action, subject, "by", actor) } : null;
-}
+const fromAudit = ({ at, action, actor, subject }) => ({ at, kind: "change", text: sentence(action, subject, "by", actor) });
 
 // Marks near each other share a button. `area` is the place of the plot: { left, width, start, end }.
 function clusterMarks(shown, { left, width, start, end }) {

@@ -1,6 +1,6 @@
 // The prefixes that recent prompts share, by the replicas that have them cached: a matrix of which each row can be opened.
 import { html } from "../vendor.js";
-import { age, count, exact, plural, visible } from "../core/format.js";
+import { age, count, exact, partOf, plural, visible } from "../core/format.js";
 import { link, route, setQuery } from "../core/router.js";
 import { useNames } from "./names.js";
 import { Card, Name } from "./parts.js";
@@ -18,7 +18,7 @@ export function PrefixMap({ map }) {
   return html`<${Card} title=${`Cached prefixes of ${visible(map.model)}${map.version ? ` ${map.version.slice(0, 12)}` : ""}`} note=${note}>
       ${prefixes.length ? html`<p class="s">A bar shows where a part lies in its prompts, from their beginning. A square is filled as far as the replica has the part cached. The gateway keeps hashes of prompts, no texts.</p>
         <${Matrix} prefixes=${prefixes} replicas=${replicas} chosen=${chosen?.id} />
-        ${map.replica_count > replicas.length ? html`<p class="s">${replicas.length} of ${map.replica_count} replicas are shown: those that have most of these prefixes.</p>` : null}
+        ${map.replica_count > replicas.length ? html`<p class="s">${partOf(replicas.length, map.replica_count, "replica")} ${replicas.length === 1 ? "is" : "are"} shown: those that have most of these prefixes.</p>` : null}
         ${chosen ? html`<${Prefix} prefix=${chosen} names=${names} />` : null}
         <${Table} label="Prefixes" columns=${columnsFor(names)} rows=${prefixes} rowKey=${(row) => row.id} height=${260} csv="cached-prefixes.csv" />`
       : html`<p class="empty">No request with a prompt of at least 256 bytes was placed since this gateway started. Shorter prompts have no block that could be shared.</p>`}<//>
@@ -31,7 +31,7 @@ function Matrix({ prefixes, replicas, chosen }) {
   const width = barPx + LABEL_PX + replicas.length * CELL_PX + HEAD_PX, height = HEAD_PX + prefixes.length * ROW_PX;
   const cellX = (index) => barPx + LABEL_PX + index * CELL_PX;
   return html`<div class="rows" role="region" tabindex="0" aria-label="Map of cached prefixes"><svg class="map" width=${width} height=${height} role="group" aria-label="Prefixes by replica">
-    <g aria-hidden="true"><text x="0" y=${HEAD_PX - 8}>0</text><text x=${barPx} y=${HEAD_PX - 8} text-anchor="end">${count(longest)} tokens</text>
+    <g aria-hidden="true"><text x="0" y=${HEAD_PX - 8}>0</text><text x=${barPx} y=${HEAD_PX - 8} text-anchor="end">${plural(longest, "token")}</text>
       ${replicas.map(({ replica }, index) => html`<text key=${replica} transform=${`translate(${cellX(index) + 12} ${HEAD_PX - 6}) rotate(-55)`}>${shorten(visible(replica))}<title>${visible(replica)}</title></text>`)}</g>
     ${prefixes.map((prefix, row) => {
       const y = HEAD_PX + row * ROW_PX, x = (prefix.start_tokens / longest) * barPx;

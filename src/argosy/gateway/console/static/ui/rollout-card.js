@@ -1,7 +1,7 @@
 // The rollout of a pool: its steps, the evidence of its gate as it grows, what happened, and the commands of operators.
 import { html, useState } from "../vendor.js";
 import { may, post } from "../core/api.js";
-import { age, MISSING, percent, shortDigests, significant, visible } from "../core/format.js";
+import { age, MISSING, partOf, percent, shortDigests, significant, visible } from "../core/format.js";
 import { FormDialog } from "./form-dialog.js";
 import { Meter } from "./meter.js";
 import { Card, Name, Pill, notify } from "./parts.js";
@@ -59,7 +59,7 @@ function Steps({ rollout }) {
 
 function Versions({ rollout: { stable, candidate, steps, step, state } }) {
   const copies = state === "step" && steps[step]?.is_shadow ? ` and copies of ${percent(steps[step].share)} of the requests` : "";
-  const row = (name, version, more = "") => [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${version.digest.slice(0, 12)} /> ${percent(version.share)} of the users${more}, ${version.ready} of ${version.desired} replicas ready</dd>`];
+  const row = (name, version, more = "") => [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${version.digest.slice(0, 12)} /> ${percent(version.share)} of the users${more}, ${partOf(version.ready, version.desired, "replica")} ready</dd>`];
   return html`<dl class="facts">${row("Old version", stable)}${row("New version", candidate, copies)}</dl>`;
 }
 
