@@ -120,6 +120,20 @@ def open_fleet(
     options: Sequence[Path] | None, fleet: str | None, store_url: str | None
 ) -> Iterator[FleetTarget]:
     """Open a fleet by its declaration or by name. Without both, it is the only one of the store."""
+    with find_fleet(options, fleet, store_url) as target:
+        if target is None:
+            fail(
+                "the store has no fleet; declare one with `argosy up FILE`, or name another --store"
+                " (the fleet of `argosy serve` changes with its command line only)"
+            )
+        yield target
+
+
+@contextmanager
+def find_fleet(
+    options: Sequence[Path] | None, fleet: str | None, store_url: str | None
+) -> Iterator[FleetTarget | None]:
+    """Open a fleet like `open_fleet`, or return None if none is named and the store has none."""
     if options or (fleet is None and DEFAULT_FILE.exists()):
         with open_declared(None, options, store_url) as (target, _):
             if fleet not in {None, target.name}:
@@ -130,10 +144,10 @@ def open_fleet(
         return
     with _open(fleet or "", store_url) as target:
         names = [fleet] if fleet else target.store.fleets.list_fleets()
-        if len(names) != 1:
-            known = ", ".join(names) or "none"
+        if len(names) > 1:
+            known = ", ".join(names)
             fail(f"name the fleet with --fleet, or its declaration with -f (fleets: {known})")
-        yield FleetTarget(names[0], target.store, target.store_url)
+        yield FleetTarget(names[0], target.store, target.store_url) if names else None
 
 
 def parse_revision(revision: FleetRevision) -> FleetConfig:

@@ -25,6 +25,7 @@ from argosy.gateway.console import ConsoleConfig
 from argosy.gateway.fleet_control import (
     FleetChangeView,
     FleetControl,
+    FleetGatewaysView,
     FleetPoolView,
     FleetReplicaView,
     FleetRevisionView,
@@ -64,6 +65,7 @@ __all__ = [
     "DemandReport",
     "FleetChangeView",
     "FleetControl",
+    "FleetGatewaysView",
     "FleetPoolView",
     "FleetPools",
     "FleetReplicaView",

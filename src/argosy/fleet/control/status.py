@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -87,7 +87,11 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
     if revision is not None:
         config = parse_fleet(revision.declaration, f"revision {revision.number}")
         rolled_out = {pool.name for pool in config.pools if pool.rollout is not None}
-        reports = _read_rollouts(store, fleet, rolled_out)
+        reports = {
+            pool: report
+            for pool, report in read_known_rollouts(store, fleet).items()
+            if pool in rolled_out
+        }
         known = [revision, *(store.list_revisions(fleet) if reports else ())]
         for pool in config.pools:
             scaled = scaling.get(pool.name)
@@ -166,10 +170,9 @@ def _describe_pool(
     )
 
 
-def _read_rollouts(
-    store: FleetStore, fleet: str, pools: Collection[str]
-) -> dict[str, RolloutReport]:
+def read_known_rollouts(store: FleetStore, fleet: str) -> dict[str, RolloutReport]:
+    """Return the rollouts by pool, or nothing if a later version of Argosy wrote them. Blocks on the store."""
     try:
-        return {each.pool: each for each in read_rollouts(store, fleet) if each.pool in pools}
+        return {each.pool: each for each in read_rollouts(store, fleet)}
     except msgspec.MsgspecError:
         return {}  # of a later version, whose `argosy rollout status` shows them
