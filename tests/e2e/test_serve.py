@@ -114,6 +114,8 @@ def test_status_events_and_logs_come_from_the_running_gateway(
     logs = run_argosy("logs", "argosy-mini", "--url", server.url)
     assert logs.returncode == 0, logs.stderr
     assert "replica-1-0" in logs.stdout + logs.stderr
+    settings = httpx2.get(f"{server.url}/admin/settings").json()["data"]
+    assert {each["value"] for each in settings if each["path"] == "port"} == {0}
     change = {"pool": "replica", "replicas": 2}
     refused = httpx2.post(f"{server.url}/admin/fleet/scale", json=change)
     assert refused.status_code == 409

@@ -271,6 +271,7 @@ class LocalFleet:
                 for model, replicas in launched.items()
             ],
             host=server.host,
+            port=server.port,
             uds=server.uds,
             tls=server.tls,
             store=StoreConfig(url=self._auth_bootstrap.store_url),
