@@ -27,7 +27,10 @@ def status(
     files: FilesOption = None,
     fleet: FleetOption = None,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with status 1 unless all is as declared.")
+        bool,
+        typer.Option(
+            "--exit-code", help="Exit with status 1 unless a controller keeps all as declared."
+        ),
     ] = False,
     store: StoreUrl = None,
     url: FleetGatewayUrl = None,
@@ -44,8 +47,13 @@ def status(
         print_json(shown)
     else:
         _print_fleet(shown)
-    if exit_code and not shown.is_as_declared:
+    is_kept = shown.has_leader or not _declares_replicas(shown)
+    if exit_code and not (shown.is_as_declared and is_kept):
         raise typer.Exit(EXIT_FAILURE)
+
+
+def _declares_replicas(shown: FleetView) -> bool:
+    return bool(shown.pools) or shown.gateways is not None
 
 
 def _print_fleet(shown: FleetView) -> None:
@@ -82,8 +90,10 @@ def _describe_leader(shown: FleetView) -> str:
     if shown.has_leader:
         host, _, process = shown.leader.partition("/")
         return f"led by process {process.partition('/')[0]} of {host} (epoch {shown.epoch})"
+    if not _declares_replicas(shown):
+        return "down; start it with `argosy up` or `argosy rollback`"
     since = "" if shown.lease_age_s is None else f" for {shown.lease_age_s:.0f} s"
-    return f"without a controller{since}; start one with `argosy up`"
+    return f"without a controller{since}, as it last was; start one with `argosy up`"
 
 
 def events(
@@ -116,6 +126,8 @@ def events(
                 outcome = f" -> {event.outcome}" if is_shown else ""
                 line = f"{at}  {event.kind}  {event.replica or event.pool}  {event.reason}{outcome}"
                 typer.echo(strip_control_characters(line))
+            if not (last or follow or json):
+                typer.echo("No events.")
             if not follow:
                 return
             time.sleep(FOLLOW_INTERVAL_S)

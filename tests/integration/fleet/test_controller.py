@@ -143,6 +143,20 @@ async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
     assert not standby.done()
 
 
+async def test_records_of_an_earlier_leader_are_not_as_declared(fleet: Fleet) -> None:
+    """The replicas may be gone, as after a restart of the machine."""
+    fleet.apply(declare())
+    controller = fleet.start_controller("first")
+    await fleet.as_declared("chat-1-0", "chat-1-1")
+    controller.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await controller
+    assert fleet.status.is_as_declared
+    fleets = fleet.store.fleets
+    assert fleets.acquire_lease("second", fleets.read_lease(FLEET)) is not None
+    assert not fleet.status.is_as_declared
+
+
 async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     fleet.apply(declare(engine="broken", replicas=1))
     fleet.start_controller("first")

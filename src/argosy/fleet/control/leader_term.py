@@ -15,7 +15,12 @@ from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, fin
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import SCALING_DECISION, FleetRecords, ReplicaRecord
+from argosy.fleet.control.fleet_records import (
+    SCALING_DECISION,
+    FleetRecords,
+    ObservedRevision,
+    ReplicaRecord,
+)
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
@@ -181,6 +186,9 @@ class LeaderTerm:
         desired = declared.desired_state(counts, self._rollouts.targets, undecided)
         result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
+        self._records.observed = ObservedRevision(
+            epoch=self._leadership.lease.epoch, revision=declared.number
+        )
         self._actions.start(result.actions, declared, busy_pools)
         if not undecided:
             self._publish(declared)
