@@ -287,6 +287,7 @@ def _apply(
     if not changes and latest is not None:
         if not quiet:
             typer.echo(f"Nothing changes: revision {latest.number} is in force.", err=True)
+            _warn_without_controller(target, asks)
         return latest.number
     if not quiet:
         _show_changes(target, changes, json=False)
@@ -299,9 +300,13 @@ def _apply(
     )
     if not quiet:
         typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)
-        if asks != "removal" and not read_status(target).has_leader:  # `up` starts one
-            typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
+        _warn_without_controller(target, asks)
     return revision.number
+
+
+def _warn_without_controller(target: FleetTarget, asks: Asks) -> None:
+    if asks != "removal" and not read_status(target).has_leader:  # `up` starts one
+        typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
 
 
 def _asks_unless(yes: bool) -> Asks:  # noqa: FBT001 - the option --yes

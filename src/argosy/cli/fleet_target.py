@@ -134,12 +134,16 @@ def find_fleet(
     options: Sequence[Path] | None, fleet: str | None, store_url: str | None
 ) -> Iterator[FleetTarget | None]:
     """Open a fleet like `open_fleet`, or return None if none is named and the store has none."""
+    from argosy.fleet.declaration import locate_fleet
+
     if options or (fleet is None and DEFAULT_FILE.exists()):
-        with open_declared(None, options, store_url) as (target, _):
-            if fleet not in {None, target.name}:
-                fail(
-                    f"the declaration is of the fleet {target.name!r}, not {fleet!r}; give one of them"
-                )
+        try:
+            name, declared_url = locate_fleet(options or [DEFAULT_FILE])
+        except ValueError as error:
+            fail(f"{error} (or name the fleet with --fleet)")
+        if fleet not in {None, name}:
+            fail(f"the declaration is of the fleet {name!r}, not {fleet!r}; give one of them")
+        with _open(name, store_url or declared_url) as target:
             yield target
         return
     with _open(fleet or "", store_url) as target:

@@ -217,6 +217,21 @@ def test_wait_ends_if_another_revision_is_applied(store: Store) -> None:
     assert "other applied revision 2 meanwhile" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "content", ["{fleet: demo, models: [{nam", "fleet: [demo]"], ids=["truncated", "name"]
+)
+def test_fleet_is_stopped_although_its_file_is_invalid(content: str, store: Store) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    Path("fleet.yaml").write_text(Path("fleet.yaml").read_text() + "no_such_setting: 1\n")
+    assert "no_such_setting" in refuse("apply")
+    for command in (["scale", "chat", "2"], ["rollback", "1"], ["down"], ["status"]):
+        assert runner.invoke(app, command).exit_code == 0, command
+    Path("fleet.yaml").write_text(content)
+    assert "name the fleet with --fleet" in refuse("down")
+    assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
+
+
 def test_fleet_that_was_never_applied(store: Store) -> None:
     declare()
     assert "was never applied" in refuse("status")
