@@ -119,7 +119,7 @@ def open_declared(
 def open_fleet(
     options: Sequence[Path] | None, fleet: str | None, store_url: str | None
 ) -> Iterator[FleetTarget]:
-    """Open a fleet by its declaration or by name. Without both, it is the only one of the store."""
+    """Open a fleet by its declaration or by name. Without both, it is the only one of the store that is not down."""
     with find_fleet(options, fleet, store_url) as target:
         if target is None:
             fail(
@@ -149,9 +149,23 @@ def find_fleet(
     with _open(fleet or "", store_url) as target:
         names = [fleet] if fleet else target.store.fleets.list_fleets()
         if len(names) > 1:
+            names = [name for name in names if not _is_down(target.store, name)] or names
+        if len(names) > 1:
             known = ", ".join(names)
             fail(f"name the fleet with --fleet, or its declaration with -f (fleets: {known})")
         yield FleetTarget(names[0], target.store, target.store_url) if names else None
+
+
+def _is_down(store: Store, fleet: str) -> bool:
+    """Return whether nothing of a fleet shall run, as after `argosy down`."""
+    from argosy.fleet.control import parse_declaration
+
+    revision = store.fleets.latest_revision(fleet)
+    try:
+        config = None if revision is None else parse_declaration(revision)
+    except ValueError:  # of another version of Argosy
+        return False
+    return config is None or not (config.pools or config.gateways)
 
 
 def parse_revision(revision: FleetRevision) -> FleetConfig:

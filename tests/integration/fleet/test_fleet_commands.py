@@ -232,6 +232,17 @@ def test_fleet_is_stopped_although_its_file_is_invalid(content: str, store: Stor
     assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
 
 
+def test_only_fleet_that_is_not_down_needs_no_name(store: Store) -> None:
+    for fleet in ("demo", "other"):
+        declare()
+        Path("fleet.yaml").rename("any.yaml")
+        Path("name.yaml").write_text(f"fleet: {fleet}")
+        assert runner.invoke(app, ["apply", "any.yaml", "name.yaml"]).exit_code == 0
+    assert "(fleets: demo, other)" in refuse("status")
+    assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
+    assert "Fleet other, revision 1" in runner.invoke(app, ["status"]).stdout
+
+
 def test_fleet_that_was_never_applied(store: Store) -> None:
     declare()
     assert "was never applied" in refuse("status")
