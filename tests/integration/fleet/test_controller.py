@@ -52,6 +52,13 @@ def declare(**pool: object) -> FleetConfig:
                         "kind": "openai",
                     }
                 }
+                | {
+                    "files": {
+                        "command": [sys.executable, "-m", "http.server", "{port}"],
+                        "kind": "openai",
+                        "ready_path": pool.pop("ready_path", "/"),
+                    }
+                }
                 | {"broken": {"command": [sys.executable, str(REPLICA), "{port}", "crash=3"]}}
                 | {
                     "complete": {
@@ -171,7 +178,9 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
     fleet.apply(declare(replicas=1, launcher="simulated"))
     await fleet.wait_for_reason(lambda reason: "no launcher 'simulated'" in reason)
-    fleet.apply(declare(replicas=1))
+    fleet.apply(declare(engine="files", replicas=1, warm_up=False, ready_path="/none"))
+    await fleet.wait_for_reason(lambda reason: "/none answers 404, see `ready_path`" in reason)
+    fleet.apply(declare(engine="files", replicas=1, warm_up=False))
     await until(lambda: fleet.status.is_as_declared)
 
 

@@ -257,9 +257,12 @@ class LeaderTerm:
     def _estimate(
         self, record: ReplicaRecord, report: PhaseReport, declared: DeclaredFleet, now: float
     ) -> str:
-        """Return how long a start will take by what earlier ones took, to complete the reason of the phase."""
+        """Return what completes the reason of the phase: what keeps a start from its end, or how long it will take."""
         if report.phase is not ReplicaPhase.LOADING:
             return ""
+        reading = self._observer.reading(record.name)
+        if reading is not None and reading.ready_problem:
+            return f"; {reading.ready_problem}"
         expected_s = self._records.expected_start_s(declared.source(record.pool))
         if expected_s is None:
             return ""
