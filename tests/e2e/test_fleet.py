@@ -157,6 +157,10 @@ async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
     )
     fleet.run("up")  # applies nothing, and waits
     assert fleet.chat() == text
+    url = f"http://127.0.0.1:{fleet.port}"
+    shown = httpx2.get(f"{url}/admin/fleet", timeout=60).json()
+    assert shown["url"] == url
+    assert fleet.status() | {"lease_age_s": 0} == shown | {"lease_age_s": 0}
     (revision,) = msgspec.json.decode(fleet.run("history", "--json"))
     assert (revision["revision"], revision["reason"]) == (1, "first")
     fleet.kill_controller()

@@ -98,6 +98,41 @@ def test_chat_command_reports_error(server: ServeProcess) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_status_events_and_logs_come_from_the_running_gateway(
+    server: ServeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a fleet in the store, the commands read that of the gateway."""
+    monkeypatch.setenv("ARGOSY_STORE", f"sqlite:///{tmp_path / 'argosy.db'}")
+    monkeypatch.setenv("ARGOSY_URL", server.url)
+    server.core()  # waits until it is ready
+    status = run_argosy("status", "--exit-code")
+    assert status.returncode == 0, status.stderr
+    assert f"Fleet serve, revision 1, led by process {server.process.pid}" in status.stdout
+    assert "replica: 1 of 1 replicas of argosy-mini are ready" in status.stdout
+    events = run_argosy("events", "--replica", "replica-1-0").stdout
+    assert "replica_phase  replica-1-0  every gateway routes to it -> ready" in events
+    logs = run_argosy("logs", "argosy-mini", "--url", server.url)
+    assert logs.returncode == 0, logs.stderr
+    assert "replica-1-0" in logs.stdout + logs.stderr
+    settings = httpx2.get(f"{server.url}/admin/settings").json()["data"]
+    assert {each["value"] for each in settings if each["path"] == "port"} == {0}
+    change = {"pool": "replica", "replicas": 2}
+    refused = httpx2.post(f"{server.url}/admin/fleet/scale", json=change)
+    assert refused.status_code == 409
+    assert "Start it again with other options" in refused.text
+
+
+def test_status_without_fleet_and_gateway_says_what_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGOSY_URL", f"unix:{tmp_path}/none")
+    store = f"sqlite:///{tmp_path / 'argosy.db'}"
+    failed = run_argosy("status", "--store", store)
+    assert failed.returncode == 2
+    assert "Start one with `argosy serve` or `argosy up FILE`" in failed.stderr
+    assert "`argosy up FILE`" in run_argosy("scale", "chat", "2", "--store", store).stderr
+
+
 def test_port_in_use_is_one_error_line(server: ServeProcess) -> None:
     result = run_argosy("serve", "--port", server.url.rsplit(":", 1)[1])
     assert result.returncode == 2

@@ -89,7 +89,6 @@ async def serve_admin_api(
         explain,
         on_change,
         ReplicaAdmin(models, store),
-        "demo",
         config=GatewayConfig(),
         series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
         replica_logs=None if store is None else ReplicaLogs("demo", store.replica_logs),

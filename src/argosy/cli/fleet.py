@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -36,6 +37,7 @@ EXIT_CHANGES = 3
 DEFAULT_TIMEOUT_S = 600.0
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+Asks = Literal["never", "removal", "always"]
 Number = Annotated[int, typer.Argument(min=1, help="Number of a revision, see `argosy history`.")]
 
 
@@ -56,9 +58,9 @@ def up(
     with open_declared(files, overlays, store) as (target, config):
         check_ports(target, config)
         with created_folder(target.folder):
-            _apply(target, config, reason, asks=False, quiet=json)
+            revision = _apply(target, config, reason, asks="removal", quiet=json)
         _start_controller(target)
-        _finish(target, wait=wait, timeout=timeout, json=json)
+        _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 
 def plan(
@@ -99,8 +101,8 @@ def apply(
     Shows the plan and asks for confirmation on a terminal.
     """
     with open_declared(files, overlays, store) as (target, config):
-        _apply(target, config, reason, asks=not yes, quiet=json)
-        _finish(target, wait=wait, timeout=timeout, json=json)
+        revision = _apply(target, config, reason, asks=_asks_unless(yes), quiet=json)
+        _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 
 def diff(
@@ -193,8 +195,10 @@ def rollback(
     """Put the declaration of an earlier revision in force again, as a new revision."""
     with open_fleet(files, fleet, store) as target:
         config = parse_revision(target.store.fleets.get_revision(target.name, number))
-        _apply(target, config, reason, asks=not yes, quiet=json, rollback_of=number)
-        _finish(target, wait=wait, timeout=timeout, json=json)
+        revision = _apply(
+            target, config, reason, asks=_asks_unless(yes), quiet=json, rollback_of=number
+        )
+        _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 
 def scale(
@@ -227,14 +231,14 @@ def scale(
             fail(str(error))
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
-        _apply(target, config, reason, asks=False, quiet=json)
+        revision = _apply(target, config, reason, asks="never", quiet=json)
         scaled = config.find_pool(pool)
         if not (json or auto or scaled is None or scaled.autoscaling.mode == "off"):
             typer.echo(
                 f"The autoscaler of the pool {pool} is paused. `argosy scale {pool} --auto` resumes it.",
                 err=True,
             )
-        _finish(target, wait=wait, timeout=timeout, json=json)
+        _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 
 def down(
@@ -253,11 +257,11 @@ def down(
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
         is_kept = not target.folder.is_dir() or has_keeper(target.folder)
-        _apply(target, config, reason, asks=False, quiet=True)
+        revision = _apply(target, config, reason, asks="never", quiet=True)
         if not is_kept:  # nothing stops without a controller
             _start_controller(target)
         if wait:
-            wait_until_gone(target, timeout)
+            wait_until_gone(target, revision, timeout)
             typer.echo(f"The fleet {target.name} is down.", err=True)
 
 
@@ -269,37 +273,73 @@ def _apply(
     config: FleetConfig,
     reason: str,
     *,
-    asks: bool,
+    asks: Asks,
     quiet: bool,
     rollback_of: int | None = None,
-) -> None:
-    """Put a declaration in force, unless it is already."""
+) -> int:
+    """Put a declaration in force, unless it is already. Returns the number of the revision in force.
+
+    Args:
+        target: The fleet.
+        config: The declaration.
+        reason: Why, for the history.
+        asks: When to ask for confirmation on a terminal: before any change, or before a pool is removed.
+        quiet: Whether to print nothing.
+        rollback_of: Number of the revision that the declaration is of.
+    """
     check_launchers(target, config)
     latest = target.latest()
     fleet_plan = _plan(target, latest, config)
     if not fleet_plan.changes and latest is not None:
         if not quiet:
             typer.echo(f"Nothing changes: revision {latest.number} is in force.", err=True)
-        return
+            _warn_without_controller(target, asks)
+        return latest.number
     if not quiet:
         _show_plan(fleet_plan, json=False)
-    if asks and sys.stdin.isatty() and not typer.confirm("Apply?"):
+    removed = [
+        pool for change in fleet_plan.changes if _removes_pool(change) for pool in change.pools
+    ]
+    is_asked = asks == "always" or (asks == "removal" and bool(removed))
+    if is_asked and sys.stdin.isatty() and not typer.confirm(_format_question(target, removed)):
         raise typer.Exit(EXIT_FAILURE)
     revision = target.apply(
         config, reason, after=0 if latest is None else latest.number, rollback_of=rollback_of
     )
     if not quiet:
         typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)
-        if asks and not read_status(target).has_leader:
-            typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
+        _warn_without_controller(target, asks)
+    return revision.number
 
 
-def _finish(target: FleetTarget, *, wait: bool, timeout: float, json: bool) -> None:
+def _warn_without_controller(target: FleetTarget, asks: Asks) -> None:
+    if asks != "removal" and not read_status(target).has_leader:  # `up` starts one
+        typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
+
+
+def _asks_unless(yes: bool) -> Asks:  # noqa: FBT001 - the option --yes
+    return "never" if yes else "always"
+
+
+def _format_question(target: FleetTarget, removed_pools: Sequence[str]) -> str:
+    if not removed_pools:
+        return "Apply?"
+    pools = ", ".join(removed_pools)
+    return (
+        f"This removes from the fleet {target.name}: {pools}. If the file is of another fleet, give it another name by"
+        " `fleet`. Apply?"
+    )
+
+
+def _removes_pool(change: PlannedChange) -> bool:
+    return change.action == "remove" and change.path in {f"pools[{pool}]" for pool in change.pools}
+
+
+def _finish(target: FleetTarget, revision: int, *, wait: bool, timeout: float, json: bool) -> None:
     if wait:
-        wait_until_ready(target, timeout, quiet=json)
+        wait_until_ready(target, revision, timeout, quiet=json)
     if json:
-        revision = target.require_latest()
-        print_json({"fleet": target.name, "revision": revision.number})
+        print_json({"fleet": target.name, "revision": revision})
 
 
 def _start_controller(target: FleetTarget) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -22,17 +22,25 @@ CONTROLLER_EXIT_S = 5.0
 """Longest wait for the exit of the controller of a fleet in which nothing runs any more."""
 
 
-def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> None:
-    """Wait until the fleet is as declared. Ends the command with status 1 after the timeout, or if a start fails."""
+def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, quiet: bool) -> None:
+    """Wait until a controller finds the fleet as declared.
+
+    Ends the command with status 1 after the timeout, if a start fails, or if another revision is applied meanwhile.
+    """
     from rich.live import Live
 
-    deadline = time.monotonic() + timeout_s
+    started_at = time.monotonic()
     shown: dict[str, str] = {}
     with Live(auto_refresh=False, transient=True) as live:
         is_terminal = live.console.is_terminal
         while True:
             status = read_status(target)
-            if status.is_as_declared:
+            waited_s = time.monotonic() - started_at
+            if status.revision != revision:
+                live.stop()
+                _fail_superseded(target, revision)
+            # A controller that was killed does not renew its lease, and what it recorded may be gone.
+            if status.is_as_declared and _has_renewed_lease(status, waited_s):
                 break
             rejected = [pool for pool in status.pools if pool.is_rejected]
             if rejected:
@@ -42,7 +50,7 @@ def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> N
                 live.update(render_replicas(status.replicas), refresh=True)
             elif not quiet:
                 _print_changes(status.replicas, shown)
-            if time.monotonic() >= deadline:
+            if waited_s >= timeout_s:
                 live.stop()
                 _fail_unready(status)
             time.sleep(POLL_INTERVAL_S)
@@ -52,12 +60,17 @@ def wait_until_ready(target: FleetTarget, timeout_s: float, *, quiet: bool) -> N
         typer.echo(f"The fleet {target.name} is ready{where} ({replicas} replicas).", err=True)
 
 
-def wait_until_gone(target: FleetTarget, timeout_s: float) -> None:
-    """Wait until no replica and no controller of `argosy up` is left. Ends the command after the timeout."""
+def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> None:
+    """Wait until no replica and no controller of `argosy up` is left.
+
+    Ends the command with status 1 after the timeout, or if another revision is applied meanwhile.
+    """
     deadline = time.monotonic() + timeout_s
     empty_since: float | None = None
     while True:
         status, now = read_status(target), time.monotonic()
+        if status.revision != revision:
+            _fail_superseded(target, revision)
         if not status.replicas:
             empty_since = now if empty_since is None else empty_since
             # Another controller than that of `argosy up` leads the empty fleet on.
@@ -96,6 +109,10 @@ def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> 
             typer.echo(f"{record.name}: {record.phase}{reason}", err=True)
 
 
+def _has_renewed_lease(status: FleetStatus, within_s: float) -> bool:
+    return status.lease_age_s is not None and status.lease_age_s < within_s
+
+
 def _fail_unready(status: FleetStatus) -> None:
     waiting = [
         f"{record.name} is {record.phase}: {record.reason}"
@@ -105,7 +122,17 @@ def _fail_unready(status: FleetStatus) -> None:
     rollouts = _describe_rollouts(status.pools)
     if rollouts:
         waiting.append(rollouts)
-    fail("; ".join(waiting) or "no controller has carried out the revision yet", EXIT_FAILURE)
+    unobserved = "no controller has carried out the revision yet; `argosy up` starts one"
+    fail("; ".join(waiting) or unobserved, EXIT_FAILURE)
+
+
+def _fail_superseded(target: FleetTarget, revision: int) -> NoReturn:
+    latest = target.require_latest()
+    fail(
+        f"{latest.author} applied revision {latest.number} meanwhile, so revision {revision} is not in force any more;"
+        " see `argosy history`",
+        EXIT_FAILURE,
+    )
 
 
 def _describe_rollouts(pools: Sequence[PoolStatus]) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from argosy.cli.account_lookup import StoreUrl
+from argosy.cli.admin_client import GatewayApiKey
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.fleet_progress import read_status
-from argosy.cli.fleet_target import FilesOption, FleetOption, open_fleet, parse_revision
+from argosy.cli.fleet_reader import FleetGatewayUrl, open_fleet_reader
+from argosy.cli.fleet_target import FilesOption, FleetOption
 from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
 from argosy.cli.rollout_report import shorten_digests
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.fleet.control import FleetStatus
+    from argosy.gateway import FleetView
 
 FOLLOW_INTERVAL_S = 1.0
 
@@ -27,49 +27,73 @@ def status(
     files: FilesOption = None,
     fleet: FleetOption = None,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="Exit with status 1 unless all is as declared.")
+        bool,
+        typer.Option(
+            "--exit-code", help="Exit with status 1 unless a controller keeps all as declared."
+        ),
     ] = False,
     store: StoreUrl = None,
+    url: FleetGatewayUrl = None,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
-    """Show the pools and replicas of a fleet, each with its phase and the reason."""
-    with open_fleet(files, fleet, store) as target:
-        shown = read_status(target)
+    """Show the pools and replicas of a fleet, each with its phase and the reason.
+
+    It shows the fleet of `argosy serve` too. With --json, the output is that of GET /admin/fleet.
+    """
+    with open_fleet_reader(files, fleet, store, url, api_key) as reader:
+        shown = reader.read_fleet()
     if json:
         print_json(shown)
     else:
-        typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
-        for pool in shown.pools:
-            typer.echo(f"  {pool.name}: {pool.ready} of {pool.desired} replicas are ready")
-            if pool.scaling is not None:
-                typer.echo(f"    autoscaler: {pool.scaling.reason}")
-            if pool.rollout:
-                typer.echo(f"    rollout: {shorten_digests(pool.rollout)}")
-        now = time.time()
-        print_records(
-            shown.replicas,
-            ("replica", "phase", "for", "requests", "node", "reason"),
-            lambda record: (
-                record.name,
-                record.phase,
-                f"{max(0, now - record.phase_since):.0f} s",
-                record.running,
-                record.node,
-                record.reason,
-            ),
-            "No replicas exist.",
-            json=False,
-        )
-    if exit_code and not shown.is_as_declared:
+        _print_fleet(shown)
+    is_kept = shown.has_leader or not _declares_replicas(shown)
+    if exit_code and not (shown.is_as_declared and is_kept):
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _describe_leader(shown: FleetStatus) -> str:
+def _declares_replicas(shown: FleetView) -> bool:
+    return bool(shown.pools) or shown.gateways is not None
+
+
+def _print_fleet(shown: FleetView) -> None:
+    typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
+    for pool in shown.pools:
+        typer.echo(
+            f"  {pool.pool}: {pool.ready} of {pool.desired} replicas of {pool.model} are ready"
+        )
+        if pool.decision is not None:
+            typer.echo(f"    autoscaler: {pool.decision.reason}")
+        if pool.rollout is not None and (pool.rollout.is_running or pool.rollout.can_retry):
+            typer.echo(f"    rollout: {shorten_digests(pool.rollout.summary)}")
+    if shown.gateways is not None:
+        at = f", the first at {shown.url}" if shown.url else ""
+        typer.echo(f"  {shown.gateways.ready} of {shown.gateways.desired} gateways are ready{at}")
+    now = time.time()
+    print_records(
+        shown.replicas,
+        ("replica", "phase", "for", "requests", "node", "reason"),
+        lambda view: (
+            view.replica,
+            view.phase,
+            f"{max(0, now - view.since):.0f} s",
+            view.running,
+            view.node,
+            view.reason,
+        ),
+        "No replicas exist.",
+        json=False,
+    )
+
+
+def _describe_leader(shown: FleetView) -> str:
     if shown.has_leader:
         host, _, process = shown.leader.partition("/")
         return f"led by process {process.partition('/')[0]} of {host} (epoch {shown.epoch})"
+    if not _declares_replicas(shown):
+        return "down; start it with `argosy up` or `argosy rollback`"
     since = "" if shown.lease_age_s is None else f" for {shown.lease_age_s:.0f} s"
-    return f"without a controller{since}; start one with `argosy up`"
+    return f"without a controller{since}, as it last was; start one with `argosy up`"
 
 
 def events(
@@ -80,6 +104,8 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", help="Wait for further events.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Number of past events.")] = 50,
     store: StoreUrl = None,
+    url: FleetGatewayUrl = None,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """List what controllers did with a fleet, and why. With --json, one event per line."""
@@ -87,10 +113,10 @@ def events(
 
     from argosy.fleet.control import SCALING_DECISION
 
-    with open_fleet(files, fleet, store) as target:
-        fleets, last = target.store.fleets, 0
+    last = 0
+    with open_fleet_reader(files, fleet, store, url, api_key) as reader:
         while True:
-            for event in fleets.list_events(target.name, after=last, limit=limit, replica=replica):
+            for event in reader.list_events(after=last, limit=limit, replica=replica):
                 last = event.number
                 if json:
                     typer.echo(msgspec.json.encode(event).decode())
@@ -100,51 +126,36 @@ def events(
                 outcome = f" -> {event.outcome}" if is_shown else ""
                 line = f"{at}  {event.kind}  {event.replica or event.pool}  {event.reason}{outcome}"
                 typer.echo(strip_control_characters(line))
+            if not (last or follow or json):
+                typer.echo("No events.")
             if not follow:
                 return
             time.sleep(FOLLOW_INTERVAL_S)
 
 
 def logs(
-    pool: Annotated[str, typer.Argument(help="Name of a pool or a replica.")],
+    pool: Annotated[str, typer.Argument(help="Name of a pool, a replica or a model.")],
     *,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines per replica.")] = 50,
     files: FilesOption = None,
     fleet: FleetOption = None,
     store: StoreUrl = None,
+    url: FleetGatewayUrl = None,
+    api_key: GatewayApiKey = None,
 ) -> None:
-    """Print the end of the logs of a pool's replicas. They outlive their processes."""
-    from argosy.fleet.control import open_launcher
-    from argosy.fleet.launchers import LaunchError
+    """Print the end of the logs of a pool's replicas. They outlive their processes.
 
-    with open_fleet(files, fleet, store) as target:
-        replicas = [
-            record for record in read_status(target).replicas if pool in {record.pool, record.name}
-        ]
+    A gateway sends at most 500 lines of each, to keys with the role operator.
+    """
+    with open_fleet_reader(files, fleet, store, url, api_key) as reader:
+        shown = reader.read_fleet()
+        pools = {pool} | {each.pool for each in shown.pools if each.model == pool}
+        replicas = [view for view in shown.replicas if view.pool in pools or view.replica == pool]
         if not replicas:
-            fail(f"there is no pool or replica {pool!r}; see `argosy status`", EXIT_FAILURE)
-
-        config = parse_revision(target.require_latest())
-
-        async def read_logs() -> list[bytes]:
-            launchers = {
-                name: open_launcher(name, target.folder, config)
-                for name in {record.launcher for record in replicas}
-            }
-            try:
-                return [
-                    await launchers[record.launcher].read_log(record.name, lines * 2000)
-                    for record in replicas
-                ]
-            finally:
-                for launcher in launchers.values():
-                    await launcher.close()
-
-        try:
-            logs = asyncio.run(read_logs())
-        except LaunchError as error:
-            fail(str(error))
-        for record, log in zip(replicas, logs, strict=True):
-            text = log.decode(errors="replace")
-            for line in text.splitlines()[-lines:]:
-                typer.echo(strip_control_characters(f"{record.name}  {line}"))
+            known = ", ".join(dict.fromkeys(view.pool for view in shown.replicas)) or "none"
+            fail(f"no replica belongs to {pool!r} (pools: {known})", EXIT_FAILURE)
+        for view, log in zip(replicas, reader.read_logs(replicas, lines), strict=True):
+            if not log:
+                typer.echo(f"{view.replica} has logged nothing.", err=True)
+            for line in log:
+                typer.echo(strip_control_characters(f"{view.replica}  {line}"))

@@ -119,21 +119,53 @@ def open_declared(
 def open_fleet(
     options: Sequence[Path] | None, fleet: str | None, store_url: str | None
 ) -> Iterator[FleetTarget]:
-    """Open a fleet by its declaration or by name. Without both, it is the only one of the store."""
+    """Open a fleet by its declaration or by name. Without both, it is the only one of the store that is not down."""
+    with find_fleet(options, fleet, store_url) as target:
+        if target is None:
+            fail(
+                "the store has no fleet; declare one with `argosy up FILE`, or name another --store"
+                " (the fleet of `argosy serve` changes with its command line only)"
+            )
+        yield target
+
+
+@contextmanager
+def find_fleet(
+    options: Sequence[Path] | None, fleet: str | None, store_url: str | None
+) -> Iterator[FleetTarget | None]:
+    """Open a fleet like `open_fleet`, or return None if none is named and the store has none."""
+    from argosy.fleet.declaration import locate_fleet
+
     if options or (fleet is None and DEFAULT_FILE.exists()):
-        with open_declared(None, options, store_url) as (target, _):
-            if fleet not in {None, target.name}:
-                fail(
-                    f"the declaration is of the fleet {target.name!r}, not {fleet!r}; give one of them"
-                )
+        try:
+            name, declared_url = locate_fleet(options or [DEFAULT_FILE])
+        except ValueError as error:
+            fail(f"{error} (or name the fleet with --fleet)")
+        if fleet not in {None, name}:
+            fail(f"the declaration is of the fleet {name!r}, not {fleet!r}; give one of them")
+        with _open(name, store_url or declared_url) as target:
             yield target
         return
     with _open(fleet or "", store_url) as target:
         names = [fleet] if fleet else target.store.fleets.list_fleets()
-        if len(names) != 1:
-            known = ", ".join(names) or "none"
+        if len(names) > 1:
+            names = [name for name in names if not _is_down(target.store, name)] or names
+        if len(names) > 1:
+            known = ", ".join(names)
             fail(f"name the fleet with --fleet, or its declaration with -f (fleets: {known})")
-        yield FleetTarget(names[0], target.store, target.store_url)
+        yield FleetTarget(names[0], target.store, target.store_url) if names else None
+
+
+def _is_down(store: Store, fleet: str) -> bool:
+    """Return whether nothing of a fleet shall run, as after `argosy down`."""
+    from argosy.fleet.control import parse_declaration
+
+    revision = store.fleets.latest_revision(fleet)
+    try:
+        config = None if revision is None else parse_declaration(revision)
+    except ValueError:  # of another version of Argosy
+        return False
+    return config is None or not (config.pools or config.gateways)
 
 
 def parse_revision(revision: FleetRevision) -> FleetConfig:

@@ -145,7 +145,12 @@ class LocalFleet:
         from argosy.gateway import GatewayServer
 
         config = self._build_gateway_config(await fleet.list_replicas())
-        gateway = GatewayServer(config, self._on_gateway_ready, replica_logs=fleet.logs)
+        gateway = GatewayServer(
+            config,
+            self._on_gateway_ready,
+            fleet_control=fleet.open_control(),
+            replica_logs=fleet.logs,
+        )
         if not await self._prepare_auth() or not await self._wait_for_replicas(fleet, keep_task):
             return
         self._gateway = gateway
@@ -266,6 +271,7 @@ class LocalFleet:
                 for model, replicas in launched.items()
             ],
             host=server.host,
+            port=server.port,
             uds=server.uds,
             tls=server.tls,
             store=StoreConfig(url=self._auth_bootstrap.store_url),

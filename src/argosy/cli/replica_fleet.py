@@ -20,7 +20,7 @@ from argosy.policy.reconciliation import (
 
 if TYPE_CHECKING:
     from argosy.fleet.declaration import FleetConfig
-    from argosy.gateway import ReplicaLogs
+    from argosy.gateway import FleetControl, ReplicaLogs
     from argosy.store import Store
 
 FLEET = "serve"
@@ -71,6 +71,13 @@ class ReplicaFleet:
 
         self._store = open_memory_store()
         self.logs = ReplicaLogs(FLEET, self._store.replica_logs)
+
+    def open_control(self) -> FleetControl:
+        """Return the fleet as the gateway's admin API shows it. Requires `start`."""
+        from argosy.fleet.control import StoredFleetControl
+
+        assert self._store is not None  # noqa: S101 - `start` opened it
+        return StoredFleetControl(FLEET, self._store.fleets, is_embedded=True)
 
     async def keep(self) -> None:
         """Keep the replicas as declared, until `drain` has ended all of them or until cancelled.

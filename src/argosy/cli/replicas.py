@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
+from argosy.cli.admin_client import GatewayApiKey, GatewayUrl, call_admin_api
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import JsonOutput, print_json, print_records
-from argosy.cli.server_client import error_message, explain_connect_error, open_client
+from argosy.cli.server_client import DEFAULT_URL
 from argosy.cli.timestamps import format_timestamp
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import httpx2
 
 app = typer.Typer(
     no_args_is_help=True, help="List, drain, cordon and weigh the replicas of a gateway."
@@ -24,16 +20,6 @@ app = typer.Typer(
 
 POLL_INTERVAL_S = 0.5
 
-Url = Annotated[str, Option(help="URL of the gateway, or unix:PATH.", envvar="ARGOSY_URL")]
-ApiKey = Annotated[
-    str | None,
-    Option(
-        "--api-key",
-        "--key",
-        help="API key with a role for the whole gateway: viewer to read, operator to change.",
-        envvar="ARGOSY_API_KEY",
-    ),
-]
 ReplicaArgument = Annotated[
     str,
     Argument(metavar="REPLICA", help="Name of the replica, as `argosy replicas list` prints it."),
@@ -44,7 +30,6 @@ ModelOption = Annotated[
 ]
 ModelFilter = Annotated[str | None, Option("--model", help="Only replicas of this model.")]
 Reason = Annotated[str, Option(help="Why, for other operators and the audit log.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command("list")
@@ -52,12 +37,14 @@ def list_replicas(
     *,
     model: ModelFilter = None,
     status: Annotated[str | None, Option(help="Only replicas with this status.")] = None,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """List the replicas with their status and its reason, as this gateway sees them."""
-    replicas = _call(url, api_key, "GET", "/admin/replicas", model=model, status=status)["data"]
+    replicas = call_admin_api(
+        url, api_key, "GET", "/admin/replicas", parameters={"model": model, "status": status}
+    )["data"]
     columns = ("model", "replica", "status", "since", "weight", "running", "waiting")
     print_records(
         replicas,
@@ -90,8 +77,8 @@ def drain(
         float, Option(min=0, help="With --wait: seconds after which to fail with status 1.")
     ] = 600.0,
     reason: Reason = "",
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """Stop new requests to a replica, and move its streams to others of the same arithmetic.
@@ -99,7 +86,7 @@ def drain(
     Streams that no other replica can take finish where they are.
     """
     fields = {"replica": replica, "model": model, "grace_s": grace, "reason": reason}
-    change = _call(url, api_key, "POST", "/admin/replicas/drain", fields)
+    change = call_admin_api(url, api_key, "POST", "/admin/replicas/drain", fields)
     if wait:
         change["replicas"] = _wait_until_drained(url, api_key, change["replicas"], timeout)
     _print_change(change, "is drained" if wait else "drains", json=json)
@@ -111,13 +98,13 @@ def cordon(
     *,
     model: ModelOption = None,
     reason: Reason = "",
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """Stop new requests to a replica. Running ones continue there."""
     fields = {"replica": replica, "model": model, "reason": reason}
-    change = _call(url, api_key, "POST", "/admin/replicas/cordon", fields)
+    change = call_admin_api(url, api_key, "POST", "/admin/replicas/cordon", fields)
     _print_change(change, "is cordoned", json=json)
 
 
@@ -127,13 +114,13 @@ def undrain(
     *,
     model: ModelOption = None,
     reason: Reason = "",
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """Let a replica get requests again, after a drain or a cordon."""
     fields = {"replica": replica, "model": model, "reason": reason}
-    change = _call(url, api_key, "POST", "/admin/replicas/undrain", fields)
+    change = call_admin_api(url, api_key, "POST", "/admin/replicas/undrain", fields)
     _print_change(change, "gets requests again", json=json)
 
 
@@ -149,13 +136,13 @@ def weight(
     *,
     model: ModelOption = None,
     reason: Reason = "",
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """Set a replica's share of the requests relative to others, which have weight 1."""
     fields = {"replica": replica, "model": model, "weight": value, "reason": reason}
-    change = _call(url, api_key, "POST", "/admin/replicas/weight", fields)
+    change = call_admin_api(url, api_key, "POST", "/admin/replicas/weight", fields)
     _print_change(change, f"has weight {value:g}", json=json)
 
 
@@ -165,14 +152,13 @@ def events(
     model: ModelFilter = None,
     replica: Annotated[str | None, Option(help="Only this replica.")] = None,
     limit: Annotated[int, Option(min=1, max=1000, help="Maximum number of events.")] = 100,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
     json: JsonOutput = False,
 ) -> None:
     """List recent status changes that this gateway saw and the decisions of operators, newest first."""
-    found = _call(
-        url, api_key, "GET", "/admin/replicas/events", model=model, replica=replica, limit=limit
-    )["data"]
+    wanted = {"model": model, "replica": replica, "limit": limit}
+    found = call_admin_api(url, api_key, "GET", "/admin/replicas/events", parameters=wanted)["data"]
     print_records(
         found,
         ("at", "model", "replica", "event", "by", "reason"),
@@ -192,40 +178,6 @@ def _describe_event(event: dict[str, Any]) -> str:
     return f"weight {event['weight']:g}" if event["weight"] is not None else str(event["action"])
 
 
-def _call(
-    url: str,
-    api_key: str | None,
-    method: str,
-    path: str,
-    body: Mapping[str, object] | None = None,
-    **parameters: object,
-) -> dict[str, Any]:
-    """Call the admin API and return its JSON. Failures end the command."""
-    import httpx2
-
-    given = {name: str(value) for name, value in parameters.items() if value is not None}
-    with open_client(url, api_key) as client:
-        try:
-            response = client.request(method, path, params=given, json=body)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(f"no gateway answers at {url}: {explain_connect_error(error, 'check --url')}")
-        except httpx2.HTTPError as error:
-            fail(f"the connection to {url} broke ({error}); see the gateway's log", EXIT_FAILURE)
-    return _parse_response(response, url)
-
-
-def _parse_response(response: httpx2.Response, url: str) -> dict[str, Any]:
-    if response.status_code != 200:
-        fail(error_message(response.content))
-    try:
-        parsed = response.json()
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        fail(f"the server at {url} is not an Argosy gateway; check --url")
-    return parsed
-
-
 def _wait_until_drained(
     url: str, api_key: str | None, replicas: list[dict[str, Any]], timeout_s: float
 ) -> list[dict[str, Any]]:
@@ -233,7 +185,7 @@ def _wait_until_drained(
     names = {(view["model"], view["replica"]) for view in replicas}
     give_up_at = time.monotonic() + timeout_s
     while True:
-        listed = _call(url, api_key, "GET", "/admin/replicas")["data"]
+        listed = call_admin_api(url, api_key, "GET", "/admin/replicas")["data"]
         current = [view for view in listed if (view["model"], view["replica"]) in names]
         if all(view["is_drained"] for view in current):
             return current

@@ -5,14 +5,14 @@ A gateway imports nothing of the control plane, which is a layer above it. Times
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.rollout import CommandKind, DigestVerdict, MetricVerdict, RolloutStep, Transition
-from argosy.store import FleetStore
+from argosy.store import FleetEvent, FleetStore
 
 
 class FleetReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
@@ -30,6 +30,8 @@ class FleetReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="obj
     launcher: str
     node: str
     zone: str
+    running: int
+    """Requests that it runs, by its latest report."""
 
 
 class VersionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,16 +119,35 @@ class FleetPoolView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object
     rollout: PoolRolloutView | None
 
 
+class FleetGatewaysView(msgspec.Struct, frozen=True, kw_only=True):
+    """Gateways that the controller runs, in numbers."""
+
+    ready: int
+    desired: int
+    existing: int
+
+
 class FleetView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
     """The declared fleet of the gateway, as its controller recorded it."""
 
     fleet: str
     revision: int
     """Number of the revision in force."""
+    is_as_declared: bool
+    """Whether each pool has exactly its replicas, all are ready, and no rollout runs."""
+    is_read_only: bool
+    """Whether nothing can be changed, as in the fleet of `argosy serve`, whose command line declares it."""
     has_leader: bool
     """Whether a controller leads the fleet."""
     leader: str
+    epoch: int
+    """Number of controllers that have led."""
     lease_age_s: float | None
+    """Seconds since the leader last renewed its lease; None before the first controller."""
+    url: str
+    """Address of the first gateway that the controller runs; empty without one."""
+    gateways: FleetGatewaysView | None
+    """None if the controller runs no gateways."""
     pools: list[FleetPoolView]
     replicas: list[FleetReplicaView]
     """Replicas and gateways that exist or shall exist."""
@@ -186,6 +207,10 @@ class FleetRevisionView(msgspec.Struct, frozen=True, kw_only=True, tag_field="ob
 class FleetControl(Protocol):
     """A declared fleet. Every call may block on the store."""
 
+    @property
+    def name(self) -> str:
+        """Name of the fleet."""
+
     def read_fleet(self) -> FleetView:
         """Return the fleet as its controller recorded it.
 
@@ -193,6 +218,20 @@ class FleetControl(Protocol):
             NotFoundError: The fleet was never applied.
             ValueError: A record is of another version of Argosy.
         """
+
+    def list_events(
+        self,
+        *,
+        after: int = 0,
+        limit: int = 100,
+        replica: str | None = None,
+        pool: str | None = None,
+        kinds: Sequence[str] = (),
+        outcome: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+    ) -> list[FleetEvent]:
+        """Return what its controllers did, as `FleetStore.list_events` does."""
 
     def list_revisions(self, limit: int, before: int | None) -> list[FleetRevisionView]:
         """Return revisions with their changes, newest first.

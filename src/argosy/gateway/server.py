@@ -38,7 +38,7 @@ from argosy.gateway.filters import (
     open_idempotency_store,
     open_quota_backend,
 )
-from argosy.gateway.fleet_control import OpenFleetControl
+from argosy.gateway.fleet_control import FleetControl, OpenFleetControl
 from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.loop_monitor import LoopMonitor
@@ -90,7 +90,9 @@ class GatewayServer:
         on_ready: Callable[[str], None],
         load_config: ConfigLoader | None = None,
         resolver: Resolver = resolve_host,
+        *,
         open_fleet_control: OpenFleetControl | None = None,
+        fleet_control: FleetControl | None = None,
         replica_logs: ReplicaLogs | None = None,
     ) -> None:
         """Build the parts that need no I/O.
@@ -101,7 +103,8 @@ class GatewayServer:
             load_config: Reads the settings again for `reload`. None disables it.
             resolver: Resolves host names to addresses.
             open_fleet_control: Returns the control of the declared fleet, if the settings name one.
-            replica_logs: Logs of the replicas. Those of a declared fleet are in its store.
+            fleet_control: Control of the fleet whose controller runs in this process.
+            replica_logs: Logs of the replicas of that fleet. Those of another fleet are in its store.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
@@ -116,6 +119,7 @@ class GatewayServer:
         self._config = config
         self._on_ready = on_ready
         self._open_fleet_control = open_fleet_control
+        self._fleet_control = fleet_control
         versions = () if pools is None else pools.versions
         self._registry = ModelRegistry(
             build_model_entries(config, versions), config.routes, resolver
@@ -336,7 +340,7 @@ class GatewayServer:
     ) -> AsgiApp:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
-        fleet, fleet_control = self._config.fleet, None
+        fleet, fleet_control = self._config.fleet, self._fleet_control
         if store is not None and fleet is not None and self._open_fleet_control is not None:
             fleet_control = self._open_fleet_control(fleet, store.fleets)
         explainer = RequestExplainer(
@@ -348,7 +352,6 @@ class GatewayServer:
             explainer.explain,
             _ignore_change if accounting is None else accounting.notify_changed,
             ReplicaAdmin(self._models, store),
-            fleet,
             fleet_control=fleet_control,
             series_queries=series_queries,
             sessions=None if self._console is None else self._console.sessions,

@@ -108,7 +108,7 @@ class ModelStore:
         Raises:
             ModelStoreError: There is no such version, or several match.
         """
-        versions = self.list_versions()
+        versions, named = self.list_versions(), list[ModelVersion]()
         text = reference.removeprefix(REFERENCE_PREFIX)
         if (digest := _DIGEST.fullmatch(text)) is not None:
             found = [each for each in versions if each.digest.startswith(digest[0])]
@@ -122,6 +122,12 @@ class ModelStore:
             named = [each for each in versions if each.name == name]
             stages = ("stable", "candidate") if stage is None else (stage,)
             found = next(filter(None, ([v for v in named if v.stage == s] for s in stages)), [])
+        if not found and named:
+            others = ", ".join(sorted({f"{each.name}:{each.stage}" for each in named}))
+            raise ModelStoreError(
+                f"the model store {self.folder} has no {reference}, but {others}. Name one of these, or make one "
+                "stable with `argosy models promote`."
+            )
         if not found:
             names = ", ".join(sorted({each.name for each in versions})[:8]) or "none"
             raise ModelStoreError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeVar
@@ -48,6 +48,7 @@ class SettingsDocument:
         settings_type: type[T],
         renamed: Mapping[str, str] = MappingProxyType({}),
         validate: Callable[[T], None] | None = None,
+        only: Collection[str] | None = None,
     ) -> T:
         """Decode the settings.
 
@@ -55,13 +56,17 @@ class SettingsDocument:
             settings_type: The msgspec struct of the settings.
             renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
             validate: Raises SettingError if settings contradict each other.
+            only: Names of the settings to decode, so that mistakes in others do not matter; None for all.
 
         Raises:
             SettingError: The settings are invalid. The message names the file, the line, the key, the problem and a
                 remedy.
         """
         try:
-            settings = convert_settings(construct_value(self._root), settings_type, renamed)
+            values = construct_value(self._root)
+            if only is not None and isinstance(values, dict):
+                values = {name: value for name, value in values.items() if name in only}
+            settings = convert_settings(values, settings_type, renamed)
             if validate is not None:
                 validate(settings)
         except SettingError as error:

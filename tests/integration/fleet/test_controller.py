@@ -52,6 +52,13 @@ def declare(**pool: object) -> FleetConfig:
                         "kind": "openai",
                     }
                 }
+                | {
+                    "files": {
+                        "command": [sys.executable, "-m", "http.server", "{port}"],
+                        "kind": "openai",
+                        "ready_path": pool.pop("ready_path", "/"),
+                    }
+                }
                 | {"broken": {"command": [sys.executable, str(REPLICA), "{port}", "crash=3"]}}
                 | {
                     "complete": {
@@ -143,6 +150,20 @@ async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
     assert not standby.done()
 
 
+async def test_records_of_an_earlier_leader_are_not_as_declared(fleet: Fleet) -> None:
+    """The replicas may be gone, as after a restart of the machine."""
+    fleet.apply(declare())
+    controller = fleet.start_controller("first")
+    await fleet.as_declared("chat-1-0", "chat-1-1")
+    controller.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await controller
+    assert fleet.status.is_as_declared
+    fleets = fleet.store.fleets
+    assert fleets.acquire_lease("second", fleets.read_lease(FLEET)) is not None
+    assert not fleet.status.is_as_declared
+
+
 async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     fleet.apply(declare(engine="broken", replicas=1))
     fleet.start_controller("first")
@@ -157,7 +178,9 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
     fleet.apply(declare(replicas=1, launcher="simulated"))
     await fleet.wait_for_reason(lambda reason: "no launcher 'simulated'" in reason)
-    fleet.apply(declare(replicas=1))
+    fleet.apply(declare(engine="files", replicas=1, warm_up=False, ready_path="/none"))
+    await fleet.wait_for_reason(lambda reason: "/none answers 404, see `ready_path`" in reason)
+    fleet.apply(declare(engine="files", replicas=1, warm_up=False))
     await until(lambda: fleet.status.is_as_declared)
 
 

@@ -6,14 +6,18 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import wait_for
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.store import open_store
+from argosy.fleet.control import pool_digests, set_replicas
+from argosy.fleet.declaration import dump_fleet, load_fleet
+from argosy.store import Store, open_store
 
 COMMANDS = ("up", "plan", "apply")
 DECLARATION = """\
@@ -173,3 +177,73 @@ def test_name_of_another_fleet() -> None:
     declare()
     message = refuse("status", "-f", "fleet.yaml", "--fleet", "other")
     assert "is of the fleet 'demo', not 'other'" in message
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Store of the commands, without a controller."""
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    monkeypatch.setenv("ARGOSY_STORE", url)
+    with closing(open_store(url)) as store:
+        store.migrate()
+        yield store
+
+
+def test_wait_needs_a_controller_that_lives(store: Store) -> None:
+    """Records of a controller that was killed say that all is ready, although it may be gone."""
+    Path("fleet.yaml").write_text(
+        "{fleet: demo, gateways: 0, models: [{name: chat, replicas: [{url: 'http://127.0.0.1:1'}]}]}"
+    )
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    result = runner.invoke(app, ["apply", "--wait", "--timeout", "0"])
+    assert result.exit_code == 1
+    assert "no controller has carried out the revision yet" in result.stderr
+
+
+def test_wait_ends_if_another_revision_is_applied(store: Store) -> None:
+    declare()
+
+    def apply_another() -> None:
+        wait_for(lambda: store.fleets.latest_revision("demo"))
+        config = load_fleet([Path("fleet.yaml")])
+        scaled = dump_fleet(set_replicas(config, "chat", 3), "json").encode()
+        store.fleets.apply("demo", scaled, pool_digests(config), author="other")
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(apply_another)
+        result = runner.invoke(app, ["apply", "--wait"])
+        other.result()
+    assert result.exit_code == 1
+    assert "other applied revision 2 meanwhile" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "content", ["{fleet: demo, models: [{nam", "fleet: [demo]"], ids=["truncated", "name"]
+)
+def test_fleet_is_stopped_although_its_file_is_invalid(content: str, store: Store) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    Path("fleet.yaml").write_text(Path("fleet.yaml").read_text() + "no_such_setting: 1\n")
+    assert "no_such_setting" in refuse("apply")
+    for command in (["scale", "chat", "2"], ["rollback", "1"], ["down"], ["status"]):
+        assert runner.invoke(app, command).exit_code == 0, command
+    Path("fleet.yaml").write_text(content)
+    assert "name the fleet with --fleet" in refuse("down")
+    assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
+
+
+def test_only_fleet_that_is_not_down_needs_no_name(store: Store) -> None:
+    for fleet in ("demo", "other"):
+        declare()
+        Path("fleet.yaml").rename("any.yaml")
+        Path("name.yaml").write_text(f"fleet: {fleet}")
+        assert runner.invoke(app, ["apply", "any.yaml", "name.yaml"]).exit_code == 0
+    assert "(fleets: demo, other)" in refuse("status")
+    assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
+    assert "Fleet other, revision 1" in runner.invoke(app, ["status"]).stdout
+
+
+def test_fleet_that_was_never_applied(store: Store) -> None:
+    declare()
+    assert "was never applied" in refuse("status")
+    assert runner.invoke(app, ["events"]).stdout == "No events.\n"

@@ -202,7 +202,11 @@ def test_stages_and_references(store: ModelStore, tmp_path: Path) -> None:
     assert store.find("o/m:retired").digest == first.digest
     assert store.find("store:o/m").digest == second.digest
     assert pull_model(store, str(tmp_path / "2"), name="o/m").stage == "stable"
-    for reference, message in (("o/m:candidate", "has no"), ("x", "has no"), ("o/m:x", "no stage")):
+    for reference, message in (
+        ("o/m:candidate", "but o/m:retired, o/m:stable"),
+        ("x", "has no"),
+        ("o/m:x", "no stage"),
+    ):
         shown = runner.invoke(app, ["models", "show", reference])
         assert shown.exit_code == 1
         assert message in shown.output

@@ -12,6 +12,7 @@ import msgspec
 from argosy.policy.autoscaling import AutoscalerState, CapacityState
 from argosy.policy.reconciliation import ReplicaPhase, ReplicaRun, WarmUpState
 
+OBSERVED_NAME = "observed"
 REPLICA_PREFIX = "replica/"
 PENDING_PREFIX = "pending/"
 START_TIMES_PREFIX = "start-times/"
@@ -82,11 +83,20 @@ class ScalingRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether the last decision rests on metrics."""
 
 
+class ObservedRevision(msgspec.Struct, frozen=True, kw_only=True):
+    """Epoch of the leader that wrote the records last, and the revision that it carries out."""
+
+    epoch: int
+    revision: int
+
+
 class FleetRecords:
     """Records of one fleet in memory, and what of them the store does not have yet."""
 
     def __init__(self) -> None:
         self._saved: dict[str, bytes] = {}
+        self.observed: ObservedRevision | None = None
+        """Origin of the records. None before the first observation."""
         self.replicas: dict[str, ReplicaRecord] = {}
         """Record of each replica, by name."""
         self.pending: dict[str, ReplicaRecord] = {}
@@ -103,6 +113,7 @@ class FleetRecords:
         self._saved = dict(records)
         self.replicas = decode_kind(records, REPLICA_PREFIX, ReplicaRecord)
         self.start_times = decode_kind(records, START_TIMES_PREFIX, tuple[float, ...])
+        self.observed = decode_observed(records)
         self.scaling = decode_scaling(records)
         self.rollouts = {
             name: record for name, record in records.items() if name.startswith(_ROLLOUT_PREFIXES)
@@ -122,6 +133,8 @@ class FleetRecords:
             f"{SCALING_PREFIX}{pool}": msgspec.json.encode(scaling)
             for pool, scaling in self.scaling.items()
         } | self.rollouts
+        if self.observed is not None:
+            current[OBSERVED_NAME] = msgspec.json.encode(self.observed)
         changed: dict[str, bytes | None] = {
             name: record for name, record in current.items() if self._saved.get(name) != record
         }
@@ -153,6 +166,11 @@ def decode_records(
     replicas = decode_kind(records, REPLICA_PREFIX, ReplicaRecord)
     pending = decode_kind(records, PENDING_PREFIX, ReplicaRecord)
     return replicas | pending, decode_kind(records, START_TIMES_PREFIX, tuple[float, ...])
+
+
+def decode_observed(records: Mapping[str, bytes]) -> ObservedRevision | None:
+    """Return the origin of the records; None if a version of Argosy wrote them that does not record it."""
+    return decode_kind(records, OBSERVED_NAME, ObservedRevision).get("")
 
 
 def decode_scaling(records: Mapping[str, bytes]) -> dict[str, ScalingRecord]:

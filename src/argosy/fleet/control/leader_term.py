@@ -15,7 +15,12 @@ from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import SCALING_DECISION, FleetRecords, ReplicaRecord
+from argosy.fleet.control.fleet_records import (
+    SCALING_DECISION,
+    FleetRecords,
+    ObservedRevision,
+    ReplicaRecord,
+)
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
@@ -180,6 +185,9 @@ class LeaderTerm:
         desired = declared.desired_state(counts, self._rollouts.targets, undecided)
         result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
+        self._records.observed = ObservedRevision(
+            epoch=self._leadership.lease.epoch, revision=declared.number
+        )
         self._actions.start(result.actions, declared, busy_pools)
         if not undecided:
             self._publish(declared)
@@ -246,9 +254,12 @@ class LeaderTerm:
     def _estimate(
         self, record: ReplicaRecord, report: PhaseReport, declared: DeclaredFleet, now: float
     ) -> str:
-        """Return how long a start will take by what earlier ones took, to complete the reason of the phase."""
+        """Return what completes the reason of the phase: what keeps a start from its end, or how long it will take."""
         if report.phase is not ReplicaPhase.LOADING:
             return ""
+        reading = self._observer.reading(record.name)
+        if reading is not None and reading.ready_problem:
+            return f"; {reading.ready_problem}"
         expected_s = self._records.expected_start_s(declared.source(record.pool))
         if expected_s is None:
             return ""

@@ -18,12 +18,10 @@ FIRST_CHECK_TIMEOUT_S = 2.0
 WARM_UP_TIMEOUT_S = 300.0
 WARM_UP_PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 WARM_UP_TOKENS = 16
+EXPECTED_STATUSES = frozenset({200, 503})
+"""Statuses of a server that serves, and of one that starts or drains."""
 UNSUPPORTED_STATUSES = frozenset({400, 404, 405, 501})
 """Statuses of a server that does not serve the path, or not for its model."""
-
-
-_CheckKey = tuple[str, int, str]
-"""Name, attempt and URL of a replica."""
 
 
 class CheckPaths(msgspec.Struct, frozen=True):
@@ -35,11 +33,17 @@ class CheckPaths(msgspec.Struct, frozen=True):
     """Answers a `LoadResponse`; None for servers without one."""
 
 
+_CheckKey = tuple[str, int, str, CheckPaths]
+"""Name, attempt and URL of a replica, and the paths of its checks, which a declaration may change."""
+
+
 class ReplicaHealthReading(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the checks of one attempt of a replica. Times are seconds since the epoch."""
 
     attempt: int
     is_serving: bool = False
+    ready_problem: str = ""
+    """Why it does not serve although it answers; empty while it starts or drains, and if it serves."""
     last_response_at: float | None = None
     last_step_at: float | None = None
     """When the engine's step counter last advanced, or when it last had no request. None without a counter."""
@@ -67,7 +71,7 @@ class ReplicaMonitor:
     ) -> None:
         """Check these replicas from now on, and no others."""
         wanted = {
-            (replica.name, replica.attempt, replica.url): replica
+            (replica.name, replica.attempt, replica.url, paths(replica)): replica
             for replica in replicas
             if replica.url is not None
             and replica.state in {LaunchState.RUNNING, LaunchState.DRAINING}
@@ -78,7 +82,7 @@ class ReplicaMonitor:
         for key, replica in wanted.items():
             if key not in self._tasks:
                 first_check = asyncio.get_running_loop().create_future()
-                checks = self._check_forever(replica, key[2], paths(replica), first_check)
+                checks = self._check_forever(replica, key[2], key[3], first_check)
                 task = asyncio.create_task(checks, name=f"check-{replica.name}")
                 self._tasks[key] = task, first_check
         names = {replica.name for replica in replicas}
@@ -139,6 +143,9 @@ class ReplicaMonitor:
         reading = msgspec.structs.replace(
             last,
             is_serving=response.status_code == 200,
+            ready_problem=""
+            if response.status_code in EXPECTED_STATUSES
+            else f"{paths.ready} answers {response.status_code}, see `ready_path` of its engine",
             last_response_at=now,
             load=load,
         )

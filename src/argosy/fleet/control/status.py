@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from argosy.fleet.control.declared_fleet import gateway_url
-from argosy.fleet.control.fleet_records import ReplicaRecord, decode_records, decode_scaling
+from argosy.fleet.control.fleet_records import (
+    ReplicaRecord,
+    decode_observed,
+    decode_records,
+    decode_scaling,
+)
 from argosy.fleet.control.rollout_status import RolloutReport, read_rollouts
 from argosy.fleet.declaration import GATEWAY_POOL, parse_fleet
 from argosy.policy.autoscaling import ScalingDecision
@@ -54,6 +59,8 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the first gateway on this machine; empty without one."""
     pools: Sequence[PoolStatus]
     replicas: Sequence[ReplicaRecord]
+    is_observed: bool
+    """Whether the latest leader has carried out the revision in force, and the replicas are as it found them."""
 
     @property
     def has_leader(self) -> bool:
@@ -62,12 +69,16 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_as_declared(self) -> bool:
-        """Whether each pool has exactly its replicas, and all are ready."""
+        """Whether each pool has exactly its replicas, and all are ready, as the latest leader found them."""
         declared = {pool.name for pool in self.pools}
-        return all(
-            pool.desired == pool.ready == pool.replicas and pool.serves_declared
-            for pool in self.pools
-        ) and all(record.pool in declared for record in self.replicas)
+        return (
+            self.is_observed
+            and all(
+                pool.desired == pool.ready == pool.replicas and pool.serves_declared
+                for pool in self.pools
+            )
+            and all(record.pool in declared for record in self.replicas)
+        )
 
 
 def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
@@ -79,7 +90,8 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
     revision, lease = store.latest_revision(fleet), store.read_lease(fleet)
     encoded = store.read_records(fleet)
     records, _ = decode_records(encoded)
-    scaling = decode_scaling(encoded)
+    scaling, observed = decode_scaling(encoded), decode_observed(encoded)
+    number = 0 if revision is None else revision.number
     reports: dict[str, RolloutReport] = {}
     known: Sequence[FleetRevision] = []
     desired: dict[str, int] = {}
@@ -87,7 +99,11 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
     if revision is not None:
         config = parse_fleet(revision.declaration, f"revision {revision.number}")
         rolled_out = {pool.name for pool in config.pools if pool.rollout is not None}
-        reports = _read_rollouts(store, fleet, rolled_out)
+        reports = {
+            pool: report
+            for pool, report in read_known_rollouts(store, fleet).items()
+            if pool in rolled_out
+        }
         known = [revision, *(store.list_revisions(fleet) if reports else ())]
         for pool in config.pools:
             scaled = scaling.get(pool.name)
@@ -101,7 +117,7 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
             url = gateway_url(config)
     return FleetStatus(
         fleet=fleet,
-        revision=0 if revision is None else revision.number,
+        revision=number,
         leader=lease.holder,
         epoch=lease.epoch,
         lease_age_s=store.lease_age_s(fleet),
@@ -118,6 +134,8 @@ def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
             for name, count in desired.items()
         ],
         replicas=sorted(records.values(), key=lambda record: record.name),
+        is_observed=observed is None
+        or (observed.epoch, observed.revision) == (lease.epoch, number),
     )
 
 
@@ -166,10 +184,9 @@ def _describe_pool(
     )
 
 
-def _read_rollouts(
-    store: FleetStore, fleet: str, pools: Collection[str]
-) -> dict[str, RolloutReport]:
+def read_known_rollouts(store: FleetStore, fleet: str) -> dict[str, RolloutReport]:
+    """Return the rollouts by pool, or nothing if a later version of Argosy wrote them. Blocks on the store."""
     try:
-        return {each.pool: each for each in read_rollouts(store, fleet) if each.pool in pools}
+        return {each.pool: each for each in read_rollouts(store, fleet)}
     except msgspec.MsgspecError:
         return {}  # of a later version, whose `argosy rollout status` shows them

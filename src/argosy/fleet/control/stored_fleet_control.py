@@ -10,8 +10,9 @@ from argosy.fleet.control.fleet_records import ReplicaRecord
 from argosy.fleet.control.revisions import apply_declaration, parse_declaration
 from argosy.fleet.control.rollout_commands import abort_route, is_rejected, send_command
 from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
-from argosy.fleet.control.status import PoolStatus, read_fleet_status
+from argosy.fleet.control.status import PoolStatus, read_fleet_status, read_known_rollouts
 from argosy.fleet.declaration import (
+    GATEWAY_POOL,
     FleetConfig,
     PlannedChange,
     PoolConfig,
@@ -22,6 +23,7 @@ from argosy.fleet.declaration import (
 from argosy.gateway import (
     FleetChangeView,
     FleetDeclarationView,
+    FleetGatewaysView,
     FleetPlanView,
     FleetPoolView,
     FleetReplicaView,
@@ -40,6 +42,7 @@ from argosy.policy.rollout import (
 from argosy.store import (
     AuditedDecision,
     ConflictError,
+    FleetEvent,
     FleetRevision,
     FleetStore,
     NotFoundError,
@@ -58,20 +61,60 @@ class StoredFleetControl:
     Args:
         fleet: Name of the fleet.
         store: Its store.
+        is_embedded: Whether the controller runs in this process, and the command line that started it declares the
+            fleet, as that of `argosy serve`. Such a fleet has a leader as long as the process runs, and is read-only.
     """
 
-    def __init__(self, fleet: str, store: FleetStore) -> None:
+    def __init__(self, fleet: str, store: FleetStore, *, is_embedded: bool = False) -> None:
         self._fleet = fleet
         self._store = store
+        self._is_embedded = is_embedded
+
+    @property
+    def name(self) -> str:
+        """Name of the fleet."""
+        return self._fleet
+
+    def list_events(
+        self,
+        *,
+        after: int = 0,
+        limit: int = 100,
+        replica: str | None = None,
+        pool: str | None = None,
+        kinds: Sequence[str] = (),
+        outcome: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+    ) -> list[FleetEvent]:
+        """Return what its controllers did. See `FleetControl`."""
+        return self._store.list_events(
+            self._fleet,
+            after=after,
+            limit=limit,
+            replica=replica,
+            pool=pool,
+            kinds=kinds,
+            outcome=outcome,
+            since=since,
+            until=until,
+        )
 
     def read_fleet(self) -> FleetView:
         """Return the fleet as its controller recorded it. See `FleetControl`."""
         revision = self._require_latest()
         config = parse_declaration(revision)
         status = read_fleet_status(self._store, self._fleet)
-        reports = {each.pool: each for each in read_rollouts(self._store, self._fleet)}
+        reports = read_known_rollouts(self._store, self._fleet)
         pools = []
+        gateways: FleetGatewaysView | None = None
         for pool_status in status.pools:
+            if pool_status.name == GATEWAY_POOL:
+                gateways = FleetGatewaysView(
+                    ready=pool_status.ready,
+                    desired=pool_status.desired,
+                    existing=pool_status.replicas,
+                )
             pool = config.find_pool(pool_status.name)
             if pool is not None:
                 report = reports.get(pool.name)
@@ -79,9 +122,14 @@ class StoredFleetControl:
         return FleetView(
             fleet=self._fleet,
             revision=status.revision,
-            has_leader=status.has_leader,
+            is_as_declared=status.is_as_declared,
+            is_read_only=self._is_embedded,
+            has_leader=self._is_embedded or status.has_leader,
             leader=status.leader,
+            epoch=status.epoch,
             lease_age_s=status.lease_age_s,
+            url=status.url,
+            gateways=gateways,
             pools=pools,
             replicas=[_describe_replica(record) for record in status.replicas],
         )
@@ -231,6 +279,12 @@ class StoredFleetControl:
         )
 
     def _decision(self, action: str, pool: str, actor: str, **details: object) -> AuditedDecision:
+        """Return the decision to be stored. Raises ConflictError if the fleet is read-only."""
+        if self._is_embedded:
+            raise ConflictError(
+                "The command line of `argosy serve` declares this fleet. Start it again with other options, "
+                "or declare a fleet for `argosy up`."
+            )
         subject = f"{self._fleet}/{pool}" if pool else self._fleet
         return AuditedDecision(actor=actor, action=action, subject=subject, details=details)
 
@@ -251,6 +305,7 @@ def _describe_replica(record: ReplicaRecord) -> FleetReplicaView:
         launcher=record.launcher,
         node=record.node,
         zone=record.zone,
+        running=record.running,
     )
 
 

@@ -30,7 +30,12 @@ from argosy.fleet.declaration.engine_catalog import BUILT_IN_ENGINES, find_engin
 from argosy.fleet.declaration.engine_kind import EngineKind
 from argosy.fleet.declaration.gateway_settings import build_gateway_config
 from argosy.fleet.declaration.launch_spec import build_launch_spec, replica_digest
-from argosy.fleet.declaration.loading import load_fleet, parse_fleet, parse_remote_change
+from argosy.fleet.declaration.loading import (
+    load_fleet,
+    locate_fleet,
+    parse_fleet,
+    parse_remote_change,
+)
 from argosy.fleet.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.fleet.declaration.rollout_config import RolloutConfig
 from argosy.fleet.declaration.validation import GATEWAY_POOL, validate_fleet
@@ -61,6 +66,7 @@ __all__ = [
     "dump_fleet",
     "find_engine",
     "load_fleet",
+    "locate_fleet",
     "parse_fleet",
     "parse_remote_change",
     "replica_digest",

@@ -19,9 +19,17 @@ from argosy.model_store import (
     open_model_store,
 )
 from argosy.settings import SettingsDocument
+from argosy.store import StoreConfig
 
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
 _LOCAL_PATH = re.compile(r"(\.{1,2}|~[^/]*)?/|\.{1,2}$|~")
+
+
+class _Location(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that say where a fleet is found."""
+
+    fleet: str | None = None
+    store: StoreConfig | None = None
 
 
 def load_fleet(paths: Sequence[Path]) -> FleetConfig:
@@ -70,6 +78,21 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
         for index, model in enumerate(config.models)
     ]
     return msgspec.structs.replace(_name_fleet(config, old.fleet), models=models)
+
+
+def locate_fleet(paths: Sequence[Path]) -> tuple[str, str | None]:
+    """Return the name of a fleet and the URL of its store, whatever else its declaration contains.
+
+    So a fleet can be inspected and stopped while its files are edited, or on a machine that lacks its models.
+
+    Raises:
+        ValueError: A file cannot be read, is not valid YAML, or one of the two settings is invalid.
+    """
+    location = SettingsDocument.read(paths).decode(
+        _Location, RENAMED_SETTINGS, only=_Location.__struct_fields__
+    )
+    store = location.store
+    return location.fleet or _name_from(paths[0]), None if store is None else store.url
 
 
 def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig:

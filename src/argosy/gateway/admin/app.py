@@ -87,7 +87,6 @@ def build_admin_app(
     explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]],
     on_accounts_changed: Callable[[], None],
     replica_admin: ReplicaAdmin | None = None,
-    fleet_name: str | None = None,
     *,
     fleet_control: FleetControl | None = None,
     series_queries: SeriesQueries | None = None,
@@ -108,8 +107,7 @@ def build_admin_app(
             gateway). Called on the event loop's thread.
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
         replica_admin: Pools and replicas.
-        fleet_name: Name of the declared fleet that the gateway belongs to.
-        fleet_control: Control of that fleet.
+        fleet_control: Control of the declared fleet that the gateway belongs to.
         series_queries: Time series.
         sessions: Sessions of the console. Without them callers need a key or token.
         config: The gateway's settings, to be shown to operators.
@@ -123,7 +121,6 @@ def build_admin_app(
         replica_admin,
         explain,
         limiter,
-        fleet_name=fleet_name,
         fleet_control=fleet_control,
         series_queries=series_queries,
         config=config,

@@ -22,7 +22,6 @@ from argosy.protocol import JSON_MEDIA_TYPE, ApiError
 from argosy.store import (
     Accounts,
     AuditLog,
-    FleetStore,
     Ledger,
     LimitsAndPrices,
     Role,
@@ -75,10 +74,8 @@ class AdminScope:
     """Slots for reads of endpoints that wait for events."""
     organisation_id: str | None = None
     """Id of the organisation, or None for the whole gateway."""
-    fleet_name: str | None = None
-    """Name of the declared fleet that the gateway belongs to."""
     fleet_control: FleetControl | None = None
-    """Control of that fleet."""
+    """Control of the declared fleet that the gateway belongs to. None if it belongs to none."""
     series_queries: SeriesQueries | None = None
     """Time series. None if the gateway keeps none."""
     config: GatewayConfig | None = None
@@ -114,18 +111,13 @@ class AdminScope:
         return self.replica_admin
 
     @property
-    def fleet(self) -> tuple[str, FleetStore]:
-        """Name and records of the gateway's fleet."""
-        if self.fleet_name is None:
-            message = "This gateway belongs to no declared fleet. Add `fleet` to its settings."
-            raise ApiError(404, "not_found", message)
-        return self.fleet_name, self._store.fleets
-
-    @property
     def declared_fleet(self) -> FleetControl:
         """The declared fleet that the gateway belongs to."""
         if self.fleet_control is None:
-            message = "This gateway belongs to no declared fleet. Start one with `argosy up`."
+            message = (
+                "This gateway belongs to no declared fleet. `argosy replicas list` shows its replicas, "
+                "and `argosy up` starts a fleet."
+            )
             raise ApiError(404, "not_found", message)
         return self.fleet_control
 

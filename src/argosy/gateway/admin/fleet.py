@@ -75,10 +75,9 @@ class FleetEvents(msgspec.Struct, frozen=True, kw_only=True):
 )
 async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEvents:
     """List or await what the controllers of the gateway's fleet did, and why."""
-    query, (fleet, store) = request.query, scope.fleet
+    query, fleet = request.query, scope.declared_fleet
     read_events = partial(
-        store.list_events,
-        fleet,
+        fleet.list_events,
         after=query.after,
         limit=query.limit,
         replica=query.replica,
@@ -96,7 +95,7 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
             break
         await asyncio.sleep(POLL_INTERVAL_S)
     last = events[-1].number if events else query.after
-    return FleetEvents(fleet=fleet, data=events, last=last)
+    return FleetEvents(fleet=fleet.name, data=events, last=last)
 
 
 # --- state and history ---------------------------------------------------------------------------
@@ -227,34 +226,33 @@ class RolloutCommandView(msgspec.Struct, frozen=True, kw_only=True):
 @endpoints.register("POST", "/admin/fleet/apply", "operator", "gateway", body_type=ApplyChange)
 def apply_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
     """Put a declaration in force as a new revision, except for what only the command line may change."""
-    body, (fleet, _) = request.body, scope.fleet
-    control = scope.declared_fleet
-    revision = control.apply_change(body.declaration, body.after, body.reason, request.actor)
-    return FleetDecisionView(fleet=fleet, revision=revision)
+    body, fleet = request.body, scope.declared_fleet
+    revision = fleet.apply_change(body.declaration, body.after, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet.name, revision=revision)
 
 
 @endpoints.register("POST", "/admin/fleet/rollback", "operator", "gateway", body_type=RollBackFleet)
 def roll_back_fleet(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
     """Put the declaration of an earlier revision in force again, as a new revision."""
-    body, (fleet, _) = request.body, scope.fleet
-    revision = scope.declared_fleet.roll_back(body.revision, body.after, body.reason, request.actor)
-    return FleetDecisionView(fleet=fleet, revision=revision)
+    body, fleet = request.body, scope.declared_fleet
+    revision = fleet.roll_back(body.revision, body.after, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet.name, revision=revision)
 
 
 @endpoints.register("POST", "/admin/fleet/scale", "operator", "gateway", body_type=ScalePool)
 def scale_pool(scope: AdminScope, request: AdminRequest) -> FleetDecisionView:
     """Change the number of replicas of a pool, as a new revision. A number pauses its autoscaler."""
-    body, (fleet, _) = request.body, scope.fleet
-    revision = scope.declared_fleet.scale(body.pool, body.replicas, body.reason, request.actor)
-    return FleetDecisionView(fleet=fleet, revision=revision)
+    body, fleet = request.body, scope.declared_fleet
+    revision = fleet.scale(body.pool, body.replicas, body.reason, request.actor)
+    return FleetDecisionView(fleet=fleet.name, revision=revision)
 
 
 def _register_command(kind: CommandKind, summary: str) -> None:
     """Register the endpoint of one command to rollouts."""
 
     def command_rollout(scope: AdminScope, request: AdminRequest) -> RolloutCommandView:
-        body, (fleet, _) = request.body, scope.fleet
-        scope.declared_fleet.command_rollout(
+        body, fleet = request.body, scope.declared_fleet
+        fleet.command_rollout(
             body.pool,
             kind,
             rollout=body.rollout,
@@ -262,7 +260,9 @@ def _register_command(kind: CommandKind, summary: str) -> None:
             force=body.force,
             actor=request.actor,
         )
-        return RolloutCommandView(fleet=fleet, pool=body.pool, rollout=body.rollout, command=kind)
+        return RolloutCommandView(
+            fleet=fleet.name, pool=body.pool, rollout=body.rollout, command=kind
+        )
 
     command_rollout.__name__ = f"{kind}_rollout"
     command_rollout.__doc__ = summary

@@ -26,8 +26,8 @@ export function Fleet({ fleet, model }) {
     const names = new Set(pools.map(({ pool }) => pool));
     const replicas = data.replicas.filter(({ pool }) => names.has(pool) || !model);
     const detailed = pools.filter(({ rollout }) => model || rollout?.is_running || rollout?.can_retry || pools.length === 1);
-    return html`<${Card} title="Declared pools" note=${`fleet ${visible(data.fleet)}, revision ${data.revision}`} actions=${html`${isOperator && !edited ? html`<${Action} run=${edit}>Edit the declaration<//> ` : null}<${Leader} fleet=${data} />`}>
-        <${Pools} pools=${pools} reload=${fleet.reload} /><//>
+    return html`<${Card} title="Declared pools" note=${`fleet ${visible(data.fleet)}, revision ${data.revision}`} actions=${html`${isOperator && !data.is_read_only && !edited ? html`<${Action} run=${edit}>Edit the declaration<//> ` : null}<${Leader} fleet=${data} />`}>
+        <${Pools} pools=${pools} isReadOnly=${data.is_read_only} reload=${fleet.reload} /><//>
       ${detailed.map(({ pool, rollout }) => (rollout ? html`<${RolloutCard} key=${`rollout ${pool}`} pool=${pool} rollout=${rollout} reload=${fleet.reload} />` : null))}
       ${detailed.map((pool) => (pool.decision ? html`<${Autoscaler} key=${`autoscaler ${pool.pool}`} pool=${pool} />` : null))}
       <${Card} title="Replicas of the controller" note="also those that no gateway knows yet">
@@ -42,7 +42,7 @@ const Leader = ({ fleet }) => (fleet.has_leader ? html`<${Pill} kind="ok">contro
 const decider = ({ declared, autoscaling }) => (autoscaling !== "on" ? "the declaration" : declared === null ? "the autoscaler" : "an operator");
 const range = ({ minimum, maximum }) => (maximum === null ? `${minimum}` : `${minimum} to ${maximum}`);
 
-function Pools({ pools, reload }) {
+function Pools({ pools, isReadOnly, reload }) {
   const [scaled, setScaled] = useState(null);
   const scale = async (pool, replicas, reason) => {
     await post("admin/fleet/scale", { pool, replicas, ...(reason ? { reason } : {}) });
@@ -58,7 +58,7 @@ function Pools({ pools, reload }) {
     { key: "spares", label: "Spares", isNumber: true, value: (row) => row.spares },
     { key: "decider", label: "Number set by", value: decider },
     { key: "rollout", label: "Rollout", value: (row) => row.rollout?.state ?? "", cell: (row) => (row.rollout ? html`<${RolloutState} rollout=${row.rollout} />` : MISSING) },
-    { key: "actions", label: "", value: () => "", cell: (row) => (may("operator", "gateway") ? html`<button class="btn" onClick=${() => setScaled(row)}>Scale</button>
+    { key: "actions", label: "", value: () => "", cell: (row) => (!isReadOnly && may("operator", "gateway") ? html`<button class="btn" onClick=${() => setScaled(row)}>Scale</button>
       ${row.autoscaling === "on" && row.declared !== null ? html`<${Action} run=${() => scale(row.pool, null)}>Automatic<//>` : null}` : null) },
   ];
   return html`<${Table} label="Declared pools" columns=${columns} rows=${pools} rowKey=${(row) => row.pool} height=${240} csv="fleet-pools.csv" />
