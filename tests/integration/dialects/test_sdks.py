@@ -20,6 +20,8 @@ QUESTION = "Weather?"
 SCHEMA = WEATHER["function"]["parameters"]  # type: ignore[index] # a constant
 CITY = "Zürich </tool_call>"
 ANSWER = f"{THOUGHT}I look.\n{CALL}"
+BEYOND_CONTEXT = 20_000
+"""More output tokens than the context of the model, as Claude Code asks for."""
 ASK = Question(QUESTION, tool=WEATHER["function"])  # type: ignore[arg-type] # a constant
 
 
@@ -69,11 +71,12 @@ async def test_tool_result_returns_to_the_model(fleet: DialectFleet) -> None:
     anthropic_tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
     question: Any = {"role": "user", "content": QUESTION}
     message = await other.messages.create(
-        model=MODEL, max_tokens=500, messages=[question], tools=anthropic_tools
+        model=MODEL, max_tokens=BEYOND_CONTEXT, messages=[question], tools=anthropic_tools
     )
     assert [block.type for block in message.content] == ["text", "tool_use"]
     use: Any = message.content[-1]
-    answer = await third.chat(MODEL, [question], tools=[WEATHER])
+    options = {"num_predict": BEYOND_CONTEXT}
+    answer = await third.chat(MODEL, [question], tools=[WEATHER], options=options)
     fleet.output = "Sunny."
     fleet.requests.clear()
     again = await client.responses.create(
