@@ -173,8 +173,12 @@ async def test_azure_client_finds_the_chat(fleet: DialectFleet) -> None:
         azure_endpoint=fleet.url, api_key=fleet.key, api_version="2026-10-01", max_retries=0
     ) as client:
         messages: Any = [{"role": "user", "content": "Hi"}]
-        response = await client.chat.completions.create(model=MODEL, messages=messages)
-    assert response.choices[0].message.content == "Hello!"
+        for name in (MODEL, "claude-of/this-fleet"):
+            chat = await client.chat.completions.create(model=name, messages=messages)
+            assert chat.choices[0].message.content == "Hello!"
+        response = await client.responses.create(model=MODEL, input="Hi")
+        assert await client.responses.retrieve(response.id) == response
+        assert MODEL in [model.id async for model in client.models.list()]
     answer = await fleet.client.post(
         "/openai/v1/responses", json={"model": MODEL, "input": "Hi"}, headers={"api-key": fleet.key}
     )
