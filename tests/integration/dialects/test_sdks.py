@@ -47,6 +47,19 @@ async def test_all_clients_get_the_same_answer_from_the_same_prompt(
     assert {row.status for row in rows} == {"completed"}
 
 
+async def test_error_of_a_replica_names_the_field_of_the_request(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(model=MODEL, input="Hi", max_output_tokens=BEYOND_CONTEXT)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+    assert "Shorten it or lower max_output_tokens." in refused.value.message
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(
+            model=MODEL, input="long " * 300_000
+        )  # the gateway refuses it
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+
+
 @pytest.mark.parametrize("api", APIS[1:])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_lost_replica_changes_nothing(fleet: DialectFleet, api: str, *, stream: bool) -> None:

@@ -17,6 +17,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputTokens,
     parse_call_arguments,
 )
+from argosy.protocol.dialects.field_names import MESSAGES_FIELDS
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -47,6 +48,7 @@ _encode = msgspec.json.Encoder().encode
 
 def encode_anthropic_error(error: OutputError, request_id: str) -> bytes:
     """Encode the body of an error response, which is also the data of an error event."""
+    error = MESSAGES_FIELDS.rename(error)
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
     if error.code == "context_length_exceeded":

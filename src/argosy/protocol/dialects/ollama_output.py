@@ -17,6 +17,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputTokens,
     parse_call_arguments,
 )
+from argosy.protocol.dialects.field_names import OLLAMA_FIELDS
 
 NDJSON_CONTENT_TYPE = b"application/x-ndjson"
 _DONE_REASONS = {"length": "length"}
@@ -30,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 def encode_ollama_error(error: OutputError, request_id: str) -> bytes:  # noqa: ARG001 - signature of all dialects
     """Encode the body of an error response, which is also the last line of a stream that fails."""
-    return _encode_line({"error": error.message})
+    return _encode_line({"error": OLLAMA_FIELDS.rename(error).message})
 
 
 def _encode_line(content: dict[str, Any]) -> bytes:
