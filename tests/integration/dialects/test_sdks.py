@@ -189,8 +189,9 @@ async def test_azure_client_finds_the_chat(fleet: DialectFleet) -> None:
         for name in (MODEL, "claude-of/this-fleet"):
             chat = await client.chat.completions.create(model=name, messages=messages)
             assert chat.choices[0].message.content == "Hello!"
-        response = await client.responses.create(model=MODEL, input="Hi")
+        response = await client.responses.create(model=MODEL, input="Hi", service_tier="flex")
         assert await client.responses.retrieve(response.id) == response
+        assert response.service_tier == "default"
         assert MODEL in [model.id async for model in client.models.list()]
     answer = await fleet.client.post(
         "/openai/v1/responses", json={"model": MODEL, "input": "Hi"}, headers={"api-key": fleet.key}
