@@ -62,6 +62,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         completion("A", seed=1, stream_options={"x": 1}, future_field=1),
     ),
     "no such constraint": ("/v1/completions", completion("A", guided_new="x")),
+    "no possible token": (
+        "/v1/completions",
+        completion("A", structured_outputs={"choice": ["yes"]}, allowed_token_ids=[50]),
+    ),
     "no such temperature": ("/v1/completions", completion("The cat", temperature=-1)),
 }
 

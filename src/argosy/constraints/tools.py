@@ -24,6 +24,9 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "func
 CUSTOM_INPUT = "input"
 """Name of the argument in which the model writes the free text of a custom tool."""
 _ANY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
+_NO_ARGUMENTS: dict[str, Any] = {**_ANY_OBJECT, "additionalProperties": False}
+_CLOSABLE_KEYS = {"type", "properties", "required", "title", "description", "$schema"}
+"""Keywords of a schema that allows no arguments if its properties are empty."""
 _RENDERED_FIELDS = ("name", "description", "parameters")
 
 ToolKind = Literal["function", "custom"]
@@ -170,12 +173,20 @@ def _read_function(body: dict[str, Any], path: str, body_path: str) -> ToolDefin
     return ToolDefinition(
         name=_read_name(body, body_path),
         description=_optional(body.get("description"), str, f"{body_path}.description") or "",
-        parameters=parameters or _ANY_OBJECT,
+        parameters=_NO_ARGUMENTS if _takes_no_arguments(parameters) else parameters or _ANY_OBJECT,
         strict=bool(_optional(body.get("strict"), bool, f"{body_path}.strict")),
         template_value=template_value,
         param=path,
         schema_param=schema_param,
     )
+
+
+def _takes_no_arguments(parameters: dict[str, Any] | None) -> bool:
+    """Return whether a function has no parameters: none are declared (OpenAI), or an empty list of properties."""
+    if parameters is None:
+        return True
+    is_empty = parameters.get("properties") == {} and not parameters.get("required")
+    return is_empty and parameters.keys() <= _CLOSABLE_KEYS
 
 
 def _read_custom(body: dict[str, Any], path: str) -> ToolDefinition:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from decimal import Decimal
 from typing import Any
 
@@ -86,14 +85,13 @@ def is_exact(number: float) -> bool:
     """
     if number == 0:
         return True
-    if not math.isfinite(number):
+    if not abs(number) < MAX_EXACT_INTEGER:  # also NaN, and integers that no float can hold
         return False
     _, digits, exponent = Decimal(str(number)).normalize().as_tuple()
     return (
         isinstance(exponent, int)
         and abs(exponent) <= MAX_EXACT_EXPONENT
         and int("".join(map(str, digits))) < MAX_EXACT_INTEGER
-        and abs(number) < MAX_EXACT_INTEGER
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 
 _AZURE_PATH = re.compile(
-    r"/openai/(?:deployments/([^/]+)/((?:chat/)?completions|embeddings)|v1/(.+))"
+    r"/openai/(?:deployments/(.+?)/((?:chat/)?completions|embeddings)|v1/(.+)|((?:models|responses)(?:/.+)?))"
 )
+"""Names of deployments may have slashes. Older versions of the API have no `v1`."""
 
 
 def to_openai_path(path: str) -> str:
     """Return the path of OpenAI's API for one of Azure's, and other paths unchanged."""
     parsed = _AZURE_PATH.fullmatch(path)
-    return path if parsed is None else f"/v1/{parsed[2] or parsed[3]}"
+    return path if parsed is None else f"/v1/{parsed[2] or parsed[3] or parsed[4]}"
 
 
 def find_deployment(path: str) -> str | None:

@@ -14,8 +14,8 @@ from argosy.protocol import ApiError
 
 API_PREFIX = "/v1"
 CHAT_COMPLETIONS_PATH = f"{API_PREFIX}/chat/completions"
-_UNSUPPORTED_API_PATHS = re.compile(rf"{API_PREFIX}/(responses|messages)(/|$)")
-"""Paths of OpenAI's Responses API and Anthropic's Messages API, which some clients use by default."""
+_OTHER_API_PATHS = re.compile(rf"({API_PREFIX}/(?:responses|messages))(?:/|$)")
+"""Paths of OpenAI's Responses API and Anthropic's Messages API, which only gateways have."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 _PROXY_PROTOCOL_HINT = (
@@ -100,7 +100,11 @@ def not_found_error(path: str, is_known_path: Callable[[str], bool]) -> ApiError
         )
     elif is_known_path(path.rstrip("/")):
         remedy = f"Use {path.rstrip('/')[:200]!r}, without a slash at its end"
-    elif _UNSUPPORTED_API_PATHS.match(intended_path) and is_known_path(CHAT_COMPLETIONS_PATH):
+    elif (
+        (api := _OTHER_API_PATHS.match(intended_path))
+        and not is_known_path(api[1])
+        and is_known_path(CHAT_COMPLETIONS_PATH)
+    ):
         remedy = f"Send it to a gateway, which has this API, or use {CHAT_COMPLETIONS_PATH!r}"
     else:
         remedy = "See /openapi.json for the paths"

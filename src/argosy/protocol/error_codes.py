@@ -53,6 +53,17 @@ ERROR_CODES = (
     ),
     ErrorCode(
         400,
+        "grammar_dead_end",
+        "No token can continue the constrained output. The grammar is too complex, or `allowed_token_ids` and banned"
+        " tokens exclude everything that it allows.",
+    ),
+    ErrorCode(
+        400,
+        "grammar_failed",
+        "The engine could not compile the grammar of the request. Simplify it.",
+    ),
+    ErrorCode(
+        400,
         "context_length_exceeded",
         "The prompt and the requested output do not fit the model's context. Shorten the prompt, lower `max_tokens`,"
         " or set `truncate_prompt_tokens`.",
@@ -218,17 +229,6 @@ ERROR_CODES = (
     ErrorCode(499, "cancelled", "The request was cancelled."),
     ErrorCode(500, "internal_error", "A fault of the server; its log has the details."),
     ErrorCode(500, "engine_error", "The engine failed on this request."),
-    ErrorCode(
-        500,
-        "grammar_dead_end",
-        "No token can continue the constrained output. The grammar is too complex, or `allowed_token_ids` and banned"
-        " tokens exclude everything that it allows.",
-    ),
-    ErrorCode(
-        500,
-        "grammar_failed",
-        "The engine could not compile the grammar of the request. Simplify it.",
-    ),
     ErrorCode(
         501,
         "not_implemented",

@@ -20,6 +20,8 @@ QUESTION = "Weather?"
 SCHEMA = WEATHER["function"]["parameters"]  # type: ignore[index] # a constant
 CITY = "Zürich </tool_call>"
 ANSWER = f"{THOUGHT}I look.\n{CALL}"
+BEYOND_CONTEXT = 20_000
+"""More output tokens than the context of the model, as Claude Code asks for."""
 ASK = Question(QUESTION, tool=WEATHER["function"])  # type: ignore[arg-type] # a constant
 
 
@@ -43,6 +45,19 @@ async def test_all_clients_get_the_same_answer_from_the_same_prompt(
     totals = {row.input_tokens + row.output_tokens for row in rows}
     assert totals == {answers[0].total_tokens}
     assert {row.status for row in rows} == {"completed"}
+
+
+async def test_error_of_a_replica_names_the_field_of_the_request(fleet: DialectFleet) -> None:
+    client = fleet.openai()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(model=MODEL, input="Hi", max_output_tokens=BEYOND_CONTEXT)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+    assert "Shorten it or lower max_output_tokens." in refused.value.message
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(
+            model=MODEL, input="long " * 300_000
+        )  # the gateway refuses it
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
 
 
 @pytest.mark.parametrize("api", APIS[1:])
@@ -69,11 +84,12 @@ async def test_tool_result_returns_to_the_model(fleet: DialectFleet) -> None:
     anthropic_tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
     question: Any = {"role": "user", "content": QUESTION}
     message = await other.messages.create(
-        model=MODEL, max_tokens=500, messages=[question], tools=anthropic_tools
+        model=MODEL, max_tokens=BEYOND_CONTEXT, messages=[question], tools=anthropic_tools
     )
     assert [block.type for block in message.content] == ["text", "tool_use"]
     use: Any = message.content[-1]
-    answer = await third.chat(MODEL, [question], tools=[WEATHER])
+    options = {"num_predict": BEYOND_CONTEXT}
+    answer = await third.chat(MODEL, [question], tools=[WEATHER], options=options)
     fleet.output = "Sunny."
     fleet.requests.clear()
     again = await client.responses.create(
@@ -170,8 +186,13 @@ async def test_azure_client_finds_the_chat(fleet: DialectFleet) -> None:
         azure_endpoint=fleet.url, api_key=fleet.key, api_version="2026-10-01", max_retries=0
     ) as client:
         messages: Any = [{"role": "user", "content": "Hi"}]
-        response = await client.chat.completions.create(model=MODEL, messages=messages)
-    assert response.choices[0].message.content == "Hello!"
+        for name in (MODEL, "claude-of/this-fleet"):
+            chat = await client.chat.completions.create(model=name, messages=messages)
+            assert chat.choices[0].message.content == "Hello!"
+        response = await client.responses.create(model=MODEL, input="Hi", service_tier="flex")
+        assert await client.responses.retrieve(response.id) == response
+        assert response.service_tier == "default"
+        assert MODEL in [model.id async for model in client.models.list()]
     answer = await fleet.client.post(
         "/openai/v1/responses", json={"model": MODEL, "input": "Hi"}, headers={"api-key": fleet.key}
     )

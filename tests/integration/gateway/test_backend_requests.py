@@ -64,7 +64,7 @@ async def test_hosted_api_gets_its_key_and_no_unknown_field(
     async with gateway_to(backend, **settings) as (server, client):
         assert server.replicas[0].kind == "openai"
         extensions = {"session_id": "s", "cache_salt": "c", "timeout_s": 30.0, "priority": 1}
-        result = await stream(client, CHAT, **extensions)
+        result = await stream(client, CHAT, **extensions, clamp_max_tokens=True)
         assert (result.text, result.is_complete) == (ANSWER_TEXT, True)
         request = backend.requests[0]
         assert request.headers["openai-organization"] == "org-1"
@@ -75,6 +75,17 @@ async def test_hosted_api_gets_its_key_and_no_unknown_field(
         assert response.headers["openai-version"] == "2020-10-01"
         backend.faults.append(Fault("disconnect", 3))
         assert (await stream(client, CHAT)).errors
+
+
+@pytest.mark.parametrize("limit", [64, 63])
+async def test_limit_beyond_the_context_is_left_out_if_the_client_allows_it(limit: int) -> None:
+    """Servers such as vLLM refuse it. Without one, the context is the limit, which is 64 here."""
+    backend = Vllm()
+    async with gateway_to(backend) as (_, client):
+        await stream(client, CHAT, max_completion_tokens=limit, clamp_max_tokens=True)
+    body = backend.requests[0].body
+    assert body.get("max_completion_tokens") == (None if limit == 64 else limit)
+    assert "clamp_max_tokens" not in body
 
 
 INTERNAL_FIELDS = {

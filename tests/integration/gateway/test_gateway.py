@@ -370,6 +370,7 @@ async def test_invalid_request_is_rejected_by_gateway(
         ("/v1/", "See /openapi.json"),
         ("/embeddings", "Use '/v1/embeddings'"),
         ("/nowhere", "See /openapi.json"),
+        ("/v1/messages/batches", "See /openapi.json"),
     ],
 )
 async def test_error_of_unknown_path_names_correct_path(path: str, remedy: str) -> None:

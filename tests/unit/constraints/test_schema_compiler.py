@@ -277,6 +277,7 @@ UNENFORCEABLE: dict[str, tuple[Any, str, str]] = {
     "remote reference": ({"$ref": "https://example.com/schema"}, "$ref", "#/$ref"),
     "dynamic reference": ({"$dynamicRef": "#a"}, "$dynamicRef", "#/$dynamicRef"),
     "integer beyond 2^53": ({"const": 2**53 + 1}, "const", "#/const"),
+    "integer beyond a double": ({"const": 10**400}, "const", "#/const"),
     "smallest 64-bit integer": ({"enum": [-(2**63)]}, "enum", "#/enum"),
     "large bound": ({"minimum": 1e300}, "minimum", "#/minimum"),
     "digits beyond a double": ({"maximum": 0.30000000000000004}, "maximum", "#/maximum"),

@@ -18,6 +18,7 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
 TIME = {"type": "function", "function": {"name": "clock.get:time"}}
 SHELL = {"type": "custom", "custom": {"name": "shell", "description": "Runs a command."}}
 TOOLS = [WEATHER, TIME, SHELL]
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 CHOOSE_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -33,10 +34,30 @@ def test_tools_are_read_in_order() -> None:
     assert [tool.name for tool in request.tools] == ["get_weather", "clock.get:time", "shell"]
     assert [tool.kind for tool in request.tools] == ["function", "function", "custom"]
     assert request.tools[0].parameters == SCHEMA
-    assert request.tools[1].parameters == {"type": "object", "properties": {}}
+    assert request.tools[1].parameters == NO_ARGUMENTS
     assert request.tools[2].parameters["required"] == [CUSTOM_INPUT]
     assert (request.choice, request.parallel) == (ToolChoice(mode="auto"), True)
     assert request.callable_tools == request.tools
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({"type": "object", "properties": {}}, NO_ARGUMENTS),
+        ({"title": "now", "properties": {}, "required": []}, NO_ARGUMENTS),
+        *(
+            (schema, schema)
+            for schema in ({"type": "object"}, {"properties": {}, "allOf": [SCHEMA]})
+        ),
+    ],
+)
+def test_function_with_empty_properties_takes_no_arguments(
+    schema: dict[str, Any], read: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
+    request = read_tools({"tools": [tool]})
+    assert request.tools[0].parameters == read
+    assert request.template_tools == [tool]
 
 
 def test_templates_get_client_order_of_keys_without_strict() -> None:

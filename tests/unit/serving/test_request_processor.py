@@ -483,7 +483,7 @@ def test_neutral_value_of_ignored_parameter_is_not_named() -> None:
 
 
 PREPROCESSING_PARAMETERS = {
-    "messages", "prompt", "model", "n", "seed", "stop", "max_tokens", "max_completion_tokens",
+    "messages", "prompt", "model", "n", "seed", "stop", "max_tokens", "max_completion_tokens", "clamp_max_tokens",
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids",
     "include_stop_str_in_output", "allowed_token_ids", "logprobs", "top_logprobs", "echo",
@@ -636,6 +636,10 @@ def test_prompt_and_output_are_limited_to_the_context() -> None:
     remaining = params(chat()).max_tokens
     assert params(chat(max_tokens=remaining)).max_tokens == remaining
     assert rejection(chat, max_tokens=remaining + 1).code == "context_length_exceeded"
+    for limit, allowed in ((remaining + 1, remaining), (3, 3)):
+        assert params(chat(max_tokens=limit, clamp_max_tokens=True)).max_tokens == allowed
+    clamped = complete(prompt=[5] * 100, max_tokens=29, clamp_max_tokens=True)
+    assert params(clamped).max_tokens == 28
 
 
 def test_more_messages_than_context_tokens_are_rejected() -> None:

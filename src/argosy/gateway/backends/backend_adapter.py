@@ -36,7 +36,9 @@ ResumeMode = Literal["exact", "prefill", "none"]
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETION_PATH = b"/v1/completions"
 
-ARGOSY_FIELDS = frozenset({"resume", "timeout_s", "session_id", "cache_salt", "priority"})
+ARGOSY_FIELDS = frozenset(
+    {"resume", "timeout_s", "session_id", "cache_salt", "priority", "clamp_max_tokens"}
+)
 """Request fields of Argosy. Most other servers do not know them or give them another meaning."""
 
 PRIVILEGED_FIELDS = frozenset(

@@ -58,6 +58,7 @@ _NON_TEXT_FIELDS = frozenset(
     }
 )
 """Fields whose response is more than plain text, or depends on more than the text so far."""
+_TOKEN_LIMIT_FIELDS = frozenset({"max_tokens", "max_completion_tokens"})
 _UNSET_VALUES = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 
 
@@ -244,7 +245,7 @@ def build_resume_from_text(
         The body; None if text cannot be appended to this prompt.
     """
     raw = _build_raw_fields(fields, path, target, resumable=True)
-    changes: dict[str, Any] = _remaining_limits(fields, path, target.adapter, delivered_tokens)
+    changes: dict[str, Any] = _remaining_limits(fields, path, target, delivered_tokens)
     if path == COMPLETION_PATH:
         prompt = _decode_field(fields, "prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
@@ -280,7 +281,7 @@ def build_resume_from_ids(
         The body; None if the chat has no token limit and the context length does not give one.
     """
     raw = _build_raw_fields(fields, COMPLETION_PATH, target, resumable=True)
-    changes: dict[str, Any] = _remaining_limits(fields, path, target.adapter, delivered_tokens)
+    changes: dict[str, Any] = _remaining_limits(fields, path, target, delivered_tokens)
     if path == CHAT_PATH:
         raw = {name: value for name, value in raw.items() if name not in _CHAT_ONLY_FIELDS}
         limit = changes.pop("max_completion_tokens", None) or changes.get("max_tokens")
@@ -317,6 +318,8 @@ def _build_raw_fields(
     """Build the encoded fields of a request body, as `build_body` documents it."""
     adapter = target.adapter
     dropped = adapter.unsupported_fields | PRIVILEGED_FIELDS
+    if _is_limited_by_context(fields, path, target):
+        dropped |= _TOKEN_LIMIT_FIELDS
     raw = {
         name: value
         for name, value in fields.raw.items()
@@ -380,8 +383,17 @@ def translate_constraint(
     return others | {name: Raw(_encode(value)) for name, value in built.items()}
 
 
+def _is_limited_by_context(fields: RequestFields, path: bytes, target: UpstreamTarget) -> bool:
+    """Return whether a chat is sent without its token limit, because the model's context is a lower one.
+
+    The client must allow it with `clamp_max_tokens`. Other servers than Argosy would refuse such a limit.
+    """
+    limit, context = fields.max_output_tokens or 0, target.max_model_len
+    return path == CHAT_PATH and 0 < context <= limit and _is_set(fields.raw, "clamp_max_tokens")
+
+
 def _remaining_limits(
-    fields: RequestFields, path: bytes, adapter: BackendAdapter, delivered_tokens: int
+    fields: RequestFields, path: bytes, target: UpstreamTarget, delivered_tokens: int
 ) -> dict[str, int]:
     """Return the token limits of the request, reduced by the delivered tokens."""
     limits = {}
@@ -389,9 +401,11 @@ def _remaining_limits(
         value = _decode_field(fields, name)
         if isinstance(value, int) and value >= 0:
             limits[name] = max(minimum, value - delivered_tokens)
-    limit = max_output_tokens(fields, path, adapter)
+    limit = max_output_tokens(fields, path, target.adapter)
     if fields.max_output_tokens is None and limit is not None:
         limits["max_tokens"] = max(1, limit - delivered_tokens)
+    if _is_limited_by_context(fields, path, target):
+        return {name: value for name, value in limits.items() if name not in _TOKEN_LIMIT_FIELDS}
     return limits
 
 

@@ -22,6 +22,7 @@ from argosy.protocol.dialects import (
     TranslatedRequest,
     encode_anthropic_error,
     encode_ollama_error,
+    encode_responses_error,
     to_output_error,
 )
 
@@ -74,6 +75,7 @@ def _format_time(seconds: float) -> str:
 
 ANTHROPIC = Dialect(encode_anthropic_error, _translate_anthropic_headers)
 OLLAMA = Dialect(encode_ollama_error, lambda headers: headers)
+RESPONSES = Dialect(encode_responses_error, lambda headers: headers)
 
 
 def start_translation(

@@ -11,7 +11,7 @@ from argosy.gateway.dialects.conversation_handlers import (
     CONVERSATIONS_PREFIX,
     ConversationHandlers,
 )
-from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA
+from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
 from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers
@@ -68,17 +68,18 @@ class DialectRoutes:
         ollama = OllamaHandlers(
             models, chat, completion, embeddings, refuse_unknown_fields=refuse_unknown_fields
         )
+        stateful = partial(HttpRoute, dialect=RESPONSES)
         messages = partial(HttpRoute, dialect=ANTHROPIC)
         api = partial(HttpRoute, dialect=OLLAMA)
         self.routes = (
-            HttpRoute(
+            stateful(
                 "/v1/responses",
                 "POST",
                 responses.create,
                 open_session=lambda: ResponsesSession(responses).handle,
             ),
-            HttpRoute("/v1/responses/input_tokens", "POST", responses.count_tokens),
-            HttpRoute("/v1/responses/compact", "POST", responses.compact),
+            stateful("/v1/responses/input_tokens", "POST", responses.count_tokens),
+            stateful("/v1/responses/compact", "POST", responses.compact),
             HttpRoute(CONVERSATIONS_PATH, "POST", conversations.create),
             messages("/v1/messages", "POST", self.anthropic.messages),
             messages("/v1/messages/count_tokens", "POST", self.anthropic.count_tokens),

@@ -76,7 +76,7 @@ from argosy.protocol.dialects.responses_input import (
     normalize_input,
     resolve_references,
 )
-from argosy.protocol.dialects.responses_output import ResponsesOutput
+from argosy.protocol.dialects.responses_output import ResponsesOutput, encode_responses_error
 from argosy.protocol.dialects.responses_requests import (
     Metadata,
     ReasoningCipher,
@@ -125,6 +125,7 @@ __all__ = [
     "assign_item_ids",
     "encode_anthropic_error",
     "encode_ollama_error",
+    "encode_responses_error",
     "format_timestamp",
     "is_load_request",
     "is_tei_request",

@@ -17,6 +17,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputTokens,
     parse_call_arguments,
 )
+from argosy.protocol.dialects.field_names import MESSAGES_FIELDS
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -47,6 +48,7 @@ _encode = msgspec.json.Encoder().encode
 
 def encode_anthropic_error(error: OutputError, request_id: str) -> bytes:
     """Encode the body of an error response, which is also the data of an error event."""
+    error = MESSAGES_FIELDS.rename(error)
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
     if error.code == "context_length_exceeded":
@@ -66,13 +68,21 @@ class AnthropicOutput(DialectOutput):
 
     Args:
         stop_sequences: Stop sequences of the request.
+        max_tokens: The request's limit on output tokens; None if it is unknown.
         shows_thinking: Whether the request enabled thinking. If not, reasoning is left out, as clients that did not
             enable it expect text in the first block.
     """
 
-    def __init__(self, stop_sequences: Sequence[str] = (), *, shows_thinking: bool = True) -> None:
+    def __init__(
+        self,
+        stop_sequences: Sequence[str] = (),
+        *,
+        max_tokens: int | None = None,
+        shows_thinking: bool = True,
+    ) -> None:
         super().__init__()
         self._stop_sequences = stop_sequences
+        self._max_tokens = max_tokens
         self._shows_thinking = shows_thinking
         self._message: dict[str, Any] = {}
         self._blocks: list[dict[str, Any]] = []
@@ -121,9 +131,9 @@ class AnthropicOutput(DialectOutput):
         self._close()
         message = self._message
         message["content"] = self._blocks
-        message["stop_reason"] = _STOP_REASONS.get(end.finish_reason, "end_turn")
-        if end.finish_reason == "stop" and end.stop_reason in self._stop_sequences:
-            message["stop_reason"], message["stop_sequence"] = "stop_sequence", end.stop_reason
+        message["stop_reason"] = self._stop_reason(end)
+        if message["stop_reason"] == "stop_sequence":
+            message["stop_sequence"] = end.stop_reason
         message["usage"] = usage = _usage(end.tokens)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         self._send("message_delta", delta=delta, usage=usage)
@@ -137,6 +147,19 @@ class AnthropicOutput(DialectOutput):
 
     def build_response(self) -> dict[str, Any]:
         return self._message
+
+    def _stop_reason(self, end: OutputEnd) -> str:
+        match end.finish_reason:
+            case "stop" if end.stop_reason in self._stop_sequences:
+                return "stop_sequence"
+            case "stop" if self._blocks and self._blocks[-1]["type"] == "tool_use":
+                return "tool_use"  # a chat ends with "stop" after a call that its tool choice named
+            case "length" if end.stop_reason is None and self._is_below_limit(end.tokens.output):
+                return "model_context_window_exceeded"
+        return _STOP_REASONS.get(end.finish_reason, "end_turn")
+
+    def _is_below_limit(self, output_tokens: int) -> bool:
+        return self._max_tokens is not None and 0 < output_tokens < self._max_tokens
 
     def _open(self, kind: str, fields: dict[str, Any]) -> None:
         """Start a block of this type, unless the open block has the type."""

@@ -152,6 +152,7 @@ def translate_messages_request(
         "model": request.model,
         "messages": translator.messages(),
         "max_tokens": request.max_tokens,
+        "clamp_max_tokens": True,
         "stream": bool(request.stream),
         # The tokens of the prompt are needed at the start too.
         "stream_options": {"include_usage": True, "continuous_usage_stats": True}
@@ -169,7 +170,11 @@ def translate_messages_request(
     }
     return TranslatedRequest(
         body=drop_unset(fields),
-        output=AnthropicOutput(request.stop_sequences or (), shows_thinking=shows_thinking),
+        output=AnthropicOutput(
+            request.stop_sequences or (),
+            max_tokens=request.max_tokens,
+            shows_thinking=shows_thinking,
+        ),
         ignored=(*ignored, *translator.ignored),
     )
 

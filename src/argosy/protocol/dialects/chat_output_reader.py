@@ -94,6 +94,7 @@ class _Usage(msgspec.Struct, gc=False):
 class _Error(msgspec.Struct, gc=False):
     message: str = ""
     type: str | None = None
+    param: str | None = None
     code: str | int | None = None
 
 
@@ -242,4 +243,5 @@ def _to_output_error(error: _Error | str) -> OutputError:
     if isinstance(error, str):
         return OutputError(message=error)
     status = _STATUS_BY_ERROR_TYPE.get(error.type or "", 500)
-    return OutputError(message=error.message, code=str(error.code or ""), status=status)
+    code = str(error.code or "")
+    return OutputError(message=error.message, code=code, param=error.param, status=status)

@@ -47,6 +47,8 @@ class OutputError(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     code: str = ""
+    param: str | None = None
+    """Request field that caused it."""
     status: int = 500
     """HTTP status that the error has as a response of its own."""
     details: Mapping[str, object] = {}

@@ -173,5 +173,9 @@ def _malformed_response() -> ApiError:
 def to_output_error(error: ApiError) -> OutputError:
     """Return an error in the terms of the dialects."""
     return OutputError(
-        message=error.message, code=error.code, status=error.status, details=error.details
+        message=error.message,
+        code=error.code,
+        param=error.param,
+        status=error.status,
+        details=error.details,
     )

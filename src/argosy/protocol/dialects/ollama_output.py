@@ -17,6 +17,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputTokens,
     parse_call_arguments,
 )
+from argosy.protocol.dialects.field_names import OLLAMA_FIELDS
 
 NDJSON_CONTENT_TYPE = b"application/x-ndjson"
 _DONE_REASONS = {"length": "length"}
@@ -30,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 def encode_ollama_error(error: OutputError, request_id: str) -> bytes:  # noqa: ARG001 - signature of all dialects
     """Encode the body of an error response, which is also the last line of a stream that fails."""
-    return _encode_line({"error": error.message})
+    return _encode_line({"error": OLLAMA_FIELDS.rename(error).message})
 
 
 def _encode_line(content: dict[str, Any]) -> bytes:
@@ -53,19 +54,26 @@ class OllamaOutput(DialectOutput):
         model: Model as the request names it.
         endpoint: The endpoint, which decides where text stands in a line.
         clock: Returns seconds since the epoch.
+        is_streamed: Whether the output arrives as it is generated. Without that, the time to the first token is
+            unknown, and the whole duration counts as generation.
     """
 
     stream_content_type = NDJSON_CONTENT_TYPE
 
     def __init__(
-        self, model: str, endpoint: Literal["chat", "generate"], clock: Callable[[], float]
+        self,
+        model: str,
+        endpoint: Literal["chat", "generate"],
+        clock: Callable[[], float],
+        *,
+        is_streamed: bool = True,
     ) -> None:
         super().__init__()
         self._model = model
         self._is_chat = endpoint == "chat"
         self._clock = clock
         self._requested_at = clock()
-        self._first_output_at: float | None = None
+        self._first_output_at: float | None = None if is_streamed else self._requested_at
         self._text: list[str] = []
         self._thinking: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -89,6 +97,7 @@ class OllamaOutput(DialectOutput):
 
     def start_call(self, call_id: str, name: str, kind: CallKind) -> None:  # noqa: ARG002 - all functions
         self._close_call()
+        self._mark_first_output()
         self._open_call = call_id, name, []
 
     def add_call_text(self, text: str) -> None:
@@ -99,12 +108,14 @@ class OllamaOutput(DialectOutput):
         self._close_call()
         now = self._clock()
         first_output_at = now if self._first_output_at is None else self._first_output_at
+        prompt_duration = int((first_output_at - self._requested_at) * _NANOSECONDS)
         counts = {
             "done_reason": _DONE_REASONS.get(end.finish_reason, "stop"),
             "total_duration": int((now - self._requested_at) * _NANOSECONDS),
             "load_duration": 0,
             "prompt_eval_count": end.tokens.prompt,
-            "prompt_eval_duration": int((first_output_at - self._requested_at) * _NANOSECONDS),
+            # Left out instead of 0, as in Ollama, because clients divide by it.
+            **({"prompt_eval_duration": prompt_duration} if prompt_duration else {}),
             "eval_count": end.tokens.output,
             "eval_duration": int((now - first_output_at) * _NANOSECONDS),
         }
@@ -148,9 +159,12 @@ class OllamaOutput(DialectOutput):
         calls: Sequence[dict[str, Any]] = (),
         logprobs: Sequence[dict[str, Any]] = (),
     ) -> None:
+        self._mark_first_output()
+        self._unsent.append(_encode_line(self._line(text, thinking, calls, logprobs)))
+
+    def _mark_first_output(self) -> None:
         if self._first_output_at is None:
             self._first_output_at = self._clock()
-        self._unsent.append(_encode_line(self._line(text, thinking, calls, logprobs)))
 
     def _line(
         self,

@@ -81,6 +81,11 @@ class OllamaRequest(ExtensionFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the response is a stream, which is the default."""
+        return self.stream is not False
+
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     """Body of `POST /api/chat`."""
@@ -144,7 +149,7 @@ def translate_ollama_chat(
     fields = common | {"messages": _translate_messages(request.messages or [])}
     fields["tools"] = request.tools or None
     fields["logprobs"], fields["top_logprobs"] = request.logprobs, request.top_logprobs
-    output = OllamaOutput(request.model, "chat", clock)
+    output = OllamaOutput(request.model, "chat", clock, is_streamed=request.is_streamed)
     return TranslatedRequest(body=drop_unset(fields), output=output, ignored=(*ignored, *unused))
 
 
@@ -159,7 +164,7 @@ def translate_ollama_generate(
         if getattr(request, name):
             raise unsupported_parameter(name, "Send the whole prompt, or use /api/chat.")
     common, unused = _common_fields(request)
-    output = OllamaOutput(request.model, "generate", clock)
+    output = OllamaOutput(request.model, "generate", clock, is_streamed=request.is_streamed)
     fields = common
     if request.raw:
         fields["prompt"] = request.prompt or ""
@@ -187,7 +192,7 @@ def is_load_request(request: TranslatedRequest[OllamaOutput]) -> bool:
 
 def _common_fields(request: OllamaRequest) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that chats and completions share, and the options without effect."""
-    stream = request.stream is not False
+    stream = request.is_streamed
     fields: dict[str, Any] = {
         "model": strip_tag(request.model),
         "stream": stream,
@@ -202,6 +207,7 @@ def _common_fields(request: OllamaRequest) -> tuple[dict[str, Any], list[str]]:
             fields[_OPTION_NAMES[name]] = value
         elif name == "num_predict":
             fields["max_tokens"] = value if isinstance(value, int) and value >= 0 else None
+            fields["clamp_max_tokens"] = True
         else:
             unused.append(f"options.{name}")
     return fields, unused

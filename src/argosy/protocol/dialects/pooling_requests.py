@@ -192,7 +192,7 @@ def translate_cohere_embed(body: bytes, *, refuse_unknown: bool = False) -> Tran
                 "id": vectors.id,
                 "embeddings": embeddings,
                 "texts": texts,
-                "meta": _cohere_meta(vectors.usage.prompt_tokens),
+                "meta": _cohere_meta(vectors.usage.prompt_tokens, billed_units="input_tokens"),
                 "response_type": "embeddings_by_type",
             }
         )
@@ -220,7 +220,7 @@ def translate_cohere_rerank(body: bytes, *, refuse_unknown: bool = False) -> Tra
             {"index": rank.index, "relevance_score": rank.relevance_score}
             for rank in ranking.results
         ]
-        meta = _cohere_meta(ranking.usage.prompt_tokens, billed_units={"search_units": 1})
+        meta = _cohere_meta(ranking.usage.prompt_tokens, billed_units="search_units")
         return _encode({"id": ranking.id, "results": results, "meta": meta})
 
     return TranslatedPooling(body=drop_unset(fields), render=render, ignored=ignored)
@@ -350,8 +350,16 @@ def _cohere_truncation(request: CohereEmbedRequest) -> int | None:
     return None if request.truncate == "NONE" else MODEL_LIMIT
 
 
-def _cohere_meta(input_tokens: int, **details: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
-    return {"api_version": {"version": "2"}, "tokens": {"input_tokens": input_tokens}, **details}
+def _cohere_meta(
+    input_tokens: int, *, billed_units: Literal["input_tokens", "search_units"]
+) -> dict[str, Any]:
+    """Return the counts of a response. A ranking is billed as one search, whatever its tokens."""
+    billed = input_tokens if billed_units == "input_tokens" else 1
+    return {
+        "api_version": {"version": "2"},
+        "tokens": {"input_tokens": input_tokens},
+        "billed_units": {billed_units: billed},
+    }
 
 
 def _document_text(document: Document) -> str:

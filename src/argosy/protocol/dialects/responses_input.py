@@ -205,7 +205,7 @@ class InputTranslator:
             return [{"type": "text", "text": msgspec.json.encode(content).decode()}]
         parts = []
         for index, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, dict) else None
+            kind = _text(part.get("type")) if isinstance(part, dict) else ""
             if kind in _TEXT_PARTS:
                 parts.append({"type": "text", "text": _text(part.get("text"))})
             elif kind == "refusal":

@@ -16,12 +16,22 @@ from argosy.protocol.dialects.dialect_output import (
     OutputIdentity,
     OutputTokens,
 )
+from argosy.protocol.dialects.field_names import RESPONSES_FIELDS
 from argosy.protocol.dialects.responses_tools import TranslatedTools
 from argosy.protocol.dialects.stored_response_events import format_response_event
+from argosy.protocol.errors import ApiError
 
 RESPONSE_ID_PREFIX = "resp_"
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 413: "invalid_prompt"}
+
+
+def encode_responses_error(error: OutputError, request_id: str) -> bytes:
+    """Encode the body of an error response."""
+    error = RESPONSES_FIELDS.rename(error)
+    return ApiError(
+        error.status, error.code, error.message, param=error.param, details=error.details
+    ).encode_body(request_id)
 
 
 class ResponsesOutput(DialectOutput):

@@ -249,7 +249,7 @@ def _describe_request(request: ResponsesRequest) -> dict[str, Any]:
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": request.safety_identifier,
-        "service_tier": request.service_tier or "auto",
+        "service_tier": "default",  # the one that is used
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
         "tool_choice": request.tool_choice or "auto",

@@ -12,6 +12,8 @@ from argosy.protocol.errors import ApiError, invalid_request
 from argosy.protocol.openai_requests import JsonObject
 
 _NAMESPACE_SEPARATOR = "__"
+_CALLABLE_TYPES = ("function", "custom")
+"""No set, because the type in a request may be a value that has no hash."""
 
 
 class ToolName(NamedTuple):
@@ -52,7 +54,7 @@ def translate_tools(tools: Sequence[JsonObject]) -> TranslatedTools:
 
     def add(tool: JsonObject, path: str, namespace: str | None) -> None:
         kind = tool.get("type")
-        if kind not in {"function", "custom"}:
+        if kind not in _CALLABLE_TYPES:
             ignored.append(path)
             return
         name = _require_text(tool, "name", path)
@@ -105,7 +107,7 @@ def _translate_allowed_tools(choice: JsonObject, tools: TranslatedTools) -> Json
     known = [
         _translate_reference(reference, tools, f"tool_choice.tools[{index}]")
         for index, reference in enumerate(references)
-        if isinstance(reference, dict) and reference.get("type") in {"function", "custom"}
+        if isinstance(reference, dict) and reference.get("type") in _CALLABLE_TYPES
     ]
     if not known:
         raise _unavailable_tool()
@@ -115,7 +117,7 @@ def _translate_allowed_tools(choice: JsonObject, tools: TranslatedTools) -> Json
 
 def _translate_reference(reference: JsonObject, tools: TranslatedTools, path: str) -> JsonObject:
     kind = reference.get("type")
-    if kind not in {"function", "custom"}:
+    if kind not in _CALLABLE_TYPES:
         raise _unavailable_tool()
     name, namespace = _require_text(reference, "name", path), reference.get("namespace")
     chat_name = tools.find_chat_name(name, namespace if isinstance(namespace, str) else None)

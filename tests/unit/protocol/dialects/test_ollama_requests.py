@@ -48,6 +48,7 @@ def chat(**fields: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
             },
             {
                 "max_tokens": 5,
+                "clamp_max_tokens": True,
                 "temperature": 0,
                 "repetition_penalty": 1.1,
                 "stop": ["x"],

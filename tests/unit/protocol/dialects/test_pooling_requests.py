@@ -66,7 +66,11 @@ def test_cohere_embeddings_have_all_requested_types(vectors: list[Any]) -> None:
         "id": "embd-1",
         "embeddings": {"float": VECTORS, "base64": BASE64},
         "texts": ["a", "b"],
-        "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": 7}},
+        "meta": {
+            "api_version": {"version": "2"},
+            "tokens": {"input_tokens": 7},
+            "billed_units": {"input_tokens": 7},
+        },
         "response_type": "embeddings_by_type",
     }
 

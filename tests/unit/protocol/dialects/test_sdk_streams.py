@@ -92,7 +92,7 @@ def build_responses_output() -> DialectOutput:
 
 
 def build_anthropic_output() -> DialectOutput:
-    return AnthropicOutput(["lo"])
+    return AnthropicOutput(["lo"], max_tokens=10)
 
 
 def build_ollama_output() -> DialectOutput:
@@ -314,6 +314,8 @@ def test_anthropic_counts_cached_tokens_separately(replay: Replay) -> None:
         (CASES["text cut"], "max_tokens", None),
         (FULL, "tool_use", None),
         (CASES["filtered"], "refusal", None),
+        (ChatOutput(calls=[Call("f", "{}")], finish_reason="stop"), "tool_use", None),
+        (ChatOutput(text="cut", finish_reason="length"), "model_context_window_exceeded", None),
     ],
 )
 def test_anthropic_stop_reasons(
@@ -321,6 +323,22 @@ def test_anthropic_stop_reasons(
 ) -> None:
     message = json.loads(translate_whole("anthropic", output.body()))
     assert (message["stop_reason"], message["stop_sequence"]) == (stop_reason, stop_sequence)
+
+
+@pytest.mark.parametrize(
+    ("is_streamed", "prompt_duration", "duration"), [(True, 2_000, 3_000), (False, None, 5_000)]
+)
+def test_ollama_counts_the_time_after_the_first_output_as_generation(
+    *, is_streamed: bool, prompt_duration: int | None, duration: int
+) -> None:
+    """The time of the first token of a whole response is unknown."""
+    times = iter([0.0, 2e-6])
+    output = OllamaOutput("m", "chat", lambda: next(times, 5e-6), is_streamed=is_streamed)
+    chat = ChatOutput(calls=[Call("f", "{}")]).body()
+    message = asyncio.run(DialectTranslator(output, IDENTITY).translate_response(200, chat, ""))
+    counts = json.loads(message)
+    assert counts.get("prompt_eval_duration") == prompt_duration
+    assert counts["eval_duration"] == duration
 
 
 def test_thinking_is_left_out_unless_the_request_enables_it() -> None:

@@ -142,7 +142,7 @@ def chat_max_tokens(
     limit = next(iter(limits), None)
     if limit == 0:
         raise invalid_request("'max_tokens' must be at least 1.", "max_tokens")
-    return min(model_default or remaining_tokens, remaining_tokens) if limit is None else limit
+    return _limit_tokens(body, limit, remaining_tokens, model_default or remaining_tokens)
 
 
 def completion_max_tokens(
@@ -157,8 +157,14 @@ def completion_max_tokens(
             "'max_tokens' 0 requires 'echo', since the answer has no tokens. Set 'echo' to true.",
             "max_tokens",
         )
-    return (
-        min(model_default or _DEFAULT_COMPLETION_MAX_TOKENS, remaining_tokens)
-        if body.max_tokens is None
-        else body.max_tokens
-    )
+    default = model_default or _DEFAULT_COMPLETION_MAX_TOKENS
+    return _limit_tokens(body, body.max_tokens, remaining_tokens, default)
+
+
+def _limit_tokens(
+    body: GenerationRequest, limit: int | None, remaining_tokens: int, default: int
+) -> int:
+    """Return the request's limit, or else the default. The default never exceeds the rest of the context."""
+    if limit is not None and not body.clamp_max_tokens:
+        return limit
+    return min(default if limit is None else limit, remaining_tokens)

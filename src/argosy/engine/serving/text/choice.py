@@ -15,6 +15,9 @@ from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, EarlyStopReason, FinishReason, find_early_stop
 
+_REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
+"""Codes of failures that the request causes, so that it would fail on every replica."""
+
 
 @dataclass(slots=True)
 class PromptState:
@@ -95,7 +98,8 @@ class Choice:
         A stop string may end the choice (`finish_reason` is set) although the engine would continue.
 
         Raises:
-            ApiError: 500 if the engine failed the request, 499 if the request was cancelled.
+            ApiError: 500 if the engine failed the request, 400 if the request itself is the cause, 499 if it was
+                cancelled.
         """
         prompt = self.prompt
         if self.request.parent_id is None:
@@ -111,7 +115,7 @@ class Choice:
         elif delta.finish_reason == "error":
             reason = delta.error or "the engine gave no reason"
             raise ApiError(
-                500,
+                400 if delta.error_code in _REQUEST_ERROR_CODES else 500,
                 delta.error_code or "engine_error",
                 f"The engine could not finish the request: {reason}.",
             )
