@@ -80,7 +80,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "recurrent layers": (
         lambda path: write_model(path, *FAMILIES["qwen 3.5"]),
-        "event=recurrent_states_allocated",
+        "recurrent_states_allocated",
     ),
     "GPTQ": (quantized("gptq act-order"), "gptq, 4 bits"),
     "AWQ": (quantized("awq"), "awq"),

@@ -95,7 +95,8 @@ class DeltaRuleCase:
             beta=update.sigmoid(),
             use_qk_l2norm_in_kernel=True,
         )
-        return out[0]
+        result: torch.Tensor = out[0]
+        return result
 
 
 @pytest.mark.usefixtures("isa")
