@@ -40,8 +40,10 @@ using namespace argosy;
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 16;  // below this, one thread is faster
 constexpr int64_t MAX_WIDTH = 8;
 constexpr int64_t CONV_CHANNELS = 256;  // channels of a work item of the convolution
-constexpr int VECTORS = 4;              // vectors of a work item of the recurrence: enough independent sums
+constexpr int VECTORS = 2;              // vectors of a row in a work item of the recurrence
+constexpr int SUMS = 2;                 // sums over alternating rows, so that additions do not wait for each other
 constexpr int64_t COLUMNS = VECTORS * LANES;
+constexpr int64_t MAX_LOCAL_ROWS = 256;
 constexpr float NORM_EPS = 1e-6f;
 
 int64_t count_channels(const ArgosyDeltaRule &a) {
@@ -108,51 +110,84 @@ void prepare(const ArgosyDeltaRule &a, int64_t token) {
     }
 }
 
-// Run the recurrence of `width` columns of a head's matrix, which are COLUMNS if FULL.
-template <class Row, bool FULL>
-void run_columns(const ArgosyDeltaRule &a, int64_t sequence, int64_t head, int64_t column, int64_t width) {
-    using Scalar = typename Row::Scalar;
+// Update some columns of a head's matrix by one token, and multiply it by the query. `width` is COLUMNS if FULL. Not
+// inlined, so that all callers run the same instructions.
+template <bool FULL>
+__attribute__((noinline)) void update(float *matrix, int64_t stride, int64_t key_dim, const float *query,
+                                      const float *key, const float *value, float factor, float decay, int64_t width,
+                                      f32x16 *out) {
     const auto load_part = [&](const float *from, int part) {
         if (FULL) return load<f32x16>(from + part * LANES);
         const int64_t rest = width - part * LANES;
         return rest > 0 ? FloatRow::load_lanes(from + part * LANES, rest) : f32x16{};
     };
-    const auto store_part = [&](float *to, int part, f32x16 value) {
-        if (FULL) return store(to + part * LANES, value);
+    const auto store_part = [&](float *to, int part, f32x16 x) {
+        if (FULL) return store(to + part * LANES, x);
         const int64_t rest = width - part * LANES;
-        if (rest > 0) FloatRow::store_lanes(to + part * LANES, value, rest);
+        if (rest > 0) FloatRow::store_lanes(to + part * LANES, x, rest);
     };
+    f32x16 delta[VECTORS], known[SUMS][VECTORS] = {}, sums[SUMS][VECTORS] = {};
+    const auto multiply_key = [&](int64_t i, int sum) {
+        for (int j = 0; j < VECTORS; j++) known[sum][j] += key[i] * load_part(matrix + i * stride, j);
+    };
+    const auto update_row = [&](int64_t i, int sum) {
+        for (int j = 0; j < VECTORS; j++) {
+            const f32x16 updated = decay * load_part(matrix + i * stride, j) + key[i] * delta[j];
+            store_part(matrix + i * stride, j, updated);
+            sums[sum][j] += query[i] * updated;
+        }
+    };
+    const int64_t even = key_dim / SUMS * SUMS;
+    for (int64_t i = 0; i < even; i += SUMS)
+        for (int sum = 0; sum < SUMS; sum++) multiply_key(i + sum, sum);
+    for (int64_t i = even; i < key_dim; i++) multiply_key(i, 0);
+    for (int j = 0; j < VECTORS; j++)
+        delta[j] = factor * (load_part(value, j) - decay * (known[0][j] + known[1][j]));
+    for (int64_t i = 0; i < even; i += SUMS)
+        for (int sum = 0; sum < SUMS; sum++) update_row(i + sum, sum);
+    for (int64_t i = even; i < key_dim; i++) update_row(i, 0);
+    for (int j = 0; j < VECTORS; j++) out[j] = sums[0][j] + sums[1][j];
+}
+
+void copy_columns(float *to, int64_t to_stride, const float *from, int64_t from_stride, int64_t rows, int64_t width) {
+    for (int64_t i = 0; i < rows; i++) std::copy_n(from + i * from_stride, width, to + i * to_stride);
+}
+
+// Run the recurrence of some columns of a head's matrix over a sequence's tokens.
+template <class Row> void run_columns(const ArgosyDeltaRule &a, int64_t sequence, int64_t head, int64_t column) {
+    using Scalar = typename Row::Scalar;
+    const int64_t width = std::min(COLUMNS, a.value_dim - column), rows = a.key_dim;
     const int64_t channels = count_channels(a), keys = a.key_heads * a.key_dim;
     const int64_t key_head = head / (a.value_heads / a.key_heads);
     const int64_t start = a.query_start_loc[sequence], stop = a.query_start_loc[sequence + 1];
     const int64_t offset = head * a.key_dim * a.value_dim + column;
-    float *matrix = a.states + a.rows[sequence] * a.state_stride + offset;
+    float *own = a.states + a.rows[sequence] * a.state_stride + offset;
     if (!a.positions[start])
-        for (int64_t i = 0; i < a.key_dim; i++) std::fill_n(matrix + i * a.value_dim, width, 0.0f);
+        for (int64_t i = 0; i < rows; i++) std::fill_n(own + i * a.value_dim, width, 0.0f);
+    // The columns of a long chunk stay in the first-level cache if they are contiguous.
+    alignas(64) float local[MAX_LOCAL_ROWS * COLUMNS];
+    const bool is_local = stop - start > 1 && rows <= MAX_LOCAL_ROWS;
+    float *matrix = is_local ? local : own;
+    const int64_t stride = is_local ? COLUMNS : a.value_dim;
+    if (is_local) copy_columns(local, COLUMNS, own, a.value_dim, rows, width);
     for (int64_t t = start; t < stop; t++) {
         const float *query = a.mixed + t * channels + key_head * a.key_dim, *key = query + keys;
         const float *value = a.mixed + t * channels + 2 * keys + head * a.value_dim + column;
         const float factor = a.scratch[t * 2 * a.value_heads + head];
         const float decay = a.scratch[t * 2 * a.value_heads + a.value_heads + head];
-        f32x16 delta[VECTORS] = {}, sum[VECTORS] = {};
-        for (int64_t i = 0; i < a.key_dim; i++)  // what the matrix returns for the key
-            for (int j = 0; j < VECTORS; j++) delta[j] += key[i] * load_part(matrix + i * a.value_dim, j);
-        for (int j = 0; j < VECTORS; j++) delta[j] = factor * (load_part(value, j) - decay * delta[j]);
-        for (int64_t i = 0; i < a.key_dim; i++)
-            for (int j = 0; j < VECTORS; j++) {
-                float *entry = matrix + i * a.value_dim;
-                const f32x16 updated = decay * load_part(entry, j) + key[i] * delta[j];
-                store_part(entry, j, updated);
-                sum[j] += query[i] * updated;
-            }
+        f32x16 result[VECTORS];
+        if (width == COLUMNS)
+            update<true>(matrix, stride, rows, query, key, value, factor, decay, width, result);
+        else
+            update<false>(matrix, stride, rows, query, key, value, factor, decay, width, result);
         Scalar *out = (Scalar *)a.out + (t * a.value_heads + head) * a.value_dim + column;
         for (int j = 0; j < VECTORS && j * LANES < width; j++)
-            Row::store_lanes(out + j * LANES, sum[j], width - j * LANES);
+            Row::store_lanes(out + j * LANES, result[j], width - j * LANES);
         const int64_t slot = saved_slot(a, t);
-        if (slot < 0) continue;
-        float *copy = a.states + slot * a.state_stride + offset;
-        for (int64_t i = 0; i < a.key_dim; i++) std::copy_n(matrix + i * a.value_dim, width, copy + i * a.value_dim);
+        if (slot >= 0)
+            copy_columns(a.states + slot * a.state_stride + offset, a.value_dim, matrix, stride, rows, width);
     }
+    if (is_local) copy_columns(own, a.value_dim, local, COLUMNS, rows, width);
 }
 
 template <class Row> void run(const ArgosyDeltaRule &a) {
@@ -172,11 +207,7 @@ template <class Row> void run(const ArgosyDeltaRule &a) {
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < a.sequences * a.value_heads * parts; item++) {
             const int64_t sequence = item / (a.value_heads * parts), head = item / parts % a.value_heads;
-            const int64_t column = item % parts * COLUMNS, width = std::min(COLUMNS, a.value_dim - column);
-            if (width == COLUMNS)
-                run_columns<Row, true>(a, sequence, head, column, width);
-            else
-                run_columns<Row, false>(a, sequence, head, column, width);
+            run_columns<Row>(a, sequence, head, item % parts * COLUMNS);
         }
     }
 }
