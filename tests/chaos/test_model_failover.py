@@ -14,6 +14,7 @@ import httpx2
 import pytest
 from tests.engine.generic_cases import GENERIC_FAMILIES
 from tests.engine.test_families import FAMILIES
+from tests.engine.test_families import MODELS as ARCHITECTURES
 from tests.engine.transformers_reference import make_reference
 from tests.support.gateway_client import COMPLETION, StreamResult, gateway
 from tests.support.replica_process import ReplicaProcess
@@ -29,6 +30,7 @@ MODELS = {
     "model of transformers": GENERIC_FAMILIES["granite"],
     "attention sinks and windows": FAMILIES["gpt-oss"],
     "latent attention": FAMILIES["deepseek 3"],
+    "recurrent layers": FAMILIES["qwen 3.5 moe"],
 }
 
 
@@ -112,7 +114,7 @@ async def test_streams_resume_only_if_the_model_is_exact(
     family, options = MODELS[name]
     vocab_size = json.loads((BUNDLED_MODEL / "config.json").read_text())["vocab_size"]
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": 1024}
-    make_reference(model, family, options | sizes)
+    make_reference(model, family, options | sizes, model=ARCHITECTURES.get(family, ""))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / file, model)
     async with run_pair(model) as (pair, running, client):

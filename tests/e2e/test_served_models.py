@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engine.stored_formats import FORMATS, quantize_checkpoint, quantize_experts_to_mxfp4
-from tests.engine.test_families import FAMILIES
+from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import Reference, make_reference
 from tests.support.export_gguf import export
 from tests.support.serve_process import ServeProcess, run_argosy, run_serve
@@ -36,7 +36,7 @@ SIZES = {"vocab_size": 4104, "max_position_embeddings": 1024, "intermediate_size
 
 def write_model(path: Path, family: str, options: dict[str, Any]) -> Reference:
     """Write a tiny model with the tokenizer and the chat template of the bundled model."""
-    reference = make_reference(path, family, SIZES | options)
+    reference = make_reference(path, family, SIZES | options, model=MODELS.get(family, ""))
     for name in TOKENIZER_FILES:
         shutil.copy(BUNDLED_MODEL / name, path)
     return reference
@@ -77,6 +77,10 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "latent attention": (
         lambda path: write_model(path, *FAMILIES["deepseek 3"]),
         "implementation=argosy",
+    ),
+    "recurrent layers": (
+        lambda path: write_model(path, *FAMILIES["qwen 3.5"]),
+        "recurrent_states_allocated",
     ),
     "GPTQ": (quantized("gptq act-order"), "gptq, 4 bits"),
     "AWQ": (quantized("awq"), "awq"),

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.batch import Batch
+from argosy.engine.execution.decoder import Decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from argosy.engine.execution.decoder import Decoder
     from argosy.engine.execution.generic_decoder import GenericDecoder
 
 BLOCK_SIZE = 16
+MAX_SEQUENCES = 256
+"""Maximum number of sequences that are not released."""
 
 
 class DecoderDriver:
@@ -33,6 +35,11 @@ class DecoderDriver:
         self._blocks: dict[str, list[list[int]]] = {}
         """Blocks of each sequence in order. Each is a block in every KV cache group."""
         self._lengths: dict[str, int] = {}
+        self._free_rows = list(range(MAX_SEQUENCES))
+        self._rows: dict[str, int] = {}
+        self._states = (
+            decoder.create_states(MAX_SEQUENCES, 0) if isinstance(decoder, Decoder) else None
+        )
 
     def forward(self, chunks: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
         """Append each chunk's tokens to its sequence, and return the logits [tokens, vocab] of each chunk."""
@@ -69,6 +76,7 @@ class DecoderDriver:
         """Remove a sequence. Its blocks are reused without being cleared."""
         for blocks in self._blocks.pop(name):
             self._free.extend(blocks)
+        self._free_rows.append(self._rows.pop(name))
         del self._lengths[name]
         self._lengths[f"released {name}"] = 0
 
@@ -96,16 +104,20 @@ class DecoderDriver:
             ends.append(len(ids))
             self._lengths[name] = length
         names = [name for name, _ in chunks]
+        for name in names:
+            if name not in self._rows:
+                self._rows[name] = self._free_rows.pop()
         width = max(len(self._blocks[name]) for name in names)
         unused = [[0] * len(self._windows)]
         tables = [self._blocks[name] + unused * (width - len(self._blocks[name])) for name in names]
-        return Batch(
+        batch = Batch(
             token_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
             query_start_loc=torch.tensor(ends, dtype=torch.int32),
             seq_lens=torch.tensor([self._lengths[name] for name in names], dtype=torch.int32),
             block_tables=torch.tensor(tables, dtype=torch.int32).permute(2, 0, 1).contiguous(),
             slot_mappings=torch.tensor(slots).T.contiguous(),
-            rows=torch.arange(len(names)),
+            rows=torch.tensor([self._rows[name] for name in names]),
             logit_index=torch.arange(len(ids)),
         )
+        return batch if self._states is None else self._states.attach(batch)

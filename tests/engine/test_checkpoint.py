@@ -48,6 +48,7 @@ LLAMA_3_ROPE = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
 GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
+QWEN_3_5 = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 
 
 def write_config(path: Path, **changes: object) -> Path:
@@ -283,6 +284,10 @@ def test_archive_that_is_not_one_is_rejected_with_remedy(model: Path) -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}}, "several axes"),
+        (QWEN_3_5 | {"layer_types": ["linear_attention"] * 2}, "at least one full_attention"),
+        (QWEN_3_5 | {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        (QWEN_3_5 | {"linear_num_value_heads": 24}, "a multiple of the 16 key heads"),
+        (QWEN_3_5 | {"attn_output_gate": False}, "attn_output_gate"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size is '32'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
@@ -415,6 +420,7 @@ def test_every_family_reads_valid_configs(
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=8,
+        full_attention_interval=min(layers, pattern),
         **change,
     )
     parsed = read_architecture(path)
@@ -468,6 +474,21 @@ PUBLISHED: dict[str, tuple[dict[str, object], float, float, int]] = {
         20.91,
         4.19,
         49152,
+    ),
+    "Qwen3-Next-80B-A3B": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "max_position_embeddings": 262144,
+        },
+        79.67,
+        3.87,
+        24576,
     ),
     "DeepSeek-V2-Lite": (
         {

@@ -36,6 +36,7 @@ from tests.engine.stored_formats import (
     quantize_experts_to_mxfp4,
     write_checkpoint,
 )
+from tests.engine.test_families import DELTA_NET, MODELS
 from tests.engine.transformers_reference import VOCAB, make_reference
 
 if TYPE_CHECKING:
@@ -151,6 +152,20 @@ def test_experts_of_gpt_oss_compute_with_stored_codes(tmp_path: Path) -> None:
     reference = make_reference(tmp_path, "GptOss", sizes | {"intermediate_size": 64})
     quantize_experts_to_mxfp4(reference)
     tolerances: dict[QuantizeSetting | None, float] = {"none": 1e-4, None: 0.2}
+    for quantize, tolerance in tolerances.items():
+        driver = DecoderDriver(load_model(tmp_path, quantize))
+        for prompt in PROMPTS:
+            actual, expected = driver.logits_in_one_chunk(prompt), reference.logits(prompt)
+            assert (actual - expected).square().mean().sqrt() < tolerance * expected.std()
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Qwen3Next"])
+def test_delta_nets_compute_with_stored_codes(tmp_path: Path, family: str) -> None:
+    """Qwen3-Next stores the rows of a projection by key head, and the gates of attention are beside the queries."""
+    sizes = DELTA_NET | {"intermediate_size": 128, "mlp_only_layers": [0, 1, 2, 3]}
+    reference = make_reference(tmp_path, family, sizes, model=MODELS.get(family, ""))
+    quantize_checkpoint(reference, FORMATS["gptq"])
+    tolerances: dict[QuantizeSetting | None, float] = {"none": 1e-4, None: 0.3}
     for quantize, tolerance in tolerances.items():
         driver = DecoderDriver(load_model(tmp_path, quantize))
         for prompt in PROMPTS:

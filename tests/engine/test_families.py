@@ -70,6 +70,16 @@ LATENT = {
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DELTA_NET = {
+    "initializer_range": 0.1,  # larger weights enlarge the different rounding of transformers' chunks
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 64,
+}
+DELTA_NET_MOE = MOE | {"num_experts": 6, "shared_expert_intermediate_size": 40}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("Llama", {"num_key_value_heads": 4}),
@@ -115,8 +125,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 1, "topk_group": 1, "attention_bias": True, "rope_interleave": False},
     ),
     "glm 4 moe lite": ("Glm4MoeLite", LATENT | {"norm_topk_prob": False}),
+    "qwen 3.5": ("Qwen3_5Text", DELTA_NET | {"tie_word_embeddings": True}),
+    "qwen 3.5 with ragged heads": (
+        "Qwen3_5Text",
+        DELTA_NET | {"linear_key_head_dim": 20, "linear_value_head_dim": 72},
+    ),
+    "qwen 3.5 moe": ("Qwen3_5MoeText", DELTA_NET | DELTA_NET_MOE),
+    "qwen 3 next": ("Qwen3Next", DELTA_NET | DELTA_NET_MOE | {"mlp_only_layers": [1]}),
 }
-MODELS = {"Gemma3Text": "Gemma3ForCausalLM"}
+MODELS = {
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+}
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 300.0},
@@ -188,7 +209,8 @@ def assert_summary_matches(reference: Reference) -> None:
     assert summary.num_active_parameters == num_parameters - experts * (1 - share)
     cached = architecture.num_kv_heads * architecture.head_dim
     parts = 1 if architecture.latent else 2
-    assert summary.kv_bytes_per_token == parts * architecture.num_layers * cached * 2
+    num_cached = sum(not layer.is_recurrent for layer in architecture.layer_architectures)
+    assert summary.kv_bytes_per_token == parts * num_cached * cached * 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -353,8 +375,9 @@ def test_stored_head_of_tied_model_is_read_as_in_transformers(
             *FAMILIES["deepseek 3"],
             ["model.layers.3.embed_tokens.weight", "vision_tower.norm.weight"],
         ),
+        (*FAMILIES["qwen 3.5"], ["mtp.norm.weight", "model.visual.norm.weight"]),
     ],
-    ids=["vision tower", "second-token prediction"],
+    ids=["vision tower", "second-token prediction", "multi-token prediction"],
 )
 def test_tensors_that_generation_does_not_need_are_skipped(
     create_reference: Callable[..., Reference],
@@ -368,15 +391,39 @@ def test_tensors_that_generation_does_not_need_are_skipped(
     load_reference(path)
 
 
-def test_text_model_of_kimi_is_read(create_reference: Callable[..., Reference]) -> None:
-    reference = create_reference(*FAMILIES["deepseek 3"])
+@pytest.mark.parametrize(
+    ("name", "architecture", "old_prefix", "prefix"),
+    [
+        ("deepseek 3", "KimiK25ForConditionalGeneration", "", "language_model."),
+        (
+            "qwen 3.5 moe",
+            "Qwen3_5MoeForConditionalGeneration",
+            "model.",
+            "model.language_model.",
+        ),
+    ],
+)
+def test_text_model_of_multimodal_checkpoint_is_read(
+    create_reference: Callable[..., Reference],
+    name: str,
+    architecture: str,
+    old_prefix: str,
+    prefix: str,
+) -> None:
+    reference = create_reference(*FAMILIES[name])
     file = reference.path / "model.safetensors"
-    save_file({f"language_model.{k}": v for k, v in load_file(file).items()}, file)
+    tensors = {
+        prefix + key.removeprefix(old_prefix) if key.startswith(old_prefix) else key: tensor
+        for key, tensor in load_file(file).items()
+    }
+    save_file(tensors, file)
 
     def wrap(config: dict[str, Any]) -> None:
         text = dict(config)
+        if name.startswith("qwen"):
+            text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
         config.clear()
-        config |= {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+        config |= {"architectures": [architecture], "text_config": text}
 
     rewrite_config(reference.path, wrap)
     assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33))

@@ -37,6 +37,9 @@ OUTPUT_TOKENS = 24
             ("deepseek 3", "bfloat16", ()),
             ("deepseek 3", "float32", pytest.mark.exhaustive),
             ("deepseek 2 lite", "int4", pytest.mark.exhaustive),
+            ("qwen 3.5", "bfloat16", ()),
+            ("qwen 3 next", "float32", pytest.mark.exhaustive),
+            ("qwen 3.5 moe", "int8", pytest.mark.exhaustive),
         )
     ],
 )

@@ -17,7 +17,7 @@ from argosy.engine.execution.checkpoint_reader import StoredIntegers
 from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.kv_cache_layout import arrange_layers
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
-from argosy.engine.execution.model_architecture import summarize_model
+from argosy.engine.execution.model_architecture import DeltaNetArchitecture, summarize_model
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -120,6 +120,41 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
 
     assert max_model_len(large) == GIB // (32 * per_layer) * 16
     assert max_model_len(windowed) == (GIB // (16 * per_layer) - 10) * 16
+
+
+def test_recurrent_states_leave_less_memory_for_the_kv_cache(large: ModelArchitecture) -> None:
+    """Every sequence has a state, and snapshots share the memory of the KV cache."""
+    net = DeltaNetArchitecture(16, 32, 128, 128, 4)
+    layers = [
+        replace(layer, is_recurrent=index % 4 < 3)
+        for index, layer in enumerate(large.layer_architectures)
+    ]
+    hybrid = replace(large, layer_architectures=tuple(layers), delta_net=net)
+    state_bytes = 24 * (32 * 128 * 128 + 3 * 64 * 128) * 4
+    assert hybrid.state_bytes == state_bytes
+    assert needs(hybrid, max_seqs=10).estimate().state_bytes == 10 * state_bytes
+    assert hybrid.kv_bytes_per_token(2) == large.kv_bytes_per_token(2) // 4
+    with pytest.raises(ValueError, match=r"recurrent states 3\.\d* GiB.*--max-seqs 8"):
+        check_memory(needs(hybrid), 18 * GIB, ())
+
+    def resolve(**settings: object) -> tuple[int, int | None]:
+        layout = hybrid.kv_layout
+        limits = resolve_limits(
+            EngineConfig(model="m", max_seqs=4, **settings),  # type: ignore[arg-type]
+            model_max_len=hybrid.max_model_len,
+            kv_windows=layout.windows,
+            block_bytes=layout.block_bytes(hybrid.kv_bytes_per_token(2), 16),
+            state_bytes=state_bytes,
+            free_bytes=4 * state_bytes + 2 * GIB,
+            kv_memory_fraction=0.5,
+        )
+        return limits.num_blocks, limits.state_snapshots
+
+    block_bytes = 8 * 16 * 2 * 8 * 128 * 2
+    snapshots = GIB // 2 // state_bytes
+    assert resolve() == ((GIB - snapshots * state_bytes) // block_bytes, snapshots)
+    assert resolve(prefix_cache=False) == (GIB // block_bytes, 0)
+    assert resolve(kv_memory_bytes=8 * GIB)[1] == 16  # more are of no use
 
 
 def test_weights_of_the_bundled_model_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""Executor that stores tokens in place of KV, so that every wrong block appears as a wrong token."""
+"""Executor that stores tokens in place of KV and of recurrent states, so that every wrong one is a wrong token."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def reference_output(
 
 @dataclass
 class FakeExecutor:
-    """Executes step plans and asserts that each token reads only its own sequence's KV."""
+    """Executes step plans and asserts that each token reads only its own sequence's KV and recurrent state."""
 
     num_blocks: int
     block_size: int
     max_step_tokens: int
     windows: tuple[int | None, ...] = (None,)
     """Sliding window of each KV cache group."""
+    is_recurrent: bool = False
+    """Whether a token reads the recurrent state of its sequence."""
     corrupt_slots: set[int] = field(default_factory=set)
     """Host slots with corrupt content."""
     memory_tokens: int | None = None
@@ -50,6 +52,9 @@ class FakeExecutor:
         self.kv = [[(-1, -1)] * self.block_size for _ in range(self.num_blocks)]
         self.host: dict[int, list[tuple[int, int]]] = {}
         self.rows: dict[int, tuple[list[int], list[list[int]]]] = {}
+        self.states: dict[int, list[int]] = {}
+        """Row -> tokens of its recurrent state."""
+        self.snapshots: dict[int, list[int]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
@@ -70,6 +75,8 @@ class FakeExecutor:
                 corrupt_list.append(block)
         for admission in plan.admissions:
             self._admit(admission)
+        for snapshot, row in plan.snapshot_loads:
+            self.states[row] = self.snapshots[snapshot]
         for row, group, index, block in plan.block_appends:
             assert len(self.rows[row][1][group]) == index
             self.rows[row][1][group].append(block)
@@ -80,6 +87,10 @@ class FakeExecutor:
                 plan.rows, plan.starts, plan.counts, plan.sample_flags, strict=True
             )
         ]
+        for chunk, length, snapshot in plan.snapshot_saves:
+            start, count = plan.starts[chunk], plan.counts[chunk]
+            assert start < length <= start + count, "a snapshot of tokens outside of the step"
+            self.snapshots[snapshot] = self.states[plan.rows[chunk]][:length]
         return StepResult(tokens, corrupt_blocks=corrupt_list)
 
     def _admit(self, admission: AdmittedSequence) -> None:
@@ -94,6 +105,10 @@ class FakeExecutor:
         size = self.block_size
         assert start + count <= len(tokens), "the plan computes an unknown token"
         assert samples == (start + count == len(tokens))
+        if start and self.is_recurrent:
+            assert self.states[row] == tokens[:start], "a sequence reads the state of another one"
+        is_corrupt = any(not corrupt_blocks.isdisjoint(blocks) for blocks in tables)
+        self.states[row] = [-7] * (start + count) if is_corrupt else tokens[: start + count]
         for window, blocks in zip(self.windows, tables, strict=True):
             first = 0 if window is None else max(0, start - window + 1)
             if not corrupt_blocks.intersection(blocks):

@@ -37,6 +37,7 @@ class SchedulerHarness:
             self.limits.block_size,
             self.limits.max_step_tokens,
             self.limits.kv_windows,
+            is_recurrent=self.limits.state_snapshots is not None,
         )
 
     def add(
@@ -157,6 +158,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         prefix_cache=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.1])),
         kv_windows=windows,
+        state_snapshots=draw(st.sampled_from([None, 0, 1, 3, 9])) if windows == (None,) else None,
     )
     shared_prefix = draw(st.lists(st.integers(0, 3), min_size=20, max_size=20))
     events: list[WorkloadEvent] = []

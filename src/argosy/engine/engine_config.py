@@ -152,6 +152,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int
     kv_windows: tuple[int | None, ...] = (None,)
     """Sliding window of each KV cache group, see `KvCacheGroups`. Empty for a model without a KV cache."""
+    state_snapshots: int | None = None
+    """Number of snapshots of recurrent states for prefix hits. None for a model without recurrent layers."""
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -162,6 +164,10 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks * self.max_model_len // groups.count_blocks(self.max_model_len)
 
 
+MAX_SNAPSHOT_FRACTION = 0.5
+"""Largest fraction of the memory of the KV cache that snapshots of recurrent states take."""
+MAX_SNAPSHOTS_PER_SEQUENCE = 4
+"""Largest number of snapshots for each of `max_seqs`: the newest one, the prompt's, and those of earlier turns."""
 DEFAULT_KV_MEMORY_FRACTION = 0.4
 """Default fraction of a CPU's free memory for the KV cache. The rest stays for activations."""
 
@@ -172,6 +178,7 @@ def resolve_limits(
     model_max_len: int,
     kv_windows: tuple[int | None, ...],
     block_bytes: int,
+    state_bytes: int = 0,
     free_bytes: int,
     kv_memory_fraction: float,
 ) -> EngineLimits:
@@ -182,6 +189,7 @@ def resolve_limits(
         model_max_len: Context length of the model.
         kv_windows: Sliding window of each KV cache group.
         block_bytes: Bytes of a KV block.
+        state_bytes: Bytes of the recurrent state of a sequence, 0 without one.
         free_bytes: Device memory after loading the weights.
         kv_memory_fraction: Default fraction of `free_bytes`.
 
@@ -203,10 +211,15 @@ def resolve_limits(
             kv_windows=(),
         )
     groups = KvCacheGroups(kv_windows, config.block_size)
+    free_bytes = max(0, free_bytes - config.max_seqs * state_bytes)
+    kv_bytes = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
+    state_snapshots = None
+    if state_bytes:
+        state_snapshots = _count_snapshots(config, kv_bytes, state_bytes)
+        kv_bytes -= state_snapshots * state_bytes
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
-        kv_bytes = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
         max_useful_blocks = groups.count_blocks(max_model_len) * config.max_seqs * 2
         num_blocks = min(kv_bytes // block_bytes, max_useful_blocks)
     max_model_len = groups.max_tokens(num_blocks, max_model_len)
@@ -222,4 +235,13 @@ def resolve_limits(
         num_blocks=num_blocks,
         host_blocks=config.host_kv_bytes // block_bytes,
         kv_windows=kv_windows,
+        state_snapshots=state_snapshots,
     )
+
+
+def _count_snapshots(config: EngineConfig, kv_bytes: int, state_bytes: int) -> int:
+    """Return the number of snapshots of recurrent states that share the memory of the KV cache."""
+    if not config.prefix_cache:
+        return 0
+    affordable = int(kv_bytes * MAX_SNAPSHOT_FRACTION) // state_bytes
+    return min(affordable, MAX_SNAPSHOTS_PER_SEQUENCE * config.max_seqs)

@@ -16,6 +16,7 @@ from argosy.engine.execution.checkpoint_formats import parse_quantization
 from argosy.engine.execution.generation_config import AUTO_CONFIG, read_generation_config
 from argosy.engine.execution.model_architecture import (
     Activation,
+    DeltaNetArchitecture,
     LatentArchitecture,
     LayerArchitecture,
     ModelArchitecture,
@@ -43,6 +44,9 @@ _TOP_LEVEL_KEYS = (
     "tie_word_embeddings",
 )
 """Keys that a multimodal model may have next to its `text_config`."""
+MAX_CONV_WIDTH = 8
+"""Largest accepted width of a causal convolution."""
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -96,6 +100,8 @@ def _reject_unsupported(config: CheckpointConfig, family: ModelFamily, *, has_he
             raise config.error("use_bidirectional_attention", "false for this architecture")
     if family.qk_norm and config.get("attn_logit_softcapping") is not None:
         raise config.error("attn_logit_softcapping", "null for this architecture")
+    if family.has_delta_nets and config.get("attn_output_gate") is False:
+        raise config.error("attn_output_gate", "true for this architecture")
     if family.activation == "clamped_swiglu":
         for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             if config.optional_number(key) not in (None, value):
@@ -176,6 +182,8 @@ def _build_architecture(
         layer_architectures=layer_architectures,
         moe=moe,
         latent=latent,
+        delta_net=_parse_delta_net(family, config),
+        has_output_gate=family.has_delta_nets,
         is_causal=not config.flag("use_bidirectional_attention"),
     )
 
@@ -208,6 +216,23 @@ def _parse_latent(family: ModelFamily, config: CheckpointConfig) -> LatentArchit
     )
 
 
+def _parse_delta_net(family: ModelFamily, config: CheckpointConfig) -> DeltaNetArchitecture | None:
+    if not family.has_delta_nets:
+        return None
+    key_heads = config.integer("linear_num_key_heads", maximum=MAX_HEADS)
+    value_heads = config.integer("linear_num_value_heads", maximum=MAX_HEADS)
+    if value_heads % key_heads:
+        raise config.error("linear_num_value_heads", f"a multiple of the {key_heads} key heads")
+    return DeltaNetArchitecture(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.integer("linear_key_head_dim", maximum=MAX_HEADS),
+        value_dim=config.integer("linear_value_head_dim", maximum=MAX_HEADS),
+        conv_width=config.integer("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH),
+        is_grouped=family.has_grouped_delta_nets,
+    )
+
+
 def _build_layers(
     family: ModelFamily,
     config: CheckpointConfig,
@@ -218,9 +243,11 @@ def _build_layers(
     count = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
     window = _sliding_window(family, config)
     types = config.strings("layer_types") or _layer_types(family, config, count, window)
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != count:
-        raise config.error("layer_types", f"{count} times full_attention or sliding_attention")
+    kinds = {"full_attention", "linear_attention"} if family.has_delta_nets else _LAYER_KINDS
+    if set(types) - kinds or len(types) != count:
+        raise config.error("layer_types", f"{count} times {' or '.join(sorted(kinds))}")
+    if "linear_attention" in types and "full_attention" not in types:
+        raise config.error("layer_types", "a list with at least one full_attention")
     if "sliding_attention" in types and window is None:
         raise config.error(
             "sliding_window", "a number of tokens, as layer_types has sliding layers"
@@ -231,6 +258,7 @@ def _build_layers(
             sliding_window=window if kind == "sliding_attention" else None,
             rope_index=len(ropes) - 1 if kind == "sliding_attention" else 0,
             is_moe=index in sparse_layers,
+            is_recurrent=kind == "linear_attention",
         )
         for index, kind in enumerate(types)
     )
@@ -249,6 +277,11 @@ def _layer_types(
     family: ModelFamily, config: CheckpointConfig, count: int, window: int | None
 ) -> tuple[str, ...]:
     """Derive each layer's attention type from the family's rule, for a config without `layer_types`."""
+    if family.has_delta_nets:
+        interval = config.integer("full_attention_interval")
+        return tuple(
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+        )
     first_sliding = count
     period = count + 1
     if window is not None and family.sliding_windows != "none":

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from argosy.engine.execution.recurrent_states import BatchStates
     from argosy.engine.execution.rope import RopeRotation
 
 
@@ -36,6 +37,8 @@ class Batch:
     """[L] int64, indices of the flat tokens whose logits, or whose hidden states, are computed."""
     token_types: Tensor | None = None
     """[T] int64, number of the text of a pair that each token belongs to. None if all are 0."""
+    states: BatchStates | None = None
+    """States of the sequences, for models with recurrent layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,17 @@ from torch.nn import functional as F
 
 from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.bidirectional_attention import BidirectionalAttention
+from argosy.engine.execution.gated_delta_net import GatedDeltaNet
 from argosy.engine.execution.latent_attention import LatentAttention
 from argosy.engine.execution.layers import DecoderLayer, LoadableModule, Mlp, Projection, RmsNorm
 from argosy.engine.execution.moe import MixtureOfExperts
+from argosy.engine.execution.recurrent_states import RecurrentStates
 from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
 from argosy.engine.execution.self_attention import SelfAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from argosy.engine.engine_config import WeightFormat
@@ -62,18 +66,17 @@ class Decoder(nn.Module):
         self.architecture = architecture
         self._device = device
         self._dtype = dtype
-        attention_type = SelfAttention if architecture.latent is None else LatentAttention
         with torch.device("meta"):
             self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
                 DecoderLayer(
                     architecture,
                     layer.rope_index,
-                    attention_type(architecture, layer, place),
+                    attention,
                     _build_mlp(architecture, layer),
                 )
-                for layer, place in zip(
-                    architecture.layer_architectures, architecture.kv_layout.places, strict=True
+                for layer, attention in zip(
+                    architecture.layer_architectures, _build_attention(architecture), strict=True
                 )
             )
             self.norm = RmsNorm(
@@ -118,6 +121,12 @@ class Decoder(nn.Module):
         )
         return self._device.create_attention(shape)
 
+    def create_states(self, num_rows: int, num_snapshots: int) -> RecurrentStates | None:
+        """Allocate the states of recurrent layers. None if the model has no such layers."""
+        if self.architecture.delta_net is None:
+            return None
+        return RecurrentStates(self.architecture, num_rows, num_snapshots)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
         """Return the logits of the flat tokens `batch.logit_index`, [L, vocab_size] float32. L may be 0.
@@ -145,13 +154,26 @@ class Decoder(nn.Module):
 def weight_format_for(module_name: str, quantize: WeightFormat | None) -> WeightFormat | None:
     """Return the weight format of the projection `module_name` in a model quantized to `quantize`.
 
-    The head keeps 8 bits, since each of its errors is an error of a logit. Routers are not quantized, because they are
-    small and select the experts. The embedding is not quantized either, because a token reads only one of its rows,
-    which are mapped from the checkpoint.
+    The head keeps 8 bits, since each of its errors is an error of a logit. Routers, the gates of shared experts and the
+    factors of delta nets are not quantized, because they are small and each of their outputs decides much. The
+    embedding is not quantized either, because a token reads only one of its rows, which are mapped from the checkpoint.
     """
-    if module_name.endswith("router"):
+    if module_name.endswith(("router", "shared_gate", "attention.factors")):
         return None
     return "int8" if module_name == "head" and quantize == "int4" else quantize
+
+
+def _build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:
+    """Yield the attention, or the module in its place, of each layer."""
+    attention_type = SelfAttention if architecture.latent is None else LatentAttention
+    places = iter(architecture.kv_layout.places)
+    num_recurrent = 0
+    for layer in architecture.layer_architectures:
+        if layer.is_recurrent:
+            yield GatedDeltaNet(architecture, num_recurrent)
+            num_recurrent += 1
+        else:
+            yield attention_type(architecture, layer, next(places))
 
 
 def _build_mlp(architecture: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:

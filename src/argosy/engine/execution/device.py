@@ -13,6 +13,7 @@ from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION
 from argosy.engine.execution import cgroup
 from argosy.engine.execution.attention_cpu import create_cpu_attention
 from argosy.engine.execution.compute_threads import ComputeThreads, create_compute_threads
+from argosy.engine.execution.delta_rule_cpu import create_cpu_delta_rule
 from argosy.engine.execution.elementwise_cpu import ElementwiseOps, create_cpu_elementwise_ops
 from argosy.engine.execution.isa import TORCH_ISA_NAME, available_isas, cpu_features
 from argosy.engine.execution.linear_cpu import create_cpu_linear
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, KvCacheShape
+    from argosy.engine.execution.delta_rule_cpu import DeltaRule, DeltaRuleWeights
     from argosy.engine.execution.grouped_weight import GroupedSource
+    from argosy.engine.execution.model_architecture import DeltaNetArchitecture
     from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 WARMUP_SIZES = (1, 16)
@@ -200,6 +203,16 @@ class Device(Protocol):
         """
         ...
 
+    def create_delta_rule(
+        self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
+    ) -> DeltaRule:
+        """Create the gated delta rule of a layer.
+
+        Raises:
+            ValueError: The device has no kernel for it.
+        """
+        ...
+
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Launch a copy of a host tensor to the device, into `out` if given. May return the tensor itself."""
         ...
@@ -326,6 +339,11 @@ class _CpuDevice:
                 "the CPU has no fp8 KV cache; leave kv_dtype at auto, or use a CUDA device"
             )
         return create_cpu_attention(shape, threads=self._max_threads)
+
+    def create_delta_rule(
+        self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
+    ) -> DeltaRule:
+        return create_cpu_delta_rule(architecture, weights, self._max_threads)
 
     @property
     def _max_threads(self) -> int:

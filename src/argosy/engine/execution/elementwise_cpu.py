@@ -191,9 +191,15 @@ def _clamped_swiglu(x: Tensor, up: Tensor) -> Tensor:
     return gate.div_(scaled).mul_(up.clamp(-7.0, 7.0).add_(1.0))
 
 
+def _sigmoid(x: Tensor, up: Tensor) -> Tensor:
+    """Compute sigmoid(x) times up."""
+    return up / x.neg().exp_().add_(1.0)
+
+
 _ACTIVATIONS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "clamped_swiglu": _clamped_swiglu,
+    "sigmoid": _sigmoid,
 }
 """Functions of float32 gate and up."""

@@ -104,6 +104,11 @@ class EncoderArchitecture:
         return False
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence, which the model does not have."""
+        return 0
+
+    @property
     def kv_layout(self) -> KvCacheLayout:
         """Layout without KV cache groups, because every sequence is computed in one step."""
         return without_kv_cache(self.num_layers)

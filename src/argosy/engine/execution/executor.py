@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device, DeviceEvent, GraphCapturer
     from argosy.engine.execution.persistent_batch import PackedStep
+    from argosy.engine.execution.recurrent_states import RecurrentStates
     from argosy.engine.grammar import CompiledGrammar, MaskBatch
 
 NON_FINITE_LOGITS = SequenceFailure("the model produced logits that are not finite")
@@ -82,6 +83,7 @@ class TorchExecutor:
 
     `model(batch, attention)` returns logits [L, V]. `graph_capturer` captures decode steps. Without it, all steps run
     eagerly. `find_grammar` returns the compiled grammar of an admitted sequence. Without it, no sequence may have one.
+    `states` are those of a model with recurrent layers.
     """
 
     def __init__(
@@ -95,9 +97,11 @@ class TorchExecutor:
         device: Device,
         graph_capturer: GraphCapturer | None = None,
         find_grammar: Callable[[str], CompiledGrammar] | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
+        self._states = states
         self._limits = limits
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -160,6 +164,8 @@ class TorchExecutor:
             self._prompt_logprob_counts.pop(admission.row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_logprob_counts[admission.row] = params.prompt_logprobs
+        if self._states is not None:
+            self._states.load_snapshots(plan.snapshot_loads)
         self._persistent_batch.append_blocks(plan.block_appends)
         if plan.admissions or plan.block_appends:
             self._attention.ensure_block(highest_block(plan))
@@ -174,6 +180,8 @@ class TorchExecutor:
             packed = self._persistent_batch.pack_step(plan, _flat_tokens(spans))
             inputs = DeviceInputs(self._device.to_device(packed.buffer), packed.shape)
             batch = self._persistent_batch.gather_batch(inputs)
+            if self._states is not None:
+                batch = self._states.attach(batch, plan)
             launched_at, ready = time.perf_counter(), self._device.record_event()
             logits = self._compute(batch)
         else:

@@ -49,7 +49,12 @@ from argosy.engine.execution.pooling_layout import (
     read_pooling_architecture,
     read_pooling_layout,
 )
-from argosy.engine.execution.self_test import MAX_MEDIAN_DIFFERENCE, find_or_run, run_self_test
+from argosy.engine.execution.self_test import (
+    MAX_MEDIAN_DIFFERENCE,
+    NUM_SEQUENCES,
+    find_or_run,
+    run_self_test,
+)
 from argosy.engine.execution.weight_loader import load_decoder, load_encoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.pooling import PoolingInfo
@@ -59,6 +64,8 @@ from argosy.protocol import ArithmeticIdentity, SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from argosy.engine.execution.recurrent_states import RecurrentStates
 
     AnyDecoder = Decoder | Encoder | GenericDecoder
 
@@ -152,6 +159,13 @@ def load_executor(
     if kv_dtype != dtype:
         format_name += f", KV {_dtype_name(kv_dtype)}"
     limits = _resolve_limits(config, factory, f"{checkpoint_state} {format_name}", mapped_bytes)
+    if limits.state_snapshots is not None:
+        log.info(
+            "recurrent_states_allocated",
+            sequences=limits.max_seqs,
+            snapshots=limits.state_snapshots,
+            state_bytes=decoder.architecture.state_bytes,
+        )
     arithmetic = describe_arithmetic(
         path, decoder.architecture, device, dtype, kv_dtype, quantize, stored_format=stored_format
     )
@@ -205,6 +219,12 @@ class _ExecutorFactory:
         bytes_per_token = architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
         return architecture.kv_layout.block_bytes(bytes_per_token, block_size)
 
+    def create_states(self, num_rows: int, num_snapshots: int) -> RecurrentStates | None:
+        """Allocate the states of recurrent layers, which only Argosy's own decoder has."""
+        if not isinstance(self.decoder, Decoder):
+            return None
+        return self.decoder.create_states(num_rows, num_snapshots)
+
     def create_executor(
         self,
         limits: EngineLimits,
@@ -215,9 +235,15 @@ class _ExecutorFactory:
         attention = self.decoder.create_attention(
             limits.num_blocks, limits.block_size, self.kv_dtype
         )
+        states = self.create_states(limits.max_seqs, limits.state_snapshots or 0)
         if self.pooler is not None:
             return PoolingExecutor(
-                self.decoder, attention, self.pooler, limits=limits, device=self.device
+                self.decoder,
+                attention,
+                self.pooler,
+                limits=limits,
+                device=self.device,
+                recurrent_states=states,
             )
         return TorchExecutor(
             self.decoder,
@@ -229,6 +255,7 @@ class _ExecutorFactory:
             # A mixture of experts counts tokens per expert on the host, which a graph cannot include.
             graph_capturer=self.device.graph_capturer if _is_capturable(architecture) else None,
             find_grammar=find_grammar,
+            states=states,
         )
 
 
@@ -249,6 +276,7 @@ def _test_exactness(
             vocab_size=decoder.architecture.vocab_size,
             max_model_len=max_model_len,
             kv_dtype=factory.kv_dtype,
+            states=factory.create_states(NUM_SEQUENCES, NUM_SEQUENCES),
         ),
     )
     if result.median_difference > MAX_MEDIAN_DIFFERENCE:
@@ -295,6 +323,7 @@ def _resolve_limits(
         model_max_len=model_max_len,
         kv_windows=kv_windows,
         block_bytes=factory.block_bytes(config.block_size),
+        state_bytes=architecture.state_bytes,
         free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
         kv_memory_fraction=device.kv_memory_fraction / (1 + config.colocated_replicas),
     )
@@ -413,8 +442,11 @@ def _is_capturable(architecture: AnyArchitecture) -> bool:
     """Return whether a graph can include the model.
 
     Experts count their tokens on the host, which a graph cannot include. The code of transformers may do so too.
+    Recurrent states are attached to a batch outside of graphs.
     """
-    return isinstance(architecture, ModelArchitecture) and architecture.moe is None
+    if not isinstance(architecture, ModelArchitecture):
+        return False
+    return architecture.moe is None and architecture.delta_net is None
 
 
 def choose_device(config: EngineConfig) -> Device:

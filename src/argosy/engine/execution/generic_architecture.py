@@ -48,6 +48,11 @@ class GenericArchitecture:
         return len(self.attention)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence, which the model does not have."""
+        return 0
+
+    @property
     def kv_layout(self) -> KvCacheLayout:
         """KV cache groups of the layers."""
         windows = tuple(params.sliding_window for params in self.attention)

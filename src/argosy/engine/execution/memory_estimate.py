@@ -43,11 +43,13 @@ class MemoryEstimate:
     """Smallest useful KV cache, or the one that the settings state. 0 for a model without one."""
     working_bytes: int
     """Activations of the largest step, logits and tables of the rotary embedding."""
+    state_bytes: int = 0
+    """Recurrent states of all sequences that can run at once."""
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.weight_bytes + self.kv_bytes + self.working_bytes
+        return self.weight_bytes + self.kv_bytes + self.working_bytes + self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,12 @@ class MemoryNeeds:
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory."""
-        return MemoryEstimate(self._weight_bytes(), self._kv_bytes(), self._working_bytes())
+        return MemoryEstimate(
+            self._weight_bytes(),
+            self._kv_bytes(),
+            self._working_bytes(),
+            self.config.max_seqs * self.architecture.state_bytes,
+        )
 
     def limit_context(self, max_model_len: int) -> MemoryNeeds:
         """Return the needs with a smaller context."""
@@ -126,6 +133,8 @@ class MemoryNeeds:
             + 3 * max(architecture.intermediate_size, moe_size)
             + 2 * heads * architecture.head_dim
         )
+        if isinstance(architecture, ModelArchitecture) and architecture.delta_net is not None:
+            width += 3 * architecture.delta_net.channels
         rows = max(config.max_step_tokens, config.max_seqs)
         if not architecture.kv_layout.windows:  # a step may have to hold a whole sequence
             rows = max(rows, architecture.max_model_len)
@@ -167,6 +176,8 @@ def check_memory(
         "KV cache": estimate.kv_bytes,
         "working memory": estimate.working_bytes,
     }
+    if estimate.state_bytes:
+        parts["recurrent states"] = estimate.state_bytes
     listed = ", ".join(f"{name} {_format_size(size_bytes)}" for name, size_bytes in parts.items())
     raise ValueError(
         f"the model needs {_format_size(estimate.total_bytes)} of memory ({listed}), "
@@ -185,6 +196,8 @@ def _alternatives(
         smaller.append((f"--kv-memory {kv_size}", minimal))
     if needs.config.max_step_tokens > 256:
         smaller.append(("--max-step-tokens 256", needs.change(max_step_tokens=256)))
+    if needs.config.max_seqs > 8 and needs.architecture.state_bytes:
+        smaller.append(("--max-seqs 8", needs.change(max_seqs=8)))
     smaller += [
         (f"--max-model-len {length}", needs.limit_context(length))
         for length in SMALLER_CONTEXTS

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from argosy.engine.execution.encoder_architecture import EncoderArchitecture
     from argosy.engine.execution.generic_architecture import GenericArchitecture
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""Activation of the MLP's gate, x * sigmoid(x), the tanh approximation of GELU, or that of gpt-oss.
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
+"""Activation of a gate, x * sigmoid(x), the tanh approximation of GELU, that of gpt-oss, or sigmoid(x).
 
 "clamped_swiglu" is x * sigmoid(1.702 x) * (up + 1), with x at most 7 and up from -7 to 7."""
 NormKind = Literal["narrow", "wide", "offset"]
@@ -76,6 +76,8 @@ class LayerArchitecture:
     """Index into `ModelArchitecture.ropes`."""
     is_moe: bool
     """Whether the MLP is a mixture of experts."""
+    is_recurrent: bool = False
+    """Whether a gated delta net takes the place of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,41 @@ class LatentArchitecture:
     def query_dim(self) -> int:
         """Elements of a head's query."""
         return self.rope_dim + self.nope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetArchitecture:
+    """Sizes of a gated delta net (Yang et al. 2024), which keeps a state of constant size for each sequence."""
+
+    key_heads: int
+    """Number of heads of queries and keys. Each serves an equal number of value heads."""
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Number of tokens that the causal convolution of queries, keys and values reads."""
+    is_grouped: bool = False
+    """Whether the rows of projections are stored by key head, instead of all queries first."""
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of a layer's matrices in a state, one for each value head."""
+        return self.key_dim * self.value_size
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a layer's state: its matrices, and the tokens that the next convolution reads."""
+        return self.matrix_elements + (self.conv_width - 1) * self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +172,8 @@ class MoeArchitecture:
     """Factor of the selected experts' weights."""
     shared_intermediate_size: int = 0
     """Hidden width of the expert that computes every token. 0 is none."""
+    has_shared_gate: bool = False
+    """Whether the output of that expert is multiplied by the sigmoid of a linear function of the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +222,10 @@ class ModelArchitecture:
     moe: MoeArchitecture | None
     latent: LatentArchitecture | None = None
     """Sizes of latent attention, whose cache has one KV head of `head_dim` elements and no separate values."""
+    delta_net: DeltaNetArchitecture | None = None
+    """Sizes of the gated delta nets of recurrent layers."""
+    has_output_gate: bool = False
+    """Whether attention multiplies its output by the sigmoid of a linear function of its input."""
     is_causal: bool = True
     """Whether tokens attend only to earlier ones. Otherwise sliding windows reach as far in both directions."""
     has_head: bool = True
@@ -210,41 +253,64 @@ class ModelArchitecture:
         return self.num_parameters - num_moe_layers * num_idle_experts * expert
 
     @property
+    def num_recurrent_layers(self) -> int:
+        """Number of layers that keep a state instead of keys and values."""
+        return sum(layer.is_recurrent for layer in self.layer_architectures)
+
+    @property
     def kv_layout(self) -> KvCacheLayout:
-        """KV cache groups of the layers."""
+        """KV cache groups of the layers with attention."""
         if not self.is_causal:
             return without_kv_cache(self.num_layers)
-        windows = tuple(layer.sliding_window for layer in self.layer_architectures)
+        windows = tuple(
+            layer.sliding_window for layer in self.layer_architectures if not layer.is_recurrent
+        )
         return arrange_layers(windows, self.max_model_len)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the float32 state of a sequence in all recurrent layers."""
+        if self.delta_net is None:
+            return 0
+        return 4 * self.num_recurrent_layers * self.delta_net.state_elements
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of keys and values of one token, all layers together."""
         if not self.is_causal:
             return 0
         parts = 2 if self.latent is None else 1
-        return parts * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        num_layers = self.num_layers - self.num_recurrent_layers
+        return parts * num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def _num_layer_parameters(self, layer: LayerArchitecture) -> int:
-        attention = (
-            self._num_attention_parameters()
-            if self.latent is None
-            else self._num_latent_parameters(self.latent)
-        )
+        if layer.is_recurrent and self.delta_net is not None:
+            attention = self._num_delta_net_parameters(self.delta_net)
+        elif self.latent is not None:
+            attention = self._num_latent_parameters(self.latent)
+        else:
+            attention = self._num_attention_parameters()
         norms = len(self.norm_positions) * self.hidden_size
         if layer.is_moe and self.moe is not None:
             expert = self._num_expert_parameters(self.moe)
             router = self.hidden_size + self.moe.has_biases + self.moe.has_score_correction
             shared = 3 * self.hidden_size * self.moe.shared_intermediate_size
+            shared += self.moe.has_shared_gate * self.hidden_size
             return attention + norms + self.moe.num_experts * (expert + router) + shared
         biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         return attention + norms + 3 * self.hidden_size * self.intermediate_size + biases
 
     def _num_attention_parameters(self) -> int:
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        biases = self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden_size
+        gate = self.has_output_gate * query
+        biases = self.qkv_bias * (query + gate + 2 * key) + self.o_bias * self.hidden_size
         norms = {None: 0, "head": 2 * self.head_dim, "full": query + key}[self.qk_norm]
         sinks = self.has_sinks * self.num_heads
-        return self.hidden_size * (2 * query + 2 * key) + biases + norms + sinks
+        return self.hidden_size * (2 * query + gate + 2 * key) + biases + norms + sinks
+
+    def _num_delta_net_parameters(self, net: DeltaNetArchitecture) -> int:
+        projections = net.channels + 2 * net.value_size + 2 * net.value_heads
+        heads = 2 * net.value_heads + net.value_dim
+        return self.hidden_size * projections + net.conv_width * net.channels + heads
 
     def _num_latent_parameters(self, latent: LatentArchitecture) -> int:
         query = self.num_heads * latent.query_dim
@@ -279,7 +345,7 @@ class ModelSummary:
     kv_bytes_per_token: int
     """Bytes of the keys and values of a token in all layers, until it leaves the sliding windows."""
     kv_bytes_per_sequence: int
-    """Bytes of the KV cache of a sequence of `max_model_len` tokens."""
+    """Bytes of the KV cache and of the recurrent state of a sequence of `max_model_len` tokens."""
     max_model_len: int
 
 
@@ -297,6 +363,7 @@ def summarize_model(
         num_active_parameters=architecture.num_active_parameters,
         weight_bytes=architecture.num_parameters * dtype_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
-        kv_bytes_per_sequence=groups.count_blocks(max_model_len) * block_bytes,
+        kv_bytes_per_sequence=groups.count_blocks(max_model_len) * block_bytes
+        + architecture.state_bytes,
         max_model_len=max_model_len,
     )

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     )
 
 WeightNames = dict[str, tuple[tuple[str, ...], ...]]
-"""Parameter name in the decoder -> alternatives in which checkpoints store it.
+"""Module name in the decoder -> alternatives in which checkpoints store its parameters.
 
-Each alternative names the parts whose rows are concatenated. `[{e}]` selects entry e of a tensor that holds all
-experts, and `.T` transposes it."""
+The name of a parameter in place of a module has alternatives of full tensor names. Each alternative names the parts
+whose rows are concatenated. `[{e}]` selects entry e of a tensor that holds all experts, and `.T` transposes it."""
 
 _ATTENTION: WeightNames = {
     "attention": (("self_attn",),),
@@ -75,6 +75,25 @@ _DEEPSEEK: WeightNames = {
     "mlp.shared.gate_up": (("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),),
     "mlp.shared.down": (("mlp.shared_experts.down_proj",),),
 }
+_DELTA_NET: WeightNames = {
+    **_MOE,
+    "attention.qkvz": (
+        ("linear_attn.in_proj_qkvz",),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ),
+    "attention.factors": (
+        ("linear_attn.in_proj_ba",),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    ),
+    "attention.rule.conv": (("linear_attn.conv1d.weight",),),
+    "attention.rule.decay": (("linear_attn.A_log",),),
+    "attention.rule.decay_bias": (("linear_attn.dt_bias",),),
+    "attention.norm": (("linear_attn.norm",),),
+    "attention.o": (("self_attn.o_proj",), ("linear_attn.out_proj",)),
+    "mlp.shared.gate_up": (("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),),
+    "mlp.shared.down": (("mlp.shared_expert.down_proj",),),
+    "mlp.shared_gate": (("mlp.shared_expert_gate",),),
+}
 _POST_NORM: WeightNames = {
     **_DENSE,
     "attention_out": (("post_attention_layernorm",),),
@@ -117,7 +136,12 @@ class ModelFamily:
     """Activation of the MLP, if config.json does not state it."""
     has_sinks: bool = False
     moe_style: Literal["mixtral", "qwen", "gpt_oss", "deepseek_v2", "deepseek_v3"] | None = None
+    has_shared_gate: bool = False
     has_latent_attention: bool = False
+    has_delta_nets: bool = False
+    """Whether some layers are gated delta nets, and attention has an output gate."""
+    has_grouped_delta_nets: bool = False
+    """Whether the rows of a delta net's projections are stored by key head, instead of by kind."""
 
 
 _COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -193,6 +217,46 @@ _DEEPSEEK_V3 = ModelFamily(
         "moe_intermediate_size": 2048,
     },
 )
+_QWEN_3_5 = ModelFamily(
+    weight_names=_DELTA_NET,
+    norm_kind="offset",
+    qk_norm="head",
+    has_delta_nets=True,
+    prefixes=("model.", "model.language_model."),
+    unused_tensors=(r"mtp\.", r"model\.visual\."),
+    defaults={
+        **_COMMON,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+)
+_QWEN_3_5_MOE = replace(
+    _QWEN_3_5,
+    moe_style="qwen",
+    has_shared_gate=True,
+    defaults=_QWEN_3_5.defaults
+    | {
+        "intermediate_size": 512,  # of dense layers, which the family does not have
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+)
+_QWEN_3_NEXT = replace(
+    _QWEN_3_5_MOE,
+    has_grouped_delta_nets=True,
+    prefixes=("model.",),
+    defaults=_QWEN_3_5_MOE.defaults
+    | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10},
+)
 _SLIDING: dict[str, object] = {**_COMMON, "sliding_window": 4096}
 _QWEN: dict[str, object] = {**_SLIDING, "max_window_layers": 28}
 
@@ -208,6 +272,11 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen3MoeForCausalLM": ModelFamily(
         weight_names=_MOE, qk_norm="head", sliding_windows="upper", moe_style="qwen", defaults=_QWEN
     ),
+    "Qwen3NextForCausalLM": _QWEN_3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN_3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_3_5_MOE,
     "MixtralForCausalLM": ModelFamily(
         weight_names=_MOE,
         attention_bias="none",
@@ -334,6 +403,13 @@ def checkpoint_tensor_names(
     if weight_name.startswith("mlp.experts."):
         _, _, expert, weight_name = weight_name.split(".", 3)
         weight_name = f"mlp.experts.{weight_name}"
+    own_name = f"{weight_name}.{kind}"
+    if own_name in family.weight_names:
+        return tuple(
+            tuple(f"{prefix}layers.{layer}.{part}" for part in parts)
+            for prefix in prefixes
+            for parts in family.weight_names[own_name]
+        )
     return tuple(
         tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in parts)
         for prefix in prefixes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from argosy.engine.execution.layers import Mlp, Projection
+from argosy.engine.execution.layers import GatedActivation, Mlp, Projection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +82,10 @@ class MixtureOfExperts(nn.Module):
             if architecture.shared_intermediate_size
             else None
         )
+        self.shared_gate = (
+            Projection(hidden, 1, bias=False) if architecture.has_shared_gate else None
+        )
+        self.shared_output = GatedActivation("sigmoid") if architecture.has_shared_gate else None
         self._architecture = architecture
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,8 +108,15 @@ class MixtureOfExperts(nn.Module):
         for choice in range(1, num_active):
             total.add_(choices[:, choice] * weights[:, choice : choice + 1])
         if self.shared is not None:
-            total.add_(self.shared.forward(x))
+            total.add_(self._compute_shared(self.shared, x))
         return total.to(x.dtype)
+
+    def _compute_shared(self, shared: Mlp, x: Tensor) -> Tensor:
+        output = shared.forward(x)
+        if self.shared_gate is None or self.shared_output is None:
+            return output
+        gate = self.shared_gate.forward(x).expand_as(output)
+        return self.shared_output.forward(torch.cat((gate, output), 1))
 
 
 def _mask_groups(scores: Tensor, groups: RoutingGroups) -> Tensor:

@@ -42,6 +42,12 @@ def parse_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture 
         intermediate_size=config.integer(
             "moe_intermediate_size" if is_qwen else "intermediate_size", maximum=MAX_WIDTH
         ),
+        shared_intermediate_size=config.integer(
+            "shared_expert_intermediate_size", maximum=MAX_WIDTH
+        )
+        if family.has_shared_gate
+        else 0,
+        has_shared_gate=family.has_shared_gate,
         normalize_weights=config.flag("norm_topk_prob") if is_qwen else True,
         round_weights=is_qwen,
         has_biases=is_gpt_oss,

@@ -61,6 +61,21 @@ class GatedActivationCall(ctypes.Structure):
     )
 
 
+class DeltaRuleCall(ctypes.Structure):
+    """Arguments of a call of the gated delta rule (`ArgosyDeltaRule` in delta_rule.cpp)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "factors", "conv")),
+        *((name, ctypes.c_void_p) for name in ("decay_rate", "decay_bias", "states")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "scratch", "out")),
+        *((name, ctypes.c_void_p) for name in ("rows", "positions", "save_slots")),
+        ("query_start_loc", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "qkv_stride", "state_stride")),
+        *((name, ctypes.c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("width", "threads")),
+    )
+
+
 class SampleCall(ctypes.Structure):
     """Arguments of a sampling call (`ArgosySample` in sampling.cpp)."""
 

@@ -39,7 +39,8 @@ class Kernels:
 
     - `attention_float32`, `attention_bfloat16`: take the address of an `AttentionCall`.
     - `linear`: takes the address of a `LinearCall`.
-    - `norm`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `SampleCall` or `LogprobCall`.
+    - `norm`, `delta_rule`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `DeltaRuleCall`,
+      `SampleCall` or `LogprobCall`.
     - `gated_activation`: by activation and dtype, take the address of a `GatedActivationCall`.
     - `linear_packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
     - `linear_pack`: takes (address of the weight, outs, cols, address of the packed weight, threads).
@@ -57,6 +58,7 @@ class Kernels:
         self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
+        self.delta_rule = _by_dtype(library, "delta_rule")
         self.sample = _by_dtype(library, "sample")
         self.logprobs = _by_dtype(library, "logprobs")
         self.gated_activation: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {

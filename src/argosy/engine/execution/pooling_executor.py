@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.executor import StepHandle
     from argosy.engine.execution.pooler import Pooler
+    from argosy.engine.execution.recurrent_states import RecurrentStates
 
 NON_FINITE_VECTOR = SequenceFailure("the model produced values that are not finite")
 
 
 class PoolingExecutor:
     """Executor that computes with torch. `model(batch, attention)` returns hidden states [L, hidden] in float32.
+
+    `recurrent_states` are those of a model with recurrent layers.
 
     A step computes its sequences without padding, and waits for its results. The scheduler plans the shortest sequences
     first and limits a step's tokens, so that a step is a micro-batch of similar lengths.
@@ -43,7 +46,9 @@ class PoolingExecutor:
         *,
         limits: EngineLimits,
         device: Device,
+        recurrent_states: RecurrentStates | None = None,
     ) -> None:
+        self._recurrent_states = recurrent_states
         self._model = model
         self._attention = attention
         self._pooler = pooler
@@ -90,6 +95,8 @@ class PoolingExecutor:
             self._persistent_batch.admit(admission)
             self._params[admission.row] = admission.pooling or self._default_params
             self._states[admission.row] = []
+        if self._recurrent_states is not None:
+            self._recurrent_states.load_snapshots(plan.snapshot_loads)
         self._persistent_batch.append_blocks(plan.block_appends)
         if plan.admissions or plan.block_appends:
             self._attention.ensure_block(highest_block(plan))
@@ -98,6 +105,8 @@ class PoolingExecutor:
         packed = self._persistent_batch.pack_step(plan, self._read_tokens(plan))
         inputs = DeviceInputs(self._device.to_device(packed.buffer), packed.shape)
         batch = self._persistent_batch.gather_batch(inputs, self._token_types(plan))
+        if self._recurrent_states is not None:
+            batch = self._recurrent_states.attach(batch, plan)
         launched_at, ready = time.perf_counter(), self._device.record_event()
         states = self._model(batch, self._attention)
         computed = self._device.record_event()

@@ -96,7 +96,9 @@ def _rope_kind(config: CheckpointConfig, rope: CheckpointConfig) -> RopeKind:
     name = rope.string("rope_type") or rope.string("type") or "default"
     if name == "su" or (name == "yarn" and rope.get("short_factor") is not None):
         name = "longrope"  # the name in the first Phi-3 checkpoints
-    if name not in _KINDS or rope.get("mrope_section") is not None:
+    # Interleaved axes rotate text, whose tokens have one position on all axes, as a single axis does.
+    has_axes = rope.get("mrope_section") is not None and not rope.flag("mrope_interleaved")
+    if name not in _KINDS or has_axes:
         raise ValueError(
             f"{config.path}: rope type {name!r} is unknown or has several axes; "
             f"Argosy supports {', '.join(_KINDS)}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from argosy.engine.execution.batch import AttentionParams
-from argosy.engine.execution.layers import LoadableModule, Projection, RmsNorm
+from argosy.engine.execution.layers import GatedActivation, LoadableModule, Projection, RmsNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,24 +76,27 @@ QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
 
 
 class SelfAttention(LoadableModule):
-    """Self-attention with grouped queries (Ainslie et al. 2023), and in some families with attention sinks."""
+    """Self-attention with grouped queries (Ainslie et al. 2023), and in some families with sinks or an output gate."""
 
     def __init__(
         self, architecture: ModelArchitecture, layer: LayerArchitecture, place: LayerPlace
     ) -> None:
         super().__init__()
         heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+        gates = heads if architecture.has_output_gate else 0
         self.qkv = Projection(
             architecture.hidden_size,
-            (heads + 2 * kv_heads) * architecture.head_dim,
+            (heads + 2 * kv_heads + gates) * architecture.head_dim,
             architecture.qkv_bias,
+            _order_gates_last(architecture) if gates else None,
         )
+        self.output_gate = GatedActivation("sigmoid") if gates else None
         self.qk = QK_NORMS[architecture.qk_norm](architecture)
         self.o = Projection(
             heads * architecture.head_dim, architecture.hidden_size, architecture.o_bias
         )
         self.sinks = nn.Parameter(torch.empty(heads)) if architecture.has_sinks else None
-        self._head_counts = (heads, kv_heads, kv_heads)
+        self._head_counts = (heads, kv_heads, kv_heads, gates)
         self._head_dim = architecture.head_dim
         self._params = AttentionParams(
             layer=place.layer,
@@ -113,7 +116,21 @@ class SelfAttention(LoadableModule):
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
         heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
-        q, k, v = heads.split_with_sizes(self._head_counts, 1)
+        q, k, v, gate = heads.split_with_sizes(self._head_counts, 1)
         q, k = self.qk.forward(q, k)
-        output = attention(q, k, v, batch, self._params, rope)
-        return self.o.forward(output.flatten(1))
+        output = attention(q, k, v, batch, self._params, rope).flatten(1)
+        if self.output_gate is not None:
+            output = self.output_gate.forward(torch.cat((gate.flatten(1), output), 1))
+        return self.o.forward(output)
+
+
+def _order_gates_last(architecture: ModelArchitecture) -> tuple[int, ...]:
+    """Return the order of rows in which the gate of each head, stored after its query, follows all keys and values."""
+    size = architecture.head_dim
+    queries = range(2 * architecture.num_heads * size)
+    rest = range(len(queries), len(queries) + 2 * architecture.num_kv_heads * size)
+    return (
+        *(row for row in queries if row % (2 * size) < size),
+        *rest,
+        *(row for row in queries if row % (2 * size) >= size),
+    )

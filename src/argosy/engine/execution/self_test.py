@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from argosy.engine.execution.batch import Batch
+from argosy.engine.scheduling import StepPlan
 from argosy.folders import cache_folder
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from argosy.engine.execution.batch import Attention
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.model_selection import AnyArchitecture
+    from argosy.engine.execution.recurrent_states import RecurrentStates
 
 BLOCK_SIZE = 16
 SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
 NUM_SHORT_SEQUENCES = 20
 """Sequences of one token that are computed together with the others, so that large batches take other code paths."""
+NUM_SEQUENCES = len(SEQUENCE_LENGTHS) + NUM_SHORT_SEQUENCES
 CHUNK_ENDS = (1, 4, 17, 20, 34, 52, 53, 54)
 """Positions at which sequences are cut into chunks."""
 NUM_WATCHED = 3
@@ -79,9 +82,13 @@ def run_self_test(
     vocab_size: int,
     max_model_len: int,
     kv_dtype: torch.dtype | None = None,
+    states: RecurrentStates | None = None,
 ) -> SelfTestResult:
-    """Compute a few sequences in all ways, and compare their logits."""
-    probe = _Probe(decoder, device, vocab_size, max_model_len, kv_dtype)
+    """Compute a few sequences in all ways, and compare their logits.
+
+    `states` are those of a model with recurrent layers, with `NUM_SEQUENCES` rows and snapshots.
+    """
+    probe = _Probe(decoder, device, vocab_size, max_model_len, kv_dtype, states)
     names = list(probe.tokens)
     expected = {name: probe.compute_alone(name) for name in names}
     cases: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -115,6 +122,7 @@ class _Probe:
         vocab_size: int,
         max_model_len: int,
         kv_dtype: torch.dtype | None,
+        states: RecurrentStates | None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         lengths = [min(length, max_model_len) for length in SEQUENCE_LENGTHS]
@@ -129,6 +137,8 @@ class _Probe:
         num_blocks = 2 * self._num_groups * sum(-(-length // BLOCK_SIZE) for length in lengths)
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE, kv_dtype)
         self._attention.ensure_block(num_blocks - 1)
+        self._states = states
+        self._rows = {name: row for row, name in enumerate(self.tokens)}
         self._free = list(range(num_blocks))
         self._blocks: dict[str, list[list[int]]] = {}
         """Blocks of each sequence in order. Each is a block in every KV cache group."""
@@ -162,16 +172,20 @@ class _Probe:
 
     def compute_after_prefix(self, names: list[str]) -> dict[str, Tensor]:
         """Compute the rest of each sequence whose first blocks are in the cache, together with the other sequences."""
-        cached = {
-            name: self._blocks[name][: (len(self.tokens[name]) - NUM_WATCHED) // BLOCK_SIZE]
-            for name in names
-            if len(self.tokens[name]) >= NUM_WATCHED
+        prefixes = {
+            name: self._blocks[name][: self._prefix_len(name) // BLOCK_SIZE] for name in names
         }
-        prefixes = {name: cached.get(name, []) for name in names}
         self._allocate(names, prefixes)
+        if self._states is not None:
+            rows = [self._rows[name] for name in names if prefixes[name]]
+            self._states.load_snapshots([(row, row) for row in rows])
         return self._run(
             [(name, len(prefixes[name]) * BLOCK_SIZE, len(self.tokens[name])) for name in names]
         )
+
+    def _prefix_len(self, name: str) -> int:
+        """Return the number of a sequence's first tokens whose blocks are the prefix of a hit."""
+        return max(0, len(self.tokens[name]) - NUM_WATCHED) // BLOCK_SIZE * BLOCK_SIZE
 
     def _allocate(
         self, names: list[str], prefixes: dict[str, list[list[int]]] | None = None
@@ -223,13 +237,28 @@ class _Probe:
             seq_lens=self._tensor([end for _, _, end in chunks], torch.int32),
             block_tables=self._tensor(table, torch.int32).permute(2, 0, 1).contiguous(),
             slot_mappings=self._tensor(slots, torch.int64).T.contiguous(),
-            rows=self._tensor(list(range(len(chunks))), torch.int64),
+            rows=self._tensor([self._rows[name] for name, _, _ in chunks], torch.int64),
             logit_index=self._tensor(watched, torch.int64),
         )
+        if self._states is not None:
+            batch = self._states.attach(batch, self._plan_snapshots(chunks))
         with torch.inference_mode():
             logits = self._decoder(batch, self._attention)
         names = [name for name, _, _ in chunks]
         return dict(zip(names, logits.cpu().split(counts), strict=True))
+
+    def _plan_snapshots(self, chunks: Sequence[Chunk]) -> StepPlan:
+        """Plan to save the state of each sequence at the end of its prefix, in the snapshot of its row."""
+        saves = [
+            (index, self._prefix_len(name), self._rows[name])
+            for index, (name, start, end) in enumerate(chunks)
+            if start < self._prefix_len(name) <= end
+        ]
+        starts, counts = (
+            [start for _, start, _ in chunks],
+            [end - start for _, start, end in chunks],
+        )
+        return StepPlan(0, starts=starts, counts=counts, snapshot_saves=saves)
 
     def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return self._device.to_device(torch.tensor(values, dtype=dtype))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
 from argosy.engine.scheduling.pending_blocks import PendingBlocks
 from argosy.engine.scheduling.sequence import NEVER, Sequence
+from argosy.engine.scheduling.state_snapshots import StateSnapshots
 from argosy.engine.scheduling.step_plan import NO_BLOCK, BlockRestore
 
 if TYPE_CHECKING:
@@ -36,16 +37,27 @@ class KvCacheManager:
     """Manager of the KV blocks of all sequences, and counters of the prefix cache's hits.
 
     The key of a block in a group is the hash of all tokens up to its end, followed by the group's suffix. A prefix is a
-    hit if the groups without a window have all its blocks, and the other groups those of the window at its end.
+    hit if the groups without a window have all its blocks, and the other groups those of the window at its end. In a
+    model with recurrent layers, there must also be a snapshot of their state at its end.
     """
 
     def __init__(
-        self, *, num_blocks: int, host_blocks: int, groups: KvCacheGroups, prefix_cache: bool
+        self,
+        *,
+        num_blocks: int,
+        host_blocks: int,
+        groups: KvCacheGroups,
+        prefix_cache: bool,
+        state_snapshots: int | None = None,
     ) -> None:
+        """Create the manager. `state_snapshots` is None for a model without recurrent layers."""
         self.pool = BlockPool(num_blocks)
         self.host_cache = HostCacheIndex(host_blocks)
         self.block_size = groups.block_size
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache and state_snapshots != 0
+        self.snapshots = (
+            None if state_snapshots is None else StateSnapshots(state_snapshots, self.block_size)
+        )
         self._groups = groups
         windows = groups.windows
         self._suffixes = [bytes((group,) * (group > 0)) for group in range(len(windows))]
@@ -145,6 +157,8 @@ class KvCacheManager:
         else:
             num_hits = self._count_hits(seq)
             seq.computed_len = num_hits * size
+            if self.snapshots is not None:
+                self.snapshots.load(seq, num_hits, self._count_cached_blocks(seq), plan)
             self._share_hits(seq, num_hits, plan)
             self._announce_pending(seq, num_hits)
         if seq.scheduled_at is not None and seq.preemptions == 0:
@@ -161,6 +175,11 @@ class KvCacheManager:
             while len(table) < end:
                 table.append(self.take_block(plan))
         seq.capacity = min(map(len, seq.block_tables), default=NEVER) * size
+
+    def complete_plan(self, plan: StepPlan, seqs: list[Sequence]) -> None:
+        """Add what a planned step must save for later prefix hits, beside its KV blocks."""
+        if self.snapshots is not None and self.prefix_cache:
+            self.snapshots.plan_saves(plan, seqs)
 
     def append_blocks(self, seq: Sequence, plan: StepPlan) -> bool:
         """Append a block to each group of a running sequence that needs one for the next token after `capacity`.
@@ -223,6 +242,8 @@ class KvCacheManager:
                     pool.publish(table[index], key + suffix)
                 self.pending.resolve(key)
             seq.next_full_length += size
+        if self.snapshots is not None:
+            self.snapshots.publish(seq, end)
         first_blocks = seq.first_blocks
         for groups in self._windowed_groups:
             previous = first_blocks[groups[0]]
@@ -237,6 +258,8 @@ class KvCacheManager:
     def release_blocks(self, seq: Sequence) -> None:
         """Release all blocks of a sequence. Those of windows are evicted first, because fewer prefixes need them."""
         self.pending.remove_sequence(seq)
+        if self.snapshots is not None:
+            self.snapshots.release(seq)
         for table in reversed(_held_tables(seq)):
             self.pool.release(table)
         seq.block_tables = []
@@ -266,6 +289,8 @@ class KvCacheManager:
         """Remove every block that no sequence references, on the device and in host memory."""
         self.pool.clear_cache()
         self.host_cache.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def discard_step(self, plan: StepPlan) -> None:
         """Undo the block moves of a step that failed, which may or may not have happened."""
@@ -276,6 +301,8 @@ class KvCacheManager:
         """Raise AssertionError if an invariant of blocks or host slots is broken."""
         self.pool.check_invariants([table for seq in running for table in _held_tables(seq)])
         self.host_cache.check_invariants()
+        if self.snapshots is not None:
+            self.snapshots.check_invariants(running)
         owners: dict[int, set[tuple[bytes, int]]] = {}
         for seq in running:
             for group, table in enumerate(_held_tables(seq)):
@@ -288,6 +315,8 @@ class KvCacheManager:
     def _fork_source(self, seq: Sequence) -> Sequence | None:
         """Return the sequence's lead if the blocks of its computed prompt can be shared, else None."""
         lead = seq.parent
+        if self.snapshots is not None:
+            return None  # the state of the lead is ahead of the prompt
         if lead is None or not lead.is_prefilled or lead.cache_salt != seq.cache_salt:
             return None
         position = _forkable_tokens(seq)
@@ -317,6 +346,11 @@ class KvCacheManager:
 
     def _count_hits(self, seq: Sequence) -> int:
         """Count leading full blocks that need not be computed. At least one token remains to be computed."""
+        num_cached = self._count_cached_blocks(seq)
+        return num_cached if self.snapshots is None else self.snapshots.count_hits(seq, num_cached)
+
+    def _count_cached_blocks(self, seq: Sequence) -> int:
+        """Count leading full blocks whose keys and values are cached, up to one token before the end."""
         if not self._can_use_prefix_cache(seq):
             return 0
         size = self.block_size

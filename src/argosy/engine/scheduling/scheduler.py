@@ -51,6 +51,8 @@ class SchedulerLimits:
     host_blocks: int = 0
     kv_windows: tuple[int | None, ...] = (None,)
     """Sliding window of each KV cache group in tokens, longest first. None is all tokens."""
+    state_snapshots: int | None = None
+    """Number of snapshots of recurrent states. None for a model without recurrent layers."""
     is_chunked: bool = True
     """Whether a prompt may be divided among steps. Attention in both directions needs all of it in one step."""
 
@@ -80,6 +82,7 @@ class Scheduler:
             host_blocks=limits.host_blocks,
             groups=KvCacheGroups(limits.kv_windows, limits.block_size),
             prefix_cache=limits.prefix_cache,
+            state_snapshots=limits.state_snapshots,
         )
         self.queue = WaitingQueue()
         self.requests = RequestRegistry()
@@ -212,6 +215,7 @@ class Scheduler:
             prefill_tokens += admitted.length - admitted.computed_len
         for seq in sorted(prefills, key=partial(_prefill_priority, now=now)):
             budget -= self._plan_prefill(seq, budget, plan, seqs)
+        self.kv_cache.complete_plan(plan, seqs)
         self._steps_in_flight.append((plan, seqs))
         batch.last_planned_step = plan.step
         return plan

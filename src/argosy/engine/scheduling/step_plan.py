@@ -39,8 +39,8 @@ class BlockRestore(NamedTuple):
 class StepPlan:
     """Plan of one step, which computes tokens `starts[i] .. starts[i] + counts[i]` of row `rows[i]` for each chunk i.
 
-    Before it computes, the executor applies `block_offloads`, `block_copies`, `block_restores`, `admissions` and
-    `block_appends`, in this order.
+    Before it computes, the executor applies `block_offloads`, `block_copies`, `block_restores`, `admissions`,
+    `snapshot_loads` and `block_appends`, in this order.
     """
 
     step: int
@@ -57,6 +57,12 @@ class StepPlan:
     block_offloads: list[tuple[int, int]] = field(default_factory=list)
     """(block, host slot), which saves the block in host memory with a checksum."""
     block_restores: list[BlockRestore] = field(default_factory=list)
+
+    snapshot_loads: list[tuple[int, int]] = field(default_factory=list)
+    """(snapshot, row), which starts an admitted row from a snapshot of the recurrent state."""
+    snapshot_saves: list[tuple[int, int, int]] = field(default_factory=list)
+    """(chunk, number of tokens, snapshot), which saves the recurrent state of the chunk's sequence after that number of
+    its tokens. The last of them is in the chunk."""
 
     @property
     def total_tokens(self) -> int:

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "elements.h"
+#include "gates.h"
 #include "threads.h"
 
 extern "C" {
@@ -36,7 +37,6 @@ namespace {
 using namespace argosy;
 
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 17;  // below this, one thread is faster: a wake-up costs tens of us
-constexpr float LOG2E = 1.44269504088896341f;
 
 template <class Row> void run_norm(const ArgosyNorm &a) {
     using Scalar = typename Row::Scalar;
@@ -66,18 +66,6 @@ template <class Row> void run_norm(const ArgosyNorm &a) {
     }
 }
 
-// Compute x / (1 + 2^-t), the form of SiLU (Elfwing et al. 2017) and of GELU's tanh variant (Hendrycks & Gimpel 2016).
-f32x16 sigmoid_gate(f32x16 x, f32x16 t) {
-    const f32x16 denominator = 1.0f + exp2_lanes(-t > 126.0f ? broadcast(126.0f) : -t);
-#ifdef __AVX512F__
-    // The approximation has a relative error of 2^-14. One Newton step doubles the number of correct bits.
-    const f32x16 reciprocal = (f32x16)_mm512_rcp14_ps((__m512)denominator);
-    return x * (reciprocal * (2.0f - denominator * reciprocal));
-#else
-    return x / denominator;
-#endif
-}
-
 struct Silu {
     static f32x16 apply(f32x16 x, f32x16 up) { return sigmoid_gate(x, x * LOG2E) * up; }
 };
@@ -97,6 +85,10 @@ struct ClampedSwiglu {
         const f32x16 bounded = up > limit ? limit : up < -limit ? -limit : up;
         return sigmoid_gate(gate, gate * (1.702f * LOG2E)) * (bounded + 1.0f);
     }
+};
+
+struct Sigmoid {
+    static f32x16 apply(f32x16 x, f32x16 up) { return sigmoid_gate(broadcast(1.0f), x * LOG2E) * up; }
 };
 
 template <class Row, class Activation> void run_gated_activation(const ArgosyGatedActivation &a) {
@@ -131,4 +123,6 @@ void argosy_clamped_swiglu_float32(const ArgosyGatedActivation *call) {
 void argosy_clamped_swiglu_bfloat16(const ArgosyGatedActivation *call) {
     run_gated_activation<Bfloat16Row, ClampedSwiglu>(*call);
 }
+void argosy_sigmoid_float32(const ArgosyGatedActivation *call) { run_gated_activation<FloatRow, Sigmoid>(*call); }
+void argosy_sigmoid_bfloat16(const ArgosyGatedActivation *call) { run_gated_activation<Bfloat16Row, Sigmoid>(*call); }
 }

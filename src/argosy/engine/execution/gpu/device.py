@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, KvCacheShape
+    from argosy.engine.execution.delta_rule_cpu import DeltaRule, DeltaRuleWeights
     from argosy.engine.execution.device import CapturedGraph, DeviceEvent, GraphCapturer
     from argosy.engine.execution.elementwise_cpu import ElementwiseOps
     from argosy.engine.execution.grouped_weight import GroupedSource
+    from argosy.engine.execution.model_architecture import DeltaNetArchitecture
     from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 KV_SHARE = 0.95
@@ -197,6 +199,14 @@ class GpuDevice:
             self._require_float8("kv_dtype fp8")
         return TritonAttention(
             shape, device=self.torch_device, num_multiprocessors=self.runtime.num_multiprocessors
+        )
+
+    def create_delta_rule(
+        self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
+    ) -> DeltaRule:
+        del architecture, weights
+        raise ValueError(
+            "there are no GPU kernels for gated delta nets (Qwen3-Next, Qwen3.5); set device to cpu"
         )
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:

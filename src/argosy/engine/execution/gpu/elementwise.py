@@ -145,6 +145,8 @@ def _gated_activation(x, out, size, ACTIVATION: tl.constexpr, TILE: tl.constexpr
         gate = tl.where(gate > 7.0, 7.0, gate)  # NaN passes through
         active = gate / (1.0 + tl.exp(-1.702 * gate))
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    elif ACTIVATION == "sigmoid":
+        active = 1.0 / (1.0 + tl.exp(-gate))
     else:  # gelu_tanh, where tanh(u) is 1 - 2 / (exp(2 u) + 1)
         doubled = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)  # 2 sqrt(2 / pi)
         active = gate * (1.0 - 1.0 / (tl.exp(doubled) + 1.0))

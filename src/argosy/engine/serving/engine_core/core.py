@@ -115,6 +115,7 @@ class EngineCore:
                 prefix_cache=config.prefix_cache,
                 ridge_tokens=loaded.ridge_tokens,
                 kv_windows=limits.kv_windows,
+                state_snapshots=limits.state_snapshots,
                 is_chunked=bool(limits.kv_windows),
             ),
             _build_batching_policy(config),
