@@ -52,9 +52,8 @@ async def run_embed(url: str, *arguments: str, lines: str = "") -> str:
 
 
 async def test_clients_get_equal_vectors() -> None:
-    from langchain_openai import (
-        OpenAIEmbeddings,  # imported by one worker only, as it takes a second
-    )
+    # The import takes a second, and every worker imports this file.
+    from langchain_openai import OpenAIEmbeddings
 
     async with serve_minilm() as url, httpx2.AsyncClient(base_url=url, timeout=30) as http:
         client = openai.AsyncOpenAI(
