@@ -20,7 +20,6 @@ from typing import NamedTuple
 import pytest
 from tests.support.minilm import minilm_path
 from tests.support.python_blocks import run_python_blocks
-from tests.support.serve_process import ServeProcess
 from tests.support.state_processes import kill_processes
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -33,6 +32,8 @@ PAGES = [
 ]
 """Pages whose commands are run."""
 PORTS = ("8000", "8001", "8002")
+FIRST_SERVER = "make serve\n"
+"""Command of the server that most tutorials use."""
 SMALL = "--threads 1 --kv-memory 64MiB"
 END_OF_BLOCK = "end-of-block"
 CHECKER = doctest.OutputChecker()
@@ -115,20 +116,19 @@ def serving(command: str, terminal_environment: dict[str, str], folder: Path) ->
         assert process.wait() == 0
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) -> None:
-    ports = free_ports()
-    state = Path(tempfile.mkdtemp(prefix="argosy-state-"))  # short enough for the names of sockets
-    environment = os.environ | {
-        "XDG_STATE_HOME": str(state),
-        "ARGOSY_URL": f"http://127.0.0.1:{ports['8000']}",
-        "COLUMNS": "200",
-    }
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/bin").symlink_to(Path(sys.executable).parent)
+class TutorialEnvironment:
+    """Environment of the terminals of a page, with free ports instead of those of the page."""
 
-    def adapt(text: str) -> str:
+    def __init__(self, state: Path) -> None:
+        self.ports = free_ports()
+        self.url = f"http://127.0.0.1:{self.ports['8000']}"
+        self.variables = os.environ | {
+            "XDG_STATE_HOME": str(state),
+            "ARGOSY_URL": self.url,
+            "COLUMNS": "200",
+        }
+
+    def adapt(self, text: str) -> str:
         """Use free ports, and servers that are small."""
         text = text.replace("make serve", ".venv/bin/argosy serve --port 8000")
         text = text.replace("sentence-transformers/all-MiniLM-L6-v2", str(minilm_path()))
@@ -136,18 +136,65 @@ def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) ->
         text = text.replace("--config fleet.yaml\n", "--config fleet.yaml --port 8000\n")
         return re.sub(
             r"(127\.0\.0\.1:|--port |port: )(\d{4})\b",
-            lambda found: found[1] + ports[found[2]],
+            lambda found: found[1] + self.ports[found[2]],
             text,
         )
 
+
+@contextmanager
+def tutorial_environment() -> Iterator[TutorialEnvironment]:
+    """Create an environment, and end the processes that are left in it."""
+    state = Path(tempfile.mkdtemp(prefix="argosy-state-"))  # short enough for the names of sockets
+    try:
+        yield TutorialEnvironment(state)
+    finally:
+        kill_processes(state)
+        shutil.rmtree(state)
+
+
+def link_programs(folder: Path) -> None:
+    """Make the installed programs those of a virtual environment in `folder`."""
+    (folder / ".venv").mkdir()
+    (folder / ".venv/bin").symlink_to(Path(sys.executable).parent)
+
+
+@pytest.fixture(scope="module")
+def first_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TutorialEnvironment]:
+    """Run the server that most tutorials start. The last of them, on tenants, makes keys necessary."""
+    folder = tmp_path_factory.mktemp("first-server")
+    link_programs(folder)
+    with (
+        tutorial_environment() as environment,
+        serving(environment.adapt(FIRST_SERVER), environment.variables, folder),
+    ):
+        yield environment
+
+
+def test_tutorial_python_prints_answers(first_server: TutorialEnvironment) -> None:
+    url = first_server.url
+    blocks = [block.text.replace("http://127.0.0.1:8000", url) for block in PYTHON]
+    for printed in run_python_blocks(blocks):
+        assert printed.strip()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tutorial_commands_print_the_shown_output(
+    page: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    blocks = read_blocks(page)
+    link_programs(tmp_path)
     printed = ""
     with ExitStack() as running:
-        running.callback(shutil.rmtree, state)
-        running.callback(kill_processes, state)
+        environment: TutorialEnvironment = (
+            request.getfixturevalue("first_server")
+            if any(block.text == FIRST_SERVER for block in blocks)
+            else running.enter_context(tutorial_environment())
+        )
         shell = subprocess.Popen(
             ["bash"],
             cwd=tmp_path,
-            env=environment,
+            env=environment.variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -157,20 +204,15 @@ def test_tutorial_commands_print_the_shown_output(page: Path, tmp_path: Path) ->
         running.enter_context(shell)
         running.callback(lambda: os.killpg(shell.pid, signal.SIGKILL))
         terminal = Terminal(shell)
-        for language, title, text in read_blocks(page):
-            if title == "Server":
-                running.enter_context(serving(adapt(text), environment, tmp_path))
+        for language, title, text in blocks:
+            adapted = environment.adapt(text)
+            if title == "Server" and text != FIRST_SERVER:
+                running.enter_context(serving(adapted, environment.variables, tmp_path))
             elif language == "yaml":
-                (tmp_path / title).write_text(adapt(text))
-            elif language == "sh":
-                printed = terminal.run(adapt(text))
+                (tmp_path / title).write_text(adapted)
+            elif language == "sh" and title != "Server":
+                printed = terminal.run(adapted)
             elif title == "Output":
-                expected = adapt(text).rstrip() + "..."
+                expected = adapted.rstrip() + "..."
                 flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
                 assert CHECKER.check_output(expected, printed + "\n.", flags), printed
-
-
-def test_tutorial_python_prints_answers(server: ServeProcess) -> None:
-    blocks = [block.text.replace("http://127.0.0.1:8000", server.url) for block in PYTHON]
-    for printed in run_python_blocks(blocks):
-        assert printed.strip()

@@ -13,7 +13,6 @@ import httpx2
 import numpy as np
 import ollama
 import openai
-from langchain_openai import OpenAIEmbeddings
 from pydantic import SecretStr
 from tests.support.gateway_client import run_gateway_server
 from tests.support.minilm import minilm_path
@@ -53,6 +52,9 @@ async def run_embed(url: str, *arguments: str, lines: str = "") -> str:
 
 
 async def test_clients_get_equal_vectors() -> None:
+    # The import takes a second, and every worker imports this file.
+    from langchain_openai import OpenAIEmbeddings
+
     async with serve_minilm() as url, httpx2.AsyncClient(base_url=url, timeout=30) as http:
         client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http

@@ -14,6 +14,7 @@ import openai
 import pytest
 from tests.integration.test_metrics import value
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from argosy.cli.app import app
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.gateway.request_trace import ExplainConfig
-from argosy.store import Price, Project, Store, StoreConfig, UsageRecord, open_store
+from argosy.store import Price, Project, Store, StoreConfig, UsageRecord
 
 TOKENS = list(range(100, 130))
 CHAT_PATH = "/v1/chat/completions"
@@ -71,8 +72,7 @@ async def run_tenant_gateway(
     Limits and prices name the model by its alias `largest`.
     """
     store_url = f"sqlite:///{folder / 'argosy.db'}"
-    store = open_store(store_url)
-    store.migrate()
+    store = open_migrated_store(store_url)
     accounts, terms = store.accounts, store.limits_and_prices
     acme = accounts.create_organisation("acme", actor="test")
     web = accounts.create_project(acme.id, "web", actor="test")

@@ -39,15 +39,27 @@ async def launch_chromium() -> AsyncIterator[Browser]:
     Raises:
         AssertionError: A script of a page that `sign_in` opened has failed.
     """
-    script_errors.clear()
     async with load_playwright().async_playwright() as playwright:
         launched = await playwright.chromium.launch(
             executable_path=CHROMIUM,
             args=["--no-sandbox", "--host-resolver-rules=MAP attacker.test 127.0.0.1"],
         )
         yield launched
+        await close_pages(launched)
         await launched.close()
-        assert not script_errors
+
+
+async def close_pages(browser: Browser) -> None:
+    """Close all pages.
+
+    Raises:
+        AssertionError: A script of a page that `sign_in` opened has failed.
+    """
+    for context in browser.contexts:
+        await context.close()
+    errors = script_errors.copy()
+    script_errors.clear()
+    assert not errors
 
 
 async def open_console(

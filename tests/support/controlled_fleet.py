@@ -21,6 +21,7 @@ from argosy.fleet.control import (
 from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
 from argosy.fleet.launchers import LocalProcessLauncher
 from argosy.store import FleetEvent, open_store
+from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 FLEET = "demo"
@@ -37,8 +38,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.url = f"sqlite:///{self.folder / 'argosy.db'}"
-        self.store = open_store(self.url)
-        self.store.migrate()
+        self.store = open_migrated_store(self.url)
 
     def apply(self, config: FleetConfig) -> None:
         self.store.fleets.apply(

@@ -15,7 +15,8 @@ import msgspec
 import openai
 
 from argosy.gateway import GatewayConfig
-from argosy.store import Price, Store, UsageRecord, open_store
+from argosy.store import Price, Store, UsageRecord
+from tests.support.migrated_store import open_migrated_store
 
 READY = "argosy gateway is ready at "
 MODEL = "big"
@@ -130,9 +131,8 @@ class OrganisationAccounts:
 @contextlib.contextmanager
 def open_organisation(url: str, organisation: str = "acme") -> Iterator[OrganisationAccounts]:
     """Open the store at `url`, and create an organisation in it."""
-    store = open_store(url)
+    store = open_migrated_store(url)
     try:
-        store.migrate()
         yield OrganisationAccounts(
             store, store.accounts.create_organisation(organisation, actor="test").id
         )

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -61,8 +61,9 @@ from argosy.policy.rollout import (
     RolloutState,
 )
 from argosy.policy.traffic import PoolRoute
-from argosy.store import FleetEvent, GatewayRecord, open_store
+from argosy.store import FleetEvent, GatewayRecord
 from tests.support.fake_clock import FakeClock
+from tests.support.migrated_store import open_migrated_store
 
 FLEET = "demo"
 POOL = "chat"
@@ -102,6 +103,7 @@ def declare(mode: str = "v1", *, replicas: int | None = 2, **pool: object) -> Fl
     return parse_fleet(msgspec.json.encode(document))
 
 
+@cache
 def digest_of(mode: str) -> str:
     return pool_digests(declare(mode))[POOL]
 
@@ -227,8 +229,7 @@ class RolloutFleet:
         self.cluster = SimulatedCluster(self.clock, nodes=nodes, behaviour=behaviour)
         self.gateways = ScriptedGateways(self.clock)
         self.url = f"sqlite:///{folder / 'argosy.db'}"
-        self.store = open_store(self.url)
-        self.store.migrate()
+        self.store = open_migrated_store(self.url)
         self.store.gateways.record_heartbeat(
             GatewayRecord(id="gateway", url="http://127.0.0.1:9", secret="x")
         )

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.support.migrated_store import open_migrated_store
 from tests.support.usage_rows import usage_row
 
 from argosy.fleet.control.error_budget import (
@@ -14,7 +15,6 @@ from argosy.fleet.control.error_budget import (
     WINDOW_S,
     ErrorBudgetReader,
 )
-from argosy.store import open_store
 
 NOW = 1_764_230_000.0
 
@@ -22,8 +22,7 @@ NOW = 1_764_230_000.0
 async def test_budget_counts_recent_failures_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(open_store(f"sqlite:///{tmp_path}/store.db")) as store:
-        store.migrate()
+    with closing(open_migrated_store(f"sqlite:///{tmp_path}/store.db")) as store:
 
         def add(
             prefix: str, count: int, status: str, *, model: str = "chat", age_s: float = 9.0

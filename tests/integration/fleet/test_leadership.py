@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.fake_clock import FakeClock
+from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 from argosy.fleet.control.leadership import Leadership, is_gone, process_holder
-from argosy.store import DeposedError, FleetStore, open_store
+from argosy.store import DeposedError, FleetStore
 
 FLEET = "demo"
 LEASE_S = 0.04
@@ -19,8 +20,7 @@ LEASE_S = 0.04
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[FleetStore]:
-    opened = open_store(f"sqlite:///{tmp_path / 'argosy.db'}")
-    opened.migrate()
+    opened = open_migrated_store(f"sqlite:///{tmp_path / 'argosy.db'}")
     yield opened.fleets
     opened.close()
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.support.migrated_store import open_migrated_store
 from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
 from typer.testing import CliRunner, Result
 
@@ -19,7 +20,6 @@ from argosy.policy.rollout import (
     RolloutState,
     VersionStatus,
 )
-from argosy.store import open_store
 
 runner = CliRunner()
 
@@ -29,8 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredRol
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARGOSY_STORE", f"sqlite:///{tmp_path}/fleet.db")
     monkeypatch.setattr("argosy.cli.rollout.POLL_INTERVAL_S", 0.01)
-    with closing(open_store(f"sqlite:///{tmp_path}/fleet.db")) as store:
-        store.migrate()
+    with closing(open_migrated_store(f"sqlite:///{tmp_path}/fleet.db")) as store:
         yield StoredRollout(store.fleets)
 
 

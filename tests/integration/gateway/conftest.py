@@ -1,4 +1,4 @@
-"""Event loops of the gateway tests: uvloop as in production, and asyncio's loop for tests of sockets."""
+"""Event loops of the gateway tests (uvloop, and asyncio's for tests of sockets), and the browser of the console."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 import uvloop
-from tests.support.console_browser import launch_chromium
+from tests.support.console_browser import close_pages, launch_chromium
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -46,7 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Browser]:
     async with launch_chromium() as launched:
         yield launched
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def browser(chromium: Browser) -> AsyncIterator[Browser]:
+    """Return the browser that the tests of a file share. Pages of one test are closed before the next."""
+    yield chromium
+    await close_pages(chromium)

@@ -29,13 +29,14 @@ from tests.support.changing_pool import (
 from tests.support.fake_backend import serve_backends
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.fake_upstream import FakeUpstream, fake_upstream, respond_with_text
+from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
 from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, load_config
-from argosy.store import Price, open_store
+from argosy.store import Price
 
 STREAM = BODY | {"stream": True}
 TIMEOUTS = {
@@ -365,8 +366,7 @@ async def test_routes_are_reloaded_with_their_models(
     config_file: ConfigFile, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path / 'argosy.db'}"
-    store = open_store(url)
-    store.migrate()
+    store = open_migrated_store(url)
     acme = store.accounts.create_organisation("acme", actor="test")
     shop = store.accounts.create_project(acme.id, "shop", actor="test")
     key = store.accounts.create_key(shop.id, "shop", actor="test")[1]
@@ -395,8 +395,7 @@ async def test_limits_and_prices_follow_their_alias(
     config_file: ConfigFile, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path / 'argosy.db'}"
-    store = open_store(url)
-    store.migrate()
+    store = open_migrated_store(url)
     accounts, limits_and_prices = store.accounts, store.limits_and_prices
     acme = accounts.create_organisation("acme", actor="test")
     shop = accounts.create_project(acme.id, "shop", actor="test")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 import pytest
+import pytest_asyncio
 from tests.support.console_browser import (
     BROWSER_MARKS,
     list_screens,
@@ -22,7 +24,7 @@ from tests.support.console_browser import (
     show_screen,
 )
 from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
-from tests.support.organisations import AdminGateway
+from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
 from argosy.fleet.control import ReplicaRecord
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, FilePayload, Locator, Page
 
 AXE = Path(__file__).parents[1] / "js" / "node_modules" / "axe-core" / "axe.min.js"
-pytestmark = BROWSER_MARKS
+pytestmark = [*BROWSER_MARKS, pytest.mark.asyncio(loop_scope="module")]
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
 REPLICA = "models/big?replica=a"
 MAX_TRANSFERRED_BYTES = 200_000
@@ -46,6 +48,15 @@ DRAWN_AGAIN = """(canvas, before) => new Promise((done) => {
   const look = () => (canvas.toDataURL() === before ? requestAnimationFrame(look) : done());
   look();
 })"""
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def admin_gateway(migrated: Path, tmp_path: Path) -> AsyncIterator[AdminGateway]:
+    """Run a gateway for one test, on the event loop of the browser."""
+    path = tmp_path / "argosy.db"
+    shutil.copy(migrated, path)
+    async with run_admin_gateway(f"sqlite:///{path}") as running:
+        yield running
 
 
 def save_log(gateway: AdminGateway, log: str) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.support.console_browser import BROWSER_MARKS, open_console, show_screen
 from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
 from tests.support.organisations import AdminGateway, Json, run_admin_gateway
@@ -18,7 +19,7 @@ from argosy.store import Price, UsageRecord
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Locator, Page
 
-pytestmark = BROWSER_MARKS
+pytestmark = [*BROWSER_MARKS, pytest.mark.asyncio(loop_scope="module")]
 FLOOD = 12
 YESTERDAY = time.time() - 86_400
 

@@ -18,7 +18,6 @@ import pytest
 import pytest_asyncio
 from tests.support.console_browser import (
     BROWSER_MARKS,
-    launch_chromium,
     list_screens,
     open_console,
     show_screen,
@@ -51,12 +50,6 @@ SLOW_3G = {
     "uploadThroughput": 93_750,
 }
 """1.6 Mbit/s down, 0.75 Mbit/s up."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def chromium() -> AsyncIterator[Browser]:
-    async with launch_chromium() as launched:
-        yield launched
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -103,7 +96,7 @@ CALLS = {
     ],
 )
 async def test_role_sees_its_screens_and_is_refused_the_rest(
-    chromium: Browser,
+    browser: Browser,
     gateway: AdminGateway,
     role: Role,
     scope: RoleScope,
@@ -113,7 +106,7 @@ async def test_role_sees_its_screens_and_is_refused_the_rest(
     """The page shows nothing that the API refuses, and nothing of another organisation."""
     own, foreign = await gateway.create_customer(), await gateway.create_customer()
     headers = await gateway.key_headers(role, scope, own.organisation)
-    page = await open_console(chromium, gateway, headers=headers)
+    page = await open_console(browser, gateway, headers=headers)
     refusals = record_refusals(page)
     shown = await list_screens(page)
     assert set(screens) <= set(shown.values())
@@ -139,7 +132,6 @@ async def test_role_sees_its_screens_and_is_refused_the_rest(
         for name, call in CALLS.items()
     }
     assert [name for name, status in answers.items() if status == 403] == refused
-    await page.context.close()
 
 
 # --- hostile text --------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ async def respond_with_hostile_events(request: UpstreamRequest) -> None:
 
 
 async def test_hostile_text_is_shown_as_text_on_every_screen(
-    chromium: Browser, migrated: Path, tmp_path: Path
+    browser: Browser, migrated: Path, tmp_path: Path
 ) -> None:
     """Model, replica and tenant names, prompts, reasons and answers with markup and invisible characters."""
     path = tmp_path / "argosy.db"
@@ -172,7 +164,7 @@ async def test_hostile_text_is_shown_as_text_on_every_screen(
             hostile.store.accounts.create_key(project, name, actor="test")
         drain = {"replica": "__proto__", "model": MARKUP, "reason": MARKUP}
         await hostile.create("/admin/replicas/drain", drain)
-        page = await open_console(chromium, hostile)
+        page = await open_console(browser, hostile)
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
         await show_screen(page, "#/playground?mode=completion", "Playground")
@@ -199,7 +191,6 @@ async def test_hostile_text_is_shown_as_text_on_every_screen(
             False,
         ]
         assert problems == []
-        await page.context.close()
 
 
 # --- long tables and slow connections ------------------------------------------------------------
@@ -232,10 +223,10 @@ async def count_heap(page: Page) -> dict[str, float]:
 
 
 async def test_five_thousand_requests_scroll_sort_and_filter_over_a_slow_connection(
-    chromium: Browser, gateway: AdminGateway
+    browser: Browser, gateway: AdminGateway
 ) -> None:
     await asyncio.to_thread(gateway.store.ledger.add_records, usage_rows(ROWS))
-    page = await open_console(chromium, gateway)
+    page = await open_console(browser, gateway)
     session = await page.context.new_cdp_session(page)
     await session.send("Network.enable")
     await session.send("Network.emulateNetworkConditions", SLOW_3G)
@@ -261,7 +252,6 @@ async def test_five_thousand_requests_scroll_sort_and_filter_over_a_slow_connect
     await region.locator("tr[aria-rowindex='2']").get_by_text("row-4321").wait_for()
     await page.get_by_label("Status").select_option("failed")
     await page.get_by_text(re.compile(f"^{ROWS // 100} rows")).wait_for()
-    await page.context.close()
 
 
 # --- broken connections and failover -------------------------------------------------------------
@@ -275,7 +265,7 @@ def free_port() -> int:
 
 @pytest.mark.exhaustive
 async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started_again(
-    chromium: Browser, tmp_path: Path
+    browser: Browser, tmp_path: Path
 ) -> None:
     store_url = f"sqlite:///{tmp_path}/argosy.db"
     replica = ReplicaConfig(url=f"http://127.0.0.1:{free_port()}", name="absent", kind="openai")
@@ -284,7 +274,7 @@ async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started
     with open_organisation(store_url) as accounts:
         key = accounts.key(accounts.project("ops"), role="admin", scope="gateway")
         async with gateways(config, tmp_path) as (process,):
-            page = await sign_in(chromium, process.url, key)
+            page = await sign_in(browser, process.url, key)
             await page.evaluate("window.isSamePage = true")
             await show_screen(page, "#/models", "Models and replicas")
             await page.get_by_role("link", name="absent").first.wait_for()
@@ -304,7 +294,6 @@ async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started
             await show_screen(page, "#/tenants?tab=projects", "Tenants and keys")
             await page.get_by_role("cell", name="created meanwhile").wait_for()
             assert await page.evaluate("window.isSamePage")
-            await page.context.close()
 
 
 @contextlib.asynccontextmanager
@@ -327,7 +316,7 @@ async def send_prompt(page: Page) -> None:
 
 @pytest.mark.exhaustive
 async def test_stream_continues_when_its_replica_is_killed_while_people_watch(
-    chromium: Browser, tmp_path: Path
+    browser: Browser, tmp_path: Path
 ) -> None:
     """The text continues, the overview names the replica, and the waterfall shows the failed attempt."""
     async with run_replicas(tmp_path) as replicas:
@@ -336,7 +325,7 @@ async def test_stream_continues_when_its_replica_is_killed_while_people_watch(
         models = [ModelConfig(name=MODEL, replicas=servers)]
         config = GatewayConfig(port=0, models=models, timeouts=Timeouts(stream_idle_timeout_s=4.0))
         async with gateways(config, tmp_path) as (process,):
-            page = await sign_in(chromium, process.url)
+            page = await sign_in(browser, process.url)
             query = "mode=completion&max_tokens=600&temperature=0"
             await show_screen(page, f"#/playground?{query}", "Playground")
             answer = page.get_by_role("log").locator(".turn.assistant")
@@ -373,4 +362,3 @@ async def test_stream_continues_when_its_replica_is_killed_while_people_watch(
             await page.get_by_text(
                 re.compile("on attempts that failed|in the replica|on decoding")
             ).first.wait_for()
-            await page.context.close()

@@ -15,6 +15,7 @@ import pytest
 from tests.support.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.gateway_processes import open_sdk_client
 from tests.support.idempotent_gateway import run_servers
+from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 from typer.testing import CliRunner
 
@@ -91,8 +92,7 @@ async def revoke_by_command(url: str, name: str) -> None:
 
 def create_keys(url: str) -> dict[str, dict[str, str]]:
     """Create projects with a key each. Returns the headers by name: "chat", "search" (only "small") and "viewer"."""
-    store = open_store(url)
-    store.migrate()
+    store = open_migrated_store(url)
     organisation = store.accounts.create_organisation("acme", actor="test").id
     headers = {}
     keys: tuple[tuple[str, Role, tuple[str, ...]], ...] = (
@@ -238,8 +238,7 @@ def copy_database(source: str, target: str) -> None:
 
 async def test_all_forwarded_for_lines_are_read(url: str) -> None:
     """Each proxy may add a line. With two proxies the last line names only a proxy."""
-    store = open_store(url)
-    store.migrate()
+    store = open_migrated_store(url)
     organisation = store.accounts.create_organisation("acme", actor="test").id
     project = store.accounts.create_project(organisation, "web", actor="test").id
     _, key = store.accounts.create_key(project, "in", networks=["127.0.0.0/8"], actor="test")

@@ -15,6 +15,7 @@ import pytest
 from psycopg import sql
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
+from tests.support.migrated_store import open_migrated_store
 from tests.support.services import PostgresServer
 from tests.support.waiting import until
 
@@ -307,8 +308,7 @@ async def test_records_older_than_retention_are_deleted(
 
     monkeypatch.setattr(accounting_module, "asyncio", Mock(sleep=wait))
     monkeypatch.setattr(accounting_module, "time", clock)
-    store = open_store(f"sqlite:///{tmp_path}/argosy.db")
-    store.migrate()
+    store = open_migrated_store(f"sqlite:///{tmp_path}/argosy.db")
     ends = {days: now - days * 86_400 for days in (0, 29, 32, 400)}
     records = [
         UsageRecord(request=str(days), started_at=at, ended_at=at, status="completed")

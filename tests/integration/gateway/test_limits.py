@@ -19,6 +19,7 @@ from tests.support.limit_harness import (
     make_limit,
     make_snapshot,
 )
+from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
@@ -30,7 +31,6 @@ from argosy.store import (
     StoreConfig,
     UsageLog,
     UsageRecord,
-    open_store,
     usage_log_folder,
 )
 
@@ -56,8 +56,7 @@ def make_record(number: int, ended_at: float) -> UsageRecord:
 
 async def test_restarted_gateway_seeds_limits_from_usage_table(tmp_path: Path) -> None:
     clock = FakeClock(NOW)
-    store = open_store(f"sqlite:///{tmp_path}/argosy.db")
-    store.migrate()
+    store = open_migrated_store(f"sqlite:///{tmp_path}/argosy.db")
     store.ledger.add_records(
         [make_record(number, NOW - age) for number, age in enumerate((30, 3000, 4000, 90_000))]
     )

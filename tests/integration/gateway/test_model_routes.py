@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 from tests.integration.test_metrics import value
 from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from argosy.gateway import (
     RouteConfig,
     TrafficTarget,
 )
-from argosy.store import Price, Project, Store, StoreConfig, UsageRecord, open_store
+from argosy.store import Price, Project, Store, StoreConfig, UsageRecord
 
 BODY = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}
 BETA = {"x-beta": "1"}
@@ -73,8 +74,7 @@ async def run_routed_gateway(
 ) -> AsyncIterator[RoutedGateway]:
     """Run a gateway with different prices for each model, where "web" may send 3 requests to `qwen-next` per day."""
     url = f"sqlite:///{folder}/argosy.db"
-    store = open_store(url)
-    store.migrate()
+    store = open_migrated_store(url)
     accounts, limits_and_prices, actor = store.accounts, store.limits_and_prices, "test"
     acme = accounts.create_organisation("acme", actor=actor)
     web = accounts.create_project(acme.id, "web", actor=actor)

@@ -16,6 +16,7 @@ import pytest
 from tests.support.cutting_proxy import StreamCutter, cutting_proxy
 from tests.support.fake_engine import FakeEngine, Script, arithmetic
 from tests.support.gateway_client import run_gateway_server
+from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 from tests.support.waiting import until
 
@@ -32,7 +33,7 @@ from argosy.gateway import (
 )
 from argosy.policy import ReplicaStatus
 from argosy.policy.traffic import PoolRoute, TrafficSubject, Variant
-from argosy.store import FleetDocument, Store, StoreConfig, open_store
+from argosy.store import FleetDocument, Store, StoreConfig
 
 FLEET, POOL = "demo", "big-pool"
 STABLE, CANDIDATE = "5" * 64, "c" * 64
@@ -134,8 +135,7 @@ async def versions(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[TwoVer
             replicas[digest] = ReplicaConfig(
                 name=f"big-{digest[0]}", url=proxied, model=MODEL, kind="argosy", max_requests=2
             )
-        store = open_store(url)
-        store.migrate()
+        store = open_migrated_store(url)
         stack.callback(store.close)
         await stack.enter_async_context(proxy)
         yield TwoVersions(config, store, engines, replicas, cutter, proxy)

@@ -39,7 +39,12 @@ DEFAULT = GivingWay()
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_replicas", "num_stable"), [(10_000, 20, 0), (5000, 4, 12)]
+    ("num_requests", "num_replicas", "num_stable"),
+    [
+        (10_000, 20, 0),
+        (2000, 4, 12),
+        pytest.param(5000, 4, 12, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_thousands_of_requests_keep_all_invariants_through_faults(
     num_requests: int, num_replicas: int, num_stable: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -31,7 +32,7 @@ def to_document(value: Any) -> Any:  # noqa: ANN401 - any setting
     if isinstance(value, msgspec.Struct):
         return {
             field.encode_name: to_document(setting)
-            for field in msgspec.structs.fields(value)
+            for field in _fields_of(type(value))
             if (setting := getattr(value, field.name)) != _default(field)
         }
     if isinstance(value, dict):
@@ -39,6 +40,11 @@ def to_document(value: Any) -> Any:  # noqa: ANN401 - any setting
     if isinstance(value, (list, tuple)):
         return [to_document(item) for item in value]
     return msgspec.to_builtins(value)
+
+
+@cache
+def _fields_of(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(struct)  # which evaluates all annotations each time
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:
