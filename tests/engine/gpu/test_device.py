@@ -19,6 +19,7 @@ from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_runtime import HostRuntime
+from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import make_reference
 
 if TYPE_CHECKING:
@@ -234,3 +235,12 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
         create_core(BUNDLED_MODEL, device="cuda")
     with pytest.raises(ValueError, match="leave kv_dtype at auto"):
         create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("name", ["deepseek 3", "qwen 3.5"])
+def test_model_without_gpu_kernels_is_refused(tmp_path: Path, name: str) -> None:
+    family, options = FAMILIES[name]
+    make_reference(tmp_path, family, options, model=MODELS.get(family, ""))
+    with pytest.raises(ValueError, match=r"no GPU kernels for .*; set device to cpu"):
+        create_gpu_core(tmp_path)
