@@ -16,6 +16,9 @@ from tests.support.certificates import Authority
 # A shell that starts the tests in the background makes them and their processes ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# More workers than cores run torch. Threads of OpenMP that wait for others would use the cores that those need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 pytest_plugins = ("tests.support.services",)
 
 # A traceback with colours and local variables takes a tenth of a second, and hundreds are logged.

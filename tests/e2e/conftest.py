@@ -7,9 +7,9 @@ import pytest
 from tests.support.serve_process import ServeProcess, run_serve
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """Server whose working directory was deleted, and whose temporary folder has a long path.
+    """Server of a file, whose working directory was deleted, and whose temporary folder has a long path.
 
     A deployment may delete the folder of the previous version. Relative library paths of torch then fail. The paths of
     sockets in the temporary folder would be too long.

@@ -9,7 +9,7 @@ from tests.support.agents.task import Server
 from tests.support.serve_process import run_serve
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with run_serve() as running:
         model = running.client().models.list().data[0].id
