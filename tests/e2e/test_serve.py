@@ -249,6 +249,8 @@ def test_first_key_of_public_address_is_shown_before_model_loads(
         keyless = run_argosy(*arguments)
         assert keyless.returncode != 0
         assert "Send an API key" in keyless.stderr
+        unknown = run_argosy("status", "--url", server.url)
+        assert "Give it by --api-key or ARGOSY_API_KEY" in unknown.stderr
         assert run_argosy(*arguments, "--api-key", key.group()).returncode == 0
         usage = run_argosy("usage", "--json", *store)
         assert '"requests": 1' in usage.stdout, usage.stdout

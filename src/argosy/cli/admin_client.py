@@ -62,7 +62,8 @@ def call_admin_api(
 
 def _parse_response(response: httpx2.Response, url: str) -> dict[str, Any]:
     if response.status_code != 200:
-        fail(error_message(response.content))
+        remedy = " Give it by --api-key or ARGOSY_API_KEY." if response.status_code == 401 else ""
+        fail(error_message(response.content) + remedy)
     try:
         parsed = response.json()
     except ValueError:

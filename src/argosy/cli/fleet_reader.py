@@ -129,11 +129,21 @@ class GatewayFleetReader:
         return self._convert(answer["data"], list[FleetEvent])
 
     def read_logs(self, replicas: Sequence[FleetReplicaView], num_lines: int) -> list[list[str]]:
-        """Return logs. See `FleetReader`. A gateway sends at most 500 lines of each."""
-        logs = [
-            self._get("/admin/replicas/log", replica=each.replica)["lines"] for each in replicas
-        ]
-        return [self._convert(lines, list[str])[-num_lines:] for lines in logs]
+        """Return logs. See `FleetReader`. A gateway sends at most 500 lines of each run."""
+        return [self._read_log(each.replica, num_lines)[-num_lines:] for each in replicas]
+
+    def _read_log(self, replica: str, num_lines: int) -> list[str]:
+        """Return the log of the latest run, after those of earlier ones if it is shorter than wanted."""
+        latest = self._get("/admin/replicas/log", replica=replica)
+        lines = self._convert(latest["lines"], list[str])
+        for run in latest["runs"][1:]:
+            if len(lines) >= num_lines:
+                break
+            earlier = self._get(
+                "/admin/replicas/log", replica=replica, started_at=run["started_at"]
+            )
+            lines = self._convert(earlier["lines"], list[str]) + lines
+        return lines
 
     def _get(self, path: str, **parameters: object) -> dict[str, Any]:
         return call_admin_api(

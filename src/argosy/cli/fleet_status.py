@@ -145,7 +145,7 @@ def logs(
 ) -> None:
     """Print the end of the logs of a pool's replicas. They outlive their processes.
 
-    A gateway sends at most 500 lines of each, to keys with the role operator.
+    A gateway sends at most 500 lines of each run, to keys with the role operator.
     """
     with open_fleet_reader(files, fleet, store, url, api_key) as reader:
         shown = reader.read_fleet()

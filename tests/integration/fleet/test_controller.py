@@ -180,6 +180,11 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     await fleet.wait_for_reason(lambda reason: "no launcher 'simulated'" in reason)
     fleet.apply(declare(engine="files", replicas=1, warm_up=False, ready_path="/none"))
     await fleet.wait_for_reason(lambda reason: "/none answers 404, see `ready_path`" in reason)
+    fleet.apply(declare(engine="files", replicas=1))
+    await fleet.wait_for_reason(
+        lambda reason: "the warm-up request to /v1/chat/completions has the answer 501: <" in reason
+    )
+    assert not any("\n" in replica.reason for replica in fleet.status.replicas)
     fleet.apply(declare(engine="files", replicas=1, warm_up=False))
     await until(lambda: fleet.status.is_as_declared)
 

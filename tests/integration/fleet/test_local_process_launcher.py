@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,6 +100,21 @@ async def test_stop_and_crash_leave_no_descendant(
     os.kill(pid, signal.SIGSTOP)
     await launcher.stop("a-1-0", 1)
     assert replica_processes(environment.folder) == []
+
+
+async def test_replica_whose_folder_was_removed_starts_anew(
+    launcher: LocalProcessLauncher, environment: LocalEnvironment
+) -> None:
+    await launcher.start(spec(), 1)
+    pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+    shutil.rmtree(environment.folder / "replicas")
+    (environment.folder / "replicas").mkdir()
+    assert await launcher.list_replicas() == {}
+    await launcher.start(spec(), 1)
+    replica = (await launcher.list_replicas())["a-1-0"]
+    assert await read_pid(replica) != pid
+    await until(lambda: not psutil.pid_exists(pid))
+    assert len(replica_processes(environment.folder)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -183,7 +183,8 @@ async def warm_up_replica(url: str, model: str) -> None:
                 raise RuntimeError(f"the warm-up request to {path} failed: {error}") from error
             if response.status_code == 200:
                 continue
-            reason = f"{path} answers {response.status_code}: {response.text[:200]}"
+            text = " ".join(response.text.split())[:200]  # of several lines if it is a page
+            reason = f"the warm-up request to {path} has the answer {response.status_code}: {text}"
             if response.status_code not in UNSUPPORTED_STATUSES:
                 raise RuntimeError(reason)
             errors.append(reason)

@@ -18,6 +18,7 @@ from threading import Thread
 from urllib.parse import quote
 
 import msgspec
+import psutil
 import structlog
 
 from argosy.fleet.device_assignment import (
@@ -165,6 +166,8 @@ class LocalProcessLauncher:
                 self._waiting.pop(spec.name, None)
                 return
             previous = self._folder.read_record(spec.name)
+            if previous is None:
+                self._kill_unrecorded(spec.name)
             accelerators = spec.resources.accelerators
             with self._gpu_reservations.reserve(accelerators, self._gpus) as reservation:
                 if reservation is None:
@@ -256,14 +259,13 @@ class LocalProcessLauncher:
             self._watch_task = None
         for name in list(self._pidfds):
             self._forget_pidfd(name)
-        for name, monitor in self._children.items():
+        for monitor in self._children.values():
             if monitor.stdin is not None:
                 monitor.stdin.close()
             if self._die_with_launcher:
                 await run_in_daemon_thread(monitor.wait)
-            elif monitor.poll() is None:
-                # It runs on as a child of this process, which has to reap it whenever it ends.
-                Thread(target=monitor.wait, name=f"reap-{name}", daemon=True).start()
+            else:
+                _reap_later(monitor)
         self._children.clear()
         self._waiting.clear()
 
@@ -439,12 +441,23 @@ class LocalProcessLauncher:
             self._reap(name)
 
     def _reap(self, name: str) -> None:
-        """Wait for a monitor of this launcher that has released its lock, because it exits."""
+        """Let go of a monitor of this launcher that exits, and has released its lock."""
         monitor = self._children.pop(name, None)
         if monitor is not None:
-            monitor.wait()
+            _reap_later(monitor)
             if monitor.stdin is not None:
                 monitor.stdin.close()
+
+    def _kill_unrecorded(self, name: str) -> None:
+        """Kill a monitor of this launcher, with its replica, if another program has removed their folder."""
+        monitor = self._children.get(name)
+        if monitor is None or monitor.poll() is not None:
+            return
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(monitor.pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
 
     async def _start_waiting(self) -> None:
         for name, waiting in list(self._waiting.items()):
@@ -455,3 +468,9 @@ class LocalProcessLauncher:
                 self.changed.set()
             except LaunchError as error:
                 self._set_waiting(replace(waiting, reason=str(error)))
+
+
+def _reap_later(monitor: subprocess.Popen[bytes]) -> None:
+    """Reap a child whenever it ends, without blocking the event loop, on which one that does not end would stop all."""
+    if monitor.poll() is None:
+        Thread(target=monitor.wait, name=f"reap-{monitor.pid}", daemon=True).start()
