@@ -78,8 +78,8 @@ def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> Non
             if not has_controller or now >= empty_since + CONTROLLER_EXIT_S:
                 return
         elif now >= deadline:
-            names = ", ".join(record.name for record in status.replicas)
-            fail(f"still running after {timeout_s:g} s: {names}", EXIT_FAILURE)
+            left = "; ".join(map(_describe_replica, status.replicas))
+            fail(f"still running after {timeout_s:g} s: {left}", EXIT_FAILURE)
         time.sleep(POLL_INTERVAL_S)
 
 
@@ -114,11 +114,7 @@ def _has_renewed_lease(status: FleetStatus, within_s: float) -> bool:
 
 
 def _fail_unready(status: FleetStatus) -> None:
-    waiting = [
-        f"{record.name} is {record.phase}: {record.reason}"
-        for record in status.replicas
-        if record.phase != "ready"
-    ]
+    waiting = [_describe_replica(record) for record in status.replicas if record.phase != "ready"]
     rollouts = _describe_rollouts(status.pools)
     if rollouts:
         waiting.append(rollouts)
@@ -133,6 +129,10 @@ def _fail_superseded(target: FleetTarget, revision: int) -> NoReturn:
         " see `argosy history`",
         EXIT_FAILURE,
     )
+
+
+def _describe_replica(record: ReplicaRecord) -> str:
+    return f"{record.name} is {record.phase}: {record.reason}"
 
 
 def _describe_rollouts(pools: Sequence[PoolStatus]) -> str:
