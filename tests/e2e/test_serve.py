@@ -110,7 +110,7 @@ def test_status_events_and_logs_come_from_the_running_gateway(
     assert f"Fleet serve, revision 1, led by process {server.process.pid}" in status.stdout
     assert "replica: 1 of 1 replicas of argosy-mini are ready" in status.stdout
     events = run_argosy("events", "--replica", "replica-1-0").stdout
-    assert "replica_phase  replica-1-0  every gateway routes to it -> ready" in events
+    assert "replica_phase  replica-1-0  ready: every gateway routes to it" in events
     logs = run_argosy("logs", "argosy-mini", "--url", server.url)
     assert logs.returncode == 0, logs.stderr
     assert "replica-1-0" in logs.stdout + logs.stderr

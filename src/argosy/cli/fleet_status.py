@@ -123,8 +123,8 @@ def events(
                     continue
                 at = format_timestamp(event.at, "seconds")
                 is_shown = event.outcome not in {"", "ok"} and event.kind != SCALING_DECISION
-                outcome = f" -> {event.outcome}" if is_shown else ""
-                line = f"{at}  {event.kind}  {event.replica or event.pool}  {event.reason}{outcome}"
+                what = ": ".join(filter(None, (event.outcome if is_shown else "", event.reason)))
+                line = f"{at}  {event.kind}  {event.replica or event.pool}  {what}"
                 typer.echo(strip_control_characters(line))
             if not (last or follow or json):
                 typer.echo("No events.")
