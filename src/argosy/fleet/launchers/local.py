@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from urllib.parse import quote
 
 import msgspec
 import psutil
@@ -33,11 +30,8 @@ from argosy.fleet.launchers.launcher import (
     LaunchSpec,
     StaleEpochError,
 )
-from argosy.fleet.launchers.machine_resources import (
-    LOCAL_HOST,
-    choose_cpus,
-    choose_port,
-)
+from argosy.fleet.launchers.local_start import check_spec, fill_command, plan_attempt
+from argosy.fleet.launchers.machine_resources import LOCAL_HOST
 from argosy.fleet.launchers.monitor_processes import MonitorProcesses
 from argosy.fleet.launchers.replica_description import describe_replica
 from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
@@ -58,8 +52,6 @@ START_POLL_INTERVAL_S = 0.1
 FIRST_REPORT_TIMEOUT_S = 30.0
 """Time after which a replica without a report counts as one that reports nothing."""
 POLL_INTERVAL_S = 1.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_PLACEHOLDER = re.compile(r"\{(host|port|socket|name)\}")
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -153,7 +145,7 @@ class LocalProcessLauncher:
 
     async def start(self, spec: LaunchSpec, epoch: int) -> None:
         self._ensure_watch()
-        self._check_spec(spec)
+        check_spec(spec, len(self._gpus))
         await self._start(spec, epoch, self._waiting.get(spec.name))
 
     async def _start(self, spec: LaunchSpec, epoch: int, waiting: _WaitingStart | None) -> None:
@@ -174,7 +166,14 @@ class LocalProcessLauncher:
                     self._wait_for_gpus(spec, epoch)
                     return
                 try:
-                    record = self._assign_resources(spec, previous, reservation.gpus)
+                    running = [
+                        each
+                        for each in self._folder.read_records().values()
+                        if self._monitors.is_running(each)
+                    ]
+                    record = plan_attempt(
+                        spec, previous, reservation.gpus, running, self._host, self._folder
+                    )
                     monitor = self._monitors.spawn(
                         record,
                         self._build_monitor_settings(spec, record, reservation.locks),
@@ -271,67 +270,6 @@ class LocalProcessLauncher:
 
     # --- start -----------------------------------------------------------------------------------
 
-    def _check_spec(self, spec: LaunchSpec) -> None:
-        """Refuse what can never be started, before anything is changed."""
-        if not _NAME.fullmatch(spec.name):
-            raise LaunchError(
-                f"replica name {spec.name!r} is not a file name; use letters, digits, '.', '_' and '-'"
-            )
-        if not spec.command:
-            raise LaunchError(f"pool {spec.pool!r} has an empty command")
-        program = spec.command[0]
-        environment = os.environ | dict(spec.environment)
-        if shutil.which(program, path=environment.get("PATH")) is None:
-            raise LaunchError(
-                f"program {program!r} of pool {spec.pool!r} is not an executable file in PATH; "
-                "install it, or write its full path in the command"
-            )
-        if spec.drain_signal not in signal.Signals.__members__:
-            raise LaunchError(
-                f"drain signal {spec.drain_signal!r} of pool {spec.pool!r} is unknown; use a name such as SIGTERM"
-            )
-        if spec.resources.accelerators > len(self._gpus):
-            raise LaunchError(
-                f"a replica of pool {spec.pool!r} needs {spec.resources.accelerators} GPUs, but this machine has "
-                f"{len(self._gpus)} to use; lower `accelerators` or choose another launcher"
-            )
-
-    def _assign_resources(
-        self, spec: LaunchSpec, previous: LaunchRecord | None, gpus: tuple[str, ...]
-    ) -> LaunchRecord:
-        """Return the record of the next attempt."""
-        running = [
-            record
-            for record in self._folder.read_records().values()
-            if self._monitors.is_running(record)
-        ]
-        placeholders = {name for part in spec.command for name in _PLACEHOLDER.findall(part)}
-        url = port = uds = None
-        if "socket" in placeholders:
-            uds = str(self._folder.prepare_socket(spec.name, previous))
-            url = f"unix://{quote(uds)}"
-        elif "port" in placeholders:
-            reserved = {record.port for record in running if record.port is not None}
-            port = choose_port(self._host, None if previous is None else previous.port, reserved)
-            url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
-        else:
-            url = spec.url
-        return LaunchRecord(
-            name=spec.name,
-            pool=spec.pool,
-            generation=spec.generation,
-            ordinal=spec.ordinal,
-            attempt=1 if previous is None else previous.attempt + 1,
-            started_at=time.time(),
-            url=url,
-            port=port,
-            socket=uds,
-            gpus=gpus,
-            cpus=choose_cpus(
-                spec.resources.cpus, (cpu for record in running for cpu in record.cpus)
-            ),
-        )
-
     def _wait_for_gpus(self, spec: LaunchSpec, epoch: int) -> None:
         count = spec.resources.accelerators
         reason = "waiting for a GPU" if count == 1 else f"waiting for {count} GPUs"
@@ -345,17 +283,9 @@ class LocalProcessLauncher:
     def _build_monitor_settings(
         self, spec: LaunchSpec, record: LaunchRecord, gpu_locks: tuple[int, ...]
     ) -> MonitorSettings:
-        values = {
-            "host": self._host,
-            "port": str(record.port),
-            "socket": record.socket or "",
-            "name": spec.name,
-        }
         visible = {VISIBLE_DEVICES_VARIABLE: ",".join(record.gpus)} if self._gpus else {}
         return MonitorSettings(
-            command=tuple(
-                _PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in spec.command
-            ),
+            command=fill_command(spec.command, record, self._host),
             environment={**visible, **spec.environment},
             attempt=record.attempt,
             status_path=str(self._folder.status_path(spec.name)),
