@@ -34,7 +34,7 @@ JS_READY := $(if $(shell command -v npm),$(JS)/node_modules/.package-lock.json)
 # What pip collects and installs is shown, but for what is there already and notes on where it looked.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(TORCH_INDEX)
 PIP_SHOW = 2>&1 | grep -Ev '^Requirement already|is ignored: it is neither|^Looking in|^ +(Preparing|Getting|Installing build)'
-PYTEST = $(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Pins the build tools as well.
 export PIP_CONSTRAINT := constraints.txt
 
