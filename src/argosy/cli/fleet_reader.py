@@ -71,7 +71,9 @@ class StoredFleetReader:
 
     def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
         """Return events. See `FleetReader`."""
-        return self._control.list_events(after=after, limit=limit, replica=replica)
+        return self._target.store.fleets.list_events(
+            self._target.name, after=after, limit=limit, replica=replica
+        )
 
     def read_logs(self, replicas: Sequence[FleetReplicaView], num_lines: int) -> list[list[str]]:
         """Return logs. See `FleetReader`."""

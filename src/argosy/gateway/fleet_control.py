@@ -5,14 +5,14 @@ A gateway imports nothing of the control plane, which is a layer above it. Times
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.rollout import CommandKind, DigestVerdict, MetricVerdict, RolloutStep, Transition
-from argosy.store import FleetEvent, FleetStore
+from argosy.store import FleetStore
 
 
 class FleetReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
@@ -211,6 +211,10 @@ class FleetControl(Protocol):
     def name(self) -> str:
         """Name of the fleet."""
 
+    @property
+    def store(self) -> FleetStore:
+        """Store of the fleet, with the events of its controllers."""
+
     def read_fleet(self) -> FleetView:
         """Return the fleet as its controller recorded it.
 
@@ -218,20 +222,6 @@ class FleetControl(Protocol):
             NotFoundError: The fleet was never applied.
             ValueError: A record is of another version of Argosy.
         """
-
-    def list_events(
-        self,
-        *,
-        after: int = 0,
-        limit: int = 100,
-        replica: str | None = None,
-        pool: str | None = None,
-        kinds: Sequence[str] = (),
-        outcome: str | None = None,
-        since: float | None = None,
-        until: float | None = None,
-    ) -> list[FleetEvent]:
-        """Return what its controllers did, as `FleetStore.list_events` does."""
 
     def list_revisions(self, limit: int, before: int | None) -> list[FleetRevisionView]:
         """Return revisions with their changes, newest first.

@@ -42,7 +42,6 @@ from argosy.policy.rollout import (
 from argosy.store import (
     AuditedDecision,
     ConflictError,
-    FleetEvent,
     FleetRevision,
     FleetStore,
     NotFoundError,
@@ -75,30 +74,10 @@ class StoredFleetControl:
         """Name of the fleet."""
         return self._fleet
 
-    def list_events(
-        self,
-        *,
-        after: int = 0,
-        limit: int = 100,
-        replica: str | None = None,
-        pool: str | None = None,
-        kinds: Sequence[str] = (),
-        outcome: str | None = None,
-        since: float | None = None,
-        until: float | None = None,
-    ) -> list[FleetEvent]:
-        """Return what its controllers did. See `FleetControl`."""
-        return self._store.list_events(
-            self._fleet,
-            after=after,
-            limit=limit,
-            replica=replica,
-            pool=pool,
-            kinds=kinds,
-            outcome=outcome,
-            since=since,
-            until=until,
-        )
+    @property
+    def store(self) -> FleetStore:
+        """Store of the fleet."""
+        return self._store
 
     def read_fleet(self) -> FleetView:
         """Return the fleet as its controller recorded it. See `FleetControl`."""

@@ -77,7 +77,8 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
     """List or await what the controllers of the gateway's fleet did, and why."""
     query, fleet = request.query, scope.declared_fleet
     read_events = partial(
-        fleet.list_events,
+        fleet.store.list_events,
+        fleet.name,
         after=query.after,
         limit=query.limit,
         replica=query.replica,
