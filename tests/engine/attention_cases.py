@@ -10,8 +10,8 @@ import torch
 
 from argosy.engine.execution.attention_cpu import create_cpu_attention
 from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
-from argosy.engine.execution.model_architecture import RopeParams
 from argosy.engine.execution.rope import apply_rope, build_rope_table, gather_rope_rotation
+from argosy.engine.execution.rope_params import RopeParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

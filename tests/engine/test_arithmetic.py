@@ -12,7 +12,7 @@ from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.arithmetic import describe_arithmetic
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.isa import ISA_VARIABLE
-from argosy.engine.execution.model_architecture import RopeParams
+from argosy.engine.execution.rope_params import RopeParams
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint import checkpoint_digest, resolve_model_path, tensor_files
 from argosy.engine.execution.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.model_architecture import RopeParams, summarize_model
 from argosy.engine.execution.model_families import FAMILIES, checkpoint_tensor_names
+from argosy.engine.execution.model_summary import summarize_model
+from argosy.engine.execution.rope_params import RopeParams
 from argosy.engine.execution.weight_loader import load_decoder
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import GptqTensor
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.checkpoint_tensors import StoredPart
+from argosy.engine.execution.checkpoint_reader import CheckpointReader, StoredPart
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.encoded_linear import create_encoded_linear
 from argosy.engine.execution.executor_loader import load_executor

@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from argosy.engine.execution.batch import Batch
+from argosy.engine.execution.batch import Batch, BatchStates
 from argosy.engine.execution.delta_rule_cpu import DeltaRuleWeights
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.model_architecture import DeltaNetArchitecture
-from argosy.engine.execution.recurrent_states import BatchStates
 from tests.engine.pairwise import pairwise
 
 if TYPE_CHECKING:

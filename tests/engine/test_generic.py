@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.device import create_cpu_device
 from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_architecture import summarize_model
 from argosy.engine.execution.model_selection import build_transformers_model, select_implementation
+from argosy.engine.execution.model_summary import summarize_model
 from argosy.engine.execution.self_test import (
     MAX_MEDIAN_DIFFERENCE,
     SelfTestResult,

@@ -17,7 +17,8 @@ from argosy.engine.execution.checkpoint_reader import StoredIntegers
 from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.kv_cache_layout import arrange_layers
 from argosy.engine.execution.memory_estimate import MemoryNeeds, check_memory
-from argosy.engine.execution.model_architecture import DeltaNetArchitecture, summarize_model
+from argosy.engine.execution.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.model_summary import summarize_model
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from argosy.engine.engine_request import EngineRequest
     from argosy.engine.execution.checkpoint import resolve_model_path, weight_files
     from argosy.engine.execution.checkpoint_reader import StoredIntegers
-    from argosy.engine.execution.model_architecture import ModelSummary, summarize_model
     from argosy.engine.execution.model_selection import (
         AnyArchitecture,
         find_stored_integers,
         read_any_architecture,
     )
+    from argosy.engine.execution.model_summary import ModelSummary, summarize_model
     from argosy.engine.execution.native_kernels import prebuild_kernels
     from argosy.engine.execution.pooling_layout import read_pooling_layout
     from argosy.engine.llm import LLM
@@ -74,7 +74,7 @@ _MODULE_BY_NAME = {
     "AnyArchitecture": "execution.model_selection",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
-    "ModelSummary": "execution.model_architecture",
+    "ModelSummary": "execution.model_summary",
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
@@ -82,7 +82,7 @@ _MODULE_BY_NAME = {
     "RequestOutput": "outputs",
     "SamplingParams": "offline_sampling_params",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
-    "summarize_model": "execution.model_architecture",
+    "summarize_model": "execution.model_summary",
     "resolve_model_path": "execution.checkpoint",
     "StoredIntegers": "execution.checkpoint_reader",
     "find_stored_integers": "execution.model_selection",

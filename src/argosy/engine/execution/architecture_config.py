@@ -20,11 +20,11 @@ from argosy.engine.execution.model_architecture import (
     LatentArchitecture,
     LayerArchitecture,
     ModelArchitecture,
-    RopeParams,
 )
 from argosy.engine.execution.model_families import FAMILIES, ModelFamily, find_decoder_family
 from argosy.engine.execution.moe_config import moe_layers, parse_moe
 from argosy.engine.execution.rope_config import max_supported_len, parse_ropes
+from argosy.engine.execution.rope_params import RopeParams
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,27 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from argosy.engine.execution.recurrent_states import BatchStates
     from argosy.engine.execution.rope import RopeRotation
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStates:
+    """States of the sequences of a batch, whose slots are `batch.rows`."""
+
+    table: Tensor
+    """[slots, layers * size of a layer's state] float32."""
+    layer_size: int
+    """Elements of a layer's state."""
+    save_slots: Tensor | None = None
+    """[T] int64, slot to which the state after each token is also written, or -1. None if there is no such token."""
+
+    def layer_pointer(self, layer: int) -> int:
+        """Return the address of a layer's state in slot 0."""
+        return self.table.data_ptr() + layer * self.layer_size * self.table.element_size()
+
+    def layer_state(self, slot: int, layer: int) -> Tensor:
+        """Return a view of a layer's state, [elements]."""
+        return self.table[slot].narrow(0, layer * self.layer_size, self.layer_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,29 @@ if TYPE_CHECKING:
         EncodedTensor,
         TensorSource,
     )
-    from argosy.engine.execution.checkpoint_tensors import StoredPart
     from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
 
 HEAD_NAME = "lm_head.weight"
 EMBEDDING_SUFFIX = "embed_tokens.weight"
+_EXPERT_ENTRY = re.compile(r"(?P<name>.+)\[(?P<index>\d+)\](?P<transposed>\.T)?")
 _FLOAT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Stored tensor, or one entry of a stored tensor that holds all experts."""
+
+    name: str
+    entry: int | None = None
+    is_transposed: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> StoredPart:
+        """Parse `name`, `name[entry]` or `name[entry].T`."""
+        match = _EXPERT_ENTRY.fullmatch(text)
+        if match is None:
+            return cls(text)
+        return cls(match["name"], int(match["index"]), match["transposed"] is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from argosy.engine.execution.checkpoint_reader import StoredPart
 from argosy.engine.execution.model_families import (
     checkpoint_tensor_names,
     unused_tensor_patterns,
@@ -26,24 +27,6 @@ MAX_LISTED_TENSORS = 8
 """Maximum number of tensors that an error lists."""
 _UNUSED_BUFFERS = r"(.*\.)?rotary_emb\.(original_)?inv_freq$"
 """Frequencies of the rotary embedding, which older checkpoints store and config.json determines."""
-_EXPERT_ENTRY = re.compile(r"(?P<name>.+)\[(?P<index>\d+)\](?P<transposed>\.T)?")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """Stored tensor, or one entry of a stored tensor that holds all experts."""
-
-    name: str
-    entry: int | None = None
-    is_transposed: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> StoredPart:
-        """Parse `name`, `name[entry]` or `name[entry].T`."""
-        match = _EXPERT_ENTRY.fullmatch(text)
-        if match is None:
-            return cls(text)
-        return cls(match["name"], int(match["index"]), match["transposed"] is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.batch import Batch
+    from argosy.engine.execution.batch import Batch, BatchStates
     from argosy.engine.execution.model_architecture import DeltaNetArchitecture
-    from argosy.engine.execution.recurrent_states import BatchStates
 
 NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys."""

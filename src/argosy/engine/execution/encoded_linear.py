@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.checkpoint_reader import CheckpointReader, EncodedMatrix
-    from argosy.engine.execution.checkpoint_tensors import StoredPart
+    from argosy.engine.execution.checkpoint_reader import (
+        CheckpointReader,
+        EncodedMatrix,
+        StoredPart,
+    )
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.grouped_weight import GroupedWeight
     from argosy.engine.execution.pack_cache import PackCache

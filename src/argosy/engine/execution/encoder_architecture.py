@@ -24,7 +24,7 @@ from argosy.engine.execution.rope_config import max_supported_len, parse_ropes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.model_architecture import RopeParams
+    from argosy.engine.execution.rope_params import RopeParams
 
 EncoderActivation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh"]
 

@@ -11,8 +11,8 @@ import structlog
 import torch
 from torch import nn
 
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.checkpoint_tensors import MAX_LISTED_TENSORS, StoredPart
+from argosy.engine.execution.checkpoint_reader import CheckpointReader, StoredPart
+from argosy.engine.execution.checkpoint_tensors import MAX_LISTED_TENSORS
 from argosy.engine.execution.generic_decoder import GenericDecoder, GenericModel
 from argosy.engine.execution.generic_modules import (
     create_packed_linear,

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
 from argosy.engine.execution.kv_cache_layout import KvCacheLayout, arrange_layers, without_kv_cache
-from argosy.engine.scheduling import KvCacheGroups
 
 if TYPE_CHECKING:
-    from argosy.engine.execution.encoder_architecture import EncoderArchitecture
-    from argosy.engine.execution.generic_architecture import GenericArchitecture
+    from argosy.engine.execution.rope_params import RopeParams
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """Activation of a gate, x * sigmoid(x), the tanh approximation of GELU, that of gpt-oss, or sigmoid(x).
@@ -25,45 +22,6 @@ then rounds."""
 QkNorm = Literal["head", "full"]
 """Scope of the norm of queries and keys, which is each head or all heads together."""
 NormPosition = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeParams:
-    """Parameters of a rotary position embedding (Su et al. 2021) and its scaling."""
-
-    kind: RopeKind
-    theta: float
-    rotary_dim: int
-    """Number of a head's leading elements that are rotated."""
-    original_max_len: int
-    """Context length of the model's first training, in tokens."""
-    factor: float = 1.0
-    attention_factor: float = 1.0
-    """Factor of cosines and sines."""
-    score_factor: float = 1.0
-    """yarn: factor of the scores of latent attention."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    """llama3: wavelengths from original_max_len / high_freq_factor to / low_freq_factor are blended."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    round_bounds: bool = True
-    """yarn (Peng et al. 2023): rotations that bound the blend, and whether the bounds are rounded to integers."""
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    """longrope (Ding et al. 2024): a divisor per frequency, for contexts up to and beyond original_max_len."""
-
-    def uses_long_factors(self, max_model_len: int) -> bool:
-        """Return whether longrope's long factors apply, for every position of a model with this context."""
-        return self.kind == "longrope" and max_model_len > self.original_max_len
-
-    def describe(self, max_model_len: int) -> str:
-        """Return kind and base for the log, with the choice of longrope's factors."""
-        name = f"{self.kind}, theta {self.theta:g}"
-        if self.kind != "longrope":
-            return name
-        return f"{name}, {'long' if self.uses_long_factors(max_model_len) else 'short'} factors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,38 +290,3 @@ class ModelArchitecture:
     def _num_expert_parameters(self, moe: MoeArchitecture) -> int:
         biases = moe.has_biases * (2 * moe.intermediate_size + self.hidden_size)
         return 3 * self.hidden_size * moe.intermediate_size + biases
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSummary:
-    """Model sizes that `argosy models` shows."""
-
-    architecture: str
-    num_parameters: int
-    num_active_parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-    """Bytes of the keys and values of a token in all layers, until it leaves the sliding windows."""
-    kv_bytes_per_sequence: int
-    """Bytes of the KV cache and of the recurrent state of a sequence of `max_model_len` tokens."""
-    max_model_len: int
-
-
-def summarize_model(
-    architecture: ModelArchitecture | EncoderArchitecture | GenericArchitecture, dtype_bytes: int
-) -> ModelSummary:
-    """Compute a model's sizes with `dtype_bytes` bytes per element of weights and KV cache."""
-    kv_bytes_per_token = architecture.kv_bytes_per_token(dtype_bytes)
-    layout, max_model_len = architecture.kv_layout, architecture.max_model_len
-    groups = KvCacheGroups(layout.windows, DEFAULT_BLOCK_SIZE)
-    block_bytes = layout.block_bytes(kv_bytes_per_token, DEFAULT_BLOCK_SIZE)
-    return ModelSummary(
-        architecture=architecture.architecture,
-        num_parameters=architecture.num_parameters,
-        num_active_parameters=architecture.num_active_parameters,
-        weight_bytes=architecture.num_parameters * dtype_bytes,
-        kv_bytes_per_token=kv_bytes_per_token,
-        kv_bytes_per_sequence=groups.count_blocks(max_model_len) * block_bytes
-        + architecture.state_bytes,
-        max_model_len=max_model_len,
-    )

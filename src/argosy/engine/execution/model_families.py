@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from argosy.engine.execution.encoder_architecture import EncoderArchitecture
-from argosy.engine.execution.encoder_families import ENCODER_FAMILIES, encoder_tensor_names
+from argosy.engine.execution.encoder_families import ENCODER_FAMILIES
+from argosy.engine.execution.encoder_tensors import encoder_tensor_names
 
 if TYPE_CHECKING:
     from argosy.engine.execution.model_architecture import (

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.checkpoint_formats.tensor_sources import open_tensor_source
-from argosy.engine.execution.checkpoint_tensors import EMBEDDING, HEAD, StoredPart, find_parts
+from argosy.engine.execution.checkpoint_reader import StoredPart
+from argosy.engine.execution.checkpoint_tensors import EMBEDDING, HEAD, find_parts
 from argosy.engine.execution.encoder import Encoder
 from argosy.engine.execution.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.model_architecture import ModelArchitecture

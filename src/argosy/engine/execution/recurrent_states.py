@@ -6,40 +6,19 @@ the state that a sequence had after some number of tokens, from which another on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
+from argosy.engine.execution.batch import BatchStates
 from argosy.engine.execution.huge_pages import huge_zeros
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from argosy.engine.execution.batch import Batch
     from argosy.engine.execution.model_architecture import ModelArchitecture
     from argosy.engine.scheduling import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStates:
-    """States of the sequences of a batch, whose slots are `batch.rows`."""
-
-    table: Tensor
-    """[slots, layers * size of a layer's state] float32."""
-    layer_size: int
-    """Elements of a layer's state."""
-    save_slots: Tensor | None = None
-    """[T] int64, slot to which the state after each token is also written, or -1. None if there is no such token."""
-
-    def layer_pointer(self, layer: int) -> int:
-        """Return the address of a layer's state in slot 0."""
-        return self.table.data_ptr() + layer * self.layer_size * self.table.element_size()
-
-    def layer_state(self, slot: int, layer: int) -> Tensor:
-        """Return a view of a layer's state, [elements]."""
-        return self.table[slot].narrow(0, layer * self.layer_size, self.layer_size)
 
 
 class RecurrentStates:

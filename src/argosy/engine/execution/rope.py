@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.model_architecture import RopeParams
+    from argosy.engine.execution.rope_params import RopeParams
 
 RopeRotation = tuple["Tensor", "Tensor"]
 """Rotation of a batch's tokens, as (cos, cos) and (-sin, sin), each float32 [T, 1, rotary_dim]."""

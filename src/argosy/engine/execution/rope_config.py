@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, get_args
 
-from argosy.engine.execution.model_architecture import RopeKind, RopeParams
+from argosy.engine.execution.rope_params import RopeKind, RopeParams
 
 if TYPE_CHECKING:
     from argosy.engine.execution.checkpoint_config import CheckpointConfig

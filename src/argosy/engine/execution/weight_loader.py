@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from argosy.engine.engine_config import QuantizeSetting, WeightFormat
-    from argosy.engine.execution.checkpoint_reader import CheckpointReader
-    from argosy.engine.execution.checkpoint_tensors import StoredPart, TensorAssignment
+    from argosy.engine.execution.checkpoint_reader import CheckpointReader, StoredPart
+    from argosy.engine.execution.checkpoint_tensors import TensorAssignment
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.encoder_architecture import EncoderArchitecture
     from argosy.engine.execution.model_architecture import ModelArchitecture
