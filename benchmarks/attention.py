@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
 from argosy.engine.execution.attention_cpu import create_cpu_attention
-from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+from argosy.engine.execution.attention_params import AttentionParams
+from argosy.engine.execution.batch import Batch, KvCacheShape
 from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
 from argosy.engine.execution.rope_params import RopeParams
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from argosy.engine.execution.attention_cpu import create_cpu_attention
-from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+from argosy.engine.execution.attention_params import AttentionParams
+from argosy.engine.execution.batch import Batch, KvCacheShape
 from argosy.engine.execution.rope import apply_rope, build_rope_table, gather_rope_rotation
 from argosy.engine.execution.rope_params import RopeParams
 

@@ -21,7 +21,8 @@ from tests.engine.gpu.device import DEVICE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionParams, Batch
+    from argosy.engine.execution.attention_params import AttentionParams
+    from argosy.engine.execution.batch import Batch
     from argosy.engine.execution.rope import RopeRotation
     from tests.engine.attention_cases import BackendName, Chunk
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.batch import Attention, AttentionParams, Batch, KvCacheShape
+    from argosy.engine.execution.attention_params import AttentionParams
+    from argosy.engine.execution.batch import Attention, Batch, KvCacheShape
     from argosy.engine.execution.rope import RopeRotation
 
 AttentionBackend = Literal["auto", "native", "torch"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from argosy.engine.execution.attention_params import AttentionParams
     from argosy.engine.execution.rope import RopeRotation
 
 
@@ -90,23 +91,6 @@ class KvCacheShape:
                 f"{self.num_heads} heads do not divide among {self.num_kv_heads} KV heads; "
                 "fix the model's config"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """Attention parameters of one layer."""
-
-    layer: int
-    """Index of the layer within a block."""
-    scale: float
-    sliding_window: int | None = None
-    """Number of tokens that a token attends to, including itself. None is all tokens before it."""
-    softcap: float | None = None
-    """Soft cap of the scores, which become softcap * tanh(scores / softcap)."""
-    sinks: Tensor | None = field(default=None, compare=False)
-    """Attention sinks, float32 [heads]: scores of a key without value that every token attends to."""
-    group: int = 0
-    """KV cache group of the layer."""
 
 
 class Attention(Protocol):

@@ -13,7 +13,8 @@ from argosy.engine.execution.rope import apply_rope
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionParams, Batch
+    from argosy.engine.execution.attention_params import AttentionParams
+    from argosy.engine.execution.batch import Batch
     from argosy.engine.execution.rope import RopeRotation
 
 

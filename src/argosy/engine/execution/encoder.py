@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.attention_params import AttentionParams
 from argosy.engine.execution.bidirectional_attention import BidirectionalAttention
 from argosy.engine.execution.layers import IdentityNorm, LoadableModule, Projection
 from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.attention_params import AttentionParams
 from argosy.engine.execution.kv_cache_layout import KvCacheLayout, arrange_layers
 
 

@@ -18,7 +18,8 @@ from argosy.engine.execution.batch import KvCacheShape
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.batch import Attention, AttentionParams, Batch
+    from argosy.engine.execution.attention_params import AttentionParams
+    from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.generic_architecture import GenericArchitecture
     from argosy.engine.execution.generic_trace import ModelTrace

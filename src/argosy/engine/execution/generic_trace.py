@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.attention_params import AttentionParams
 from argosy.engine.execution.rowwise_ops import InexactCallRecorder
 
 if TYPE_CHECKING:

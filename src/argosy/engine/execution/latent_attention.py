@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.attention_params import AttentionParams
 from argosy.engine.execution.layers import LoadableModule, Projection, RmsNorm
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.attention_params import AttentionParams
 from argosy.engine.execution.layers import GatedActivation, LoadableModule, Projection, RmsNorm
 
 if TYPE_CHECKING:

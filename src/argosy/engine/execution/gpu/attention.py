@@ -15,7 +15,8 @@ from argosy.engine.execution.kv_cache_tensor import KvCacheTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+    from argosy.engine.execution.attention_params import AttentionParams
+    from argosy.engine.execution.batch import Batch, KvCacheShape
     from argosy.engine.execution.rope import RopeRotation
 
 KV_FLOAT8 = torch.float8_e4m3fn
