@@ -16,11 +16,11 @@ import torch
 from torch.nn import functional as F
 
 from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
-from argosy.engine.execution.attention_cpu import create_cpu_attention
-from argosy.engine.execution.attention_params import AttentionParams
-from argosy.engine.execution.batch import Batch, KvCacheShape
-from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
-from argosy.engine.execution.rope_params import RopeParams
+from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
+from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
+from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.linear_cpu import NativeLinear, OnednnLinear
-from argosy.engine.execution.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.linear import NativeLinear, OnednnLinear
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.linear_cpu import NativeLinear, OnednnLinear
-from argosy.engine.execution.linear_int_cpu import NativeIntLinear
-from argosy.engine.execution.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.linear import NativeLinear, OnednnLinear
+from argosy.engine.execution.kernels.cpu.linear_int import NativeIntLinear
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from benchmarks.linear import over_shapes
 
 if TYPE_CHECKING:

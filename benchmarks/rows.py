@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.elementwise_cpu import (
+from argosy.engine.execution.kernels.cpu.elementwise import (
     ElementwiseOps,
     NativeElementwiseOps,
     TorchElementwiseOps,
 )
-from argosy.engine.execution.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

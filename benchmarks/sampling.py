@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.native_kernels import load_kernels
-from argosy.engine.execution.sampler import Sampler
-from argosy.engine.execution.sampling_ops import SamplingOps, TorchSamplingOps
-from argosy.engine.execution.sampling_ops_cpu import NativeSamplingOps
+from argosy.engine.execution.executor.sampler import Sampler
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.sampling_ops import NativeSamplingOps
+from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps, TorchSamplingOps
 from argosy.engine.scheduling import AdmittedSequence
 from argosy.protocol import SamplingParams
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from tests.engine.transformers_reference import VOCAB
 
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_selection import build_transformers_model
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.model_selection import build_transformers_model
+from argosy.engine.execution.loading.weight_loader import load_decoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tests.engine.transformers_reference import Reference
 
     from argosy.engine.engine_config import QuantizeSetting
-    from argosy.engine.execution.decoder import Decoder
-    from argosy.engine.execution.generic_decoder import GenericDecoder
+    from argosy.engine.execution.decoders.decoder import Decoder
+    from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
 
 LENGTHS = (1, 2, 17, 33, 70)
 GREEDY_TOKENS = 16

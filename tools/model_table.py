@@ -37,8 +37,8 @@ from tools.pooling_rows import POOLING_TABLE_HEAD, pooling_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from argosy.engine.execution.decoder import Decoder
-    from argosy.engine.execution.generic_decoder import GenericDecoder
+    from argosy.engine.execution.decoders.decoder import Decoder
+    from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
 
 TARGET = Path(__file__).parents[1] / "docs/reference/models.md"
 INTRODUCTION = Path(__file__).with_name("model_table.md")

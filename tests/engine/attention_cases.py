@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from argosy.engine.execution.attention_cpu import create_cpu_attention
-from argosy.engine.execution.attention_params import AttentionParams
-from argosy.engine.execution.batch import Batch, KvCacheShape
-from argosy.engine.execution.rope import apply_rope, build_rope_table, gather_rope_rotation
-from argosy.engine.execution.rope_params import RopeParams
+from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
+from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
+from argosy.engine.execution.kernels.rope import apply_rope, build_rope_table, gather_rope_rotation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from argosy.engine.execution.batch import Attention
-    from argosy.engine.execution.rope import RopeRotation
+    from argosy.engine.execution.kernels.batch import Attention
+    from argosy.engine.execution.kernels.rope import RopeRotation
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BackendName = Literal["native", "torch"]

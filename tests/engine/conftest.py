@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.engine.execution.isa import ISA_VARIABLE, TORCH_ISA_NAME
-from argosy.engine.execution.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE, TORCH_ISA_NAME
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from argosy.native import NativeUnavailableError
 from tests.engine.isas import ISAS
 

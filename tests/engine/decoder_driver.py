@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.batch import Batch
-from argosy.engine.execution.decoder import Decoder
+from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.kernels.batch import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from argosy.engine.execution.generic_decoder import GenericDecoder
+    from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
 
 BLOCK_SIZE = 16
 MAX_SEQUENCES = 256

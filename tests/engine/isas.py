@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.engine.execution.isa import EMULATED_AMX, TORCH_ISA_NAME, available_isas
+from argosy.engine.execution.kernels.cpu.isa import EMULATED_AMX, TORCH_ISA_NAME, available_isas
 
 _NAMES = [*(isa.name for isa in (*available_isas(), EMULATED_AMX)), TORCH_ISA_NAME]
 _DEFAULT = {_NAMES[0], "avx2", TORCH_ISA_NAME}

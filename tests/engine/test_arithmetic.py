@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.arithmetic import describe_arithmetic
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.isa import ISA_VARIABLE
-from argosy.engine.execution.rope_params import RopeParams
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.arithmetic import describe_arithmetic
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.attention_cpu import create_cpu_attention
-from argosy.engine.execution.batch import KvCacheShape
-from argosy.engine.execution.isa import TORCH_ISA_NAME
-from argosy.engine.execution.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.rope import apply_rope
+from argosy.engine.execution.kernels.batch import KvCacheShape
+from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
+from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME
+from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.rope import apply_rope
 from argosy.native import NativeUnavailableError
 from tests.engine.attention_cases import (
     TORCH_DTYPES,
@@ -29,7 +29,7 @@ from tests.engine.pairwise import pairwise
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.kernels.batch import Attention
 
 
 def native_or_skip() -> Kernels:

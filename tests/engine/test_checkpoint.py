@@ -16,19 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint import checkpoint_digest, resolve_model_path, tensor_files
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.model_families import FAMILIES, checkpoint_tensor_names
-from argosy.engine.execution.model_summary import summarize_model
-from argosy.engine.execution.rope_params import RopeParams
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.architectures.model_families import FAMILIES, checkpoint_tensor_names
+from argosy.engine.execution.architectures.model_summary import summarize_model
+from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.checkpoint_formats.checkpoint import (
+    checkpoint_digest,
+    resolve_model_path,
+    tensor_files,
+)
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.weight_loader import load_decoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.decoder import Decoder
+    from argosy.engine.execution.decoders.decoder import Decoder
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -585,7 +589,8 @@ def test_unsupported_experts_are_rejected_by_key(
 def test_configs_are_read_without_torch() -> None:
     code = (
         "import sys\n"
-        "import argosy.engine.execution.architecture_config, argosy.engine.execution.checkpoint\n"
+        "import argosy.engine.execution.architectures.architecture_config\n"
+        "import argosy.engine.execution.checkpoint_formats.checkpoint\n"
         "assert not {'torch', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

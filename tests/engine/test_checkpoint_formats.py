@@ -12,20 +12,23 @@ from safetensors.torch import load_file, save_file
 
 from argosy.cli.models import compute_model_fit
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
+    CheckpointReader,
+    StoredPart,
+)
 from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import GptqTensor
-from argosy.engine.execution.checkpoint_reader import CheckpointReader, StoredPart
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.encoded_linear import create_encoded_linear
-from argosy.engine.execution.executor_loader import load_executor
-from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_selection import (
+from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
+from argosy.engine.execution.loading.encoded_linear import create_encoded_linear
+from argosy.engine.execution.loading.executor_loader import load_executor
+from argosy.engine.execution.loading.model_selection import (
     build_transformers_model,
     find_stored_integers,
 )
-from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.stored_formats import (
     FORMATS,
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.engine_config import QuantizeSetting
-    from argosy.engine.execution.decoder import Decoder
+    from argosy.engine.execution.decoders.decoder import Decoder
 
 SHAPE = (24, 192)
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(length)] for length in (3, 18, 40)]

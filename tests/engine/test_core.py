@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution import cgroup, compute_threads
-from argosy.engine.execution.cpu_times import CpuTimes
-from argosy.engine.execution.executor import StepHandle
+from argosy.engine.execution.executor.executor import StepHandle
+from argosy.engine.execution.kernels.cpu import cgroup, compute_threads
+from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes
 from argosy.engine.scheduling import StepPlan, StepResult
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
 from argosy.models import BUNDLED_MODEL

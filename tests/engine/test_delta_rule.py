@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from argosy.engine.execution.batch import Batch, BatchStates
-from argosy.engine.execution.delta_rule_cpu import DeltaRuleWeights
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.kernels.batch import Batch, BatchStates
+from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRuleWeights
+from argosy.engine.execution.kernels.device import create_cpu_device
 from tests.engine.pairwise import pairwise
 
 if TYPE_CHECKING:
-    from argosy.engine.execution.delta_rule_cpu import DeltaRule
+    from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRule
 
 LENGTHS = (1, 3, 23)
 LAYER = 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from argosy.engine import EngineConfig
-from argosy.engine.execution.executor_loader import choose_device
-from argosy.engine.execution.gpu import cuda_runtime
+from argosy.engine.execution.kernels.gpu import cuda_runtime
+from argosy.engine.execution.loading.executor_loader import choose_device
 
 
 @pytest.mark.parametrize(

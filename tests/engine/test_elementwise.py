@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from argosy.engine.execution.elementwise_cpu import (
+from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.kernels.cpu.elementwise import (
     ElementwiseOps,
     NativeElementwiseOps,
     TorchElementwiseOps,
     create_cpu_elementwise_ops,
 )
-from argosy.engine.execution.model_architecture import Activation, NormKind
-from argosy.engine.execution.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from argosy.native import NativeUnavailableError
 from tests.engine.pairwise import pairwise
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.isa import TORCH_ISA_NAME
+from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests

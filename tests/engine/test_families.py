@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.model_summary import summarize_model
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.architectures.model_summary import summarize_model
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.decoder import Decoder
-    from argosy.engine.execution.model_architecture import ModelArchitecture
+    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+    from argosy.engine.execution.decoders.decoder import Decoder
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)
 

@@ -13,11 +13,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_selection import build_transformers_model, select_implementation
-from argosy.engine.execution.model_summary import summarize_model
-from argosy.engine.execution.self_test import (
+from argosy.engine.execution.architectures.model_summary import summarize_model
+from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.model_selection import (
+    build_transformers_model,
+    select_implementation,
+)
+from argosy.engine.execution.loading.self_test import (
     MAX_MEDIAN_DIFFERENCE,
     SelfTestResult,
     find_or_run,
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.batch import Attention, Batch
-    from argosy.engine.execution.generic_decoder import GenericDecoder
+    from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
+    from argosy.engine.execution.kernels.batch import Attention, Batch
 
 LENGTHS = (1, 7, 17, 40)
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.model_selection import select_implementation
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.model_selection import select_implementation
+from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.gguf_reference import dequantize, random_blocks, write_gguf
 from tests.engine.transformers_reference import VOCAB, make_reference

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.grouped_weight import (
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GROUP_SIZES,
     GroupedSource,
     GroupedWeight,
     GroupFormat,
     choose_group_size,
 )
-from argosy.engine.execution.linear_group_cpu import TorchGroupLinear
-from argosy.engine.execution.pack_cache import pack_in_memory
+from argosy.engine.execution.kernels.cpu.linear_group import TorchGroupLinear
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.pack_cache import pack_in_memory
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
 

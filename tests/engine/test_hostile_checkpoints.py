@@ -25,13 +25,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint import resolve_model_path
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.generic_loader import load_generic_decoder
-from argosy.engine.execution.model_selection import build_transformers_model
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.loading.model_selection import build_transformers_model
+from argosy.engine.execution.loading.weight_loader import load_decoder
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from tests.engine.stored_formats import (
     FORMATS,

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from argosy.engine.execution.checkpoint import model_revision, resolve_model_path
+from argosy.engine.execution.checkpoint_formats.checkpoint import model_revision, resolve_model_path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LAYOUT = ["config.json", "tokenizer.json", "model.safetensors", "modeling_x.py", "README.md"]

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from argosy.engine.execution.huge_pages import PagePrefaulter, huge_zeros
+from argosy.engine.execution.kernels.huge_pages import PagePrefaulter, huge_zeros
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prefaulting works on Linux only")
 

@@ -9,8 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.execution.array_packing import ARRAY_ALIGNMENT_BYTES, pack_arrays, unpack_arrays
-from argosy.engine.execution.persistent_batch import DeviceInputs, PackedStep, PersistentBatch
+from argosy.engine.execution.executor.array_packing import (
+    ARRAY_ALIGNMENT_BYTES,
+    pack_arrays,
+    unpack_arrays,
+)
+from argosy.engine.execution.executor.persistent_batch import (
+    DeviceInputs,
+    PackedStep,
+    PersistentBatch,
+)
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from argosy.engine.execution.pooling_layout import PoolingLayout, read_pooling_layout
+from argosy.engine.execution.architectures.pooling_layout import PoolingLayout, read_pooling_layout
 
 if TYPE_CHECKING:
     from pathlib import Path

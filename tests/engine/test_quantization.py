@@ -12,13 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.engine_config import EngineConfig, IntFormat
-from argosy.engine.execution.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.device import create_cpu_device
-from argosy.engine.execution.executor_loader import load_executor
-from argosy.engine.execution.layers import Projection
-from argosy.engine.execution.quantization import QuantizedWeight, quantize_rows, quantize_weight
-from argosy.engine.execution.weight_loader import load_decoder
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.checkpoint_formats.quantization import (
+    QuantizedWeight,
+    quantize_rows,
+    quantize_weight,
+)
+from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.layers.modules import Projection
+from argosy.engine.execution.loading.executor_loader import load_executor
+from argosy.engine.execution.loading.weight_loader import load_decoder
 from argosy.models import BUNDLED_MODEL
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.isas import ISAS
@@ -65,7 +69,7 @@ def quantize(weight: Tensor, weight_format: IntFormat) -> QuantizedWeight:
 @cache
 def torch_reference(shape: tuple[int, int], dtype: torch.dtype, weight_format: IntFormat) -> Tensor:
     """Compute the result that torch's operations define."""
-    from argosy.engine.execution.linear_int_cpu import TorchIntLinear
+    from argosy.engine.execution.kernels.cpu.linear_int import TorchIntLinear
 
     weight, bias, x = random_linear(*shape, max(BATCHES))
     return TorchIntLinear(weight.to(dtype), bias.to(dtype), weight_format)(x.to(dtype))

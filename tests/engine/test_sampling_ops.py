@@ -10,15 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.native_kernels import load_kernels
-from argosy.engine.execution.sampling_ops import (
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.sampling_ops import (
+    NativeSamplingOps,
+    create_cpu_sampling_ops,
+)
+from argosy.engine.execution.kernels.torch.sampling_ops import (
     LOG2E,
     SamplingMetadata,
     SamplingOps,
     TorchSamplingOps,
     compute_weights,
 )
-from argosy.engine.execution.sampling_ops_cpu import NativeSamplingOps, create_cpu_sampling_ops
 from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:

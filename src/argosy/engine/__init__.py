@@ -21,16 +21,19 @@ if TYPE_CHECKING:
         EngineConfig,
     )
     from argosy.engine.engine_request import EngineRequest
-    from argosy.engine.execution.checkpoint import resolve_model_path, weight_files
-    from argosy.engine.execution.checkpoint_reader import StoredIntegers
-    from argosy.engine.execution.model_selection import (
+    from argosy.engine.execution.architectures.model_summary import ModelSummary, summarize_model
+    from argosy.engine.execution.architectures.pooling_layout import read_pooling_layout
+    from argosy.engine.execution.checkpoint_formats.checkpoint import (
+        resolve_model_path,
+        weight_files,
+    )
+    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
+    from argosy.engine.execution.kernels.cpu.native_kernels import prebuild_kernels
+    from argosy.engine.execution.loading.model_selection import (
         AnyArchitecture,
         find_stored_integers,
         read_any_architecture,
     )
-    from argosy.engine.execution.model_summary import ModelSummary, summarize_model
-    from argosy.engine.execution.native_kernels import prebuild_kernels
-    from argosy.engine.execution.pooling_layout import read_pooling_layout
     from argosy.engine.llm import LLM
     from argosy.engine.offline_sampling_params import SamplingParams
     from argosy.engine.outputs import CompletionOutput, RequestOutput
@@ -71,10 +74,10 @@ _MODULE_BY_NAME = {
     "DEFAULT_KV_MEMORY_FRACTION": "engine_config",
     "LLM": "llm",
     "DEFAULT_PACK_CACHE_BYTES": "engine_config",
-    "AnyArchitecture": "execution.model_selection",
+    "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
-    "ModelSummary": "execution.model_summary",
+    "ModelSummary": "execution.architectures.model_summary",
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
@@ -82,14 +85,14 @@ _MODULE_BY_NAME = {
     "RequestOutput": "outputs",
     "SamplingParams": "offline_sampling_params",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
-    "summarize_model": "execution.model_summary",
-    "resolve_model_path": "execution.checkpoint",
-    "StoredIntegers": "execution.checkpoint_reader",
-    "find_stored_integers": "execution.model_selection",
-    "prebuild_kernels": "execution.native_kernels",
-    "read_any_architecture": "execution.model_selection",
-    "read_pooling_layout": "execution.pooling_layout",
-    "weight_files": "execution.checkpoint",
+    "summarize_model": "execution.architectures.model_summary",
+    "resolve_model_path": "execution.checkpoint_formats.checkpoint",
+    "StoredIntegers": "execution.checkpoint_formats.checkpoint_reader",
+    "find_stored_integers": "execution.loading.model_selection",
+    "prebuild_kernels": "execution.kernels.cpu.native_kernels",
+    "read_any_architecture": "execution.loading.model_selection",
+    "read_pooling_layout": "execution.architectures.pooling_layout",
+    "weight_files": "execution.checkpoint_formats.checkpoint",
     "serve_replica": "serving.api_server.replica_server",
     "tool_format_names": "serving.preprocessing.text_processing",
 }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.offline_prompts import PromptInput, parse_prompt
 from argosy.engine.pooling_outputs import (
     ClassificationOutput,

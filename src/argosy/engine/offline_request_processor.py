@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.offline_prompts import Conversation, PromptInput, parse_prompt
 from argosy.engine.offline_sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, to_plain
 from argosy.engine.outputs import RequestOutputCollector

@@ -20,8 +20,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from argosy.engine.execution.gpu import attention, attention_kernels, elementwise, linear, sampling
-from argosy.engine.execution.sampling_ops import EXP2_COEFFICIENTS, FRACTION_BITS, MIN_EXPONENT
+from argosy.engine.execution.kernels.gpu import (
+    attention,
+    attention_kernels,
+    elementwise,
+    linear,
+    sampling,
+)
+from argosy.engine.execution.kernels.torch.sampling_ops import (
+    EXP2_COEFFICIENTS,
+    FRACTION_BITS,
+    MIN_EXPONENT,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"

@@ -19,7 +19,7 @@ elif INTERPRETED:
         raise RuntimeError("Triton was imported before TRITON_INTERPRET could be set")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from argosy.engine.execution.gpu import attention, elementwise, linear, sampling  # noqa: F401
+        from argosy.engine.execution.kernels.gpu import attention, elementwise, linear, sampling  # noqa: F401
         from tests.engine.gpu import interpreter
     finally:
         del os.environ["TRITON_INTERPRET"]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from argosy.engine.execution.device import CapturedGraph, DeviceEvent, HostEvent
+from argosy.engine.execution.kernels.device import CapturedGraph, DeviceEvent, HostEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
+from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8, TritonAttention
 from tests.engine.attention_cases import (
     TORCH_DTYPES,
     AttentionCase,
@@ -21,9 +21,9 @@ from tests.engine.gpu.device import DEVICE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.attention_params import AttentionParams
-    from argosy.engine.execution.batch import Batch
-    from argosy.engine.execution.rope import RopeRotation
+    from argosy.engine.execution.architectures.attention_params import AttentionParams
+    from argosy.engine.execution.kernels.batch import Batch
+    from argosy.engine.execution.kernels.rope import RopeRotation
     from tests.engine.attention_cases import BackendName, Chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here

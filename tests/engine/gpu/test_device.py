@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution import executor_loader
-from argosy.engine.execution.gpu import memory_profile
-from argosy.engine.execution.gpu.cuda_runtime import create_cuda_device
-from argosy.engine.execution.gpu.device import GpuDevice
-from argosy.engine.execution.native_kernels import active_kernels_name
+from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name
+from argosy.engine.execution.kernels.gpu import memory_profile
+from argosy.engine.execution.kernels.gpu.cuda_runtime import create_cuda_device
+from argosy.engine.execution.kernels.gpu.device import GpuDevice
+from argosy.engine.execution.loading import executor_loader
 from argosy.engine.scheduling import KvCacheGroups
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams

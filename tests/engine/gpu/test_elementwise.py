@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from argosy.engine.execution.elementwise_cpu import TorchElementwiseOps
-from argosy.engine.execution.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.kernels.cpu.elementwise import TorchElementwiseOps
+from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from tests.engine.pairwise import pairwise
 
 if TYPE_CHECKING:

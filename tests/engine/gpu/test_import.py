@@ -14,13 +14,13 @@ def run_without_triton(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_missing_triton_is_reported_with_remedy() -> None:
-    process = run_without_triton("import argosy.engine.execution.gpu")
+    process = run_without_triton("import argosy.engine.execution.kernels.gpu")
     assert process.returncode != 0
     assert "pip install 'argosy[gpu]'" in process.stderr
 
 
 def test_cpu_engine_loads_without_triton() -> None:
     process = run_without_triton(
-        "import argosy.engine.execution.executor_loader, argosy.engine.execution.executor"
+        "import argosy.engine.execution.loading.executor_loader, argosy.engine.execution.executor.executor"
     )
     assert process.returncode == 0, process.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from argosy.engine.execution.gpu.linear import (
+from argosy.engine.execution.kernels.gpu.linear import (
     TILES,
     LinearFormat,
     create_gpu_linear,
@@ -90,7 +90,9 @@ def test_tile_does_not_change_bits(
     linear = create_gpu_linear(weight, None, linear_format)
     full = linear(x)
     for tile in TILES:
-        monkeypatch.setattr("argosy.engine.execution.gpu.linear._tile", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(
+            "argosy.engine.execution.kernels.gpu.linear._tile", lambda *_, tile=tile: tile
+        )
         assert torch.equal(linear(x), full)
 
 

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.engine.execution.gpu.sampling import VOCAB_TILE, TritonSamplingOps
-from argosy.engine.execution.sampling_ops import LOG2E, SamplingMetadata, TorchSamplingOps
+from argosy.engine.execution.kernels.gpu.sampling import VOCAB_TILE, TritonSamplingOps
+from argosy.engine.execution.kernels.torch.sampling_ops import (
+    LOG2E,
+    SamplingMetadata,
+    TorchSamplingOps,
+)
 from tests.engine.gpu.device import DEVICE
 from tests.engine.pairwise import pairwise
 

@@ -1,4 +1,7 @@
-"""Forms in which checkpoints store matrices: quantized ones, and files other than safetensors.
+"""Files of a checkpoint, and the forms in which they store matrices.
+
+`checkpoint` finds the files of a model, and `checkpoint_reader` reads tensors under the names that they have in full
+precision.
 
 `parse_quantization` reads what config.json says, and `find_encoded_tensors` finds the matrices that are stored so. Each
 is an `EncodedTensor`, which gives the dequantized matrix. A `GroupedTensor` also gives the stored integers with their

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
-from argosy.engine.execution.grouped_weight import (
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedWeight,
     GroupFormat,
     choose_group_size,

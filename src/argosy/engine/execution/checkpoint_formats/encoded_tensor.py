@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
+    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 
 class TensorSource(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.checkpoint_formats.encoded_tensor import EncodedTensor, GroupedTensor
-from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 if TYPE_CHECKING:
     from torch import Tensor

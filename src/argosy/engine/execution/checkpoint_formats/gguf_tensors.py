@@ -14,7 +14,7 @@ from argosy.engine.execution.checkpoint_formats.gguf_config import (
     find_gguf_family,
 )
 from argosy.engine.execution.checkpoint_formats.gguf_file import read_gguf
-from argosy.engine.execution.grouped_weight import GroupedWeight, GroupFormat
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable

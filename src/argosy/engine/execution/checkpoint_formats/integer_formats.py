@@ -12,7 +12,7 @@ from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
     GroupedTensor,
     unpack_integers,
 )
-from argosy.engine.execution.grouped_weight import (
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedWeight,
     GroupFormat,
     choose_group_size,

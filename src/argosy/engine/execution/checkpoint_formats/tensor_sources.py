@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from argosy.engine.execution.checkpoint import tensor_files, torch_archives
+from argosy.engine.execution.checkpoint_formats.checkpoint import tensor_files, torch_archives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ import structlog
 import uvloop
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.checkpoint import model_revision, resolve_model_path
+from argosy.engine.execution.checkpoint_formats.checkpoint import model_revision, resolve_model_path
 from argosy.engine.serving.api_server.replica_app import ReplicaApp
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState

@@ -16,9 +16,9 @@ import structlog
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.checkpoint import resolve_model_path
-from argosy.engine.execution.executor import StepHandle
-from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
+from argosy.engine.execution.executor.executor import StepHandle
+from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.engine.grammar import (
     CompiledGrammar,
     GrammarCompiler,

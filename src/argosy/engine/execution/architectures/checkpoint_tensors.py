@@ -1,0 +1,115 @@
+"""Assignment of a checkpoint's stored tensors to the model's parameters, which accounts for every stored tensor."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from argosy.engine.execution.architectures.model_families import (
+    checkpoint_tensor_names,
+    unused_tensor_patterns,
+)
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
+    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+
+    OwnArchitecture = ModelArchitecture | EncoderArchitecture
+
+EMBEDDING = "embed.weight"
+HEAD = "head.weight"
+MAX_LISTED_TENSORS = 8
+"""Maximum number of tensors that an error lists."""
+_UNUSED_BUFFERS = r"(.*\.)?rotary_emb\.(original_)?inv_freq$"
+"""Frequencies of the rotary embedding, which older checkpoints store and config.json determines."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAssignment:
+    """Stored parts of each parameter, and the stored tensors that the model does not need."""
+
+    parts: Mapping[str, tuple[StoredPart, ...]]
+    """Parameter of the model -> parts whose concatenated rows are the parameter."""
+    unused: tuple[str, ...]
+
+
+def assign_tensors(
+    path: Path,
+    files: Mapping[str, Path],
+    architecture: OwnArchitecture,
+    parameters: Iterable[str],
+) -> TensorAssignment:
+    """Find the stored tensors of each parameter.
+
+    Args:
+        path: Directory of the checkpoint.
+        files: File of each stored tensor.
+        architecture: Architecture of the model.
+        parameters: Names of the model's parameters.
+
+    Raises:
+        ValueError: A tensor is missing, or a stored tensor would not be read although it may change the results.
+    """
+    parts = {
+        name: find_parts(architecture, name, files) or _raise_missing(path, architecture, name)
+        for name in parameters
+    }
+    unread = set(files).difference(part.name for found in parts.values() for part in found)
+    patterns = (_UNUSED_BUFFERS, *unused_tensor_patterns(architecture))
+    unused = {name for name in unread if any(re.match(pattern, name) for pattern in patterns)}
+    if (
+        architecture.tied_embeddings and architecture.has_head
+    ):  # a head that differs from the embedding is not tied
+        unused |= unread.intersection(
+            name for (name,) in checkpoint_tensor_names(architecture, HEAD)
+        )
+    if unread > unused:
+        _raise_unread(path, files, architecture, sorted(unread - unused))
+    return TensorAssignment(parts, tuple(sorted(unused)))
+
+
+def find_parts(
+    architecture: OwnArchitecture, parameter: str, stored_names: Iterable[str]
+) -> tuple[StoredPart, ...] | None:
+    """Return the parts of a parameter, or None if the checkpoint does not have them.
+
+    If the embedding is also the head, either may be stored, as in transformers.
+    """
+    sources = [parameter]
+    if architecture.tied_embeddings and architecture.has_head and parameter in (EMBEDDING, HEAD):
+        sources = [EMBEDDING, HEAD]
+    for source in sources:
+        for texts in checkpoint_tensor_names(architecture, source):
+            parts = tuple(map(StoredPart.parse, texts))
+            if all(part.name in stored_names for part in parts):
+                return parts
+    return None
+
+
+def _raise_missing(
+    path: Path, architecture: OwnArchitecture, parameter: str
+) -> tuple[StoredPart, ...]:
+    alternatives = checkpoint_tensor_names(architecture, parameter)
+    expected = " or ".join(" + ".join(parts) for parts in alternatives)
+    raise ValueError(
+        f"{path} has no tensor {expected}; "
+        "the download is incomplete or config.json belongs to another model"
+    )
+
+
+def _raise_unread(
+    path: Path, files: Mapping[str, Path], architecture: OwnArchitecture, names: list[str]
+) -> None:
+    listed = ", ".join(names[:MAX_LISTED_TENSORS])
+    if len(names) > MAX_LISTED_TENSORS:
+        listed += f" and {len(names) - MAX_LISTED_TENSORS} others"
+    stored_in = ", ".join(sorted({files[name].name for name in names[:MAX_LISTED_TENSORS]}))
+    raise ValueError(
+        f"{path}: {listed} in {stored_in} would not be read, because a {architecture.architecture} with the settings "
+        "of config.json has no such tensors; correct config.json, or remove the tensors if the model does not need them"
+    )

@@ -1,0 +1,235 @@
+"""Architecture of an encoder as plain values, read from config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from argosy.engine.execution.architectures.encoder_families import (
+    ENCODER_FAMILIES,
+    EncoderFamily,
+    split_architecture,
+)
+from argosy.engine.execution.architectures.kv_cache_layout import KvCacheLayout, without_kv_cache
+from argosy.engine.execution.architectures.rope_config import max_supported_len, parse_ropes
+from argosy.engine.execution.checkpoint_formats import parse_quantization
+from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
+from argosy.engine.execution.config.checkpoint_config import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    CheckpointConfig,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from argosy.engine.execution.architectures.rope_params import RopeParams
+
+EncoderActivation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierArchitecture:
+    """Architecture of a classification head: a layer of the encoder's width, and the projection to labels."""
+
+    num_labels: int
+    activation: EncoderActivation
+    has_norm: bool
+    has_dense_bias: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderArchitecture:
+    """Architecture of a transformer whose tokens attend in both directions.
+
+    `ModelArchitecture` has the properties of the same names for decoders.
+    """
+
+    family: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    vocab_size: int
+    max_model_len: int
+    """Maximum tokens of one sequence."""
+    dtype: str
+    """Dtype that the checkpoint names, or float32 if it names none."""
+    activation: EncoderActivation
+    norm_eps: float
+    has_norm_bias: bool
+    has_attention_bias: bool
+    has_mlp_bias: bool
+    is_modern: bool
+    """Whether norms come before attention and MLP, the MLP is gated, and positions are rotations."""
+    num_positions: int
+    """Rows of the table of positions, or 0 if the model rotates queries and keys."""
+    first_position: int
+    """Row of a sequence's first token in that table."""
+    num_token_types: int
+    """Rows of the table of token types, or 0 if the model has none."""
+    ropes: tuple[RopeParams, ...]
+    rope_indices: tuple[int, ...]
+    """Index into `ropes` of each layer. Empty without rotations."""
+    sliding_windows: tuple[int | None, ...]
+    """Window of each layer: a token attends to those nearer than this many positions. None is all tokens."""
+    classifier: ClassifierArchitecture | None
+    """Classification head, or None for an embedding model."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key and value heads, which is that of the query heads."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """No token ends a sequence."""
+        return ()
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether there is no separate output matrix."""
+        return True
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model computes logits of tokens."""
+        return False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence, which the model does not have."""
+        return 0
+
+    @property
+    def kv_layout(self) -> KvCacheLayout:
+        """Layout without KV cache groups, because every sequence is computed in one step."""
+        return without_kv_cache(self.num_layers)
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Return 0, the bytes of keys and values that are kept."""
+        return 0 * dtype_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that compute vectors."""
+        width, inner = self.hidden_size, self.intermediate_size
+        norm = width * (1 + self.has_norm_bias)
+        attention = 4 * width * width + self.has_attention_bias * 4 * width
+        up_rows = inner * (1 + self.is_modern)
+        mlp = width * (up_rows + inner) + self.has_mlp_bias * (up_rows + width)
+        tables = (self.vocab_size + self.num_positions + self.num_token_types) * width
+        total = tables + norm + self.num_layers * (attention + mlp + 2 * norm)
+        if self.classifier is not None:
+            head = self.classifier
+            total += width * (width + head.has_dense_bias + head.num_labels) + head.num_labels
+            total += norm if head.has_norm else 0
+        return total  # a pre-norm encoder has a final norm, but none in the first layer's attention
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of weights that compute one token, which are all."""
+        return self.num_parameters
+
+
+def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArchitecture:
+    """Read config.json of an encoder.
+
+    Args:
+        path: Directory of the checkpoint.
+        num_labels: Outputs of the classification head. None ignores it.
+
+    Raises:
+        ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.
+    """
+    file, values = read_config_values(path)
+    names = values.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    family_name, _ = split_architecture(name)
+    family = ENCODER_FAMILIES[family_name]
+    config = CheckpointConfig(file, values, family.defaults)
+    if parse_quantization(config) is not None:
+        raise config.error("quantization_config", "absent, because encoders are not quantized")
+    if config.string("position_embedding_type") not in (None, "absolute"):
+        raise config.error("position_embedding_type", "absolute")
+    if config.flag("is_decoder") or config.flag("add_cross_attention"):
+        raise config.error("is_decoder", "false for an encoder")
+    hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
+    heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
+    if hidden % heads:
+        raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
+    num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    positions = config.integer("max_position_embeddings")
+    offset = config.integer("pad_token_id", minimum=0) + 1 if family.has_padding_offset else 0
+    ropes, kinds = _parse_layers(family, config, hidden // heads, num_layers)
+    window = config.integer("local_attention") // 2 + 1 if family.is_modern else None
+    dtype = config.string("dtype") or config.string("torch_dtype")
+    return EncoderArchitecture(
+        family=family_name,
+        architecture=name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", maximum=MAX_WIDTH),
+        num_heads=heads,
+        vocab_size=config.integer("vocab_size"),
+        max_model_len=max_supported_len(config, ropes) if ropes else positions - offset,
+        dtype=dtype or "float32",
+        activation=_activation(
+            config, "hidden_activation" if family.is_modern else "hidden_act", "gelu"
+        ),
+        norm_eps=config.number("norm_eps" if family.is_modern else "layer_norm_eps"),
+        has_norm_bias=config.flag("norm_bias") if family.is_modern else True,
+        has_attention_bias=config.flag("attention_bias") if family.is_modern else True,
+        has_mlp_bias=config.flag("mlp_bias") if family.is_modern else True,
+        is_modern=family.is_modern,
+        num_positions=0 if family.is_modern else positions,
+        first_position=offset,
+        num_token_types=0 if family.is_modern else config.integer("type_vocab_size"),
+        ropes=ropes,
+        rope_indices=tuple(
+            len(ropes) - 1 if kind == "sliding_attention" else 0 for kind in kinds if ropes
+        ),
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        classifier=None
+        if num_labels is None
+        else ClassifierArchitecture(
+            num_labels=num_labels,
+            activation=_activation(config, "classifier_activation", family.head_activation),
+            has_norm="head.norm" in family.head_names,
+            has_dense_bias=config.flag("classifier_bias") if family.is_modern else True,
+        ),
+    )
+
+
+def _parse_layers(
+    family: EncoderFamily, config: CheckpointConfig, head_dim: int, num_layers: int
+) -> tuple[tuple[RopeParams, ...], tuple[str, ...]]:
+    """Return the ropes, and the attention type of each layer."""
+    if not family.is_modern:
+        return (), ("full_attention",) * num_layers
+    thetas = {
+        "rope_theta": config.optional_number("global_rope_theta", 1.0) or 160_000.0,
+        "rope_local_base_freq": config.optional_number("local_rope_theta", 1.0) or 10_000.0,
+    }
+    ropes = parse_ropes(config.with_values({**config.values, **thetas}), head_dim)
+    period = config.integer("global_attn_every_n_layers")
+    kinds = config.strings("layer_types") or tuple(
+        "sliding_attention" if index % period else "full_attention" for index in range(num_layers)
+    )
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise config.error("layer_types", f"{num_layers} times full_attention or sliding_attention")
+    return ropes, kinds
+
+
+def _activation(config: CheckpointConfig, key: str, default: str) -> EncoderActivation:
+    name = config.string(key) or default
+    if name not in get_args(EncoderActivation):
+        raise config.error(key, f"one of {', '.join(get_args(EncoderActivation))}")
+    return cast("EncoderActivation", name)

@@ -1,0 +1,196 @@
+"""Decoder-only transformer for all model families, configured by a `ModelArchitecture`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from argosy.engine.execution.kernels.batch import KvCacheShape
+from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
+from argosy.engine.execution.kernels.torch.bidirectional_attention import BidirectionalAttention
+from argosy.engine.execution.layers.gated_delta_net import GatedDeltaNet
+from argosy.engine.execution.layers.latent_attention import LatentAttention
+from argosy.engine.execution.layers.modules import (
+    DecoderLayer,
+    LoadableModule,
+    Mlp,
+    Projection,
+    RmsNorm,
+)
+from argosy.engine.execution.layers.moe import MixtureOfExperts
+from argosy.engine.execution.layers.self_attention import SelfAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from argosy.engine.engine_config import WeightFormat
+    from argosy.engine.execution.architectures.model_architecture import (
+        LayerArchitecture,
+        ModelArchitecture,
+    )
+    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.device import Device
+
+
+class Embedding(LoadableModule):
+    """Token embedding, multiplied by `embedding_scale` in families that have one."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(architecture.vocab_size, architecture.hidden_size))
+        self._scale = architecture.embedding_scale
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Round the scale to the dtype of the weights."""
+        del device
+        if self._scale is not None:
+            self._scale = float(torch.tensor(self._scale, dtype=self.weight.dtype))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Map token ids [T] to rows [T, hidden]."""
+        rows = F.embedding(token_ids, self.weight)
+        return rows if self._scale is None else rows.mul_(self._scale)
+
+
+class Decoder(nn.Module):
+    """Decoder, which maps token ids to logits or hidden states.
+
+    Its parameters are on `meta` until `load_decoder` assigns them.
+    """
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        device: Device,
+        dtype: torch.dtype,
+        quantize: WeightFormat | None = None,
+    ) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self._device = device
+        self._dtype = dtype
+        with torch.device("meta"):
+            self.embed = Embedding(architecture)
+            self.layers = nn.ModuleList(
+                DecoderLayer(
+                    architecture,
+                    layer.rope_index,
+                    attention,
+                    _build_mlp(architecture, layer),
+                )
+                for layer, attention in zip(
+                    architecture.layer_architectures, _build_attention(architecture), strict=True
+                )
+            )
+            self.norm = RmsNorm(
+                architecture.hidden_size, architecture.norm_kind, architecture.norm_eps
+            )
+            self.head = (
+                Projection(architecture.hidden_size, architecture.vocab_size, bias=False)
+                if architecture.has_head
+                else None
+            )
+        for name, module in self.named_modules():
+            if isinstance(module, Projection):
+                module.weight_format = weight_format_for(name, quantize)
+        self._rope_tables = [
+            build_rope_table(rope, architecture.max_model_len).to(device.torch_device)
+            for rope in architecture.ropes
+        ]
+        self._layers: list[DecoderLayer] = [
+            layer for layer in self.layers if isinstance(layer, DecoderLayer)
+        ]
+
+    def create_attention(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> Attention:
+        """Allocate a KV cache in `dtype` (the model's by default), and create the attention over it.
+
+        A model whose tokens attend in both directions has no KV cache.
+        """
+        if not self.architecture.is_causal:
+            return BidirectionalAttention()
+        shape = KvCacheShape(
+            num_layers=self.architecture.kv_layout.layers_per_block,
+            num_heads=self.architecture.num_heads,
+            num_kv_heads=self.architecture.num_kv_heads,
+            head_dim=self.architecture.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype or self._dtype,
+            value_dim=None
+            if self.architecture.latent is None
+            else self.architecture.latent.kv_rank,
+        )
+        return self._device.create_attention(shape)
+
+    def create_states(self, num_rows: int, num_snapshots: int) -> RecurrentStates | None:
+        """Allocate the states of recurrent layers. None if the model has no such layers."""
+        if self.architecture.delta_net is None:
+            return None
+        return RecurrentStates(self.architecture, num_rows, num_snapshots)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        """Return the logits of the flat tokens `batch.logit_index`, [L, vocab_size] float32. L may be 0.
+
+        A decoder without a head returns their hidden states, [L, hidden] float32. `attention` writes the keys and
+        values of every token of the batch.
+        """
+        x = self.embed.forward(batch.token_ids)
+        rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
+        for layer in self._layers:
+            layer.forward(x, rotations[layer.rope_index], batch, attention)
+        if not batch.logit_index.numel():
+            size = (
+                self.architecture.hidden_size if self.head is None else self.architecture.vocab_size
+            )
+            return torch.empty(0, size, device=x.device)
+        last = self.norm.forward(x.index_select(0, batch.logit_index))
+        if self.head is None:
+            return last.float()
+        logits = self.head.forward(last).float()
+        softcap = self.architecture.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def weight_format_for(module_name: str, quantize: WeightFormat | None) -> WeightFormat | None:
+    """Return the weight format of the projection `module_name` in a model quantized to `quantize`.
+
+    The head keeps 8 bits, since each of its errors is an error of a logit. Routers, the gates of shared experts and the
+    factors of delta nets are not quantized, because they are small and each of their outputs decides much. The
+    embedding is not quantized either, because a token reads only one of its rows, which are mapped from the checkpoint.
+    """
+    if module_name.endswith(("router", "shared_gate", "attention.factors")):
+        return None
+    return "int8" if module_name == "head" and quantize == "int4" else quantize
+
+
+def _build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:
+    """Yield the attention, or the module in its place, of each layer."""
+    attention_type = SelfAttention if architecture.latent is None else LatentAttention
+    places = iter(architecture.kv_layout.places)
+    num_recurrent = 0
+    for layer in architecture.layer_architectures:
+        if layer.is_recurrent:
+            yield GatedDeltaNet(architecture, num_recurrent)
+            num_recurrent += 1
+        else:
+            yield attention_type(architecture, layer, next(places))
+
+
+def _build_mlp(architecture: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:
+    if layer.is_moe and architecture.moe is not None:
+        return MixtureOfExperts(architecture.hidden_size, architecture.moe, architecture.activation)
+    return Mlp(
+        architecture.hidden_size,
+        architecture.intermediate_size,
+        architecture.mlp_bias,
+        architecture.activation,
+    )

@@ -1,0 +1,1 @@
+"""Encoders, whose tokens attend in both directions."""

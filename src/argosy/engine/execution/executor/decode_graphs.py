@@ -1,0 +1,109 @@
+"""Device graphs of decode steps, captured once per batch size and replayed with one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from argosy.engine.execution.executor.persistent_batch import DeviceInputs
+from argosy.engine.scheduling import StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from argosy.engine.execution.executor.persistent_batch import PackedStep, PersistentBatch
+    from argosy.engine.execution.kernels.batch import Batch
+    from argosy.engine.execution.kernels.device import CapturedGraph, Device, GraphCapturer
+
+GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Captured batch sizes. A step of another size is padded to the next larger one."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """Captured decode step, whose inputs and outputs stay at fixed addresses."""
+
+    size: int
+    inputs: DeviceInputs
+    input_buffer: Tensor
+    """Buffer that `inputs` are views of."""
+    logits: Tensor
+    graph: CapturedGraph
+
+
+class DecodeGraphs:
+    """Captured graphs of one executor. Graphs are captured one at a time, and steps without a graph run eagerly."""
+
+    def __init__(
+        self,
+        graph_capturer: GraphCapturer | None,
+        device: Device,
+        persistent_batch: PersistentBatch,
+        model: Callable[[Batch], Tensor],
+        max_seqs: int,
+    ) -> None:
+        self._graph_capturer = graph_capturer
+        self._device = device
+        self._persistent_batch = persistent_batch
+        self._model = model
+        self._captured: dict[int, CapturedStep] = {}
+        self._logits: Tensor | None = None
+        """[largest size, V], output shared by all graphs, since separate outputs would stay allocated."""
+        sizes = [size for size in GRAPH_BATCH_SIZES if size < max_seqs]
+        self._pending_sizes = (
+            [] if graph_capturer is None else [*sizes, min(max_seqs, GRAPH_BATCH_SIZES[-1])]
+        )
+
+    @property
+    def num_pending(self) -> int:
+        """Number of graphs still to be captured."""
+        return len(self._pending_sizes)
+
+    def capture_next(self) -> None:
+        """Capture the next graph, largest batch size first. If the device fails, disable further captures."""
+        if (
+            self._graph_capturer is None
+            or not self._pending_sizes
+            or not self._persistent_batch.is_uniform_decode(StepPlan(0))
+        ):
+            return
+        size = self._pending_sizes.pop()
+        try:
+            self._captured[size] = self._capture(self._graph_capturer, size)
+        except Exception as error:  # noqa: BLE001 - steps run without graphs too
+            log.warning("graph_capture_disabled", size=size, error=str(error))
+            self._pending_sizes = []
+
+    def find_captured(self, plan: StepPlan) -> CapturedStep | None:
+        """Return the smallest captured step that fits `plan`, or None."""
+        sizes = [size for size in self._captured if size >= len(plan.rows)]
+        if not sizes or not self._persistent_batch.is_uniform_decode(plan):
+            return None
+        return self._captured[min(sizes)]
+
+    def replay(self, captured: CapturedStep, packed: PackedStep) -> Tensor:
+        """Copy the inputs and launch the graph. The next replay overwrites the returned logits [size, V]."""
+        self._device.to_device(packed.buffer, captured.input_buffer)
+        captured.graph.replay()
+        return captured.logits
+
+    def _capture(self, graph_capturer: GraphCapturer, size: int) -> CapturedStep:
+        packed = self._persistent_batch.pack_padded_step(StepPlan(0), size)
+        input_buffer = self._device.to_device(packed.buffer)
+        inputs = DeviceInputs(input_buffer, packed.shape)
+        # Kernels are compiled in this first run, because a capture cannot include compilation.
+        first_logits = self._model(self._persistent_batch.gather_batch(inputs))
+        if self._logits is None:
+            self._logits = torch.empty_like(first_logits)
+        logits = self._logits[:size]
+        graph = graph_capturer.capture(
+            lambda: logits.copy_(self._model(self._persistent_batch.gather_batch(inputs)))
+        )
+        return CapturedStep(size, inputs, input_buffer, logits, graph)

@@ -1,0 +1,228 @@
+"""Sampler of the next tokens for all rows at once. Each row's result depends only on that row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from argosy.engine.execution.executor.logit_edits import LogitEdits
+from argosy.engine.execution.executor.penalties import Penalties
+from argosy.engine.execution.executor.persistent_batch import RaggedTable
+from argosy.engine.execution.executor.random_numbers import uniform_random
+from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
+from argosy.engine.execution.kernels.torch.sampling_ops import LOG2E, SamplingMetadata, SamplingOps
+from argosy.engine.grammar import is_constrained
+from argosy.engine.scheduling import Logprob
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from argosy.engine.execution.executor.token_masks import TokenMasks
+    from argosy.engine.scheduling import AdmittedSequence
+
+NEG_INF = float("-inf")
+MAX_LOGIT_SCALE = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Sampled tokens of S rows."""
+
+    tokens: Tensor
+    """[S] int64, on the device, -1 for rows whose logits were not finite."""
+    logprobs: dict[int, Logprob]
+    """Batch index -> log-probabilities under the unmodified logits, for valid rows that requested them."""
+
+    @property
+    def invalid_rows(self) -> list[int]:
+        """Batch indices whose logits were not finite. Waits for the device."""
+        found: list[int] = torch.nonzero(self.tokens < 0).flatten().tolist()
+        return found
+
+
+class Sampler:
+    """Sampling parameters of R rows, and the token counts for their penalties."""
+
+    def __init__(
+        self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._ops = ops or create_sampling_ops(device)
+        self._logit_scale = np.zeros(rows, np.float32)
+        self._top_k = np.full(rows, vocab_size, np.int64)
+        self._top_p = np.ones(rows, np.float32)
+        self._log2_min_p = np.full(rows, NEG_INF, np.float32)
+        self._seeds = np.zeros(rows, np.uint64)
+        self._min_positions = np.zeros(rows, np.int64)
+        self._top_logprobs = np.full(rows, -1, np.int64)
+        self._has_token_limits = np.zeros(rows, bool)
+        """Whether each row has a logit bias, allowed tokens or banned tokens."""
+        self._penalties = Penalties(rows, vocab_size, device)
+        self._bias = RaggedTable(rows, device)
+        self._allowed = RaggedTable(rows, device)
+        self._banned = RaggedTable(rows, device)
+        self._early_stop_tokens = RaggedTable(rows, device)
+        """Tokens that are masked out before `min_tokens`."""
+
+    def admit(self, admission: AdmittedSequence, end_token_ids: list[int]) -> None:
+        """Fill a row for a sequence that joins the batch. `end_token_ids` are masked out before `min_tokens`.
+
+        The mask of a constrained sequence includes its allowed, banned and end tokens.
+        """
+        row, params = admission.row, admission.params
+        temperature = params.temperature
+        self._logit_scale[row] = (
+            min(LOG2E / temperature, MAX_LOGIT_SCALE) if temperature > 0 else 0.0
+        )
+        self._top_k[row] = (
+            min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
+        )
+        self._top_p[row] = params.top_p
+        self._log2_min_p[row] = math.log2(params.min_p) if params.min_p > 0 else NEG_INF
+        self._seeds[row] = np.uint64(params.seed or 0)
+        self._min_positions[row] = admission.prompt_len + params.min_tokens
+        self._top_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._bias.set(row, list(params.logit_bias), list(params.logit_bias.values()))
+        has_mask = is_constrained(params)
+        allowed_ids = [] if has_mask else list(params.allowed_token_ids)
+        banned_ids = [] if has_mask else list(params.banned_token_ids)
+        early_stop_ids = [] if has_mask or params.min_tokens <= 0 else end_token_ids
+        self._allowed.set(row, allowed_ids, [0.0] * len(allowed_ids))
+        self._banned.set(row, banned_ids, [0.0] * len(banned_ids))
+        self._early_stop_tokens.set(row, early_stop_ids, [0.0] * len(early_stop_ids))
+        self._has_token_limits[row] = bool(params.logit_bias or allowed_ids or banned_ids)
+        self._penalties.admit(admission)
+
+    def __call__(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, masks: TokenMasks | None = None
+    ) -> SamplerOutput:
+        """Sample the token at `positions[i]` for `rows[i]` from `logits[i]`.
+
+        Logits [S, V] float32 are edited in place, because a copy would cost more than sampling. They are restored,
+        except for rows with a mask whose log-probabilities are not requested. Rows and positions are [S] int64 in host
+        memory, which avoids waiting for the device.
+        """
+        batch_rows, batch_positions = rows.numpy(), positions.numpy()
+        edits = LogitEdits(logits)
+        if masks is not None:
+            self._apply_masks(edits, masks, batch_rows)
+        self._apply_edits(edits, batch_rows, batch_positions)
+        tokens = self._ops.sample(logits, self._build_metadata(batch_rows, batch_positions))
+        edits.undo()
+        self._penalties.record_output(batch_rows, tokens)
+        return SamplerOutput(tokens, self._sampled_logprobs(logits, batch_rows, tokens))
+
+    def compute_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprob]:
+        """Compute log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `num_top` likeliest."""
+        logit_rows = np.arange(len(tokens))
+        return compute_logprobs(
+            self._ops, logits, logit_rows, tokens, np.full(len(logit_rows), num_top, np.int64)
+        )
+
+    def _build_metadata(
+        self, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> SamplingMetadata:
+        return SamplingMetadata(
+            self._logit_scale[batch_rows],
+            self._top_k[batch_rows],
+            self._top_p[batch_rows],
+            self._log2_min_p[batch_rows],
+            uniform_random(self._seeds[batch_rows], positions),
+        )
+
+    def _apply_edits(
+        self, edits: LogitEdits, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> None:
+        """Apply bias, allowed tokens, `min_tokens` and penalties of row `batch_rows[i]` at `positions[i]`."""
+        if self._has_token_limits[batch_rows].any():
+            self._apply_token_limits(edits, self._to_device(batch_rows))
+        is_early = positions < self._min_positions[batch_rows]
+        if is_early.any():
+            index, ids, _ = self._early_stop_tokens.select_rows(self._to_device(batch_rows))
+            early_pairs = self._to_device(is_early)[index]
+            edits.mask_out((index[early_pairs], ids[early_pairs]))
+        self._penalties.apply(edits, batch_rows)
+
+    def _apply_masks(
+        self, edits: LogitEdits, masks: TokenMasks, batch_rows: NDArray[np.int64]
+    ) -> None:
+        """Apply the masks first, so that all other parameters act on the allowed tokens."""
+        has_logprobs = self._top_logprobs[batch_rows[masks.index]] >= 0
+        edits.mask_rows(
+            self._to_device(masks.index),
+            masks.expand(edits.logits),
+            self._to_device(masks.index[has_logprobs]),
+        )
+
+    def _apply_token_limits(self, edits: LogitEdits, rows: Tensor) -> None:
+        """Apply the logit bias, the allowed tokens and the banned tokens."""
+        index, ids, values = self._bias.select_rows(rows)
+        edits.set_values((index, ids), edits.logits[index, ids] + values)
+        index, ids, _ = self._allowed.select_rows(rows)
+        if len(index):
+            kept = edits.logits[index, ids]
+            edits.mask_out((index.unique(),))
+            edits.set_values((index, ids), kept)
+        index, ids, _ = self._banned.select_rows(rows)
+        if len(index):
+            edits.mask_out((index, ids))
+
+    def _sampled_logprobs(
+        self, logits: Tensor, batch_rows: NDArray[np.int64], tokens: Tensor
+    ) -> dict[int, Logprob]:
+        """Compute the log-probabilities of the valid rows that requested them."""
+        requested = np.flatnonzero(self._top_logprobs[batch_rows] >= 0)
+        if requested.size:  # waits for the device, so only if requested
+            requested = requested[tokens.cpu().numpy()[requested] >= 0]
+        if not requested.size:
+            return {}
+        top_counts = self._top_logprobs[batch_rows[requested]]
+        logprobs = compute_logprobs(
+            self._ops, logits, requested, tokens[self._to_device(requested)], top_counts
+        )
+        return dict(zip(requested.tolist(), logprobs, strict=True))
+
+    def _to_device(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def create_sampling_ops(device: torch.device) -> SamplingOps:
+    """Create the sampling operations of a device. On the CPU, they use the calling thread's torch thread count."""
+    if device.type == "cpu":
+        return create_cpu_sampling_ops(torch.get_num_threads())
+    from argosy.engine.execution.kernels.gpu.sampling import TritonSamplingOps
+
+    return TritonSamplingOps()
+
+
+def compute_logprobs(
+    ops: SamplingOps,
+    logits: Tensor,
+    logit_rows: NDArray[np.int64],
+    tokens: Tensor,
+    top_counts: NDArray[np.int64],
+) -> list[Logprob]:
+    """Compute the log-probability and rank of `tokens[i]` under `logits[logit_rows[i]]`.
+
+    Each result also has the `top_counts[i]` likeliest tokens.
+    """
+    result = ops.compute_logprobs(logits, logit_rows, tokens, top_counts)
+    rows = zip(
+        tokens.tolist(),
+        result.token_logprobs.tolist(),
+        result.ranks.tolist(),
+        result.top_ids.tolist(),
+        result.top_logprobs.tolist(),
+        top_counts.tolist(),
+        strict=True,
+    )
+    return [
+        Logprob(token, logprob, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
+        for token, logprob, rank, top_ids, top_logprobs, count in rows
+    ]

@@ -1,0 +1,1 @@
+"""Execution on CPUs, by C++ kernels for each instruction set (csrc/), and by torch where they cannot be built."""

@@ -1,0 +1,172 @@
+"""Paged attention on the CPU, by the native kernel if it builds and else in plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+import torch
+
+from argosy.engine.execution.kernels.cpu.native_calls import AttentionCall
+from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.huge_pages import huge_zeros
+from argosy.engine.execution.kernels.kv_cache_tensor import KvCacheTensor
+from argosy.engine.execution.kernels.torch.attention import TorchAttention
+from argosy.native import NativeUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from argosy.engine.execution.architectures.attention_params import AttentionParams
+    from argosy.engine.execution.kernels.batch import Attention, Batch, KvCacheShape
+    from argosy.engine.execution.kernels.rope import RopeRotation
+
+AttentionBackend = Literal["auto", "native", "torch"]
+
+log = structlog.get_logger(__name__)
+
+
+def create_cpu_attention(
+    shape: KvCacheShape,
+    *,
+    threads: int,
+    backend: AttentionBackend = "auto",
+    kernels: Callable[[], Kernels] = load_kernels,
+) -> Attention:
+    """Allocate a paged KV cache and select, create and log the attention over it.
+
+    Args:
+        shape: Sizes of the KV cache.
+        threads: CPU threads.
+        backend: "auto" falls back to torch if the native kernel cannot be used.
+        kernels: Loader of the kernels.
+
+    Raises:
+        NativeUnavailableError: `backend` is "native" and the native kernel cannot be used.
+    """
+    if backend != "torch":
+        try:
+            native = NativeAttention(shape, threads, kernels())
+        except NativeUnavailableError as error:
+            if backend == "native":
+                raise
+            log.warning("attention_backend_selected", backend="torch", reason=str(error))
+        else:
+            log.info("attention_backend_selected", backend="native", threads=threads)
+            return native
+    return TorchAttention(shape)
+
+
+class NativeAttention(KvCacheTensor):
+    """Paged attention by csrc/attention.cpp, which also defines the layout inside a block.
+
+    Not thread-safe, because all calls share one argument structure.
+    """
+
+    ROW_ALIGNMENT_BYTES = 64
+    """Alignment of a head's keys, which are padded for the kernel's vector loads."""
+
+    def __init__(self, shape: KvCacheShape, threads: int, kernels: Kernels) -> None:
+        block_size, dtype = shape.block_size, shape.dtype
+        if block_size % 8:
+            raise NativeUnavailableError(
+                f"block_size {block_size} is not a multiple of 8; choose 16 or 32"
+            )
+        if dtype == torch.bfloat16:
+            self._run = kernels.attention_bfloat16
+        elif dtype == torch.float32:
+            self._run = kernels.attention_float32
+        else:
+            raise NativeUnavailableError(f"no kernel for {dtype}; choose bfloat16 or float32")
+        value_dim = shape.value_dim or shape.head_dim
+        if (shape.head_dim - value_dim) % 2:
+            raise NativeUnavailableError("the values start in the middle of a pair of elements")
+        lanes = self.ROW_ALIGNMENT_BYTES // dtype.itemsize
+        width = -(-shape.head_dim // lanes) * lanes
+        sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, block_size, width)
+        keys = huge_zeros(sizes, dtype)
+        values = huge_zeros(sizes, dtype) if shape.value_dim is None else None
+        super().__init__(keys, values)
+        self._layer_pointers = [
+            (keys[layer].data_ptr(), None if values is None else values[layer].data_ptr())
+            for layer in range(shape.num_layers)
+        ]
+        self._dtype = dtype
+        self._call = AttentionCall(
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            value_dim=value_dim,
+            block_size=block_size,
+            threads=threads,
+        )
+        self._batch: Batch | None = None
+        self._block_tables: Tensor
+        self._group_pointers: list[tuple[int, int]]
+        """Addresses of each KV cache group's slots and block table."""
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, for the log."""
+        return "native"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        batch: Batch,
+        params: AttentionParams,
+        rope: RopeRotation | None,
+    ) -> Tensor:
+        call, dtype = self._call, self._dtype
+        if batch is not self._batch:
+            self._bind_batch(batch)
+        queries, keys = _contiguous_heads(q, dtype), _contiguous_heads(k, dtype)
+        out = torch.empty(*q.shape[:2], call.value_dim, dtype=dtype)
+        call.q, call.q_stride = queries.data_ptr(), queries.stride(0)
+        call.k, call.k_stride = keys.data_ptr(), keys.stride(0)
+        if v is not None:
+            values = _contiguous_heads(v, dtype)
+            call.v, call.v_stride = values.data_ptr(), values.stride(0)
+        call.out, call.heads = out.data_ptr(), q.shape[1]
+        call.keys, call.values = self._layer_pointers[params.layer]
+        call.slot_mapping, call.block_table = self._group_pointers[params.group]
+        call.scale, call.softcap, call.window = (
+            params.scale,
+            params.softcap or 0.0,
+            params.sliding_window or 0,
+        )
+        call.sinks = None if params.sinks is None else params.sinks.data_ptr()
+        if rope is None:
+            call.rotary_dim = 0
+        else:
+            cos, sin = rope
+            call.cos, call.sin, call.rotary_dim = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+        self._run(ctypes.addressof(call))
+        return out if q.dtype == dtype else out.to(q.dtype)
+
+    def _bind_batch(self, batch: Batch) -> None:
+        """Fill in the arguments that all layers share."""
+        self._batch = batch
+        self._block_tables = batch.block_tables.contiguous()
+        self._group_pointers = [
+            (slots.data_ptr(), table.data_ptr())
+            for slots, table in zip(batch.slot_mappings, self._block_tables, strict=True)
+        ]
+        call = self._call
+        call.positions = batch.positions.data_ptr()
+        call.query_start_loc = batch.query_start_loc.data_ptr()
+        call.seq_lens = batch.seq_lens.data_ptr()
+        call.block_table_stride = self._block_tables.stride(1)
+        call.tokens, call.sequences = len(batch.positions), len(batch.seq_lens)
+
+
+def _contiguous_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [T, heads, D] in `dtype` with each token's heads contiguous. The token stride may be larger."""
+    if rows.dtype != dtype:
+        rows = rows.to(dtype)
+    _, head_stride, element_stride = rows.stride()
+    return rows if element_stride == 1 and head_stride == rows.shape[2] else rows.contiguous()

@@ -1,0 +1,229 @@
+"""Loader of the C++ kernels in csrc/, which are built with the system's compiler on first use."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import structlog
+import torch
+
+from argosy.engine.execution.architectures.model_architecture import Activation
+from argosy.engine.execution.kernels.cpu.isa import ISAS, TORCH_ISA_NAME, Isa, candidate_isas
+from argosy.native import (
+    LOAD_FAILURE_REMEDY,
+    CompilerError,
+    NativeUnavailableError,
+    build_library,
+    prebuild_library,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KERNEL_SOURCES = Path(__file__).parent / "csrc"
+NO_THREAD_LIMIT = 2**31 - 1
+COMPILER_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
+
+log = structlog.get_logger(__name__)
+
+_DTYPE_SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+"""Dtypes of the kernel variants, and the suffixes of their function names."""
+
+
+class Kernels:
+    """Loaded kernel library. Its functions do not check their arguments and run without the GIL.
+
+    - `attention_float32`, `attention_bfloat16`: take the address of an `AttentionCall`.
+    - `linear`: takes the address of a `LinearCall`.
+    - `norm`, `delta_rule`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `DeltaRuleCall`,
+      `SampleCall` or `LogprobCall`.
+    - `gated_activation`: by activation and dtype, take the address of a `GatedActivationCall`.
+    - `linear_packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
+    - `linear_pack`: takes (address of the weight, outs, cols, address of the packed weight, threads).
+    - `limit_threads`: sets the number of threads that no kernel of this process exceeds.
+    - `linear_int`: kernels of quantized weights by format.
+    - `linear_group`: kernels of weights in groups by bits, 4 or 8.
+    """
+
+    def __init__(self, path: Path, isa: str) -> None:
+        self.path = path
+        self.isa = isa
+        library = ctypes.CDLL(str(path))
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.attention_float32 = _function(library, "argosy_attention_float32", None, pointer)
+        self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
+        self.linear = _function(library, "argosy_linear", None, pointer)
+        self.norm = _by_dtype(library, "norm")
+        self.delta_rule = _by_dtype(library, "delta_rule")
+        self.sample = _by_dtype(library, "sample")
+        self.logprobs = _by_dtype(library, "logprobs")
+        self.gated_activation: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
+            activation: _by_dtype(library, activation) for activation in get_args(Activation)
+        }
+        self.linear_packed_bytes = _function(
+            library, "argosy_linear_packed_bytes", size, size, size
+        )
+        self.linear_pack = _function(
+            library, "argosy_linear_pack", None, pointer, size, size, pointer, size
+        )
+        self.limit_threads = _function(library, "argosy_limit_threads", None, size)
+        self.linear_int = {name: IntKernels(library, name) for name in ("int8", "int4")}
+        self.linear_group = {bits: GroupKernels(library, bits) for bits in (4, 8)}
+
+
+class IntKernels:
+    """Functions of linear_int.cpp for one format.
+
+    - `packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
+    - `pack_by_dtype`: take (address of the weight, outs, cols, address of the packed weight, threads), and return
+      whether all weights are finite.
+    - `linear_by_dtype`: take the address of a `LinearCall`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.packed_bytes = _function(
+            library, f"argosy_linear_{name}_packed_bytes", size, size, size
+        )
+        self.pack_by_dtype = {
+            dtype: _function(
+                library,
+                f"argosy_linear_{name}_pack_{suffix}",
+                size,
+                *(pointer, size, size, pointer, size),
+            )
+            for dtype, suffix in _DTYPE_SUFFIXES
+        }
+        self.linear_by_dtype = _by_dtype(library, f"linear_{name}")
+
+
+class GroupKernels:
+    """Functions of linear_group.cpp for weights of some bits.
+
+    - `packed_bytes`: maps (outs, cols, group, whether there are offsets) to the bytes of a packed weight.
+    - `pack`: takes (addresses of bytes, scales and offsets, outs, cols, group, address of the packed weight, threads).
+    - `linear_by_dtype`: take the address of a `LinearGroupCall`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, bits: int) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        name = f"argosy_linear_group{bits}"
+        self.packed_bytes = _function(
+            library, f"{name}_packed_bytes", size, *(size, size, size, size)
+        )
+        self.pack = _function(
+            library,
+            f"{name}_pack",
+            None,
+            *(pointer, pointer, pointer, size, size, size, pointer, size),
+        )
+        self.linear_by_dtype = _by_dtype(library, f"linear_group{bits}")
+
+
+def _function(
+    library: ctypes.CDLL, name: str, result: type[ctypes.c_int64] | None, *arguments: type
+) -> Callable[..., int]:
+    """Return a C function with declared types. If `result` is None, its return value is meaningless."""
+    function = library[name]
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[..., int]]:
+    """Return the variants by dtype of a function that takes the address of its argument structure."""
+    return {
+        dtype: _function(library, f"argosy_{name}_{suffix}", None, ctypes.c_void_p)
+        for dtype, suffix in _DTYPE_SUFFIXES
+    }
+
+
+def load_kernels(
+    compiler: str | None = None, folder: Path | None = None, isa: str | None = None
+) -> Kernels:
+    """Load the kernels for this CPU, and build them if no earlier process has. Safe for concurrent processes.
+
+    Args:
+        compiler: Name or path. None tries $CXX, or c++, g++ and clang++ without it.
+        folder: Folder of the builds. None is argosy/native in the user's cache directory.
+        isa: Instruction set. None reads $ARGOSY_CPU_ISA, or takes the fastest one that CPU and compiler support.
+
+    Raises:
+        NativeUnavailableError: The kernels cannot be built or loaded.
+        ValueError: This CPU does not support `isa`.
+    """
+    kernels = _load_or_reason(compiler, folder, tuple(candidate_isas(isa)))
+    if isinstance(kernels, str):
+        raise NativeUnavailableError(kernels)
+    return kernels
+
+
+def prebuild_kernels(folder: Path) -> dict[str, Path]:
+    """Build the kernels for machines without a compiler, by the name of the instruction set.
+
+    An instruction set that the compiler does not know is left out. So is one without a name that all CPUs share.
+
+    Raises:
+        NativeUnavailableError: There is no compiler, or the folder cannot be written.
+    """
+    built = {}
+    for isa in ISAS:
+        if "-march=native" in isa.compiler_flags:
+            continue
+        try:
+            flags = (*COMPILER_FLAGS, *isa.compiler_flags)
+            built[isa.name] = prebuild_library(KERNEL_SOURCES, flags, folder)
+        except CompilerError as error:
+            log.warning("kernel_build_failed", isa=isa.name, reason=str(error))
+    return built
+
+
+def active_kernels_name() -> str:
+    """Return the instruction set of the kernels in use, or "torch" without native kernels."""
+    try:
+        return load_kernels().isa
+    except NativeUnavailableError:
+        return TORCH_ISA_NAME
+
+
+def limit_kernel_threads(threads: int | None) -> None:
+    """Let no native kernel in this process use more than `threads` threads. None removes the limit."""
+    with contextlib.suppress(NativeUnavailableError):
+        load_kernels().limit_threads(NO_THREAD_LIMIT if threads is None else threads)
+
+
+@cache
+def _load_or_reason(
+    compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]
+) -> Kernels | str:
+    """Return the kernels, or the reason why they are unavailable. Cached, because every layer calls it."""
+    reason = "ARGOSY_CPU_ISA selects torch's operations; unset it to use the native kernels"
+    for isa in isas:
+        try:
+            return _build_and_load(isa, compiler, folder)
+        except CompilerError as error:
+            reason = str(error)
+            log.warning("kernel_build_failed", isa=isa.name, reason=reason)
+        except NativeUnavailableError as error:
+            return str(error)
+    return reason
+
+
+def _build_and_load(isa: Isa, compiler: str | None, folder: Path | None) -> Kernels:
+    """Build the kernels if needed, and load them."""
+    path = build_library(
+        KERNEL_SOURCES,
+        (*COMPILER_FLAGS, *isa.compiler_flags),
+        compiler=compiler,
+        build_folder=folder,
+    )
+    try:
+        return Kernels(path, isa.name)
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailableError(
+            f"{path} does not load ({error}); {LOAD_FAILURE_REMEDY}"
+        ) from error

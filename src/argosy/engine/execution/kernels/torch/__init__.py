@@ -1,0 +1,1 @@
+"""Operations in plain torch, which run anywhere and define what the other kernels compute."""

@@ -1,0 +1,170 @@
+"""Paged attention in plain torch, for CPUs without the native kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from argosy.engine.execution.kernels.huge_pages import huge_zeros
+from argosy.engine.execution.kernels.kv_cache_tensor import KvCacheTensor
+from argosy.engine.execution.kernels.rope import apply_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from argosy.engine.execution.architectures.attention_params import AttentionParams
+    from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
+    from argosy.engine.execution.kernels.rope import RopeRotation
+
+
+class TorchAttention(KvCacheTensor):
+    """Paged attention in plain torch, which runs anywhere but is slower than the native kernel.
+
+    Tokens are grouped into query tiles of `QUERY_TILE` neighbouring positions of one sequence, and keys into key
+    tiles. Both are cut at absolute positions. Every matrix product of a token therefore has the same shape, and the
+    token the same index in it, whatever else is in the batch. The online softmax (Milakov & Gimelshein 2018) runs over
+    the key tiles in order.
+    """
+
+    QUERY_TILE = 8
+    KEY_TILE = 128
+    MAX_TILE_BYTES = 32 << 20
+    """Maximum memory of the gathered key tiles. More query tiles are computed in several passes."""
+
+    def __init__(self, shape: KvCacheShape) -> None:
+        block_size, kv_heads, head_dim = shape.block_size, shape.num_kv_heads, shape.head_dim
+        sizes = (shape.num_layers, shape.num_blocks, block_size, kv_heads, head_dim)
+        self._keys = huge_zeros(sizes, shape.dtype)
+        if shape.value_dim is None:
+            self._values = huge_zeros(sizes, shape.dtype)
+            super().__init__(self._keys, self._values)
+        else:
+            self._values = self._keys[..., head_dim - shape.value_dim :]
+            super().__init__(self._keys, None)
+        self._block_size = block_size
+        self._tile_blocks = max(1, self.KEY_TILE // block_size)
+        self._tile = self._tile_blocks * block_size
+        unit_bytes = self._tile * kv_heads * head_dim * 4
+        self._max_units = max(1, self.MAX_TILE_BYTES // unit_bytes)
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, for the log."""
+        return "torch"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        batch: Batch,
+        params: AttentionParams,
+        rope: RopeRotation | None,
+    ) -> Tensor:
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        keys = self._keys[params.layer]
+        slots = batch.slot_mappings[params.group]
+        keys.flatten(0, 1).index_copy_(0, slots, k.to(keys.dtype))
+        if v is not None:
+            values = self._values[params.layer]
+            values.flatten(0, 1).index_copy_(0, slots, v.to(values.dtype))
+
+        _, heads, head_dim = q.shape
+        query_lens = batch.query_start_loc.long().diff()
+        sequence = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
+        tile = batch.positions // self.QUERY_TILE
+        tiles, tile_of_token = torch.unique_consecutive(
+            torch.stack((sequence, tile), 1), dim=0, return_inverse=True
+        )
+        index = (tile_of_token, batch.positions % self.QUERY_TILE)
+        padded = torch.zeros(len(tiles), self.QUERY_TILE, heads, head_dim)
+        padded[index] = q.float() * params.scale
+        # Build one matrix per KV head. The query heads that share a KV head become rows.
+        units = padded.unflatten(2, (keys.shape[2], -1)).transpose(1, 2).flatten(2, 3)
+        outputs = [
+            self._attend(queries, tile_ids[:, 0], tile_ids[:, 1], batch, params)
+            for queries, tile_ids in zip(
+                units.split(self._max_units), tiles.split(self._max_units), strict=True
+            )
+        ]
+        out = torch.cat(outputs).unflatten(2, (self.QUERY_TILE, -1)).transpose(1, 2).flatten(2, 3)
+        rows: Tensor = out[index]
+        return rows.to(q.dtype)
+
+    def _attend(
+        self, q: Tensor, sequence: Tensor, tile: Tensor, batch: Batch, params: AttentionParams
+    ) -> Tensor:
+        """Compute the online softmax of query tiles q [U, kv_heads, rows, D] over their sequences' key tiles."""
+        length = batch.seq_lens.long()[sequence]
+        positions = tile[:, None] * self.QUERY_TILE + torch.arange(self.QUERY_TILE)
+        positions = positions.repeat_interleave(q.shape[2] // self.QUERY_TILE, 1)
+        first_key = torch.zeros_like(length)
+        if params.sliding_window:
+            chunk_starts = batch.positions[batch.query_start_loc.long()[sequence]]
+            first_token = torch.maximum(positions[:, 0], chunk_starts)
+            first_key = (first_token - (params.sliding_window - 1)).clamp(min=0)
+        first = first_key // self._tile
+        last = torch.minimum(positions[:, -1], length - 1) // self._tile
+        row_max = torch.full(q.shape[:3], -torch.inf)
+        total = torch.zeros(q.shape[:3])
+        out = torch.zeros(*q.shape[:3], self._values.shape[-1])
+        for index in range(int(first.min()), int(last.max()) + 1):
+            active = ((first <= index) & (index <= last)).nonzero().flatten()
+            if active.numel() == 0:
+                continue
+            key_positions = index * self._tile + torch.arange(self._tile)
+            valid = (key_positions < length[active, None]) & (
+                key_positions >= first_key[active, None]
+            )
+            blocks = self._tile_block_ids(
+                batch.block_tables[params.group], sequence[active], valid, index
+            )
+            scores = torch.matmul(q[active], self._gather(self._keys, params, blocks, valid).mT)
+            if params.softcap:
+                scores = params.softcap * torch.tanh(scores / params.softcap)
+            visible = (
+                _visible(key_positions, positions[active, :, None], params.sliding_window)
+                & valid[:, None]
+            )
+            scores.masked_fill_(~visible[:, None], -torch.inf)
+            old_max = row_max[active]
+            new_max = torch.maximum(old_max, scores.amax(-1))
+            # Rows without a visible key so far would yield NaN.
+            base = new_max.masked_fill(new_max == -torch.inf, 0.0)
+            weights = torch.exp(scores - base[..., None])
+            rescale = torch.exp(old_max - base)
+            row_max[active] = new_max
+            total[active] = total[active] * rescale + weights.sum(-1)
+            values = self._gather(self._values, params, blocks, valid)
+            out[active] = out[active] * rescale[..., None] + torch.matmul(weights, values)
+        if params.sinks is not None:  # a row (token of the tile, query head of the group)
+            sinks = params.sinks.view(q.shape[1], -1).repeat(1, self.QUERY_TILE)
+            total += torch.exp(sinks - row_max)
+        # Adding zero turns -0.0 into 0.0, because the sign depends on the number of masked keys.
+        return out / total[..., None] + 0.0
+
+    def _tile_block_ids(self, table: Tensor, sequence: Tensor, valid: Tensor, index: int) -> Tensor:
+        """Return the blocks of key tile `index` of each sequence, [U, tile_blocks], 0 for those without a valid key."""
+        column = index * self._tile_blocks + torch.arange(self._tile_blocks)
+        blocks = table[sequence[:, None], column.clamp(max=table.shape[1] - 1)]
+        is_used = valid.unflatten(1, (self._tile_blocks, self._block_size)).any(-1)
+        return blocks.long().masked_fill(~is_used, 0)
+
+    def _gather(
+        self, cache: Tensor, params: AttentionParams, blocks: Tensor, valid: Tensor
+    ) -> Tensor:
+        """Return one key tile of a cache in float32, [U, kv_heads, tile, D].
+
+        Invalid positions are zero, because a block may still contain another sequence's values, which may not be
+        finite.
+        """
+        tile = cache[params.layer][blocks].flatten(1, 2).transpose(1, 2).float()
+        return torch.where(valid[:, None, :, None], tile, 0.0)
+
+
+def _visible(key_positions: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Return the mask [U, R, K] of keys at positions [K] that are visible to rows at positions [U, R, 1]."""
+    visible = key_positions <= positions
+    return visible if window is None else visible & (key_positions > positions - window)

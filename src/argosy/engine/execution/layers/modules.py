@@ -1,0 +1,205 @@
+"""Modules of a decoder layer over flat tokens, which are projections, norms and gated MLP.
+
+Every result depends only on its own token's row, bit for bit, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from argosy.engine.execution.kernels.pack_cache import pack_in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from argosy.engine.engine_config import WeightFormat
+    from argosy.engine.execution.architectures.model_architecture import (
+        Activation,
+        ModelArchitecture,
+        NormKind,
+        NormPosition,
+    )
+    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.cpu.elementwise import Norm
+    from argosy.engine.execution.kernels.device import Device
+    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
+    from argosy.engine.execution.kernels.rope import RopeRotation
+
+
+class LoadableModule(nn.Module):
+    """Module whose own parameters are declared on `meta` and assigned by the loader.
+
+    Callers call `forward` directly, which saves the lookup of hooks, since no module has hooks.
+    """
+
+    dtype: torch.dtype | None = None
+    """Dtype of the parameters. None is the model's."""
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Convert the assigned parameters to the form that `forward` needs. Called once."""
+
+
+class Projection(LoadableModule):
+    """Linear layer x @ weight.T + bias, packed by the device, with the weight rounded to `weight_format`.
+
+    `row_order` maps each output to its row in the checkpoint. None is the same order.
+    """
+
+    def __init__(
+        self,
+        cols: int,
+        rows: int,
+        bias: bool,  # noqa: FBT001 - data of a spec
+        row_order: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.row_order = row_order
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, cols))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.weight_format: WeightFormat | None = None
+        self._linear: Callable[[Tensor], Tensor]
+
+    def process_weights_after_loading(
+        self, device: Device, get_packed: PackedWeightProvider = pack_in_memory
+    ) -> None:
+        """Pack the weight, or get its packed form from `get_packed`, and release the unpacked weight."""
+        if self.weight is None:
+            raise RuntimeError("process_weights_after_loading was called twice")
+        weight = _reorder(self.weight, self.row_order)
+        bias = None if self.bias is None else _reorder(self.bias, self.row_order)
+        self._linear = device.create_linear(weight, bias, self.weight_format, get_packed)
+        self.weight = self.bias = None
+
+    def set_linear(self, linear: Callable[[Tensor], Tensor]) -> None:
+        """Compute with a linear layer that is already packed."""
+        self._linear = linear
+        self.weight = self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [T, cols] to [T, rows]."""
+        return self._linear(x)
+
+
+class RmsNorm(LoadableModule):
+    """RMS norm over the last dimension, of the model family's kind."""
+
+    def __init__(self, size: int, kind: NormKind, eps: float) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(size))
+        self._kind = kind
+        self._eps = eps
+        self._norm: Norm
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Create the device's norm with the weight."""
+        if self.weight is None:
+            raise RuntimeError("process_weights_after_loading was called twice")
+        self._norm = device.elementwise_ops.create_norm(self._kind, self.weight, self._eps)
+        self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize over the last dimension, which has `size` elements."""
+        return self._norm(x)
+
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Add delta to x [T, size] in place, and return the normalized sum."""
+        return self._norm.add_and_norm(x, delta)
+
+
+class GatedActivation(LoadableModule):
+    """Gated activation, which maps each row to activation(first half, second half)."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self._activation = activation
+        self._compute: Callable[[Tensor], Tensor]
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Create the device's gated activation."""
+        self._compute = device.elementwise_ops.create_gated_activation(self._activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [T, 2 * size] to [T, size]."""
+        return self._compute(x)
+
+
+class Mlp(nn.Module):
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer 2020), with gate and up as one matrix.
+
+    The rows of gate and up alternate in the checkpoint if they are `interleaved`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        bias: bool,  # noqa: FBT001 - data of a spec
+        activation: Activation,
+        interleaved: bool = False,  # noqa: FBT001, FBT002 - data of a spec
+    ) -> None:
+        super().__init__()
+        size = 2 * intermediate
+        order = (*range(0, size, 2), *range(1, size, 2)) if interleaved else None
+        self.gate_up = Projection(hidden, size, bias, order)
+        self.down = Projection(intermediate, hidden, bias)
+        self.gate = GatedActivation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]."""
+        return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
+
+
+class IdentityNorm(LoadableModule):
+    """Identity, for positions without a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
+
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Add delta to x in place, and return x."""
+        return x.add_(delta)
+
+
+class DecoderLayer(nn.Module):
+    """Decoder layer of attention and MLP, with norms at the family's positions before and after each."""
+
+    def __init__(
+        self, architecture: ModelArchitecture, rope_index: int, attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mlp = mlp
+        self.attention_in = _build_norm(architecture, "attention_in")
+        self.attention_out = _build_norm(architecture, "attention_out")
+        self.mlp_in = _build_norm(architecture, "mlp_in")
+        self.mlp_out = _build_norm(architecture, "mlp_out")
+        self.rope_index = rope_index
+
+    def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
+        """Add the layer's output to the residual stream x [T, hidden] in place, and return x."""
+        normed = self.attention_in.forward(x)
+        output = self.attention.forward(normed, rope, batch, attention)
+        normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(output))
+        output = self.mlp.forward(normed)
+        return x.add_(self.mlp_out.forward(output))
+
+
+def _reorder(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Return the rows in another order. Rows on `meta` have no content, and so no order."""
+    if order is None or rows.is_meta:
+        return rows
+    return rows[torch.tensor(order, device=rows.device)]
+
+
+def _build_norm(architecture: ModelArchitecture, position: NormPosition) -> RmsNorm | IdentityNorm:
+    return (
+        RmsNorm(architecture.hidden_size, architecture.norm_kind, architecture.norm_eps)
+        if position in architecture.norm_positions
+        else IdentityNorm()
+    )

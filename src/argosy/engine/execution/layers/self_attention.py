@@ -1,0 +1,144 @@
+"""Self-attention of a decoder layer: projections, norms of queries and keys, and the call of the attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.layers.modules import (
+    GatedActivation,
+    LoadableModule,
+    Projection,
+    RmsNorm,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
+    from argosy.engine.execution.architectures.model_architecture import (
+        LayerArchitecture,
+        ModelArchitecture,
+    )
+    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.device import Device
+    from argosy.engine.execution.kernels.rope import RopeRotation
+
+
+class NoQkNorm(nn.Module):
+    """Identity, for families without a norm of queries and keys."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        del architecture
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        return q, k
+
+
+class PerHeadQkNorm(nn.Module):
+    """Norm of queries and keys over each head."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        self.q_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+        self.k_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        return self.q_norm.forward(q), self.k_norm.forward(k)
+
+
+class FullQkNorm(nn.Module):
+    """Norm of queries over all query heads together, and of keys over all KV heads together."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        super().__init__()
+        self.q_norm = RmsNorm(
+            architecture.num_heads * architecture.head_dim,
+            architecture.norm_kind,
+            architecture.norm_eps,
+        )
+        self.k_norm = RmsNorm(
+            architecture.num_kv_heads * architecture.head_dim,
+            architecture.norm_kind,
+            architecture.norm_eps,
+        )
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        flat_q, flat_k = self.q_norm.forward(q.flatten(1)), self.k_norm.forward(k.flatten(1))
+        return flat_q.view(q.shape), flat_k.view(k.shape)
+
+
+QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
+    None: NoQkNorm,
+    "head": PerHeadQkNorm,
+    "full": FullQkNorm,
+}
+
+
+class SelfAttention(LoadableModule):
+    """Self-attention with grouped queries (Ainslie et al. 2023), and in some families with sinks or an output gate."""
+
+    def __init__(
+        self, architecture: ModelArchitecture, layer: LayerArchitecture, place: LayerPlace
+    ) -> None:
+        super().__init__()
+        heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+        gates = heads if architecture.has_output_gate else 0
+        self.qkv = Projection(
+            architecture.hidden_size,
+            (heads + 2 * kv_heads + gates) * architecture.head_dim,
+            architecture.qkv_bias,
+            _order_gates_last(architecture) if gates else None,
+        )
+        self.output_gate = GatedActivation("sigmoid") if gates else None
+        self.qk = QK_NORMS[architecture.qk_norm](architecture)
+        self.o = Projection(
+            heads * architecture.head_dim, architecture.hidden_size, architecture.o_bias
+        )
+        self.sinks = nn.Parameter(torch.empty(heads)) if architecture.has_sinks else None
+        self._head_counts = (heads, kv_heads, kv_heads, gates)
+        self._head_dim = architecture.head_dim
+        self._params = AttentionParams(
+            layer=place.layer,
+            group=place.group,
+            scale=architecture.attention_scale,
+            sliding_window=layer.sliding_window,
+            softcap=architecture.attention_softcap,
+        )
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Convert the sinks to float32."""
+        del device
+        if self.sinks is not None:
+            self._params = replace(self._params, sinks=self.sinks.detach().float())
+            self.sinks = None
+
+    def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]."""
+        heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
+        q, k, v, gate = heads.split_with_sizes(self._head_counts, 1)
+        q, k = self.qk.forward(q, k)
+        output = attention(q, k, v, batch, self._params, rope).flatten(1)
+        if self.output_gate is not None:
+            output = self.output_gate.forward(torch.cat((gate.flatten(1), output), 1))
+        return self.o.forward(output)
+
+
+def _order_gates_last(architecture: ModelArchitecture) -> tuple[int, ...]:
+    """Return the order of rows in which the gate of each head, stored after its query, follows all keys and values."""
+    size = architecture.head_dim
+    queries = range(2 * architecture.num_heads * size)
+    rest = range(len(queries), len(queries) + 2 * architecture.num_kv_heads * size)
+    return (
+        *(row for row in queries if row % (2 * size) < size),
+        *rest,
+        *(row for row in queries if row % (2 * size) >= size),
+    )

@@ -1,0 +1,291 @@
+"""Test at start that a sequence's results depend on nothing but the sequence, bit for bit.
+
+A few sequences are computed alone, together, in chunks and after a prefix that is in the KV cache already. All ways
+must give the same logits. A model that fails is served, but marked, because its streams cannot be resumed exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.scheduling import StepPlan
+from argosy.folders import cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from argosy.engine.execution.kernels.batch import Attention
+    from argosy.engine.execution.kernels.device import Device
+    from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+    from argosy.engine.execution.loading.model_selection import AnyArchitecture
+
+BLOCK_SIZE = 16
+SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
+NUM_SHORT_SEQUENCES = 20
+"""Sequences of one token that are computed together with the others, so that large batches take other code paths."""
+NUM_SEQUENCES = len(SEQUENCE_LENGTHS) + NUM_SHORT_SEQUENCES
+CHUNK_ENDS = (1, 4, 17, 20, 34, 52, 53, 54)
+"""Positions at which sequences are cut into chunks."""
+NUM_WATCHED = 3
+"""Number of last positions of each sequence whose logits are compared."""
+MAX_MEDIAN_DIFFERENCE = 0.5
+"""Median difference of log-probabilities above which a model is wrong, not only inexact."""
+MAX_STORED_RESULTS = 256
+
+Chunk = tuple[str, int, int]
+"""Name of a sequence, and the first position and the end of the chunk."""
+
+
+class TestedDecoder(Protocol):
+    """Decoder of either implementation, or encoder."""
+
+    @property
+    def architecture(self) -> AnyArchitecture:
+        """Architecture of the model."""
+        ...
+
+    def create_attention(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> Attention:
+        """Create an attention with its own KV cache."""
+        ...
+
+    def __call__(self, batch: Batch, attention: Attention) -> Tensor:
+        """Return logits [L, vocab_size], or hidden states [L, hidden] of a model that is pooled."""
+        ...
+
+
+class SelfTestResult(msgspec.Struct, frozen=True):
+    """Result of a self-test."""
+
+    is_exact: bool
+    """Whether all logits were equal bit for bit."""
+    failed_cases: list[str]
+    """Cases whose logits differ from those of a sequence alone."""
+    median_difference: float
+    """Median difference of log-probabilities in the worst case. 0 if the model is exact."""
+
+
+def run_self_test(
+    decoder: TestedDecoder,
+    device: Device,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    kv_dtype: torch.dtype | None = None,
+    states: RecurrentStates | None = None,
+) -> SelfTestResult:
+    """Compute a few sequences in all ways, and compare their logits.
+
+    `states` are those of a model with recurrent layers, with `NUM_SEQUENCES` rows and snapshots.
+    """
+    probe = _Probe(decoder, device, vocab_size, max_model_len, kv_dtype, states)
+    names = list(probe.tokens)
+    expected = {name: probe.compute_alone(name) for name in names}
+    cases: dict[str, Callable[[], dict[str, Tensor]]] = {
+        "batched": lambda: probe.compute_together(names),
+    }
+    if decoder.architecture.kv_layout.windows:  # else each sequence is computed in one step
+        cases["chunked"] = lambda: probe.compute_in_chunks(names)
+        cases["prefix hit"] = lambda: probe.compute_after_prefix(names)
+    failed, worst = [], 0.0
+    for case, compute in cases.items():
+        actual = compute()
+        differing = [name for name in names if not torch.equal(actual[name], expected[name])]
+        if differing:
+            failed.append(case)
+            worst = max(worst, *(_median_difference(actual[n], expected[n]) for n in differing))
+    return SelfTestResult(not failed, failed, worst)
+
+
+def _median_difference(actual: Tensor, expected: Tensor) -> float:
+    difference = actual.log_softmax(-1) - expected.log_softmax(-1)
+    return float(difference.abs().nan_to_num(torch.inf).median())
+
+
+class _Probe:
+    """Sequences of random tokens, computed in chunks by a decoder with a small KV cache of its own."""
+
+    def __init__(
+        self,
+        decoder: TestedDecoder,
+        device: Device,
+        vocab_size: int,
+        max_model_len: int,
+        kv_dtype: torch.dtype | None,
+        states: RecurrentStates | None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = [min(length, max_model_len) for length in SEQUENCE_LENGTHS]
+        lengths += [1] * NUM_SHORT_SEQUENCES
+        self.tokens = {
+            f"sequence {number}": torch.randint(vocab_size, (length,), generator=generator).tolist()
+            for number, length in enumerate(lengths)
+        }
+        self._decoder = decoder
+        self._device = device
+        self._num_groups = len(decoder.architecture.kv_layout.windows)
+        num_blocks = 2 * self._num_groups * sum(-(-length // BLOCK_SIZE) for length in lengths)
+        self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE, kv_dtype)
+        self._attention.ensure_block(num_blocks - 1)
+        self._states = states
+        self._rows = {name: row for row, name in enumerate(self.tokens)}
+        self._free = list(range(num_blocks))
+        self._blocks: dict[str, list[list[int]]] = {}
+        """Blocks of each sequence in order. Each is a block in every KV cache group."""
+
+    def compute_alone(self, name: str) -> Tensor:
+        """Compute a sequence in one chunk, without others."""
+        self._allocate([name])
+        return self._run([(name, 0, len(self.tokens[name]))])[name]
+
+    def compute_together(self, names: list[str]) -> dict[str, Tensor]:
+        """Compute all sequences in one batch."""
+        self._allocate(names)
+        return self._run([(name, 0, len(self.tokens[name])) for name in names])
+
+    def compute_in_chunks(self, names: list[str]) -> dict[str, Tensor]:
+        """Compute all sequences in the same chunks, a batch for each chunk."""
+        self._allocate(names)
+        logits: dict[str, list[Tensor]] = {name: [] for name in names}
+        start = 0
+        longest = max(len(tokens) for tokens in self.tokens.values())
+        for end in (*CHUNK_ENDS, longest):
+            chunks = [
+                (name, start, min(end, len(self.tokens[name])))
+                for name in names
+                if len(self.tokens[name]) > start
+            ]
+            for name, part in self._run(chunks).items() if chunks else ():
+                logits[name].append(part)
+            start = end
+        return {name: torch.cat(parts) for name, parts in logits.items()}
+
+    def compute_after_prefix(self, names: list[str]) -> dict[str, Tensor]:
+        """Compute the rest of each sequence whose first blocks are in the cache, together with the other sequences."""
+        prefixes = {
+            name: self._blocks[name][: self._prefix_len(name) // BLOCK_SIZE] for name in names
+        }
+        self._allocate(names, prefixes)
+        if self._states is not None:
+            rows = [self._rows[name] for name in names if prefixes[name]]
+            self._states.load_snapshots([(row, row) for row in rows])
+        return self._run(
+            [(name, len(prefixes[name]) * BLOCK_SIZE, len(self.tokens[name])) for name in names]
+        )
+
+    def _prefix_len(self, name: str) -> int:
+        """Return the number of a sequence's first tokens whose blocks are the prefix of a hit."""
+        return max(0, len(self.tokens[name]) - NUM_WATCHED) // BLOCK_SIZE * BLOCK_SIZE
+
+    def _allocate(
+        self, names: list[str], prefixes: dict[str, list[list[int]]] | None = None
+    ) -> None:
+        """Give each sequence new blocks after those of its prefix. Its other blocks are free again."""
+        for name in names:
+            prefix = (prefixes or {}).get(name, [])
+            for block in self._blocks.pop(name, []):
+                self._free.extend(() if block in prefix else block)
+        for name in names:
+            blocks = list((prefixes or {}).get(name, []))
+            while len(blocks) * BLOCK_SIZE < len(self.tokens[name]):
+                blocks.append([self._free.pop(0) for _ in range(self._num_groups)])
+            self._blocks[name] = blocks
+
+    def _run(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+        """Compute chunks in one batch, and return the logits of the watched positions in each."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[list[int]] = []
+        """Slots of each token in all KV cache groups."""
+        watched: list[int] = []
+        counts: list[int] = []
+        ends = [0]
+        for name, start, end in chunks:
+            tokens, blocks = self.tokens[name], self._blocks[name]
+            first_watched = max(start, len(tokens) - NUM_WATCHED)
+            watched += range(len(ids) + first_watched - start, len(ids) + end - start)
+            counts.append(max(0, end - first_watched))
+            ids += tokens[start:end]
+            positions += range(start, end)
+            slots += [
+                [
+                    block * BLOCK_SIZE + position % BLOCK_SIZE
+                    for block in blocks[position // BLOCK_SIZE]
+                ]
+                for position in range(start, end)
+            ]
+            ends.append(len(ids))
+        width = max(len(self._blocks[name]) for name, _, _ in chunks)
+        unused = [[0] * self._num_groups]
+        table = [
+            self._blocks[name] + unused * (width - len(self._blocks[name])) for name, _, _ in chunks
+        ]
+        batch = Batch(
+            token_ids=self._tensor(ids, torch.int64),
+            positions=self._tensor(positions, torch.int64),
+            query_start_loc=self._tensor(ends, torch.int32),
+            seq_lens=self._tensor([end for _, _, end in chunks], torch.int32),
+            block_tables=self._tensor(table, torch.int32).permute(2, 0, 1).contiguous(),
+            slot_mappings=self._tensor(slots, torch.int64).T.contiguous(),
+            rows=self._tensor([self._rows[name] for name, _, _ in chunks], torch.int64),
+            logit_index=self._tensor(watched, torch.int64),
+        )
+        if self._states is not None:
+            batch = self._states.attach(batch, self._plan_snapshots(chunks))
+        with torch.inference_mode():
+            logits = self._decoder(batch, self._attention)
+        names = [name for name, _, _ in chunks]
+        return dict(zip(names, logits.cpu().split(counts), strict=True))
+
+    def _plan_snapshots(self, chunks: Sequence[Chunk]) -> StepPlan:
+        """Plan to save the state of each sequence at the end of its prefix, in the snapshot of its row."""
+        saves = [
+            (index, self._prefix_len(name), self._rows[name])
+            for index, (name, start, end) in enumerate(chunks)
+            if start < self._prefix_len(name) <= end
+        ]
+        starts, counts = (
+            [start for _, start, _ in chunks],
+            [end - start for _, start, end in chunks],
+        )
+        return StepPlan(0, starts=starts, counts=counts, snapshot_saves=saves)
+
+    def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        return self._device.to_device(torch.tensor(values, dtype=dtype))
+
+
+# --- stored results ---------------------------------------------------------------------------------
+
+
+def find_or_run(arithmetic_id: str, run: Callable[[], SelfTestResult]) -> SelfTestResult:
+    """Return the stored result for an arithmetic identity, or run the test and store its result."""
+    name = f"{arithmetic_id}.json"
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        stored = (cache_folder() / "self-test" / name).read_bytes()
+        return msgspec.json.decode(stored, type=SelfTestResult)
+    result = run()
+    with contextlib.suppress(
+        OSError
+    ):  # without a cache folder, the test is repeated at the next start
+        _store(cache_folder() / "self-test" / name, result)
+    return result
+
+
+def _store(file: Path, result: SelfTestResult) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(result))
+    partial.replace(file)
+    stored = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    for old in stored[:-MAX_STORED_RESULTS]:
+        old.unlink(missing_ok=True)

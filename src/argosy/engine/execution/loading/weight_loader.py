@@ -1,0 +1,257 @@
+"""Loader of a checkpoint's weights into a decoder or an encoder, which maps, fuses, checks and packs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+from torch import nn
+
+from argosy.engine.execution.architectures.checkpoint_tensors import (
+    EMBEDDING,
+    HEAD,
+    assign_tensors,
+    find_parts,
+)
+from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.encoders.encoder import Encoder
+from argosy.engine.execution.kernels.pack_cache import PackCache
+from argosy.engine.execution.layers.modules import LoadableModule, Projection
+from argosy.engine.execution.loading.encoded_linear import create_encoded_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from argosy.engine.engine_config import QuantizeSetting, WeightFormat
+    from argosy.engine.execution.architectures.checkpoint_tensors import TensorAssignment
+    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
+    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
+        CheckpointReader,
+        StoredPart,
+    )
+    from argosy.engine.execution.kernels.device import Device
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
+
+
+def load_decoder(
+    checkpoint: CheckpointReader,
+    architecture: ModelArchitecture,
+    device: Device,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    *,
+    quantize: QuantizeSetting | None = None,
+    pack_cache: PackCache | None = None,
+) -> Decoder:
+    """Build the decoder of `architecture` with the weights of a checkpoint.
+
+    Weights that the pack cache has are not read. Peak memory is the packed weights plus one matrix. The embedding stays
+    mapped from the file if it is stored in `dtype`.
+
+    Args:
+        checkpoint: Reader of the checkpoint.
+        architecture: Architecture of the model.
+        device: Compute device.
+        dtype: Dtype of weights and activations.
+        progress: Called with the finished fraction, 0 to 1.
+        quantize: Weight format. None computes with quantized weights as they are stored, and keeps others in `dtype`.
+            "none" dequantizes them to `dtype`.
+        pack_cache: Cache of packed weights. None packs in memory.
+
+    Raises:
+        ValueError: A tensor is missing, damaged, not finite or of the wrong shape, or would not be read. The message
+            names file and tensor. Also raised if the device does not support the format `quantize`.
+    """
+    is_tied = architecture.tied_embeddings
+    if architecture.has_head:
+        is_tied = _is_head_tied(checkpoint, architecture)
+    head_differs = architecture.tied_embeddings and not is_tied
+    architecture = replace(architecture, tied_embeddings=is_tied)
+    decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
+    parameters = [name for name, _ in decoder.named_parameters()]
+    assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
+    loader = _Loader(
+        checkpoint,
+        assignment.parts,
+        device,
+        dtype,
+        keeps_stored_format=quantize is None and device.has_group_linear,
+        head_differs=head_differs,
+        pack_cache=pack_cache or PackCache(),
+    )
+    loader.load(decoder, progress)
+    if not architecture.has_head:
+        head = "none"
+    elif is_tied:
+        head = "tied"
+    else:
+        head = "differs from the tied embedding" if head_differs else "separate"
+    _log_loaded(checkpoint, architecture, loader, assignment, head)
+    _warn_of_long_factors(architecture)
+    return decoder
+
+
+def load_encoder(
+    checkpoint: CheckpointReader,
+    architecture: EncoderArchitecture,
+    device: Device,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    *,
+    quantize: WeightFormat | None = None,
+    pack_cache: PackCache | None = None,
+) -> Encoder:
+    """Build the encoder of `architecture` with the weights of a checkpoint.
+
+    The arguments and errors are those of `load_decoder`. None as `quantize` keeps weights in `dtype`.
+    """
+    encoder = Encoder(architecture, device, quantize)
+    parameters = [name for name, _ in encoder.named_parameters()]
+    assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
+    loader = _Loader(
+        checkpoint,
+        assignment.parts,
+        device,
+        dtype,
+        keeps_stored_format=False,
+        head_differs=False,
+        pack_cache=pack_cache or PackCache(),
+    )
+    loader.load(encoder, progress)
+    head = "none" if architecture.classifier is None else "classifier"
+    _log_loaded(checkpoint, architecture, loader, assignment, head)
+    return encoder
+
+
+def _log_loaded(
+    checkpoint: CheckpointReader,
+    architecture: ModelArchitecture | EncoderArchitecture,
+    loader: _Loader,
+    assignment: TensorAssignment,
+    head: str,
+) -> None:
+    log.info(
+        "checkpoint_loaded",
+        path=str(checkpoint.path),
+        architecture=architecture.architecture,
+        parameters=architecture.num_parameters,
+        head=head,
+        stored_format=checkpoint.stored_format,
+        matrices=dict(loader.formats),
+        unused_tensors=[*assignment.unused, *checkpoint.ignored],
+        ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
+        eos_token_ids=list(architecture.eos_token_ids),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Loader of a model's modules, one after the other."""
+
+    checkpoint: CheckpointReader
+    parts: Mapping[str, tuple[StoredPart, ...]]
+    """Stored parts of each parameter."""
+    device: Device
+    dtype: torch.dtype
+    keeps_stored_format: bool
+    """Whether matrices are computed with as they are stored, if the kernels can."""
+    head_differs: bool
+    """Whether there is a head although the configuration says that it is the embedding."""
+    pack_cache: PackCache
+    formats: Counter[str] = field(default_factory=Counter)
+    """Number of matrices in each format."""
+
+    def load(self, model: nn.Module, progress: Callable[[float], None]) -> None:
+        """Load all modules. `progress` is called with the finished fraction, 0 to 1."""
+        num_total = sum(parameter.numel() for parameter in model.parameters())
+        num_done = 0
+        progress(0.0)
+        for name, module in model.named_modules():
+            if isinstance(module, LoadableModule):
+                num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
+                self._load_module(name, module)
+                progress(num_done / num_total)
+
+    def _load_module(self, name: str, module: LoadableModule) -> None:
+        """Assign the parameters of a module, and pack its matrix."""
+        weight = f"{name}.weight"
+        is_kept = isinstance(module, Projection) and self._is_kept(weight, module)
+        for own_name, declared in list(module.named_parameters(recurse=False)):
+            if not (is_kept and own_name == "weight"):
+                setattr(module, own_name, self._read(f"{name}.{own_name}", declared, module))
+        if not isinstance(module, Projection):
+            module.process_weights_after_loading(self.device)
+        elif is_kept:
+            self._set_stored_linear(weight, module)
+        else:
+            self.formats[module.weight_format or str(self.dtype).removeprefix("torch.")] += 1
+            get_packed = partial(self.pack_cache.get, self._pack_key(weight))
+            module.process_weights_after_loading(self.device, get_packed)
+
+    def _is_kept(self, weight: str, module: Projection) -> bool:
+        """Return whether the kernels compute with the stored integers of a matrix, at least of some of its rows."""
+        if not self.keeps_stored_format or module.weight is None:
+            return False
+        self.checkpoint.check_shape(self.parts[weight], tuple(module.weight.shape))
+        return any(map(self.checkpoint.find_encoded, self.parts[weight]))
+
+    def _set_stored_linear(self, weight: str, module: Projection) -> None:
+        linear = create_encoded_linear(
+            self.checkpoint,
+            self.parts[weight],
+            module.bias,
+            self.device,
+            dtype=module.dtype or self.dtype,
+            pack_cache=self.pack_cache,
+            pack_key=self._pack_key(weight),
+            row_order=module.row_order,
+        )
+        self.formats.update(linear.formats)
+        module.set_linear(linear.compute)
+
+    def _read(self, parameter: str, declared: nn.Parameter, module: LoadableModule) -> nn.Parameter:
+        """Read a parameter. It stays on `meta` if the pack cache has it."""
+        dtype = module.dtype or self.dtype
+        if self._pack_key(parameter) in self.pack_cache:
+            return nn.Parameter(declared.to(dtype), requires_grad=False)
+        parts = self.parts[parameter]
+        stored = self.checkpoint.read_tensor(parts, tuple(declared.shape))
+        tensor = stored.to(device=self.device.torch_device, dtype=dtype, copy=stored.dim() == 1)
+        if not self.pack_cache.is_stored:
+            self.checkpoint.check_finite(parts, tensor)
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _pack_key(self, parameter: str) -> str:
+        """Return the key in the pack cache. Earlier versions packed the embedding as `head.weight`."""
+        return "head.stored_weight" if self.head_differs and parameter == HEAD else parameter
+
+
+def _warn_of_long_factors(architecture: ModelArchitecture) -> None:
+    for rope in architecture.ropes:
+        if rope.uses_long_factors(architecture.max_model_len):
+            log.warning(
+                "rope_long_factors_in_use",
+                max_model_len=architecture.max_model_len,
+                short_factors_up_to=rope.original_max_len,
+                remedy=f"set --max-model-len {rope.original_max_len} if no prompt is longer",
+            )
+
+
+def _is_head_tied(checkpoint: CheckpointReader, architecture: ModelArchitecture) -> bool:
+    """Return whether the output matrix is the embedding.
+
+    A stored head that differs is used, although config.json says `tie_word_embeddings`. transformers does the same.
+    """
+    if not architecture.tied_embeddings:
+        return False
+    untied = replace(architecture, tied_embeddings=False)
+    embedding, head = (find_parts(untied, name, checkpoint.files) for name in (EMBEDDING, HEAD))
+    if embedding is None or head is None:
+        return True
+    return torch.equal(checkpoint.read_parts(embedding), checkpoint.read_parts(head))
