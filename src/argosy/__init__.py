@@ -17,9 +17,8 @@ if TYPE_CHECKING:
         CompletionOutput,
         EngineConfig,
         RequestOutput,
-        SamplingParams,
     )
-    from argosy.protocol import ApiError
+    from argosy.protocol import ApiError, SamplingParams
 
 __all__ = [
     "LLM",
@@ -33,6 +32,7 @@ __all__ = [
 
 _PACKAGE_BY_NAME = dict.fromkeys(__all__, "argosy.engine") | {
     "ApiError": "argosy.protocol",
+    "SamplingParams": "argosy.protocol",
 }
 
 

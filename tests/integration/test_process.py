@@ -59,7 +59,7 @@ async def test_concurrent_requests_get_their_own_tokens(client: EngineClient) ->
     answers = await asyncio.gather(*(collect(client, r) for r in wanted))
     for r, deltas in zip(wanted, answers, strict=True):
         assert {delta.id for delta in deltas} == {r.id}
-        assert tokens_of(deltas) == expected_tokens(r.prompt, r.params.max_tokens)
+        assert tokens_of(deltas) == expected_tokens(r.prompt, r.max_tokens)
         assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
         assert deltas[-1].finish_reason == "length"
     assert client.in_flight == 0

@@ -165,7 +165,7 @@ class ScriptedCore:
             return
         tokens = expected_tokens(request.prompt + job.output, 1)
         job.output += tokens
-        if len(job.output) < request.params.max_tokens:
+        if len(job.output) < request.max_tokens:
             yield self._delta(job, tokens=tokens)
         else:
             del self._jobs[request.id]

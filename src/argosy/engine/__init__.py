@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         read_any_architecture,
     )
     from argosy.engine.llm import LLM
-    from argosy.engine.offline_sampling_params import SamplingParams
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.serving.api_server.replica_server import serve_replica
     from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
@@ -57,7 +56,6 @@ __all__ = [
     "PrestartedCore",
     "ReplicaServerConfig",
     "RequestOutput",
-    "SamplingParams",
     "StoredIntegers",
     "find_stored_integers",
     "prebuild_kernels",
@@ -83,7 +81,6 @@ _MODULE_BY_NAME = {
     "EngineFailedError": "serving.engine_core.engine_client",
     "EngineRequest": "engine_request",
     "RequestOutput": "outputs",
-    "SamplingParams": "offline_sampling_params",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.architectures.model_summary",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",

@@ -19,11 +19,11 @@ from argosy.engine.offline_request_processor import (
     configure_quiet_logging,
     expand_sampling_params,
 )
-from argosy.engine.offline_sampling_params import SamplingParams
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.unsupported_calls import drop_neutral_options
+from argosy.protocol import SamplingParams
 
 T = TypeVar("T")
 

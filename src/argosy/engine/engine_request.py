@@ -31,3 +31,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
     pooling: PoolingParams | None = None
     """Parameters of a sequence that is pooled to a vector. None generates tokens."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of output tokens, which the preprocessing has set."""
+        return self.params.max_tokens or 0

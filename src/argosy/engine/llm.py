@@ -21,6 +21,7 @@ from argosy.engine.offline_prompts import (
     PromptsInput,
     split_conversations,
     split_prompts,
+    to_plain,
 )
 from argosy.engine.offline_request_processor import (
     ChatOptions,
@@ -30,7 +31,6 @@ from argosy.engine.offline_request_processor import (
     configure_quiet_logging,
     expand_sampling_params,
 )
-from argosy.engine.offline_sampling_params import SamplingParams, to_plain
 from argosy.engine.offline_tokenizer import LLMTokenizer
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector, build_failed_output
 from argosy.engine.pooling_outputs import (
@@ -48,7 +48,7 @@ from argosy.engine.progress_bar import (
 from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.pooling.pooling_processor import read_vector
 from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, TypedDict
 
 import structlog
 
-from argosy.engine.argument_errors import unknown_argument_error
 from argosy.engine.engine_config import EngineConfig, QuantizeSetting
-from argosy.engine.offline_sampling_params import to_plain
+from argosy.engine.offline_prompts import to_plain
 from argosy.engine.pooling import ModelTask
 from argosy.models import BUNDLED_MODEL
+from argosy.protocol import unknown_argument_error
 
 log = structlog.get_logger(__name__)
 

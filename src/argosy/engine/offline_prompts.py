@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from argosy.engine.offline_sampling_params import to_plain
 from argosy.protocol import ApiError, invalid_request
 
 TokenIds = Iterable[int]
@@ -140,3 +139,14 @@ def _describe(value: object) -> str:
 
 def _invalid_prompt(message: str) -> ApiError:
     return invalid_request(message, "prompt")
+
+
+def to_plain(value: Any) -> Any:  # noqa: ANN401 - arguments have any type
+    """Convert scalars and arrays of numpy and torch, and collections of them, to plain Python values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple, set, frozenset, range)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {to_plain(key): to_plain(item) for key, item in value.items()}
+    return value

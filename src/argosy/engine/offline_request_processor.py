@@ -15,14 +15,19 @@ import structlog
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
-from argosy.engine.offline_prompts import Conversation, PromptInput, parse_prompt
-from argosy.engine.offline_sampling_params import DEFAULT_MAX_TOKENS, SamplingParams, to_plain
+from argosy.engine.offline_prompts import Conversation, PromptInput, parse_prompt, to_plain
 from argosy.engine.outputs import RequestOutputCollector
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, RequestProcessor
 from argosy.engine.serving.preprocessing.sampling_params import choice_seed
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
-from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from argosy.protocol import (
+    MAX_TOKENS,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingParams,
+)
 
 RequestOptions = dict[str, Any]
 """Fields of a request body besides prompt and sampling parameters, such as `tools` or `structured_outputs`."""
@@ -121,8 +126,8 @@ class OfflineRequestProcessor:
         fields = self._sampling_fields(params, number) | {"prompt": content}
         if params is not None:
             fields["logprobs"] = to_plain(params.logprobs)
-            if params.max_tokens is None and "max_tokens" not in options:
-                fields["max_tokens"] = self._remaining_tokens(content)
+            if params.max_tokens is None:
+                fields |= {"max_tokens": MAX_TOKENS, "clamp_max_tokens": True}
         if cache_salt is not None:
             fields["cache_salt"] = cache_salt
         body = to_body(fields | options, CompletionRequest)
@@ -151,20 +156,13 @@ class OfflineRequestProcessor:
     def _sampling_fields(self, params: SamplingParams | None, number: int) -> dict[str, Any]:
         """Return the body's fields of the sampling parameters. Without parameters, the model's defaults apply."""
         fields = {"model": ""} | (
-            {"max_tokens": DEFAULT_MAX_TOKENS} if params is None else params.to_body_fields()
+            {"max_tokens": SamplingParams().max_tokens}
+            if params is None
+            else _to_body_fields(params)
         )
         if self._seed is not None and "seed" not in fields:
             fields["seed"] = choice_seed(self._seed, number + 1)
         return fields
-
-    def _remaining_tokens(self, content: str | list[int]) -> int:
-        """Return the number of tokens that fit into the context after a prompt, at least 1."""
-        token_ids = (
-            self.processor.tokenize(TokenizeRequest(prompt=content))
-            if isinstance(content, str)
-            else content
-        )
-        return max(1, self.processor.max_context_tokens - len(token_ids))
 
     def _select_template(self, options: RequestOptions) -> tuple[RequestProcessor, RequestOptions]:
         """Return the processor with the template of the options, and the options without it."""
@@ -215,6 +213,25 @@ def to_body(fields: dict[str, Any], body_type: type[Body]) -> Body:
         raise ApiError(
             400, "invalid_value", f"the arguments do not fit the API: {error}"
         ) from error
+
+
+def _to_body_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the set parameters that a request body has. `logprobs` differs between completions and chats."""
+    constraint = params.structured_outputs
+    if constraint is not None and not isinstance(constraint, Mapping):
+        constraint = vars(constraint)  # an object such as vLLM's StructuredOutputsParams
+    set_constraint = constraint and {
+        name: value for name, value in constraint.items() if value is not None
+    }
+    fields = {
+        name: to_plain(getattr(params, name))
+        for name in params.__struct_fields__
+        if name in CompletionRequest.__struct_fields__ and name not in ("grammar", "logprobs")
+    } | {
+        "structured_outputs": set_constraint,
+        "thinking_token_budget": params.thinking_token_budget,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def expand_sampling_params(sampling_params: object, count: int) -> list[SamplingParams | None]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from argosy.engine.offline_prompts import Conversation
+from argosy.engine.offline_prompts import Conversation, to_plain
 from argosy.engine.offline_request_processor import to_body
-from argosy.engine.offline_sampling_params import to_plain
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import TokenizeRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.engine.offline_sampling_params import to_plain
+from argosy.engine.offline_prompts import to_plain
 
 UNSUPPORTED_METHODS = {
     "beam_search": "Call generate with SamplingParams(n=...), and rank the outputs by `cumulative_logprob`.",

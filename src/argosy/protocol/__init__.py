@@ -78,6 +78,7 @@ from argosy.protocol.openapi import (
 )
 from argosy.protocol.parameter_rules import (
     MAX_LOGPROBS,
+    MAX_TOKENS,
     PARAMETER_RANGES,
     NumericRange,
     check_parameters,
@@ -128,7 +129,7 @@ from argosy.protocol.replica_report import (
     ReplicaReport,
     parse_replica_report,
 )
-from argosy.protocol.sampling import ReasoningBlock, SamplingParams
+from argosy.protocol.sampling import ReasoningBlock, SamplingParams, unknown_argument_error
 from argosy.protocol.sse import (
     EVENT_END,
     EventParser,
@@ -157,6 +158,7 @@ __all__ = [
     "MAX_INPUTS",
     "MAX_LOGPROBS",
     "MAX_REPORTED_CHARS",
+    "MAX_TOKENS",
     "MODEL_LIMIT",
     "NO_TOKENS",
     "PARAMETER_RANGES",
@@ -266,6 +268,7 @@ __all__ = [
     "path_parameter",
     "query_parameters",
     "rank_documents",
+    "unknown_argument_error",
     "unpack_block_names",
     "unsupported_parameter",
     "unsupported_task_error",

@@ -633,7 +633,7 @@ def test_prompt_and_output_are_limited_to_the_context() -> None:
     assert params(complete(prompt=[5] * 127, max_tokens=0, echo=True)).max_tokens == 1
     error = rejection(complete, prompt=[5] * 128, max_tokens=0, echo=True)
     assert error.code == "context_length_exceeded"
-    remaining = params(chat()).max_tokens
+    remaining = chat().requests[0].max_tokens
     assert params(chat(max_tokens=remaining)).max_tokens == remaining
     assert rejection(chat, max_tokens=remaining + 1).code == "context_length_exceeded"
     for limit, allowed in ((remaining + 1, remaining), (3, 3)):
@@ -719,14 +719,14 @@ def test_any_body_gives_valid_requests_or_an_api_error(body: dict[str, Any], pro
         return
     for request in prepared.requests:
         params_ = request.params
-        assert params_.max_tokens >= 1
-        assert 0 <= params_.min_tokens <= params_.max_tokens
-        assert 1 <= len(request.prompt) <= MAX_LEN - params_.max_tokens
+        assert request.max_tokens >= 1
+        assert 0 <= params_.min_tokens <= request.max_tokens
+        assert 1 <= len(request.prompt) <= MAX_LEN - request.max_tokens
         ids = [
             *request.prompt,
             *params_.logit_bias,
             *params_.stop_token_ids,
-            *params_.allowed_token_ids,
+            *(params_.allowed_token_ids or ()),
         ]
         assert all(0 <= i < VOCAB for i in ids)
         numbers = [

@@ -254,7 +254,9 @@ class Scheduler:
                     if len(seq.tokens) > seq.max_length:  # max_tokens is 0
                         seq.tokens.pop()
                         token = -1
-                    self.output_estimator.record_end(seq.output_len, seq.params.max_tokens)
+                    self.output_estimator.record_end(
+                        seq.output_len, seq.max_length - seq.prompt_len
+                    )
                     self._end_request(seq)
             updates.append(SequenceUpdate(seq, chunk, token, finish))
         self._batch.requeue_unblocked()

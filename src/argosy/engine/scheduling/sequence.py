@@ -78,7 +78,7 @@ class Sequence:
         self.arrived_at = arrived_at
         self.deadline = deadline
         self.parent = parent
-        self.max_length = self.prompt_len + request.params.max_tokens
+        self.max_length = self.prompt_len + request.max_tokens
         self.prefill_cost = INPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.decode_cost = OUTPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.length = len(self.tokens)

@@ -90,7 +90,7 @@ class Sampler:
         self._top_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._bias.set(row, list(params.logit_bias), list(params.logit_bias.values()))
         has_mask = is_constrained(params)
-        allowed_ids = [] if has_mask else list(params.allowed_token_ids)
+        allowed_ids = [] if has_mask else list(params.allowed_token_ids or ())
         banned_ids = [] if has_mask else list(params.banned_token_ids)
         early_stop_ids = [] if has_mask or params.min_tokens <= 0 else end_token_ids
         self._allowed.set(row, allowed_ids, [0.0] * len(allowed_ids))

@@ -70,7 +70,7 @@ class RequestMetrics:
                 times,
                 prompt_tokens=len(choice.prompt.token_ids),
                 output_tokens=choice.generated_tokens,
-                max_tokens=choice.request.params.max_tokens,
+                max_tokens=choice.request.max_tokens,
             )
 
 

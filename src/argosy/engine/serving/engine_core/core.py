@@ -279,7 +279,7 @@ class EngineCore:
                 if request.pooling is None
                 else "the model generates text and computes no vectors"
             ) + "; send the request to another model"
-        total = len(request.prompt) + max(request.params.max_tokens, len(request.resumed_tokens))
+        total = len(request.prompt) + max(request.max_tokens, len(request.resumed_tokens))
         if request.id in self.scheduler.requests or request.id in self._held:
             return "the request id is in use; choose another one"
         if not request.prompt:

@@ -383,11 +383,7 @@ class RequestProcessor:
         """
         completed = set()
         for index, request in enumerate(requests):
-            end_reason = (
-                self._end_reason(request.resumed_tokens, request.params)
-                if request.resumed_tokens
-                else ""
-            )
+            end_reason = self._end_reason(request) if request.resumed_tokens else ""
             if end_reason and not headers.delivered_tokens(index, len(request.resumed_tokens)):
                 raise invalid_request(
                     f"'resume.token_ids' of choice {index} is a finished answer ({end_reason}), so it "
@@ -399,10 +395,11 @@ class RequestProcessor:
                 completed.add(index)
         return frozenset(completed)
 
-    def _end_reason(self, token_ids: list[int], params: SamplingParams) -> str:
-        """Return why an answer with these tokens is complete, or an empty string if it is not."""
-        if len(token_ids) >= params.max_tokens:
-            return f"it has reached the limit of {params.max_tokens} tokens"
+    def _end_reason(self, request: EngineRequest) -> str:
+        """Return why the answer that a request resumes is complete, or an empty string if it is not."""
+        token_ids, params = request.resumed_tokens, request.params
+        if len(token_ids) >= request.max_tokens:
+            return f"it has reached the limit of {request.max_tokens} tokens"
         end_token_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             end_token_ids |= self._eos_token_ids

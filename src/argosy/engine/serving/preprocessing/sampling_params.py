@@ -98,9 +98,9 @@ def build_sampling_params(
     return params
 
 
-def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, ...]:
+def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, ...] | None:
     if body.allowed_token_ids is None:
-        return ()
+        return None
     if not body.allowed_token_ids:
         raise invalid_request(
             "'allowed_token_ids' is empty, so no token can be sampled. Remove the parameter or add ids.",
