@@ -30,8 +30,8 @@ import psutil
 from argosy.bench.client import BenchClient
 from argosy.bench.response import BenchResponse
 from argosy.bench.stub_server import StubDelays
+from argosy.deployment import AuthConfig
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.auth import AuthConfig
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, open_store
 from benchmarks.processes import exit_on_sigterm

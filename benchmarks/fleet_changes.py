@@ -26,7 +26,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from argosy.fleet.control import read_fleet_status
+from argosy.deployment import read_fleet_status
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
 from argosy.store import FleetStore

@@ -23,7 +23,7 @@ import httpx2
 import psutil
 import yaml
 
-from argosy.fleet.control import FleetStatus, read_fleet_status
+from argosy.deployment import FleetStatus, read_fleet_status
 from argosy.store import FleetStore
 from benchmarks.declared_fleet import Fleet, run_fleet
 from benchmarks.processes import exit_on_sigterm

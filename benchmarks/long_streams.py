@@ -28,9 +28,8 @@ import msgspec
 
 from argosy.bench.client import BenchClient
 from argosy.bench.response import BenchResponse
+from argosy.deployment import AuthConfig, GivingWayConfig, QueueConfig
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.auth import AuthConfig
-from argosy.gateway.config import GivingWayConfig, QueueConfig
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, Tier, open_store
 from benchmarks.fairness import MODEL, ms, ready, running, wait_for_line

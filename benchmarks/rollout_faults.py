@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx2
 
-from argosy.fleet.control import read_rollouts
+from argosy.deployment import read_rollouts
 from argosy.policy.rollout import RolloutRecord
 from argosy.store import FleetStore
 from benchmarks.declared_fleet import Fleet, run_fleet

@@ -21,9 +21,9 @@ from prometheus_client.metrics_core import Metric
 from tools.settings_docs import json_schema, settings, table
 
 from argosy.cli.app import app
+from argosy.deployment import BUILT_IN_ENGINES, ArgosyOptions, FleetConfig
 from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.output_parsing import FORMATS
-from argosy.fleet.declaration import BUILT_IN_ENGINES, ArgosyOptions, FleetConfig
 from argosy.gateway import GatewayConfig, ModelConfig
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ERROR_CODES

@@ -23,9 +23,8 @@ from tests.support.gateway_processes import (
 )
 from tests.support.services import PostgresServer, RedisServer, running_postgres, running_redis
 
+from argosy.deployment import AuthConfig, LimitsConfig
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.auth import AuthConfig
-from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.protocol import EventParser
 from argosy.store import StoreConfig, UsageRecord
 

@@ -19,8 +19,14 @@ import psutil
 import pytest
 from tests.support.waiting import until
 
-from argosy.fleet.control import pool_digests, read_fleet_status, stop_everything
-from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
+from argosy.deployment import (
+    FleetConfig,
+    dump_fleet,
+    parse_fleet,
+    pool_digests,
+    read_fleet_status,
+    stop_everything,
+)
 from argosy.fleet.launchers import LocalProcessLauncher, StaleEpochError
 from argosy.store import FleetLease, open_store
 

@@ -30,11 +30,11 @@ from tests.support.stored_rollout import StoredRollout
 from tests.support.usage_rows import usage_row
 from tests.support.waiting import stable_value
 
-from argosy.fleet.control import StoredFleetControl
+from argosy.deployment import AuthConfig, FleetControl
 from argosy.gateway import GatewayConfig, ReplicaLogs
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.admin.app import ENDPOINTS
-from argosy.gateway.auth import AuthConfig, Authenticator
+from argosy.gateway.auth import Authenticator
 from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
@@ -92,7 +92,7 @@ async def serve_admin_api(
         config=GatewayConfig(),
         series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
         replica_logs=None if store is None else ReplicaLogs("demo", store.replica_logs),
-        fleet_control=None if store is None else StoredFleetControl("demo", store.fleets),
+        fleet_control=None if store is None else FleetControl("demo", store.fleets),
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

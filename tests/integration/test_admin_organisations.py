@@ -20,7 +20,7 @@ from tests.support.organisations import (
 )
 from tests.support.stored_rollout import DECLARATION, POOL, StoredRollout
 
-from argosy.fleet.control import StoredFleetControl
+from argosy.deployment import FleetControl
 from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.admin.endpoints import AdminEndpoint
 from argosy.store import Role, RoleScope
@@ -263,7 +263,7 @@ async def test_endpoint_permits_exactly_the_expected_callers(
     reaches: tuple[CallerReach, ...] = ("gateway", "own", "other")
     if endpoint.path.startswith("/admin/fleet"):
         StoredRollout(store.fleets)
-        StoredFleetControl("demo", store.fleets).scale(POOL, 3, "", "test")
+        FleetControl("demo", store.fleets).scale(POOL, 3, "", "test")
     customer = await admin_gateway.create_customer()
     for reach, role in itertools.product(reaches, ROLES):
         headers = await admin_gateway.caller_headers(role, reach, customer)

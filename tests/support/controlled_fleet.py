@@ -10,15 +10,15 @@ from pathlib import Path
 
 import httpx2
 
-from argosy.fleet.control import (
-    Controller,
-    FleetContext,
+from argosy.deployment import (
+    FleetConfig,
     FleetStatus,
-    open_launcher,
+    dump_fleet,
+    parse_fleet,
     pool_digests,
     read_fleet_status,
 )
-from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
+from argosy.fleet.control import Controller, FleetContext, open_launcher
 from argosy.fleet.launchers import LocalProcessLauncher
 from argosy.store import FleetEvent, open_store
 from tests.support.migrated_store import open_migrated_store

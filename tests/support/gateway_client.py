@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx2
 
-from argosy.fleet.control import StoredFleetControl
 from argosy.gateway import (
     AuthConfig,
     GatewayConfig,
@@ -50,9 +49,7 @@ async def run_gateway_server(
 ) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
     """Run a gateway in this event loop, with a client."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(
-        config, url.set_result, load_config, resolver, open_fleet_control=StoredFleetControl
-    )
+    server = GatewayServer(config, url.set_result, load_config, resolver)
     running = asyncio.create_task(server.run())
     try:
         async with httpx2.AsyncClient(base_url=await url, timeout=client_timeout_s) as client:

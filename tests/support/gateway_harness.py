@@ -11,10 +11,8 @@ from typing import Literal
 
 import httpx2
 
-from argosy.gateway.admin import build_admin_app
-from argosy.gateway.app import GatewayApp
-from argosy.gateway.auth import Authenticator
-from argosy.gateway.config import (
+from argosy.deployment import (
+    ExplainConfig,
     GatewayConfig,
     GivingWayConfig,
     ModelConfig,
@@ -22,6 +20,9 @@ from argosy.gateway.config import (
     ReplicaConfig,
     Timeouts,
 )
+from argosy.gateway.admin import build_admin_app
+from argosy.gateway.app import GatewayApp
+from argosy.gateway.auth import Authenticator
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
@@ -40,7 +41,7 @@ from argosy.gateway.request_context import (
     RequestContext,
     RequestFilter,
 )
-from argosy.gateway.request_trace import ExplainConfig, TraceStore
+from argosy.gateway.request_trace import TraceStore
 from argosy.http_server import HttpServer, bind_tcp, listen_url
 from argosy.policy import PROBE_TIMEOUT_S, AttemptOutcome
 from argosy.protocol import ApiError, EarlyStopReason

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx2
 
+from argosy.deployment import LimitsConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
-from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import IdempotencyConfig, StoreConfig
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import httpx2
 
-from argosy.fleet.control import StoredFleetControl
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
 from tests.support.fake_upstream import (
@@ -164,7 +163,7 @@ async def run_admin_gateway(
             **settings,
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        server = GatewayServer(config, ready.set_result, open_fleet_control=StoredFleetControl)
+        server = GatewayServer(config, ready.set_result)
         task = asyncio.create_task(server.run())
         try:
             gateway = AdminGateway(store_url, await ready, store, home_project, root_key)

@@ -16,20 +16,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy.deployment import (
+    FleetConfig,
+    append_command,
+    dump_fleet,
+    parse_fleet,
+    pool_digests,
+    read_rollout_documents,
+    roll_back_route,
+)
 from argosy.fleet.control import (
     Controller,
     FleetContext,
-    append_command,
     fleet_observer,
     gateway_publisher,
     leader_term,
     outcome_poller,
-    pool_digests,
-    roll_back_route,
 )
 from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReading
-from argosy.fleet.control.rollout_documents import read_rollout_documents
-from argosy.fleet.declaration import FleetConfig, dump_fleet, parse_fleet
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchState,

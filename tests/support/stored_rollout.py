@@ -9,14 +9,17 @@ from contextlib import contextmanager
 
 import msgspec
 
-from argosy.fleet.control import RolloutReport, read_rollouts
-from argosy.fleet.control.fleet_records import (
+from argosy.deployment import (
     REPLICA_PREFIX,
     ROLLOUT_STATUS_PREFIX,
+    ROLLOUTS_PREFIX,
+    ROUTE_PREFIX,
     ReplicaRecord,
+    RolloutReport,
+    describe_decision,
+    read_rollouts,
+    remove_commands,
 )
-from argosy.fleet.control.rollout_documents import ROLLOUTS_PREFIX, ROUTE_PREFIX, remove_commands
-from argosy.fleet.control.rollout_status import describe_decision
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.policy.rollout import (
     CheckStatus,

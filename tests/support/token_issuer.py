@@ -19,7 +19,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
-from argosy.gateway.auth import AuthConfig, Authenticator, ConnectionInfo, JwtConfig
+from argosy.deployment import AuthConfig, JwtConfig
+from argosy.gateway.auth import Authenticator, ConnectionInfo
 from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
 from tests.support.account_fixtures import bearer, make_key, make_snapshot

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from argosy.deployment import LaunchResources
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
-    LaunchResources,
     LaunchSpec,
     LaunchState,
     SimulatedBehaviour,

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy.fleet.declaration import load_fleet
+from argosy.deployment import load_fleet
 from argosy.gateway import load_config
 from argosy.protocol import ERROR_CODES
 from argosy.series import SCHEMAS, metric_names

@@ -28,8 +28,7 @@ from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.fleet.control import FleetPlan
-    from argosy.fleet.declaration import FleetConfig, PlannedChange
+    from argosy.deployment import FleetConfig, FleetPlan, PlannedChange
     from argosy.store import FleetRevision
 
 EXIT_CHANGES = 3
@@ -220,7 +219,7 @@ def scale(
 
     The next `apply` of the file puts its own number in force again. A number pauses the autoscaler of the pool.
     """
-    from argosy.fleet.control import set_replicas
+    from argosy.deployment import set_replicas
 
     if auto == (replicas is not None):
         fail("give either a number of replicas or --auto")
@@ -252,7 +251,7 @@ def down(
 ) -> None:
     """Drain and stop all replicas and gateways of a fleet. `argosy up` or `rollback` starts them again."""
     from argosy.controller_keeper import has_keeper
-    from argosy.fleet.control import stop_everything
+    from argosy.deployment import stop_everything
 
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
@@ -355,7 +354,7 @@ def _start_controller(target: FleetTarget) -> None:
 
 
 def _compare(latest: FleetRevision | None, config: FleetConfig) -> tuple[PlannedChange, ...]:
-    from argosy.fleet.declaration import compare_fleets
+    from argosy.deployment import compare_fleets
 
     return compare_fleets(None if latest is None else parse_revision(latest), config)
 
@@ -368,7 +367,7 @@ def _changes_of(target: FleetTarget, number: int) -> tuple[PlannedChange, ...]:
 
 
 def _plan(target: FleetTarget, latest: FleetRevision | None, config: FleetConfig) -> FleetPlan:
-    from argosy.fleet.control import plan_declaration
+    from argosy.deployment import plan_declaration
 
     old = None if latest is None else parse_revision(latest)
     return plan_declaration(target.store.fleets, target.name, old, config)
@@ -387,7 +386,7 @@ def _show_plan(fleet_plan: FleetPlan, *, json: bool) -> None:
 
 
 def _show_changes(changes: tuple[PlannedChange, ...]) -> None:
-    from argosy.fleet.control import describe_change
+    from argosy.deployment import describe_change
 
     for change in changes:
         typer.echo(describe_change(change))

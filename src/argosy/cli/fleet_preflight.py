@@ -13,7 +13,7 @@ from argosy.cli.fleet_progress import read_status
 
 if TYPE_CHECKING:
     from argosy.cli.fleet_target import FleetTarget
-    from argosy.fleet.declaration import FleetConfig
+    from argosy.deployment import FleetConfig
 
 
 def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
@@ -29,7 +29,7 @@ def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
 
 def check_ports(target: FleetTarget, config: FleetConfig) -> None:
     """End the command if another program listens where a gateway of the fleet shall, on this machine."""
-    from argosy.fleet.control import gateway_url
+    from argosy.deployment import gateway_url
     from argosy.http_server import bind_tcp
 
     if config.uds is not None:

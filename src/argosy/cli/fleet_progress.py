@@ -15,7 +15,7 @@ from argosy.cli.rollout_report import shorten_digests
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from argosy.fleet.control import FleetStatus, PoolStatus, ReplicaRecord
+    from argosy.deployment import FleetStatus, PoolStatus, ReplicaRecord
 
 POLL_INTERVAL_S = 0.5
 CONTROLLER_EXIT_S = 5.0
@@ -85,7 +85,7 @@ def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> Non
 
 def read_status(target: FleetTarget) -> FleetStatus:
     """Return the status of the fleet as its controller last recorded it."""
-    from argosy.fleet.control import read_fleet_status
+    from argosy.deployment import read_fleet_status
 
     return read_fleet_status(target.store.fleets, target.name)
 

@@ -17,7 +17,7 @@ from argosy.cli.fleet_target import FleetTarget, find_fleet, parse_revision
 from argosy.cli.server_client import DEFAULT_URL
 
 if TYPE_CHECKING:
-    from argosy.gateway import FleetReplicaView, FleetView
+    from argosy.deployment import FleetReplicaView, FleetView
     from argosy.store import FleetEvent
 
 T = TypeVar("T")
@@ -57,10 +57,10 @@ class StoredFleetReader:
     """
 
     def __init__(self, target: FleetTarget) -> None:
-        from argosy.fleet.control import StoredFleetControl
+        from argosy.deployment import FleetControl
 
         self._target = target
-        self._control = StoredFleetControl(target.name, target.store.fleets)
+        self._control = FleetControl(target.name, target.store.fleets)
 
     def read_fleet(self) -> FleetView:
         """Return the fleet. See `FleetReader`."""
@@ -119,7 +119,7 @@ class GatewayFleetReader:
 
     def read_fleet(self) -> FleetView:
         """Return the fleet. See `FleetReader`."""
-        from argosy.gateway import FleetView
+        from argosy.deployment import FleetView
 
         return self._convert(self._get("/admin/fleet"), FleetView)
 

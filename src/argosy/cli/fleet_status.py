@@ -17,7 +17,7 @@ from argosy.cli.rollout_report import shorten_digests
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.gateway import FleetView
+    from argosy.deployment import FleetView
 
 FOLLOW_INTERVAL_S = 1.0
 
@@ -111,7 +111,7 @@ def events(
     """List what controllers did with a fleet, and why. With --json, one event per line."""
     import msgspec
 
-    from argosy.fleet.control import SCALING_DECISION
+    from argosy.deployment import SCALING_DECISION
 
     last = 0
     with open_fleet_reader(files, fleet, store, url, api_key) as reader:

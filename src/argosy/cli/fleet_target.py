@@ -16,7 +16,7 @@ from argosy.cli.account_lookup import open_or_create_store
 from argosy.cli.failure import fail
 
 if TYPE_CHECKING:
-    from argosy.fleet.declaration import FleetConfig
+    from argosy.deployment import FleetConfig
     from argosy.store import FleetRevision, Store
 
 DEFAULT_FILE = Path("fleet.yaml")
@@ -71,7 +71,7 @@ class FleetTarget:
         self, config: FleetConfig, reason: str, *, after: int, rollback_of: int | None = None
     ) -> FleetRevision:
         """Add a revision, unless another one was added after the revision `after`."""
-        from argosy.fleet.control import apply_declaration
+        from argosy.deployment import apply_declaration
 
         return apply_declaration(
             self.store.fleets,
@@ -93,7 +93,7 @@ def load_declaration(
     arguments: Sequence[Path] | None, options: Sequence[Path] | None
 ) -> FleetConfig:
     """Read the declaration from the given files, or from fleet.yaml. An invalid one ends the command."""
-    from argosy.fleet.declaration import load_fleet
+    from argosy.deployment import load_fleet
 
     files = [*(arguments or ()), *(options or ())]
     if not files and not DEFAULT_FILE.exists():
@@ -134,7 +134,7 @@ def find_fleet(
     options: Sequence[Path] | None, fleet: str | None, store_url: str | None
 ) -> Iterator[FleetTarget | None]:
     """Open a fleet like `open_fleet`, or return None if none is named and the store has none."""
-    from argosy.fleet.declaration import locate_fleet
+    from argosy.deployment import locate_fleet
 
     if options or (fleet is None and DEFAULT_FILE.exists()):
         try:
@@ -158,7 +158,7 @@ def find_fleet(
 
 def _is_down(store: Store, fleet: str) -> bool:
     """Return whether nothing of a fleet shall run, as after `argosy down`."""
-    from argosy.fleet.control import parse_declaration
+    from argosy.deployment import parse_declaration
 
     revision = store.fleets.latest_revision(fleet)
     try:
@@ -170,7 +170,7 @@ def _is_down(store: Store, fleet: str) -> bool:
 
 def parse_revision(revision: FleetRevision) -> FleetConfig:
     """Return the declaration of a revision. One of another version that is invalid by now ends the command."""
-    from argosy.fleet.control import parse_declaration
+    from argosy.deployment import parse_declaration
 
     try:
         return parse_declaration(revision)

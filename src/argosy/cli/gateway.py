@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -19,10 +19,6 @@ from argosy.cli.failure import fail
 from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
 from argosy.http_server import TlsConfig
 from argosy.process import format_os_error
-
-if TYPE_CHECKING:
-    from argosy.gateway import FleetControl
-    from argosy.store import FleetStore
 
 
 def gateway(
@@ -75,7 +71,6 @@ def gateway(
             if settings.log_format == "json"
             else lambda url: _print_ready(url, settings.tls),
             reload_settings,
-            _open_fleet_control,
         )
     except OSError as error:
         fail(format_os_error(error))
@@ -87,12 +82,6 @@ def _require_regular_file(path: Path) -> None:
     """Raise ValueError if `path` is not a regular file. Opening a pipe again could wait forever for a writer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file, so it cannot be reloaded; restart instead")
-
-
-def _open_fleet_control(fleet: str, store: FleetStore) -> FleetControl:
-    from argosy.fleet.control import StoredFleetControl  # only gateways of a declared fleet need it
-
-    return StoredFleetControl(fleet, store)
 
 
 def _print_ready(url: str, tls: TlsConfig | None) -> None:

@@ -19,8 +19,8 @@ from argosy.policy.reconciliation import (
 )
 
 if TYPE_CHECKING:
-    from argosy.fleet.declaration import FleetConfig
-    from argosy.gateway import FleetControl, ReplicaLogs
+    from argosy.deployment import FleetConfig, FleetControl
+    from argosy.gateway import ReplicaLogs
     from argosy.store import Store
 
 FLEET = "serve"
@@ -74,10 +74,10 @@ class ReplicaFleet:
 
     def open_control(self) -> FleetControl:
         """Return the fleet as the gateway's admin API shows it. Requires `start`."""
-        from argosy.fleet.control import StoredFleetControl
+        from argosy.deployment import FleetControl
 
         assert self._store is not None  # noqa: S101 - `start` opened it
-        return StoredFleetControl(FLEET, self._store.fleets, is_embedded=True)
+        return FleetControl(FLEET, self._store.fleets, is_embedded=True)
 
     async def keep(self) -> None:
         """Keep the replicas as declared, until `drain` has ended all of them or until cancelled.
@@ -103,7 +103,7 @@ class ReplicaFleet:
 
     def drain(self) -> None:
         """Declare that nothing shall run. `keep` then drains the replicas, and returns."""
-        from argosy.fleet.control import stop_everything
+        from argosy.deployment import stop_everything
 
         self._apply(stop_everything(declare_fleet(self._pools)))
         self._launcher.changed.set()  # wakes the controller
@@ -124,8 +124,7 @@ class ReplicaFleet:
             self._store.close()
 
     def _apply(self, declaration: FleetConfig) -> None:
-        from argosy.fleet.control import pool_digests
-        from argosy.fleet.declaration import dump_fleet
+        from argosy.deployment import dump_fleet, pool_digests
 
         if self._store is not None:
             self._store.fleets.apply(

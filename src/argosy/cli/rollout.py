@@ -15,7 +15,7 @@ from argosy.cli.output import JsonOutput, print_json
 from argosy.cli.rollout_report import print_rollout, shorten_digests, summarise_rollout
 
 if TYPE_CHECKING:
-    from argosy.fleet.control import RolloutReport
+    from argosy.deployment import RolloutReport
     from argosy.policy.rollout import RolloutCommand
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -135,7 +135,7 @@ def abort(
     json: JsonOutput = False,
 ) -> None:
     """Send all users back to the old version. The gateways follow within seconds, also without a controller."""
-    from argosy.fleet.control import abort_route
+    from argosy.deployment import abort_route
 
     with open_fleet(files, fleet, store) as target:
         # The command comes first, so that a controller that sees the route knows why.
@@ -165,7 +165,7 @@ def abort(
 def _read_reports(target: FleetTarget) -> list[RolloutReport]:
     import msgspec
 
-    from argosy.fleet.control import read_rollouts
+    from argosy.deployment import read_rollouts
 
     try:
         return read_rollouts(target.store.fleets, target.name)
@@ -183,7 +183,7 @@ def _store_command(
     target: FleetTarget, pool: str | None, kind: CommandName, reason: str, *, force: bool = False
 ) -> tuple[str, RolloutCommand]:
     """Store a command for the controller, and return it with its pool. Ends the command if it cannot be followed."""
-    from argosy.fleet.control import send_command
+    from argosy.deployment import send_command
     from argosy.policy.rollout import CommandKind, RolloutCommand
     from argosy.store import ConflictError
 
@@ -203,7 +203,7 @@ def _store_command(
 
 def _find_rollout(target: FleetTarget, pool: str | None, *, permits_retry: bool) -> RolloutReport:
     """Return the pool that a command is for. Without a rollout the command fails."""
-    from argosy.fleet.control import is_rejected
+    from argosy.deployment import is_rejected
 
     reports = _read_reports(target)
     generations = target.require_latest().generations

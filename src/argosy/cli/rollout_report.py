@@ -11,7 +11,7 @@ from argosy.cli.output import print_records, strip_control_characters
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.fleet.control import RolloutReport
+    from argosy.deployment import RolloutReport
     from argosy.policy.rollout import RolloutRecord
 
 MAX_SHOWN_TRANSITIONS = 20

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from argosy.cli.serve_settings import format_options
+from argosy.deployment import LaunchResources
 from argosy.engine import ReplicaServerConfig
 from argosy.fleet import VISIBLE_DEVICES_VARIABLE, ReplicaGroup
-from argosy.fleet.launchers import LaunchResources, LaunchSpec
+from argosy.fleet.launchers import LaunchSpec
 from argosy.policy.reconciliation import replica_name
 
 if TYPE_CHECKING:
-    from argosy.fleet.declaration import FleetConfig
+    from argosy.deployment import FleetConfig
 
 FIRST_GENERATION = 1
 START_TIMEOUT_S = 120.0
@@ -141,7 +142,7 @@ def declare_fleet(pools: Sequence[ServePool]) -> FleetConfig:
     Raises:
         ValueError: A setting is invalid; the message says what to change.
     """
-    from argosy.fleet.declaration import (
+    from argosy.deployment import (
         EngineKind,
         FleetConfig,
         FleetModelConfig,

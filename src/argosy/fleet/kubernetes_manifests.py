@@ -7,13 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from argosy.fleet.declaration import (
-    FleetConfig,
-    build_gateway_config,
-    build_launch_spec,
-    dump_fleet,
-    find_engine,
-)
+from argosy.deployment import FleetConfig, build_gateway_config, dump_fleet, find_engine
+from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers.kubernetes_objects import (
     PORT,
     KubernetesObject,

@@ -7,35 +7,25 @@ generation requests: it runs the request filters, queues for a replica of the po
 background, `AccountSync` polls the store for accounts, and on SIGHUP `ConfigReloader` reloads models and routes.
 """
 
-from argosy.gateway.auth import AuthConfig, check_exposure, is_loopback
-from argosy.gateway.backends import BackendKind
-from argosy.gateway.config import (
+from argosy.deployment import (
+    RELOADABLE_SETTINGS,
     RENAMED_SETTINGS,
+    AuthConfig,
+    BackendKind,
+    ConsoleConfig,
     GatewayConfig,
     ModelConfig,
     ModelName,
     QueueConfig,
     ReplicaConfig,
+    RouteConfig,
     Timeouts,
+    TrafficTarget,
+    UpstreamTls,
     load_config,
     validate_config,
 )
-from argosy.gateway.config_reloader import RELOADABLE_SETTINGS
-from argosy.gateway.console import ConsoleConfig
-from argosy.gateway.fleet_control import (
-    FleetChangeView,
-    FleetControl,
-    FleetDeclarationView,
-    FleetGatewaysView,
-    FleetPlanView,
-    FleetPoolView,
-    FleetReplicaView,
-    FleetRevisionView,
-    FleetView,
-    OpenFleetControl,
-    PoolRolloutView,
-    VersionView,
-)
+from argosy.gateway.auth import check_exposure, is_loopback
 from argosy.gateway.fleet_pools import (
     FleetPools,
     GatewayPoolsClient,
@@ -43,8 +33,6 @@ from argosy.gateway.fleet_pools import (
     PoolsStatus,
     RoutedReplica,
 )
-from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.model_traffic import TrafficTarget
 from argosy.gateway.pool import ModelStartup
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
 from argosy.gateway.replica_logs import ReplicaLogs
@@ -55,7 +43,7 @@ from argosy.gateway.rollout_messages import (
     PublishedVersions,
 )
 from argosy.gateway.server import GatewayServer, serve_gateway
-from argosy.gateway.upstream import UpstreamError, UpstreamTls
+from argosy.gateway.upstream import UpstreamError
 
 __all__ = [
     "RELOADABLE_SETTINGS",
@@ -65,16 +53,7 @@ __all__ = [
     "BackendKind",
     "ConsoleConfig",
     "DemandReport",
-    "FleetChangeView",
-    "FleetControl",
-    "FleetDeclarationView",
-    "FleetGatewaysView",
-    "FleetPlanView",
-    "FleetPoolView",
     "FleetPools",
-    "FleetReplicaView",
-    "FleetRevisionView",
-    "FleetView",
     "GatewayConfig",
     "GatewayPoolsClient",
     "GatewayServer",
@@ -82,11 +61,9 @@ __all__ = [
     "ModelDemand",
     "ModelName",
     "ModelStartup",
-    "OpenFleetControl",
     "OtherFleetError",
     "OutcomeQuery",
     "OutcomeReport",
-    "PoolRolloutView",
     "PoolsStatus",
     "PublishedVersions",
     "QueueConfig",
@@ -98,7 +75,6 @@ __all__ = [
     "TrafficTarget",
     "UpstreamError",
     "UpstreamTls",
-    "VersionView",
     "check_exposure",
     "is_loopback",
     "load_config",

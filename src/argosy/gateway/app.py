@@ -11,8 +11,8 @@ from importlib.metadata import version
 import msgspec
 import structlog
 
+from argosy.deployment import GatewayConfig
 from argosy.gateway.azure_paths import to_openai_path
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import CONSOLE_PREFIX, PLAYGROUND_PATHS, Console
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import (

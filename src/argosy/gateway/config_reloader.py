@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from argosy.gateway.config import GatewayConfig
+from argosy.deployment import GatewayConfig
 from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_model_entries
 from argosy.process import run_in_daemon_thread
 

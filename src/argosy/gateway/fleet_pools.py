@@ -18,11 +18,10 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from argosy.deployment import GatewayConfig, ModelConfig, RouteConfig
 from argosy.folders import state_folder
-from argosy.gateway.config import GatewayConfig, ModelConfig
 from argosy.gateway.http_route import ANY_METHOD, HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
-from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.peer_connection import (
     PEER_TOKEN_HEADER,
     check_peer_token,

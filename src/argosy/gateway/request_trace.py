@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from msgspec.structs import asdict
 
+from argosy.deployment import ExplainConfig
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
 from argosy.policy import Rates, RoutingCost
 from argosy.policy.placement import AttemptRecord
@@ -21,15 +21,6 @@ from argosy.protocol import NO_TOKENS, ReplicaReport, TokenUsage
 
 MAX_CONTENT_BYTES = 64 * 1024 * 1024
 """Maximum size of all prompts and outputs that are kept. The oldest are dropped first."""
-
-
-class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many ended requests can be explained, and for how long."""
-
-    max_requests: Annotated[int, Meta(ge=0)] = 10_000
-    """Maximum number of explanations kept."""
-    retention_s: Annotated[float, Meta(ge=0)] = 3600.0
-    """How long an explanation is kept."""
 
 
 class LimitTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):

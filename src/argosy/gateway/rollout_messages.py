@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from argosy.gateway.config import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.policy.rollout import Comparison, OutcomeBatch, RequestOutcome
 from argosy.policy.traffic import PoolRoute
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import structlog
 
+from argosy.deployment import GatewayConfig
 from argosy.folders import state_folder
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.engine_gauges import EngineGauges
 from argosy.gateway.loop_slices import LoopSlices
 from argosy.gateway.model_registry import ModelRouter

@@ -15,11 +15,11 @@ import msgspec
 import structlog
 import uvloop
 
+from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.admin import build_admin_app
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
 from argosy.gateway.console import (
     BrowserGuard,
@@ -38,7 +38,6 @@ from argosy.gateway.filters import (
     open_idempotency_store,
     open_quota_backend,
 )
-from argosy.gateway.fleet_control import FleetControl, OpenFleetControl
 from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.loop_monitor import LoopMonitor
@@ -91,7 +90,6 @@ class GatewayServer:
         load_config: ConfigLoader | None = None,
         resolver: Resolver = resolve_host,
         *,
-        open_fleet_control: OpenFleetControl | None = None,
         fleet_control: FleetControl | None = None,
         replica_logs: ReplicaLogs | None = None,
     ) -> None:
@@ -102,7 +100,6 @@ class GatewayServer:
             on_ready: Called with the base URL once the gateway listens.
             load_config: Reads the settings again for `reload`. None disables it.
             resolver: Resolves host names to addresses.
-            open_fleet_control: Returns the control of the declared fleet, if the settings name one.
             fleet_control: Control of the fleet whose controller runs in this process.
             replica_logs: Logs of the replicas of that fleet. Those of another fleet are in its store.
 
@@ -118,7 +115,6 @@ class GatewayServer:
                 )
         self._config = config
         self._on_ready = on_ready
-        self._open_fleet_control = open_fleet_control
         self._fleet_control = fleet_control
         versions = () if pools is None else pools.versions
         self._registry = ModelRegistry(
@@ -341,8 +337,8 @@ class GatewayServer:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
         fleet, fleet_control = self._config.fleet, self._fleet_control
-        if store is not None and fleet is not None and self._open_fleet_control is not None:
-            fleet_control = self._open_fleet_control(fleet, store.fleets)
+        if store is not None and fleet is not None:
+            fleet_control = FleetControl(fleet, store.fleets)
         explainer = RequestExplainer(
             self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
         )
@@ -557,7 +553,6 @@ def serve_gateway(
     config: GatewayConfig,
     on_ready: Callable[[str], None],
     load_config: ConfigLoader,
-    open_fleet_control: OpenFleetControl | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and reload the settings on SIGHUP.
 
@@ -565,7 +560,6 @@ def serve_gateway(
         config: The settings.
         on_ready: Called with the base URL once the gateway listens.
         load_config: Reads the settings again.
-        open_fleet_control: Returns the control of the declared fleet, if the settings name one.
 
     Raises:
         ValueError: The settings are invalid. The message says what to change.
@@ -579,7 +573,7 @@ def serve_gateway(
         on_ready(url)
 
     async def run() -> None:
-        server = GatewayServer(config, ready, load_config, open_fleet_control=open_fleet_control)
+        server = GatewayServer(config, ready, load_config)
         with handle_signals(server.stop, server.reload):
             await server.run()
 

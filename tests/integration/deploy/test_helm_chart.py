@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from argosy.cli.app import app
-from argosy.fleet.declaration import FleetConfig, parse_fleet
+from argosy.deployment import FleetConfig, parse_fleet
 from argosy.gateway import load_config
 
 CHART = Path(__file__).parents[3] / "deploy/helm/argosy"

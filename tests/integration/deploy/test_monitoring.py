@@ -20,6 +20,7 @@ from tests.support.gateway_processes import open_organisation
 from tests.support.replica_servers import MODEL, bundled_model_engine, serve
 from tests.support.services import find_program, running_redis
 
+from argosy.deployment import LimitsConfig
 from argosy.gateway import (
     FleetPools,
     GatewayConfig,
@@ -28,7 +29,6 @@ from argosy.gateway import (
     QueueConfig,
     ReplicaConfig,
 )
-from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import StoreConfig
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

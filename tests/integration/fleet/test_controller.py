@@ -18,9 +18,16 @@ from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
-from argosy.fleet.control import append_command, read_rollouts, set_replicas, stop_everything
-from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
-from argosy.fleet.declaration import FleetConfig, parse_fleet
+from argosy.deployment import (
+    FleetConfig,
+    RolloutDocuments,
+    append_command,
+    parse_fleet,
+    read_rollout_documents,
+    read_rollouts,
+    set_replicas,
+    stop_everything,
+)
 from argosy.gateway import GatewayConfig
 from argosy.policy.rollout import (
     CommandKind,

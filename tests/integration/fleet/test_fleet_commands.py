@@ -15,8 +15,7 @@ from tests.support.waiting import wait_for
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.fleet.control import pool_digests, set_replicas
-from argosy.fleet.declaration import dump_fleet, load_fleet
+from argosy.deployment import dump_fleet, load_fleet, pool_digests, set_replicas
 from argosy.store import Store, open_store
 
 COMMANDS = ("up", "plan", "apply")

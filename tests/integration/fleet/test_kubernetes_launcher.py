@@ -27,14 +27,12 @@ from tests.support.waiting import until
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.fleet.control import set_replicas, stop_everything
+from argosy.deployment import KubernetesSettings, LaunchResources, set_replicas, stop_everything
 from argosy.fleet.launchers import (
     KubernetesLauncher,
-    KubernetesSettings,
     LaunchedReplica,
     Launcher,
     LaunchError,
-    LaunchResources,
     LaunchSpec,
     LaunchState,
     StaleEpochError,

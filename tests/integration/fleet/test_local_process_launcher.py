@@ -26,12 +26,8 @@ from tests.integration.fleet.launcher_suite import (
 )
 from tests.support.waiting import until
 
-from argosy.fleet.launchers import (
-    LaunchError,
-    LaunchResources,
-    LaunchState,
-    LocalProcessLauncher,
-)
+from argosy.deployment import LaunchResources
+from argosy.fleet.launchers import LaunchError, LaunchState, LocalProcessLauncher
 from argosy.fleet.launchers.gpu_reservations import GpuReservations
 
 

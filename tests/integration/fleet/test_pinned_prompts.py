@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest
 
+from argosy.deployment import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.fleet.control.pinned_prompts import DEFAULT_PROMPTS, check_pinned_prompts
-from argosy.fleet.declaration import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.policy.rollout import CheckStatus
 
 CHAT = PinnedPrompt(messages=(PinnedMessage(content="Hi"),), max_tokens=8)

@@ -24,10 +24,10 @@ from tests.support.ray_nodes import RayNodes, network_namespace
 from tests.support.state_processes import kill_processes
 from tests.support.waiting import until
 
+from argosy.deployment import LaunchResources
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
-    LaunchResources,
     LaunchState,
     RayLauncher,
     StaleEpochError,

@@ -13,7 +13,7 @@ from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
 from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
-from argosy.fleet.control import append_command, read_fleet_status
+from argosy.deployment import append_command, read_fleet_status
 from argosy.policy.rollout import (
     CommandKind,
     RolloutCommand,

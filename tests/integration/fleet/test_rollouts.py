@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.rollout_fleet import PLAN, POOL, RolloutFleet, declare, digest_of
 
-from argosy.fleet.control import stop_everything
+from argosy.deployment import stop_everything
 from argosy.fleet.launchers import SimulatedBehaviour
 from argosy.policy.reconciliation import ObservedFleet
 from argosy.policy.rollout import CommandKind, RollbackCause, RolloutState

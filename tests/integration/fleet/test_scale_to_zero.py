@@ -19,9 +19,8 @@ from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
 from tests.support.gateway_client import BODIES, CHAT, run_gateway_server
 from tests.support.waiting import until
 
-from argosy.fleet.declaration import FleetConfig, parse_fleet
+from argosy.deployment import ColdStartConfig, FleetConfig, parse_fleet
 from argosy.gateway import GatewayConfig
-from argosy.gateway.config import ColdStartConfig
 from argosy.store import StoreConfig
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.rollout_fleet import PLAN, RolloutFleet, declare
 
-from argosy.fleet.control import set_replicas
-from argosy.fleet.declaration import FleetConfig
+from argosy.deployment import FleetConfig, set_replicas
 from argosy.fleet.launchers import SimulatedBehaviour
 from argosy.policy.reconciliation import ObservedFleet
 from argosy.policy.rollout import CommandKind, RolloutState

@@ -17,11 +17,11 @@ import pytest
 from tests.support.account_fixtures import bearer
 from tests.support.database_work import fill
 
+from argosy.deployment import AuthConfig, RouteConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
-from argosy.gateway.auth import AuthConfig, Authenticator
+from argosy.gateway.auth import Authenticator
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin, ReplicaChange
-from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.upstream import Upstream
 from argosy.protocol import ApiError, parse_endpoint

@@ -37,8 +37,8 @@ from tests.support.gateway_client import (
 )
 from tests.support.waiting import until
 
+from argosy.deployment import ResumeMode
 from argosy.gateway import Timeouts
-from argosy.gateway.backends import ResumeMode
 
 RESUMABLE_PATHS: dict[type[FakeBackend], tuple[str, ...]] = {
     Vllm: (CHAT, COMPLETION),

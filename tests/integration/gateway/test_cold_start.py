@@ -14,6 +14,7 @@ from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
+from argosy.deployment import ColdStartConfig
 from argosy.gateway import (
     FleetPools,
     GatewayConfig,
@@ -22,7 +23,6 @@ from argosy.gateway import (
     ModelStartup,
     ReplicaConfig,
 )
-from argosy.gateway.config import ColdStartConfig
 from argosy.policy import ReplicaStatus
 from argosy.store import GatewayRecord, StoreConfig, open_store
 

@@ -27,7 +27,7 @@ from tests.support.fake_upstream import UpstreamRequest, respond_with_tokens
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
-from argosy.fleet.control import ReplicaRecord
+from argosy.deployment import ReplicaRecord
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.protocol import format_event
 from argosy.store import ReplicaLogRun

@@ -13,9 +13,8 @@ import pytest
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.token_issuer import OTHER_RSA_KEY, TokenIssuer, run_issuer
 
+from argosy.deployment import JwtConfig, OidcConfig
 from argosy.gateway import AuthConfig, ConsoleConfig
-from argosy.gateway.auth import JwtConfig
-from argosy.gateway.console import OidcConfig
 
 PAGE = {"sec-fetch-site": "same-origin"}
 EMAIL = "ada@example.com"

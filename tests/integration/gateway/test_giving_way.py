@@ -14,10 +14,10 @@ from tests.support.metered_gateway import CHATS, PRICE, MeteredGateway, run_gate
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import GivingWayConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.config import GivingWayConfig
 
 TOKENS = list(range(100, 140))
 BEGUN = 5

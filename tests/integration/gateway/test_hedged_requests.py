@@ -28,9 +28,9 @@ from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import BackendKind
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
-from argosy.gateway.backends import BackendKind
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
 from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE

@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 from structlog.testing import capture_logs
 from tests.support.waiting import until
 
-from argosy.gateway.config import GatewayConfig
+from argosy.deployment import GatewayConfig
 from argosy.http_server import (
     AsgiApp,
     HttpExchange,

@@ -31,10 +31,10 @@ from tests.support.metered_gateway import (
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import Timeouts
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.config import Timeouts
 from argosy.gateway.filters.limit_filter import LimitFilter
 from argosy.gateway.request_context import FilterState, RequestContext
 from argosy.protocol import ApiError

@@ -14,10 +14,10 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import Timeouts
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.config import Timeouts
 from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 160))

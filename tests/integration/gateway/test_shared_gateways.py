@@ -13,9 +13,9 @@ from tests.support.idempotent_gateway import BODIES, CHATS, run_servers
 from tests.support.replica_servers import MODEL, serve
 from tests.support.services import running_redis
 
+from argosy.deployment import LimitsConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import StoreConfig
 
 LIMIT = 2000

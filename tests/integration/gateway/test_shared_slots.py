@@ -13,10 +13,10 @@ from tests.support.gateway_harness import GatewayHarness, run_gateway
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
+from argosy.deployment import Timeouts
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.config import Timeouts
 
 
 class Turnstile(asyncio.Event):

@@ -24,7 +24,8 @@ from tests.support.token_issuer import (
     wait_for_rejection,
 )
 
-from argosy.gateway.auth import AuthConfig, Authenticator, JwtConfig, signing_keys
+from argosy.deployment import AuthConfig, JwtConfig
+from argosy.gateway.auth import Authenticator, signing_keys
 from argosy.protocol import ApiError
 
 LATER_S = 3700.0

@@ -32,7 +32,8 @@ from tests.support.token_issuer import (
     token_rejection,
 )
 
-from argosy.gateway.auth import AuthConfig, Authenticator, JwtConfig
+from argosy.deployment import AuthConfig, JwtConfig
+from argosy.gateway.auth import Authenticator
 from argosy.protocol import ApiError
 
 

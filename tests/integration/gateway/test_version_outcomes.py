@@ -27,6 +27,7 @@ from tests.support.gateway_client import (
 from tests.support.native_upstream import NativeScript, NativeUpstream
 from tests.support.waiting import until
 
+from argosy.deployment import BackendKind
 from argosy.gateway import (
     FleetPools,
     GatewayConfig,
@@ -39,7 +40,6 @@ from argosy.gateway import (
     PublishedVersions,
     ReplicaConfig,
 )
-from argosy.gateway.backends import BackendKind
 from argosy.policy.rollout import EVENTS, Comparison, Metric, OutcomeStatus
 from argosy.policy.traffic import PoolRoute, ShadowCopy, Variant
 from argosy.store import FleetDocument, GatewayRecord, StoreConfig, open_store

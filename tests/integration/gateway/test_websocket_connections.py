@@ -13,7 +13,7 @@ from tests.support.waiting import until
 from websockets.asyncio.client import ClientConnection
 from websockets.frames import Frame, Opcode
 
-from argosy.gateway.config import GatewayConfig
+from argosy.deployment import GatewayConfig
 from argosy.gateway.websocket_session import serve_messages
 from argosy.http_server import HttpExchange, Receive, Scope, Send, run_handler
 from argosy.http_server import connection as http_connection

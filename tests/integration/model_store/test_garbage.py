@@ -12,8 +12,7 @@ from tests.support.small_models import write_small_model
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.fleet.control import pool_digests
-from argosy.fleet.declaration import dump_fleet, load_fleet
+from argosy.deployment import dump_fleet, load_fleet, pool_digests
 from argosy.model_store import ModelStore, ModelVersion, Stage, hold_model, pull_model
 from argosy.store import FleetStore, open_store
 

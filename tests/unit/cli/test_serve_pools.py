@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from argosy.cli.serve_pools import ServedModel, declare_fleet, plan_pools
 from argosy.cli.serve_settings import given_replica_options, with_shared_options
+from argosy.deployment import dump_fleet, parse_fleet, pool_digests
 from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.fleet import ReplicaGroup
-from argosy.fleet.control import pool_digests
-from argosy.fleet.declaration import build_launch_spec, dump_fleet, parse_fleet
+from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchSpec
 
 SERVER = ReplicaServerConfig(served_model_names=("chat", "other name"), drain_deadline_s=2.5)

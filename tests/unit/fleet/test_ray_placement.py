@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.fleet.launchers import LaunchResources
+from argosy.deployment import LaunchResources
 from argosy.fleet.launchers.ray_placement import (
     ZONE_LABEL,
     PlacedReplica,

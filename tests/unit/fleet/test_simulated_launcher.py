@@ -7,10 +7,10 @@ import math
 import pytest
 from tests.support.fake_clock import FakeClock
 
+from argosy.deployment import LaunchResources
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
-    LaunchResources,
     LaunchSpec,
     LaunchState,
     SimulatedBehaviour,

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from argosy.fleet.control import RolloutStatus
-from argosy.fleet.control.fleet_records import ReplicaRecord, ScalingRecord
+from argosy.deployment import ReplicaRecord, RolloutStatus, ScalingRecord
 from argosy.fleet.control.rollout_evidence import RolloutBaseline
 from argosy.fleet.launchers.launcher import LaunchSpec
 from argosy.fleet.launchers.replica_folder import LaunchRecord

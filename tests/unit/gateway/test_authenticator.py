@@ -24,8 +24,8 @@ from tests.support.account_fixtures import (
 )
 from tests.support.fake_clock import FakeClock
 
+from argosy.deployment import AuthConfig
 from argosy.gateway.auth import (
-    AuthConfig,
     Authenticator,
     ConnectionInfo,
     can_use_model,

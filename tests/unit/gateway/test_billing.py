@@ -16,14 +16,9 @@ import pytest
 from tests.support.metered_gateway import metering_filters
 from tests.support.placed_requests import arrive, place
 
+from argosy.deployment import BackendKind, ColdStartConfig
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.backends import (
-    BackendKind,
-    StreamContinuation,
-    UpstreamTarget,
-    get_adapter,
-)
-from argosy.gateway.config import ColdStartConfig
+from argosy.gateway.backends import StreamContinuation, UpstreamTarget, get_adapter
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint

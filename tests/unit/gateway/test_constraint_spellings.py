@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from argosy.gateway.backends import (
-    CHAT_PATH,
-    COMPLETION_PATH,
-    BackendKind,
-    get_adapter,
-    translate_constraint,
-)
+from argosy.deployment import BackendKind
+from argosy.gateway.backends import CHAT_PATH, COMPLETION_PATH, get_adapter, translate_constraint
 from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS
 from argosy.protocol import ApiError
 

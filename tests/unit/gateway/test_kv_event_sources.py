@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy.deployment import KvEventAddress
 from argosy.gateway import load_config
 from argosy.gateway.backends.kv_event_sources import (
-    KvEventAddress,
     KvEventPorts,
     parse_sglang_info,
     parse_vllm_sources,

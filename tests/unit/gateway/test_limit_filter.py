@@ -28,7 +28,8 @@ from tests.support.limit_harness import (
     make_snapshot,
 )
 
-from argosy.gateway.filters.limit_filter import LimitsConfig, open_quota_backend
+from argosy.deployment import LimitsConfig
+from argosy.gateway.filters.limit_filter import open_quota_backend
 from argosy.gateway.filters.limit_responses import format_duration
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS

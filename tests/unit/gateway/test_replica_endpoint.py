@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.load_reports import load_report
 
-from argosy.gateway.backends import BackendKind
+from argosy.deployment import BackendKind
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import (

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.placed_requests import place
 
+from argosy.deployment import ColdStartConfig
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
-from argosy.gateway.config import ColdStartConfig
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS

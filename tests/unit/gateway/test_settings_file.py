@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.gateway.config import RENAMED_SETTINGS, load_config
+from argosy.deployment import RENAMED_SETTINGS, load_config
 
 MODELS = "models: [{name: m, replicas: [{url: 'http://x', %s}]}]"
 

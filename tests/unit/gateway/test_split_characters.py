@@ -21,7 +21,8 @@ from tests.support.fake_upstream import Json, UpstreamRequest
 from tests.support.gateway_client import CHAT, COMPLETION, chunk_text
 from tests.unit.gateway.test_stream_continuation import parse_stream, run_continuation
 
-from argosy.gateway.backends import BackendKind, ResumeMode, get_adapter
+from argosy.deployment import BackendKind, ResumeMode
+from argosy.gateway.backends import get_adapter
 
 TOKENS = ("Once", " upon", "", "", " 🦊", " a time", ",", "", " ä", "", "", "", "🐈", " said", ".")
 TEXT = "".join(TOKENS)

@@ -22,10 +22,9 @@ from tests.support.fake_backend import ANSWER_TEXT, ANSWER_TOKENS, FakeBackend
 from tests.support.fake_upstream import UpstreamRequest
 from tests.support.gateway_client import BODIES, CHAT, COMPLETION, StreamResult
 
+from argosy.deployment import BackendKind, ResumeMode
 from argosy.gateway.backends import (
     BackendAdapter,
-    BackendKind,
-    ResumeMode,
     StreamContinuation,
     UpstreamPlan,
     UpstreamTarget,

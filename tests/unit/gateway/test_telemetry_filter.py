@@ -6,9 +6,10 @@ from unittest.mock import Mock
 
 from tests.support.limit_harness import make_context
 
+from argosy.deployment import ExplainConfig
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_trace import ExplainConfig, TraceStore
+from argosy.gateway.request_trace import TraceStore
 from argosy.http_server import HttpExchange
 from argosy.telemetry import GatewayGauges, GatewayMetrics
 

@@ -6,29 +6,41 @@ The store keeps each applied declaration as a numbered revision. A `Controller` 
 makes of the gateways' reports. `FleetRollouts` divides a pool between two versions, as `policy.rollout` decides. A
 `GatewayPublisher` publishes the replicas in the rotation to the gateways. With
 `plan_declaration` operators see what a declaration would change, and with
-`read_fleet_status` what it recorded; a `StoredFleetControl` shows it in the gateway's admin API, and
+`read_fleet_status` what it recorded; a `FleetControl` shows it in the gateway's admin API, and
 stores what operators decide there. A keeper (`argosy.controller_keeper`) restarts the controller on
 machines without systemd.
 """
 
-from argosy.fleet.control.controller import DEFAULT_LEASE_S, Controller
-from argosy.fleet.control.declared_fleet import (
+from argosy.deployment import (
+    SCALING_DECISION,
+    FleetControl,
+    FleetPlan,
+    FleetStatus,
+    PoolStatus,
+    ReplicaRecord,
+    RolloutReport,
+    RolloutStatus,
+    abort_route,
+    append_command,
+    apply_declaration,
+    decode_records,
+    describe_change,
     gateway_url,
+    is_rejected,
+    parse_declaration,
+    plan_declaration,
     pool_digests,
+    read_fleet_status,
+    read_rollouts,
+    roll_back_route,
+    send_command,
     set_replicas,
     stop_everything,
 )
+from argosy.fleet.control.controller import DEFAULT_LEASE_S, Controller
 from argosy.fleet.control.environment import check_launchers, fleet_folder, open_launcher
 from argosy.fleet.control.fleet_context import FleetContext
-from argosy.fleet.control.fleet_plan import FleetPlan, describe_change, plan_declaration
-from argosy.fleet.control.fleet_records import SCALING_DECISION, ReplicaRecord, decode_records
 from argosy.fleet.control.leadership import process_holder
-from argosy.fleet.control.revisions import apply_declaration, parse_declaration
-from argosy.fleet.control.rollout_commands import abort_route, is_rejected, send_command
-from argosy.fleet.control.rollout_documents import append_command, roll_back_route
-from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
-from argosy.fleet.control.status import FleetStatus, PoolStatus, read_fleet_status
-from argosy.fleet.control.stored_fleet_control import StoredFleetControl
 from argosy.fleet.control.used_models import UsedModels, find_used_models
 
 __all__ = [
@@ -36,13 +48,13 @@ __all__ = [
     "SCALING_DECISION",
     "Controller",
     "FleetContext",
+    "FleetControl",
     "FleetPlan",
     "FleetStatus",
     "PoolStatus",
     "ReplicaRecord",
     "RolloutReport",
     "RolloutStatus",
-    "StoredFleetControl",
     "UsedModels",
     "abort_route",
     "append_command",

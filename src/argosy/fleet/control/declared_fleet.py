@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from argosy.fleet.control.replica_monitor import CheckPaths
-from argosy.fleet.declaration import (
+from argosy.deployment import (
     GATEWAY_POOL,
     EngineKind,
     FleetConfig,
     PoolConfig,
     RolloutConfig,
     build_gateway_config,
-    build_launch_spec,
     find_engine,
+    find_newest_revision,
+    listen_url,
     parse_fleet,
-    replica_digest,
 )
+from argosy.fleet.control.replica_monitor import CheckPaths
+from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError, LaunchSpec
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import ModelConfig, ReplicaConfig
 from argosy.policy import RestartLimits
 from argosy.policy.reconciliation import DesiredFleet, DesiredPool, replica_name
 from argosy.policy.rollout import RolloutPlan
 from argosy.store import FleetRevision, StoreConfig
 
 GATEWAY_LAUNCHER = "local"
-_PUBLISHED_SETTINGS: dict[str, Any] = {"models": [], "routes": [], "pools_file": None}
-"""Settings of a gateway that the controller publishes or assigns. Their change needs no restart."""
 
 
 class RoutedMember(msgspec.Struct, frozen=True):
@@ -52,16 +50,6 @@ class VersionTarget(NamedTuple):
     spares: int = 0
     surplus_reason: str = ""
     """Why replicas beyond these leave."""
-
-
-def pool_digests(config: FleetConfig) -> dict[str, str]:
-    """Return the digest of the replica settings of each pool, and of the gateways' settings. See `FleetStore.apply`."""
-    digests = {pool.name: replica_digest(config, pool) for pool in config.pools}
-    if config.gateways:
-        settings = msgspec.structs.replace(build_gateway_config(config), **_PUBLISHED_SETTINGS)
-        encoded = msgspec.json.encode(msgspec.to_builtins(settings), order="sorted")
-        digests[GATEWAY_POOL] = hashlib.sha256(encoded).hexdigest()
-    return digests
 
 
 class DeclaredFleet:
@@ -307,68 +295,5 @@ class DeclaredFleet:
             ordinal=ordinal,
             command=(sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)),
             drain_deadline_s=settings.drain_deadline_s,
-            url=_listen_url(settings),
+            url=listen_url(settings),
         )
-
-
-def find_newest_revision(
-    revisions: Iterable[FleetRevision], pool: str, generation: int
-) -> FleetRevision | None:
-    """Return the first revision that has a generation of a pool; `revisions` are sorted from new to old."""
-    for revision in revisions:
-        found = revision.generations.get(pool)
-        if found is not None and found.generation == generation:
-            return revision
-    return None
-
-
-def gateway_url(config: FleetConfig, ordinal: int = 0) -> str:
-    """Return the address of a gateway that the controller starts, as seen from this machine."""
-    return _listen_url(build_gateway_config(config, ordinal))
-
-
-def set_replicas(config: FleetConfig, pool: str, replicas: int | None) -> FleetConfig:
-    """Return a declaration with another number of replicas of a pool. It pauses the pool's autoscaler.
-
-    Args:
-        config: The declaration.
-        pool: Name of the pool.
-        replicas: The number; None to let the autoscaler decide again.
-
-    Raises:
-        ValueError: There is no such pool, its limits do not allow the number, or it has no autoscaler.
-    """
-    declared = config.find_pool(pool)
-    if declared is None:
-        known = ", ".join(pool.name for pool in config.pools) or "none"
-        raise ValueError(f"there is no pool {pool!r}; use one of: {known}")
-    if replicas is None:
-        if declared.autoscaling.mode == "off":
-            raise ValueError(
-                f"the pool {pool} has no autoscaler; set `autoscaling` of the pool, or give a number"
-            )
-    elif declared.min_replicas is not None and replicas < declared.min_replicas:
-        raise ValueError(
-            f"min_replicas of the pool {pool} is {declared.min_replicas}; change it first"
-        )
-    elif declared.max_replicas is not None and replicas > declared.max_replicas:
-        raise ValueError(
-            f"max_replicas of the pool {pool} is {declared.max_replicas}; change it first"
-        )
-    scaled = msgspec.structs.replace(declared, replicas=replicas)
-    pools = tuple(scaled if other.name == pool else other for other in config.pools)
-    return msgspec.structs.replace(config, pools=pools)
-
-
-def stop_everything(config: FleetConfig) -> FleetConfig:
-    """Return a declaration of the same fleet without pools and gateways."""
-    return msgspec.structs.replace(config, pools=(), gateways=0)
-
-
-def _listen_url(settings: GatewayConfig) -> str:
-    """Return the address of a gateway on this machine."""
-    if settings.uds is not None:
-        return f"unix:{settings.uds}"
-    host = settings.host if settings.host not in {"0.0.0.0", "::", ""} else "127.0.0.1"  # noqa: S104 - compares
-    scheme = "http" if settings.tls is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"

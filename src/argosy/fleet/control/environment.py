@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from argosy.fleet.declaration import FleetConfig
+from argosy.deployment import FleetConfig
 from argosy.fleet.launchers import (
     KubernetesLauncher,
     Launcher,

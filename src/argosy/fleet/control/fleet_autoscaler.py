@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from argosy.deployment import FleetRecords, PoolConfig, ReplicaRecord, ScalingRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.demand_reader import DemandReader, FleetDemand
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord, ScalingRecord
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.replica_monitor import ReplicaHealthReading
-from argosy.fleet.declaration import PoolConfig
 from argosy.gateway import DemandReport
 from argosy.policy.autoscaling import (
     ArrivedTokens,

@@ -8,16 +8,15 @@ from typing import Any
 
 import msgspec
 
+from argosy.deployment import GATEWAY_POOL, FleetRecords, ReplicaRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.fleet_context import FleetContext
-from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.replica_monitor import (
     CheckPaths,
     ReplicaHealthReading,
     ReplicaMonitor,
 )
-from argosy.fleet.declaration import GATEWAY_POOL
 from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.protocol import LoadResponse

@@ -6,15 +6,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import structlog
 
+from argosy.deployment import FleetRecords, RolloutDocuments, read_rollout_documents
 from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, VersionTarget
 from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import FleetRecords
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.outcome_poller import OutcomePoller
 from argosy.fleet.control.pool_rollout import PoolRollout, PoolSnapshot, RolloutMeans
 from argosy.fleet.control.rollout_checks import RolloutChecks
-from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.fleet.control.rollout_events import EventCallback, RolloutEvents
 from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.gateway import PublishedVersions

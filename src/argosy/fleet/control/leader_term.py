@@ -11,23 +11,23 @@ from typing import Any
 import msgspec
 import structlog
 
-from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember
-from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
-from argosy.fleet.control.fleet_context import FleetContext
-from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import (
+from argosy.deployment import (
     SCALING_DECISION,
     FleetRecords,
     ObservedRevision,
     ReplicaRecord,
+    list_known_revisions,
 )
+from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember
+from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
+from argosy.fleet.control.fleet_context import FleetContext
+from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.model_startups import find_startups
 from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
-from argosy.fleet.control.revisions import list_known_revisions
 from argosy.gateway import FleetPools
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from argosy.deployment import FleetRecords, ReplicaRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
-from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
 from argosy.gateway import ModelStartup
 from argosy.policy.reconciliation import ReplicaPhase
 

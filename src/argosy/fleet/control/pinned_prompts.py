@@ -10,8 +10,8 @@ from typing import NamedTuple
 import httpx2
 import msgspec
 
+from argosy.deployment import ExpectedText, PinnedPrompt
 from argosy.fleet.control.replica_monitor import UNSUPPORTED_STATUSES, open_replica_client
-from argosy.fleet.declaration import ExpectedText, PinnedPrompt
 from argosy.policy.rollout import CheckStatus
 
 ANSWER_TIMEOUT_S = 120.0

@@ -10,22 +10,26 @@ from functools import partial
 import msgspec
 import structlog
 
+from argosy.deployment import (
+    ROLLOUT_STATUS_PREFIX,
+    FleetRecords,
+    PoolConfig,
+    RolloutDocuments,
+    describe_decision,
+)
 from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
 from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import ROLLOUT_STATUS_PREFIX, FleetRecords
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.outcome_poller import OutcomePoller
 from argosy.fleet.control.pinned_prompts import CheckResult, check_pinned_prompts
 from argosy.fleet.control.rollout_checks import RolloutChecks
-from argosy.fleet.control.rollout_documents import RolloutDocuments
 from argosy.fleet.control.rollout_events import RolloutEvents
 from argosy.fleet.control.rollout_evidence import (
     RolloutEvidence,
     TrafficHistory,
     summarise_history,
 )
-from argosy.fleet.control.rollout_status import describe_decision
 from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.fleet.control.version_observer import (
     EjectionWatch,
@@ -34,7 +38,6 @@ from argosy.fleet.control.version_observer import (
     is_ready,
     observe_version,
 )
-from argosy.fleet.declaration import PoolConfig
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.policy.rollout import (
     TRAFFIC_STATES,

@@ -9,9 +9,9 @@ from functools import partial
 import msgspec
 import structlog
 
+from argosy.deployment import FleetRecords, ReplicaRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.fleet_records import FleetRecords, ReplicaRecord
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
 from argosy.fleet.control.replica_monitor import warm_up_replica

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from argosy.fleet.control.rollout_status import ROLLOUT_REFUSED
+from argosy.deployment import ROLLOUT_REFUSED
 from argosy.policy.rollout import GateVerdict, RolloutDecision, RolloutRecord, RolloutState
 
 EventCallback = Callable[[str, str, str, str], None]

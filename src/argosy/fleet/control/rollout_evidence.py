@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.fleet.control.fleet_records import (
+from argosy.deployment import (
     ROLLOUT_BASELINE_PREFIX,
     ROLLOUT_GATE_PREFIX,
     FleetRecords,
+    ObjectivesConfig,
     decode_kind,
 )
-from argosy.fleet.declaration import ObjectivesConfig
 from argosy.policy.rollout import (
     EVENTS,
     Baseline,

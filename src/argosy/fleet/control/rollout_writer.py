@@ -6,12 +6,7 @@ from functools import partial
 
 import msgspec
 
-from argosy.fleet.control.rollout_documents import (
-    ROLLOUTS_PREFIX,
-    ROUTE_PREFIX,
-    RolloutDocuments,
-    remove_commands,
-)
+from argosy.deployment import ROLLOUTS_PREFIX, ROUTE_PREFIX, RolloutDocuments, remove_commands
 from argosy.policy.rollout import PoolRollouts
 from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.fleet.control.declared_fleet import find_newest_revision
-from argosy.fleet.control.fleet_records import decode_records
-from argosy.fleet.control.revisions import list_known_revisions
-from argosy.fleet.declaration import FleetModelConfig, parse_fleet
+from argosy.deployment import (
+    FleetModelConfig,
+    decode_records,
+    find_newest_revision,
+    list_known_revisions,
+    parse_fleet,
+)
 from argosy.model_store import DIGEST_PREFIX, is_url, stored_digest
 from argosy.store import FleetRevision, FleetStore
 

@@ -1,13 +1,12 @@
 """Launchers: one `Launcher` for each environment in which replicas run."""
 
+from argosy.deployment import KubernetesSettings, LaunchResources
 from argosy.fleet.launchers.kubernetes import KubernetesLauncher
-from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     Launcher,
     LaunchError,
     LaunchProbes,
-    LaunchResources,
     LaunchSpec,
     StaleEpochError,
 )

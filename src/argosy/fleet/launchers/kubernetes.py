@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from argosy.deployment import KubernetesSettings
 from argosy.fleet.launchers.kubernetes_api import KubernetesApi, KubernetesApiError
 from argosy.fleet.launchers.kubernetes_cache import KubernetesCache
 from argosy.fleet.launchers.kubernetes_fence import (
@@ -28,7 +29,6 @@ from argosy.fleet.launchers.kubernetes_objects import (
     build_pool_objects,
     replica_selector,
 )
-from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
 from argosy.fleet.launchers.kubernetes_status import (
     ANNOTATION_RUN,
     ReplicaRunRecord,

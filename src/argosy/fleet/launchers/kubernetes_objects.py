@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
+from argosy.deployment import KubernetesSettings
 from argosy.fleet.launchers.launcher import LaunchError, LaunchSpec
 
 KubernetesObject = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from argosy.fleet.launchers.kubernetes_settings import KubernetesSettings
+from argosy.deployment import KubernetesSettings, LaunchResources
 from argosy.policy.reconciliation import LaunchState
 
 
@@ -26,30 +26,6 @@ def refuse_stale_epoch(epoch: int, highest: int) -> None:
 
 class LaunchError(RuntimeError):
     """Raised if a replica cannot be launched. The message says why and contains the remedy."""
-
-
-class LaunchResources(msgspec.Struct, frozen=True, kw_only=True):
-    """Needs of one replica on its machine or node."""
-
-    accelerators: int = 0
-    """Number of GPUs of its own."""
-    cpus: float | None = None
-    """Number of CPU cores. None does not restrict it."""
-    memory_bytes: int | None = None
-    """Maximum memory. None does not restrict it."""
-    zones: tuple[str, ...] = ()
-    """Zones in which it may run, best first; empty for any."""
-    labels: Mapping[str, str] = {}
-    """Labels that its node must have."""
-    custom: Mapping[str, float] = {}
-    """Amounts of resources with names of their own that its node must have."""
-
-    @property
-    def place(self) -> str:
-        """Zones and labels of its node in words, such as ` of zone a with disk=ssd`; empty for any node."""
-        zones = f" of zone {' or '.join(self.zones)}" if self.zones else ""
-        labels = ", ".join(f"{key}={value}" for key, value in sorted(self.labels.items()))
-        return zones + (f" with {labels}" if labels else "")
 
 
 class LaunchProbes(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from argosy.fleet.launchers.launcher import LaunchResources
+from argosy.deployment import LaunchResources
 from argosy.fleet.launchers.ray_placement import RayNode, required_resources
 from argosy.fleet.launchers.ray_supervisor import ReplicaSupervisor
 

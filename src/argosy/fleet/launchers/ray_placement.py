@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from argosy.fleet.launchers.launcher import LaunchResources
+from argosy.deployment import LaunchResources
 
 ZONE_LABEL = "ray.io/availability-zone"
 """Label of a node with its zone. Ray's launchers for clouds and Kubernetes set it."""

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from argosy.deployment import LaunchResources
 from argosy.fleet.device_assignment import VISIBLE_DEVICES_VARIABLE, count_installed_gpus
-from argosy.fleet.launchers.launcher import LaunchedReplica, LaunchResources, LaunchSpec
+from argosy.fleet.launchers.launcher import LaunchedReplica, LaunchSpec
 from argosy.fleet.launchers.local import LocalProcessLauncher
 from argosy.folders import state_folder
 

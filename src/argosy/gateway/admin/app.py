@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 import structlog
 from starlette.routing import Route, Router
 
+from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin import (
     fleet,
     keys,
@@ -28,9 +29,7 @@ from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.openapi import add_openapi_endpoint
 from argosy.gateway.auth import Authenticator, check_role
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.console import ConsoleSessions
-from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal

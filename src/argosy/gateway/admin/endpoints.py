@@ -9,10 +9,9 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
+from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.auth import Authenticator, organisation_scope
-from argosy.gateway.config import GatewayConfig
-from argosy.gateway.fleet_control import FleetControl
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer

@@ -10,15 +10,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
-from argosy.gateway.admin.replica_schemas import Reason
-from argosy.gateway.admin.schemas import Page, split_names
-from argosy.gateway.fleet_control import (
+from argosy.deployment import (
     FleetDeclarationView,
     FleetPlanView,
     FleetRevisionView,
     FleetView,
 )
+from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.replica_schemas import Reason
+from argosy.gateway.admin.schemas import Page, split_names
 from argosy.policy.rollout import CommandKind
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetEvent, Timestamp

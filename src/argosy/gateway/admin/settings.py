@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from argosy.deployment import GatewayConfig
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import to_replica_view
 from argosy.gateway.admin.schemas import Page
 from argosy.gateway.auth import is_loopback
-from argosy.gateway.config import GatewayConfig
 from argosy.protocol import ApiError
 
 endpoints = AdminEndpoints()

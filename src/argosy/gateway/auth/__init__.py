@@ -7,7 +7,7 @@ users and projects of the same index. Failed attempts are limited per address. T
 check the principal's role and the models that it may use.
 """
 
-from argosy.gateway.auth.auth_config import AuthConfig, JwtConfig
+from argosy.deployment import AuthConfig, JwtConfig
 from argosy.gateway.auth.authenticator import (
     Authenticator,
     ConnectionInfo,

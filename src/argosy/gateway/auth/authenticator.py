@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from argosy.gateway.auth.auth_config import AuthConfig
+from argosy.deployment import AuthConfig
 from argosy.gateway.auth.client_address import (
     IpAddress,
     client_address,
@@ -26,7 +26,7 @@ from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, SteadyClock, hash_key
 
 if TYPE_CHECKING:
-    from argosy.gateway.auth.auth_config import JwtConfig
+    from argosy.deployment import JwtConfig
     from argosy.gateway.auth.token_verifier import TokenVerifier
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")

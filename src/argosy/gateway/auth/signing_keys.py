@@ -15,7 +15,7 @@ import jwt
 import msgspec
 import structlog
 
-from argosy.gateway.auth.auth_config import JwtConfig
+from argosy.deployment import JwtConfig
 from argosy.protocol import ApiError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")

@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 
 import jwt
 
-from argosy.gateway.auth.auth_config import JwtConfig
+from argosy.deployment import JwtConfig
 from argosy.gateway.auth.signing_keys import SigningKeys
 from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.protocol import ApiError

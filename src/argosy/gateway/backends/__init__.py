@@ -8,21 +8,20 @@ other resumable streams and streams that cannot be resumed have a parser each. F
 `response_status` read the tokens and the outcome from the body.
 """
 
+from argosy.deployment import BackendKind, KvEventAddress, ResumeMode
 from argosy.gateway.backends.backend_adapter import (
     CHAT_PATH,
     COMPLETION_PATH,
     BackendAdapter,
-    BackendKind,
     LoadReport,
     LoadSource,
-    ResumeMode,
 )
 from argosy.gateway.backends.catalog import get_adapter
 from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.detection import DetectedBackend, detect_backend
 from argosy.gateway.backends.first_content import FirstContentDetector
-from argosy.gateway.backends.kv_event_sources import KvEventAddress, KvEventSource
+from argosy.gateway.backends.kv_event_sources import KvEventSource
 from argosy.gateway.backends.passthrough import ResponseIdentity
 from argosy.gateway.backends.request_builder import (
     UpstreamTarget,

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
+from argosy.deployment import BackendKind
 from argosy.gateway.backends.constraint_spellings import ConstraintSupport
 from argosy.gateway.backends.kv_event_sources import KvEventSource
 from argosy.protocol import MAX_COUNT
-
-BackendKind = Literal[
-    "auto",
-    "argosy",
-    "vllm",
-    "sglang",
-    "tensorrt-llm",
-    "tgi",
-    "lmdeploy",
-    "llama.cpp",
-    "openai",
-]
-"""Kind of server behind a replica.
-
-`auto` is a kind that is not known yet and is detected. `openai` is any other server or hosted API with an
-OpenAI-compatible API.
-"""
-
-ResumeMode = Literal["exact", "prefill", "none"]
-"""Best way in which a broken stream may be resumed.
-
-`exact` resumes from token ids, `prefill` from the text, `none` not at all.
-"""
 
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETION_PATH = b"/v1/completions"

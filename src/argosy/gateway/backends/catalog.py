@@ -8,15 +8,14 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from argosy.deployment import BackendKind, ResumeMode
 from argosy.gateway.backends import load_parsers
 from argosy.gateway.backends.backend_adapter import (
     ARGOSY_FIELDS,
     CHAT_PATH,
     COMPLETION_PATH,
     BackendAdapter,
-    BackendKind,
     LoadSource,
-    ResumeMode,
 )
 from argosy.gateway.backends.constraint_spellings import CONSTRAINT_SUPPORT
 from argosy.gateway.backends.kv_event_sources import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.backends.backend_adapter import BackendKind
+from argosy.deployment import BackendKind
 
 FetchPath = Callable[[bytes], Awaitable[tuple[int, bytes]]]
 """Function that sends a GET request and returns status and body. Raises UpstreamError."""

@@ -4,41 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
+from argosy.deployment import KvEventAddress
 from argosy.protocol import Endpoint
 
-ZmqAddress = Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$")]
-"""Address in the notation of ZeroMQ."""
 _WILDCARD_PREFIX = "tcp://*:"
-
-
-class KvEventAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Address at which to subscribe to a server's KV cache events."""
-
-    endpoint: ZmqAddress
-    """`tcp://HOST:PORT` or `ipc://PATH`. The host `*` stands for the host of the server."""
-    replay: ZmqAddress | None = None
-    """Address that replays missed events; None if the server replays none."""
-
-    @property
-    def has_wildcard_host(self) -> bool:
-        """Whether the addresses have the host `*`, so that they suit any server."""
-        return all(
-            address is None or address.startswith(_WILDCARD_PREFIX)
-            for address in (self.endpoint, self.replay)
-        )
-
-    def resolve_host(self, server: Endpoint) -> KvEventAddress:
-        """Return the address with the host `*` replaced by the host of `server`."""
-        prefix = f"tcp://{_server_host(server)}:"
-        replay = None if self.replay is None else self.replay.replace(_WILDCARD_PREFIX, prefix)
-        return KvEventAddress(
-            endpoint=self.endpoint.replace(_WILDCARD_PREFIX, prefix), replay=replay
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +38,6 @@ class KvEventPorts:
         return KvEventAddress(
             endpoint=f"{_WILDCARD_PREFIX}{self.events_port}", replay=replay
         ).resolve_host(server)
-
-
-def _server_host(server: Endpoint) -> str:
-    """Return the host of a server in the notation of URLs."""
-    host = server.address or (server.host if server.socket_path is None else "127.0.0.1")
-    return f"[{host}]" if ":" in host else host
 
 
 class _VllmPublisher(msgspec.Struct):

@@ -6,9 +6,9 @@ session cookie or an API key. It does so for the admin API too, which the applic
 cookie is never accepted for `/v1`.
 """
 
+from argosy.deployment import ConsoleConfig, OidcConfig
 from argosy.gateway.console.browser_guard import BrowserGuard
 from argosy.gateway.console.console import CONSOLE_PREFIX, PLAYGROUND_PATHS, Console
-from argosy.gateway.console.console_config import ConsoleConfig, OidcConfig
 from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions

@@ -12,8 +12,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from argosy.deployment import ConsoleConfig
 from argosy.gateway.auth import IpAddress, is_local_origin, parse_address, parse_authority
-from argosy.gateway.console.console_config import ConsoleConfig
 from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError
 

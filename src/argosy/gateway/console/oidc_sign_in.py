@@ -15,8 +15,8 @@ from urllib.parse import parse_qs, urlencode
 import msgspec
 import structlog
 
+from argosy.deployment import OidcConfig
 from argosy.gateway.auth import Authenticator
-from argosy.gateway.console.console_config import OidcConfig
 from argosy.gateway.console.sessions import ConsoleSessions, read_cookie
 from argosy.http_server import HttpExchange
 from argosy.process import run_in_daemon_thread

@@ -7,6 +7,7 @@ reserves the expected usage of the limits that apply, and `UsageRecorder` writes
 usage log. A background task, `flush_usage_forever`, moves finished rows from the usage log to the store.
 """
 
+from argosy.deployment import LimitsConfig
 from argosy.gateway.filters.idempotency_filter import (
     IDEMPOTENCY_KEY_HEADER,
     IdempotencyFilter,
@@ -14,7 +15,7 @@ from argosy.gateway.filters.idempotency_filter import (
     open_idempotency_store,
     scope_key,
 )
-from argosy.gateway.filters.limit_filter import LimitFilter, LimitsConfig, open_quota_backend
+from argosy.gateway.filters.limit_filter import LimitFilter, open_quota_backend
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
 

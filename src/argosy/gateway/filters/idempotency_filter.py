@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from argosy.gateway.filters.limit_filter import LimitsConfig, read_redis_password
+from argosy.deployment import LimitsConfig
+from argosy.gateway.filters.limit_filter import read_redis_password
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import FastPathBudget, RequestContext
 from argosy.gateway.request_trace import IdempotencyTrace

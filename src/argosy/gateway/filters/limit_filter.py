@@ -11,6 +11,7 @@ from itertools import pairwise
 import msgspec
 import structlog
 
+from argosy.deployment import LimitsConfig
 from argosy.gateway.filters.limit_filter_state import (
     DegradedModePolicy,
     LimitFilterState,
@@ -59,15 +60,6 @@ MAX_ACQUIRE_ROUNDS = 20
 """Maximum number of attempts to acquire quota for one request, since concurrent requests may take it first."""
 MAX_CACHED_LIMIT_SETS = 10_000
 """Maximum number of cached limit sets by caller and model. The cache is cleared beyond it and fills again cheaply."""
-
-
-class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the quota backend that several gateways share."""
-
-    redis: str | None = None
-    """URL of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`). Without it, no limits are shared."""
-    password_env: str | None = None
-    """Environment variable with the server's password."""
 
 
 def open_quota_backend(config: LimitsConfig) -> QuotaBackend:

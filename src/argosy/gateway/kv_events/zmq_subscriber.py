@@ -11,7 +11,8 @@ import asyncio
 
 import structlog
 
-from argosy.gateway.backends import KvEventAddress, KvEventSource
+from argosy.deployment import KvEventAddress
+from argosy.gateway.backends import KvEventSource
 from argosy.gateway.kv_events.event_decoder import (
     AllBlocksCleared,
     BlockRemoved,

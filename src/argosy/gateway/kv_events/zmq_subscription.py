@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from argosy.gateway.backends import KvEventAddress
+from argosy.deployment import KvEventAddress
 
 HANDSHAKE_TIMEOUT_S = 5.0
 REPLAY_TIMEOUT_S = 10.0

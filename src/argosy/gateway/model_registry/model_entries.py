@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.gateway.config import (
+from argosy.deployment import (
     GatewayConfig,
     GivingWayConfig,
     ModelConfig,
     ReplicaConfig,
+    RouteConfig,
     Timeouts,
     build_configured_headers,
+    build_traffic_route,
 )
 from argosy.gateway.model_registry.model_router import ModelRouter
-from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.model_traffic import build_traffic_route
 from argosy.gateway.pool import AdminSettings, Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.rollout_messages import PublishedVersions
 from argosy.gateway.upstream import Upstream, create_client_ssl_context

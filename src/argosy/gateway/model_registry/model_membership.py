@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from argosy.gateway.config import ModelConfig
+from argosy.deployment import ModelConfig
 from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
     build_giving_way,

@@ -9,11 +9,11 @@ from functools import partial
 
 import structlog
 
+from argosy.deployment import DiscoveryMode
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
 from argosy.gateway.model_registry.model_entries import ReplicaEntry
 from argosy.gateway.pool import (
     CoroutineFactory,
-    DiscoveryMode,
     DnsDiscovery,
     Pool,
     Prober,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
+from argosy.deployment import RouteConfig
 from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
     build_model_router,
@@ -16,7 +17,6 @@ from argosy.gateway.model_registry.model_entries import (
 )
 from argosy.gateway.model_registry.model_membership import ModelMembership
 from argosy.gateway.model_registry.pool_membership import PoolMembership
-from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import ModelStartup, Pool, ReplicaEndpoint, Resolver
 from argosy.policy.traffic import PoolRoute
 

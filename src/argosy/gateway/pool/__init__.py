@@ -7,9 +7,10 @@ class `DnsDiscovery` adds and removes replicas as the addresses of a DNS name ch
 run in `run_with_restarts`.
 """
 
+from argosy.deployment import DiscoveryMode
 from argosy.gateway.pool.admin_settings import AdminSettings
 from argosy.gateway.pool.background import CoroutineFactory, run_with_restarts
-from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resolver, resolve_host
+from argosy.gateway.pool.dns_discovery import DnsDiscovery, Resolver, resolve_host
 from argosy.gateway.pool.model_startup import ModelStartup
 from argosy.gateway.pool.placement_requests import build_placement_request
 from argosy.gateway.pool.pool import Pool, PoolVersions

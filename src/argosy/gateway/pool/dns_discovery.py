@@ -6,10 +6,10 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import Literal
 
 import structlog
 
+from argosy.deployment import DiscoveryMode
 from argosy.gateway.upstream import resolve_addresses
 from argosy.policy import ResolvedAddresses
 
@@ -18,9 +18,6 @@ SLOW_LOOKUP_S = 5.0
 """Time after which an unanswered lookup is logged. The lookup itself continues."""
 MAX_ADDRESSES = 1000
 """Maximum number of addresses of one name. The first ones in sorted order are used."""
-
-DiscoveryMode = Literal["dns", "dns4", "dns6"]
-"""Addresses to use: all of a name, or only those of IPv4 or IPv6."""
 
 ADDRESS_FAMILIES: dict[DiscoveryMode, socket.AddressFamily] = {
     "dns": socket.AF_UNSPEC,

@@ -8,14 +8,8 @@ from dataclasses import InitVar, dataclass, field
 
 import structlog
 
-from argosy.gateway.backends import (
-    BackendAdapter,
-    BackendKind,
-    KvEventAddress,
-    LoadReport,
-    ResumeMode,
-    get_adapter,
-)
+from argosy.deployment import BackendKind, KvEventAddress, ResumeMode
+from argosy.gateway.backends import BackendAdapter, LoadReport, get_adapter
 from argosy.gateway.pool.admin_settings import DEFAULT_ADMIN, AdminSettings
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (

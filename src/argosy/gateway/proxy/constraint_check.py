@@ -15,11 +15,11 @@ import structlog
 from msgspec import Raw
 
 from argosy import constraints
+from argosy.deployment import BackendKind
 from argosy.gateway.backends import (
     CHAT_PATH,
     CONSTRAINT_FIELDS,
     BackendAdapter,
-    BackendKind,
     count_resume_tokens,
     translate_constraint,
 )

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import structlog
 
+from argosy.deployment import GatewayConfig
 from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import StreamContinuation
-from argosy.gateway.config import GatewayConfig
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (

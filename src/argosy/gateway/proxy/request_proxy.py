@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from argosy.deployment import Timeouts
 from argosy.gateway.backends import (
     MALFORMED_EVENT_ERRORS,
     FirstContentDetector,
@@ -18,7 +19,6 @@ from argosy.gateway.backends import (
     UpstreamTarget,
     build_nonstreaming_request,
 )
-from argosy.gateway.config import Timeouts
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.proxy.constraint_check import check_queued_parameters
 from argosy.gateway.proxy.placement_driver import PlacementDriver

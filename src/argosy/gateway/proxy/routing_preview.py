@@ -11,7 +11,7 @@ from typing import Literal, cast
 import msgspec
 from msgspec.structs import replace
 
-from argosy.gateway.config import ColdStartConfig
+from argosy.deployment import ColdStartConfig
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.model_traffic import SESSION_HEADER
 from argosy.gateway.pool import Pool, build_placement_request

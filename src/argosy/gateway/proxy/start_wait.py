@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from argosy.gateway.config import ColdStartConfig
+from argosy.deployment import ColdStartConfig
 from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.request_context import RequestContext
 from argosy.http_server import HttpExchange

@@ -6,10 +6,11 @@ parses responses and calls a `ResponseListener`. The usual listener is an `Upstr
 and lets a coroutine await the status and the body. `fetch_path` and `fetch_response` do all of this for short requests.
 """
 
+from argosy.deployment import UpstreamTls
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.fetch import fetch_path, fetch_response
 from argosy.gateway.upstream.name_resolution import resolve_addresses
-from argosy.gateway.upstream.tls import UpstreamTls, create_client_ssl_context
+from argosy.gateway.upstream.tls import create_client_ssl_context
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import (
     ResponseTooLargeError,

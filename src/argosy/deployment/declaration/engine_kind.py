@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway import BackendKind
+from argosy.deployment.settings.replica_config import BackendKind
 
 OptionName = Annotated[str, Meta(max_length=100, pattern="^[A-Za-z][A-Za-z0-9_.-]*$")]
 OptionValue = str | int | float | bool | list[str | int | float] | dict[str, Any]

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from argosy.fleet.control.declared_fleet import set_replicas
-from argosy.fleet.control.fleet_plan import plan_declaration
-from argosy.fleet.control.fleet_records import ReplicaRecord
-from argosy.fleet.control.revisions import apply_declaration, parse_declaration
-from argosy.fleet.control.rollout_commands import abort_route, is_rejected, send_command
-from argosy.fleet.control.rollout_status import RolloutReport, RolloutStatus, read_rollouts
-from argosy.fleet.control.status import PoolStatus, read_fleet_status, read_known_rollouts
-from argosy.fleet.declaration import (
-    GATEWAY_POOL,
-    FleetConfig,
-    PlannedChange,
-    PoolConfig,
-    compare_fleets,
-    dump_fleet,
-    parse_remote_change,
-)
-from argosy.gateway import (
+from argosy.deployment.declaration.comparison import PlannedChange, compare_fleets
+from argosy.deployment.declaration.config import FleetConfig, PoolConfig
+from argosy.deployment.declaration.documents import dump_fleet
+from argosy.deployment.declaration.loading import parse_remote_change
+from argosy.deployment.declaration.validation import GATEWAY_POOL
+from argosy.deployment.records.fleet_plan import plan_declaration
+from argosy.deployment.records.fleet_records import ReplicaRecord
+from argosy.deployment.records.fleet_views import (
     FleetChangeView,
     FleetDeclarationView,
     FleetGatewaysView,
@@ -32,6 +23,10 @@ from argosy.gateway import (
     PoolRolloutView,
     VersionView,
 )
+from argosy.deployment.records.revisions import apply_declaration, parse_declaration, set_replicas
+from argosy.deployment.records.rollout_commands import abort_route, is_rejected, send_command
+from argosy.deployment.records.rollout_status import RolloutReport, RolloutStatus, read_rollouts
+from argosy.deployment.records.status import PoolStatus, read_fleet_status, read_known_rollouts
 from argosy.policy.rollout import (
     CommandKind,
     GateResult,
@@ -54,7 +49,7 @@ _DECLARATION = "the declaration"
 """Name of a declaration from the admin API in error messages."""
 
 
-class StoredFleetControl:
+class FleetControl:
     """Implements `argosy.gateway.FleetControl` on the store, with or without a running controller.
 
     Args:

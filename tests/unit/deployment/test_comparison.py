@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.fleet.declaration import (
+from argosy.deployment import (
     ChangeAction,
     ChangeEffect,
     FleetConfig,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.fleet.declaration.config import FleetConfig
-from argosy.gateway import GatewayConfig, ModelConfig
+from argosy.deployment.declaration.config import FleetConfig
+from argosy.deployment.settings.gateway_config import GatewayConfig, ModelConfig
 
 _GATEWAY_FIELDS = GatewayConfig.__struct_fields__
 _MODEL_FIELDS = ModelConfig.__struct_fields__

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from urllib.parse import urlsplit
 
-from argosy.fleet.declaration.argosy_options import FLEET_OPTIONS, ArgosyOptions
-from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
-from argosy.fleet.declaration.documents import to_document
-from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, BUILT_IN_ENGINES, find_engine
-from argosy.fleet.declaration.engine_kind import (
-    PLACEHOLDERS,
-    EngineKind,
-    find_placeholders,
+from argosy.deployment.declaration.argosy_options import FLEET_OPTIONS, ArgosyOptions
+from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
+from argosy.deployment.declaration.documents import to_document
+from argosy.deployment.declaration.engine_catalog import (
+    ARGOSY_ENGINE,
+    BUILT_IN_ENGINES,
+    find_engine,
 )
-from argosy.fleet.declaration.secret_check import check_secrets
-from argosy.gateway import validate_config
+from argosy.deployment.declaration.engine_kind import PLACEHOLDERS, EngineKind, find_placeholders
+from argosy.deployment.declaration.secret_check import check_secrets
+from argosy.deployment.settings.gateway_config import validate_config
 from argosy.settings import (
     SettingError,
     SettingPath,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.fleet.declaration.pinned_prompt import PinnedPrompt
+from argosy.deployment.declaration.pinned_prompt import PinnedPrompt
 from argosy.policy.rollout import (
     GateSettings,
     Metric,

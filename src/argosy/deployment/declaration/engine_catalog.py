@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from argosy.fleet.declaration.config import FleetConfig, PoolConfig
-from argosy.fleet.declaration.engine_kind import EngineKind
+from argosy.deployment.declaration.config import FleetConfig, PoolConfig
+from argosy.deployment.declaration.engine_kind import EngineKind
 
 ARGOSY_ENGINE = "argosy"
 

@@ -1,18 +1,13 @@
-"""Interface to the declared fleet of a gateway, which the control plane implements.
-
-A gateway imports nothing of the control plane, which is a layer above it. Times are seconds since the epoch.
-"""
+"""A declared fleet as the admin API shows it. Times are seconds since the epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from argosy.policy.autoscaling import ScalingDecision
-from argosy.policy.rollout import CommandKind, DigestVerdict, MetricVerdict, RolloutStep, Transition
-from argosy.store import FleetStore
+from argosy.policy.rollout import DigestVerdict, MetricVerdict, RolloutStep, Transition
 
 
 class FleetReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"):
@@ -202,125 +197,3 @@ class FleetRevisionView(msgspec.Struct, frozen=True, kw_only=True, tag_field="ob
     changes: list[FleetChangeView]
     problem: str
     """Why the changes cannot be shown; empty if they can."""
-
-
-class FleetControl(Protocol):
-    """A declared fleet. Every call may block on the store."""
-
-    @property
-    def name(self) -> str:
-        """Name of the fleet."""
-
-    @property
-    def store(self) -> FleetStore:
-        """Store of the fleet, with the events of its controllers."""
-
-    def read_fleet(self) -> FleetView:
-        """Return the fleet as its controller recorded it.
-
-        Raises:
-            NotFoundError: The fleet was never applied.
-            ValueError: A record is of another version of Argosy.
-        """
-
-    def list_revisions(self, limit: int, before: int | None) -> list[FleetRevisionView]:
-        """Return revisions with their changes, newest first.
-
-        Args:
-            limit: Maximum number of revisions.
-            before: Only revisions with lower numbers.
-        """
-
-    def read_declaration(self, revision: int | None) -> FleetDeclarationView:
-        """Return the declaration of a revision, or the one in force.
-
-        Raises:
-            NotFoundError: There is no such revision.
-            ValueError: The declaration is invalid for this version.
-        """
-
-    def plan_change(self, declaration: str) -> FleetPlanView:
-        """Return what applying a declaration would change.
-
-        Args:
-            declaration: The declaration in YAML or JSON.
-
-        Raises:
-            NotFoundError: The fleet was never applied.
-            ValueError: The declaration is invalid, or changes what only the command line may change.
-        """
-
-    def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
-        """Put a declaration in force, and return the number of the new revision.
-
-        Args:
-            declaration: The declaration in YAML or JSON.
-            after: Number of the revision that the operator has seen as the latest.
-            reason: Why.
-            actor: Who.
-
-        Raises:
-            NotFoundError: The fleet was never applied.
-            ConflictError: The latest revision is not `after`, or nothing would change.
-            ValueError: The declaration is invalid, or changes what only the command line may change.
-        """
-
-    def plan_rollback(self, revision: int) -> FleetPlanView:
-        """Return what putting the declaration of an earlier revision in force again would change.
-
-        Raises:
-            NotFoundError: There is no such revision.
-            ValueError: Its declaration is invalid for this version.
-        """
-
-    def roll_back(self, revision: int, after: int | None, reason: str, actor: str) -> int:
-        """Put the declaration of an earlier revision in force again, and return the number of the new revision.
-
-        Args:
-            revision: Number of the earlier revision.
-            after: Number of the revision that the operator has seen as the latest; None to replace any.
-            reason: Why.
-            actor: Who.
-
-        Raises:
-            NotFoundError: There is no such revision.
-            ConflictError: The latest revision is not `after`, or nothing would change.
-            ValueError: Its declaration is invalid for this version.
-        """
-
-    def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
-        """Change the number of replicas of a pool, and return the number of the revision in force.
-
-        Args:
-            pool: Name of the pool.
-            replicas: The number; None to let the autoscaler decide again.
-            reason: Why.
-            actor: Who.
-
-        Raises:
-            ConflictError: Another revision was applied meanwhile.
-            ValueError: There is no such pool, its limits do not allow the number, or it has no autoscaler.
-        """
-
-    def command_rollout(
-        self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
-    ) -> None:
-        """Store a command for the controller. `abort` also routes all users to the stable version at once.
-
-        Args:
-            pool: Name of the pool.
-            kind: The command.
-            rollout: Id of the rollout that the operator has seen.
-            reason: Why.
-            force: Whether to go on without evidence, or with a spent error budget.
-            actor: Who.
-
-        Raises:
-            NotFoundError: The pool has had no rollout.
-            ConflictError: The rollout has ended, another one runs, or it cannot be rolled back any more.
-            ValueError: The command is forced without a reason.
-        """
-
-
-OpenFleetControl = Callable[[str, FleetStore], FleetControl]
-"""Returns the control of a fleet by its name and its store."""

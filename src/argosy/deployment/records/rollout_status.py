@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from argosy.fleet.control.fleet_records import ROLLOUT_STATUS_PREFIX, decode_kind
-from argosy.fleet.control.rollout_documents import RolloutDocuments, read_rollout_documents
+from argosy.deployment.records.fleet_records import ROLLOUT_STATUS_PREFIX, decode_kind
+from argosy.deployment.records.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.policy.rollout import (
     CheckStatus,
     GateVerdict,

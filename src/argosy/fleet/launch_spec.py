@@ -1,33 +1,31 @@
-"""Launch specification of a pool's replicas, and the digest that shows whether running ones must be replaced."""
+"""Launch specification of a replica: what its declaration says, with the secrets of this machine."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from argosy.fleet.declaration.config import (
+from argosy.deployment import (
+    ARGOSY_ENGINE,
+    ON_THIS_MACHINE,
+    EngineKind,
     FleetConfig,
-    FleetModelConfig,
     PoolConfig,
     SecretReference,
+    build_command,
+    build_resources,
+    find_engine,
 )
-from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
-from argosy.fleet.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
-from argosy.fleet.launchers import LaunchError, LaunchProbes, LaunchResources, LaunchSpec
-from argosy.model_store import DIGEST_PREFIX, open_model_store
+from argosy.fleet.launchers import LaunchError, LaunchProbes, LaunchSpec
+from argosy.model_store import open_model_store
 from argosy.policy.reconciliation import replica_name
 
 _STORED_MODEL = re.compile("sha256:[0-9a-f]{64}")
-ON_THIS_MACHINE = frozenset({"local", "simulated"})
-"""Launchers whose replicas run on the controller's machine."""
 
 
 def build_launch_spec(
@@ -49,7 +47,7 @@ def build_launch_spec(
     Raises:
         LaunchError: A secret does not exist. The message says which.
     """
-    command = _build_command(config, pool)
+    command = build_command(config, pool)
     if pool.engine == ARGOSY_ENGINE and pool.launcher in ON_THIS_MACHINE:
         command = (
             sys.executable,
@@ -70,7 +68,7 @@ def build_launch_spec(
         environment={
             name: value for name, value in pool.environment.items() if isinstance(value, str)
         },
-        resources=_build_resources(pool),
+        resources=build_resources(pool),
         drain_deadline_s=pool.drain_deadline_s,
         drain_signal=engine.drain_signal,
         image=pool.image,
@@ -115,91 +113,6 @@ def _find_stored(argument: str) -> str:
             f"the model {argument} is not in the model store {store.folder} of the controller's machine. Pull it there."
         )
     return str(path)
-
-
-def replica_digest(config: FleetConfig, pool: PoolConfig) -> str:
-    """Return a digest (SHA-256) of everything that changes the processes of a pool's replicas.
-
-    References to secrets count, but not the secrets. Two pools with equal digests run equal replicas.
-    """
-    parts: dict[str, Any] = {
-        "command": _build_command(config, pool),
-        "digest": config.model_of(pool).digest,
-        "environment": msgspec.to_builtins(pool.environment, order="sorted"),
-        "launcher": pool.launcher,
-        "resources": msgspec.to_builtins(_build_resources(pool), order="sorted"),
-        "image": pool.image,
-    }
-    if pool.launcher == "kubernetes":
-        parts["kubernetes"] = config.kubernetes.pod_settings()
-    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
-
-
-def _build_resources(pool: PoolConfig) -> LaunchResources:
-    return LaunchResources(
-        accelerators=pool.accelerators,
-        cpus=pool.cpus,
-        memory_bytes=pool.memory_bytes,
-        zones=pool.zones,
-        labels=pool.labels,
-        custom=pool.custom_resources,
-    )
-
-
-def _build_command(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
-    """Return the command line, in which the launcher's placeholders remain."""
-    engine, model = find_engine(config, pool), config.model_of(pool)
-    return tuple(_fill_command(engine, pool, _placeholder_values(model, pool)))
-
-
-def _placeholder_values(model: FleetModelConfig, pool: PoolConfig) -> dict[str, str | None]:
-    source = model.source or ""
-    is_path = Path(source).is_absolute() or source.startswith(DIGEST_PREFIX)
-    return {
-        "digest": model.digest,
-        "drain_deadline_s": str(math.ceil(pool.drain_deadline_s)),
-        "hub_model": None if is_path else source,
-        "model": source,
-        "model_path": source if is_path else None,
-        "revision": model.revision,
-        "served_name": model.name,
-    }
-
-
-def _fill_command(
-    engine: EngineKind, pool: PoolConfig, values: Mapping[str, str | None]
-) -> Iterator[str]:
-    listens_on_socket = engine.socket_arguments and pool.launcher in ON_THIS_MACHINE
-    groups = (
-        engine.command,
-        *engine.optional_arguments,
-        engine.socket_arguments if listens_on_socket else engine.port_arguments,
-    )
-    for group in groups:
-        filled = [fill_placeholders(argument, values) for argument in group]
-        if None not in filled:
-            yield from (argument for argument in filled if argument is not None)
-    for name, value in sorted(pool.options.items()):
-        yield from _format_option(engine, name, value)
-
-
-def _format_option(engine: EngineKind, name: str, value: OptionValue) -> Iterator[str]:
-    flag = f"--{name.replace('_', '-')}"
-    match value:
-        case True:
-            yield flag
-        case False:
-            if engine.false_options == "no-prefix":
-                yield f"--no-{name.replace('_', '-')}"
-        case dict():
-            yield from (flag, msgspec.json.encode(value, order="sorted").decode())
-        case list() if engine.list_options == "append":
-            yield from (flag, *map(str, value))
-        case list():
-            for item in value:
-                yield from (flag, str(item))
-        case _:
-            yield from (flag, str(value))
 
 
 def _read_secret(reference: SecretReference, purpose: str, environ: Mapping[str, str]) -> str:

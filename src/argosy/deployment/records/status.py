@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from argosy.fleet.control.declared_fleet import gateway_url
-from argosy.fleet.control.fleet_records import (
+from argosy.deployment.declaration.loading import parse_fleet
+from argosy.deployment.declaration.validation import GATEWAY_POOL
+from argosy.deployment.records.fleet_records import (
     ReplicaRecord,
     decode_observed,
     decode_records,
     decode_scaling,
 )
-from argosy.fleet.control.rollout_status import RolloutReport, read_rollouts
-from argosy.fleet.declaration import GATEWAY_POOL, parse_fleet
+from argosy.deployment.records.revisions import gateway_url
+from argosy.deployment.records.rollout_status import RolloutReport, read_rollouts
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.store import FleetRevision, FleetStore, PoolGeneration

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,25 +12,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.auth import AuthConfig
-from argosy.gateway.backends import BackendKind, KvEventAddress, ResumeMode
-from argosy.gateway.console import ConsoleConfig
-from argosy.gateway.filters import LimitsConfig
-from argosy.gateway.model_routes import RouteConfig, route_name, validate_route
-from argosy.gateway.model_traffic import TrafficTarget, validate_traffic
-from argosy.gateway.pool import DiscoveryMode
-from argosy.gateway.request_trace import ExplainConfig
-from argosy.gateway.upstream import UpstreamTls
+from argosy.deployment.settings.auth_config import AuthConfig
+from argosy.deployment.settings.console_config import ConsoleConfig
+from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
+from argosy.deployment.settings.route_config import RouteConfig, route_name, validate_route
+from argosy.deployment.settings.traffic_config import TrafficTarget, validate_traffic
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
 from argosy.protocol import parse_endpoint
 from argosy.settings import SettingError, SettingPath, SettingsDocument
-from argosy.store import IdempotencyConfig, ReplicaWeight, StoreConfig
+from argosy.store import IdempotencyConfig, StoreConfig
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
-_RESERVED_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
-"""Headers that the gateway writes itself. A second one would let a request end at another byte (request smuggling)."""
 ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
@@ -64,49 +55,6 @@ RENAMED_SETTINGS: Mapping[str, str] = MappingProxyType(
     }
 )
 """New name by path of each renamed setting, or of a renamed value as `path=value`. Used in error messages."""
-
-
-class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server that answers for a model."""
-
-    url: str
-    """Address of the server, such as `http://10.0.0.5:8000` or `unix:///run/replica.sock`."""
-    discover: DiscoveryMode | None = None
-    """Create one replica per address of the URL's host name, and look the name up regularly."""
-    name: str | None = None
-    """Name in metrics, explanations and the ledger. Defaults to the URL. Discovered replicas are named NAME@ADDRESS."""
-    kind: BackendKind = "auto"
-    """Server program. `auto` detects it from the server's responses."""
-    model: str | None = None
-    """Name of the model at this server. Defaults to the public name."""
-    max_requests: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum number of concurrent requests. None means as many as the server reports, or 256 if it reports none."""
-    api_key_env: str | None = None
-    """Environment variable that holds the server's API key."""
-    key_header: str = "authorization"
-    """Header that carries the backend's key."""
-    key_prefix: str = "Bearer "
-    """Text before the key in that header."""
-    headers: dict[str, str] = {}
-    """Headers of every request to this server, for example an organisation, a project or an API version."""
-    resume_mode: ResumeMode = "exact"
-    """The most exact way in which an interrupted stream may be resumed on this server."""
-    arithmetic: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    """Name of the arithmetic of a server that does not report it, such as `bf16-h100`. An interrupted stream is
-    resumed only on servers with the same name. Native replicas report their arithmetic."""
-    weight: ReplicaWeight = 1.0
-    """Share of the requests relative to the model's other replicas. `argosy replicas weight` overrides it."""
-    cordoned: bool = False
-    """Whether the replica gets no requests until `argosy replicas undrain`."""
-    stream_usage: bool = True
-    """Request usage in streams. Switch it off for servers that reject `stream_options`."""
-    priority_scheduling: bool = False
-    """Send a priority with each request. The server must have been started with priority scheduling (vLLM:
-    --scheduling-policy priority, SGLang: --enable-priority-scheduling)."""
-    kv_events: KvEventAddress | None = None
-    """Address at which vLLM or SGLang publishes KV cache events. None: the gateway queries the server for it."""
-    tls: UpstreamTls = UpstreamTls()
-    """Certificates for connections to the server."""
 
 
 class GivingWayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -229,6 +177,24 @@ class SeriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long minutes are kept in the file. 0 writes no file."""
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the quota backend that several gateways share."""
+
+    redis: str | None = None
+    """URL of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`). Without it, no limits are shared."""
+    password_env: str | None = None
+    """Environment variable with the server's password."""
+
+
+class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many ended requests can be explained, and for how long."""
+
+    max_requests: Annotated[int, Meta(ge=0)] = 10_000
+    """Maximum number of explanations kept."""
+    retention_s: Annotated[float, Meta(ge=0)] = 3600.0
+    """How long an explanation is kept."""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway."""
 
@@ -328,6 +294,10 @@ def load_config(path: Path) -> GatewayConfig:
     return document.decode(GatewayConfig, RENAMED_SETTINGS, validate_config)
 
 
+RELOADABLE_SETTINGS = frozenset({"models", "routes"})
+"""Settings that a gateway applies while it runs. Changes of other settings need a restart."""
+
+
 def validate_config(config: GatewayConfig, *, has_controller: bool = False) -> None:
     """Check settings for contradictions.
 
@@ -404,27 +374,9 @@ def _check_replicas(model: ModelConfig, path: SettingPath) -> None:
                 f"discovery may give the name {name!r} to another replica. Rename this one.",
                 (*path, index),
             )
-        problem = _find_contradiction(replica)
+        problem = find_contradiction(replica)
         if problem is not None:
             raise SettingError(f"{replica.url}: {problem}", (*path, index))
-
-
-def _find_contradiction(replica: ReplicaConfig) -> str | None:
-    """Return what contradicts itself in the settings of a replica, with the remedy; None if nothing does."""
-    if replica.discover is not None:
-        if not replica.url.startswith(("http:", "https:")):
-            return "discover needs a URL with a host name. Write http://HOST:PORT."
-        if replica.kv_events is not None and not replica.kv_events.has_wildcard_host:
-            return "kv_events names one server, but discover finds several. Write tcp://*:PORT."
-    if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
-        return "tls needs an https URL. Write https, or remove tls."
-    if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
-        return "kv_events is only supported for kind vllm or sglang. Remove it."
-    if replica.arithmetic is not None and replica.kind == "argosy":
-        return "a replica of kind argosy reports its arithmetic. Remove `arithmetic`."
-    if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
-        return "priority_scheduling is only supported for kind vllm or sglang. Remove it."
-    return None
 
 
 def _check_traffic(config: GatewayConfig) -> None:
@@ -461,27 +413,3 @@ def _reject_duplicates(subject: str, names: list[str], path: SettingPath) -> Non
     duplicates = {name for name, count in Counter(names).items() if count > 1}
     if duplicates:
         raise SettingError(f"{subject} {min(duplicates)!r} is defined twice. Keep one.", path)
-
-
-def build_configured_headers(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:
-    """Build the headers that every request to a replica carries.
-
-    Raises:
-        ValueError: The environment variable of the key is not set, or a configured header is invalid.
-    """
-    headers = dict(replica.headers)
-    if replica.api_key_env is not None:
-        key = os.environ.get(replica.api_key_env)
-        if not key:
-            raise ValueError(
-                f"{replica.url}: the environment variable {replica.api_key_env} is not set. Set it to the API key."
-            )
-        headers[replica.key_header] = replica.key_prefix + key
-    for name, value in headers.items():
-        if name.lower() in _RESERVED_HEADERS:
-            raise ValueError(
-                f"{replica.url}: the gateway sets the header {name!r} itself. Remove it."
-            )
-        if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
-            raise ValueError(f"{replica.url}: {name!r} is not a valid header. Use plain ASCII.")
-    return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())

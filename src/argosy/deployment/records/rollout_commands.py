@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from argosy.fleet.control.rollout_documents import append_command, roll_back_route
-from argosy.fleet.control.rollout_status import RolloutReport
+from argosy.deployment.records.rollout_documents import append_command, roll_back_route
+from argosy.deployment.records.rollout_status import RolloutReport
 from argosy.policy.rollout import CommandKind, RolloutCommand
 from argosy.policy.traffic import PoolRoute
 from argosy.store import AuditedDecision, ConflictError, FleetStore, PoolGeneration

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.fleet.declaration import (
+from argosy.deployment import (
     FleetConfig,
     build_gateway_config,
     compare_fleets,
@@ -26,7 +26,7 @@ from argosy.fleet.declaration import (
 )
 from argosy.settings import SettingError, convert_settings
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 OVERLAY = EXAMPLES / "prod.yaml"
 FILES = sorted(path for path in EXAMPLES.glob("*.yaml") if path != OVERLAY)

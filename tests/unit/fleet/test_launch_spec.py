@@ -12,18 +12,18 @@ import typer.main
 from tests.support.small_models import write_small_model
 
 from argosy.cli.app import app
-from argosy.fleet.declaration import (
+from argosy.deployment import (
+    FLEET_OPTIONS,
     ArgosyOptions,
     FleetConfig,
     PoolConfig,
     build_gateway_config,
-    build_launch_spec,
     dump_fleet,
     load_fleet,
     parse_fleet,
     replica_digest,
 )
-from argosy.fleet.declaration.argosy_options import FLEET_OPTIONS
+from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError
 from argosy.model_store import open_model_store, pull_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.fleet.declaration import load_fleet, parse_fleet
+from argosy.deployment import load_fleet, parse_fleet
 from argosy.gateway import load_config
 
 FLEET = "models: [{name: chat, source: argosy-mini}]\npools: [{name: chat, model: chat, %s}]\n"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from argosy.fleet.declaration import FleetConfig, parse_fleet, parse_remote_change
+from argosy.deployment import FleetConfig, parse_fleet, parse_remote_change
 
 IN_FORCE = """
 fleet: demo

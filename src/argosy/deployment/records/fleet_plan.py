@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.fleet.control.fleet_records import decode_records
-from argosy.fleet.declaration import ChangeEffect, FleetConfig, PlannedChange, compare_fleets
+from argosy.deployment.declaration.comparison import ChangeEffect, PlannedChange, compare_fleets
+from argosy.deployment.declaration.config import FleetConfig
+from argosy.deployment.records.fleet_records import decode_records
 from argosy.store import FleetStore
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-"}

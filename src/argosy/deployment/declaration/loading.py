@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig
-from argosy.fleet.declaration.remote_change import check_remote_change
-from argosy.fleet.declaration.validation import validate_fleet
-from argosy.gateway import RENAMED_SETTINGS
+from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig
+from argosy.deployment.declaration.remote_change import check_remote_change
+from argosy.deployment.declaration.validation import validate_fleet
+from argosy.deployment.settings.gateway_config import RENAMED_SETTINGS
 from argosy.model_store import (
     DIGEST_PREFIX,
     REFERENCE_PREFIX,

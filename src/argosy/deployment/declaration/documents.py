@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from argosy.gateway import GatewayConfig
+from argosy.deployment.settings.gateway_config import GatewayConfig
 from argosy.settings import dump_yaml
 
 _NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from argosy.fleet.declaration.config import FleetConfig, PoolConfig
-from argosy.fleet.declaration.documents import to_document
-from argosy.fleet.declaration.launch_spec import replica_digest
-from argosy.gateway import RELOADABLE_SETTINGS
+from argosy.deployment.declaration.config import FleetConfig, PoolConfig
+from argosy.deployment.declaration.documents import to_document
+from argosy.deployment.declaration.replica_command import replica_digest
+from argosy.deployment.settings.gateway_config import RELOADABLE_SETTINGS
 
 _CONTROLLER_SETTINGS = frozenset({"fleet", "controller", "objectives", "ray"})
 _MODEL_IDENTITY = frozenset({"source", "revision", "digest"})

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.fleet.declaration.engine_kind import EngineKind, OptionName, OptionValue
-from argosy.fleet.declaration.rollout_config import RolloutConfig
-from argosy.fleet.launchers import KubernetesSettings
-from argosy.gateway import GatewayConfig, ModelConfig, ModelName
+from argosy.deployment.declaration.engine_kind import EngineKind, OptionName, OptionValue
+from argosy.deployment.declaration.kubernetes_settings import KubernetesSettings
+from argosy.deployment.declaration.rollout_config import RolloutConfig
+from argosy.deployment.settings.gateway_config import GatewayConfig, ModelConfig, ModelName
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import Size, parse_size
 

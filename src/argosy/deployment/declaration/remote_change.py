@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from argosy.fleet.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
-from argosy.fleet.declaration.engine_catalog import ARGOSY_ENGINE
+from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
+from argosy.deployment.declaration.engine_catalog import ARGOSY_ENGINE
 from argosy.settings import SettingError, SettingPath, format_path
 
 _OPEN_SECTIONS = frozenset(

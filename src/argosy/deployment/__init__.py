@@ -1,0 +1,241 @@
+"""Model of a fleet that gateway and controller share: its settings, its declaration, and its records in the store.
+
+The subpackage `settings` describes one gateway, as a `GatewayConfig`. The subpackage `declaration` describes a fleet:
+a `FleetConfig` is a gateway's settings with models, pools and engines. It also has the canonical text of a declaration,
+and the differences between two of them. The subpackage `records` has what the store keeps of a fleet: applied
+revisions, replicas with their phases, routes and rollouts. A `FleetControl` reads them together, and stores what people
+decide. The controller of `argosy.fleet` carries it out.
+"""
+
+from argosy.deployment.declaration.argosy_options import FLEET_OPTIONS, ArgosyOptions
+from argosy.deployment.declaration.comparison import (
+    ChangeAction,
+    ChangeEffect,
+    PlannedChange,
+    compare_fleets,
+)
+from argosy.deployment.declaration.config import (
+    FleetConfig,
+    FleetModelConfig,
+    ObjectivesConfig,
+    PoolConfig,
+    SecretReference,
+)
+from argosy.deployment.declaration.documents import dump_fleet
+from argosy.deployment.declaration.engine_catalog import (
+    ARGOSY_ENGINE,
+    BUILT_IN_ENGINES,
+    find_engine,
+)
+from argosy.deployment.declaration.engine_kind import EngineKind
+from argosy.deployment.declaration.gateway_settings import build_gateway_config
+from argosy.deployment.declaration.kubernetes_settings import KubernetesSettings
+from argosy.deployment.declaration.loading import (
+    load_fleet,
+    locate_fleet,
+    parse_fleet,
+    parse_remote_change,
+)
+from argosy.deployment.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
+from argosy.deployment.declaration.replica_command import (
+    ON_THIS_MACHINE,
+    LaunchResources,
+    build_command,
+    build_resources,
+    replica_digest,
+)
+from argosy.deployment.declaration.rollout_config import RolloutConfig
+from argosy.deployment.declaration.validation import GATEWAY_POOL, validate_fleet
+from argosy.deployment.records.fleet_control import FleetControl
+from argosy.deployment.records.fleet_plan import FleetPlan, describe_change, plan_declaration
+from argosy.deployment.records.fleet_records import (
+    REPLICA_PREFIX,
+    ROLLOUT_BASELINE_PREFIX,
+    ROLLOUT_GATE_PREFIX,
+    ROLLOUT_STATUS_PREFIX,
+    SCALING_DECISION,
+    FleetRecords,
+    ObservedRevision,
+    ReplicaRecord,
+    ScalingRecord,
+    decode_kind,
+    decode_records,
+)
+from argosy.deployment.records.fleet_views import (
+    FleetDeclarationView,
+    FleetPlanView,
+    FleetReplicaView,
+    FleetRevisionView,
+    FleetView,
+)
+from argosy.deployment.records.revisions import (
+    apply_declaration,
+    find_newest_revision,
+    gateway_url,
+    list_known_revisions,
+    listen_url,
+    parse_declaration,
+    pool_digests,
+    set_replicas,
+    stop_everything,
+)
+from argosy.deployment.records.rollout_commands import abort_route, is_rejected, send_command
+from argosy.deployment.records.rollout_documents import (
+    ROLLOUTS_PREFIX,
+    ROUTE_PREFIX,
+    RolloutDocuments,
+    append_command,
+    read_rollout_documents,
+    remove_commands,
+    roll_back_route,
+)
+from argosy.deployment.records.rollout_status import (
+    ROLLOUT_REFUSED,
+    RolloutReport,
+    RolloutStatus,
+    describe_decision,
+    read_rollouts,
+)
+from argosy.deployment.records.status import FleetStatus, PoolStatus, read_fleet_status
+from argosy.deployment.settings.auth_config import AuthConfig, JwtConfig
+from argosy.deployment.settings.console_config import ConsoleConfig, OidcConfig
+from argosy.deployment.settings.gateway_config import (
+    RELOADABLE_SETTINGS,
+    RENAMED_SETTINGS,
+    ColdStartConfig,
+    ExplainConfig,
+    GatewayConfig,
+    GivingWayConfig,
+    LimitsConfig,
+    ModelConfig,
+    ModelName,
+    QueueConfig,
+    SeriesConfig,
+    Timeouts,
+    load_config,
+    validate_config,
+)
+from argosy.deployment.settings.replica_config import (
+    BackendKind,
+    DiscoveryMode,
+    KvEventAddress,
+    ReplicaConfig,
+    ResumeMode,
+    UpstreamTls,
+    build_configured_headers,
+)
+from argosy.deployment.settings.route_config import ANY_HEADER_VALUE, RouteConfig, route_name
+from argosy.deployment.settings.traffic_config import TrafficTarget, build_traffic_route
+
+__all__ = [
+    "ANY_HEADER_VALUE",
+    "ARGOSY_ENGINE",
+    "BUILT_IN_ENGINES",
+    "FLEET_OPTIONS",
+    "GATEWAY_POOL",
+    "ON_THIS_MACHINE",
+    "RELOADABLE_SETTINGS",
+    "RENAMED_SETTINGS",
+    "REPLICA_PREFIX",
+    "ROLLOUTS_PREFIX",
+    "ROLLOUT_BASELINE_PREFIX",
+    "ROLLOUT_GATE_PREFIX",
+    "ROLLOUT_REFUSED",
+    "ROLLOUT_STATUS_PREFIX",
+    "ROUTE_PREFIX",
+    "SCALING_DECISION",
+    "ArgosyOptions",
+    "AuthConfig",
+    "BackendKind",
+    "ChangeAction",
+    "ChangeEffect",
+    "ColdStartConfig",
+    "ConsoleConfig",
+    "DiscoveryMode",
+    "EngineKind",
+    "ExpectedText",
+    "ExplainConfig",
+    "FleetConfig",
+    "FleetControl",
+    "FleetDeclarationView",
+    "FleetModelConfig",
+    "FleetPlan",
+    "FleetPlanView",
+    "FleetRecords",
+    "FleetReplicaView",
+    "FleetRevisionView",
+    "FleetStatus",
+    "FleetView",
+    "GatewayConfig",
+    "GivingWayConfig",
+    "JwtConfig",
+    "KubernetesSettings",
+    "KvEventAddress",
+    "LaunchResources",
+    "LimitsConfig",
+    "ModelConfig",
+    "ModelName",
+    "ObjectivesConfig",
+    "ObservedRevision",
+    "OidcConfig",
+    "PinnedMessage",
+    "PinnedPrompt",
+    "PlannedChange",
+    "PoolConfig",
+    "PoolStatus",
+    "QueueConfig",
+    "ReplicaConfig",
+    "ReplicaRecord",
+    "ResumeMode",
+    "RolloutConfig",
+    "RolloutDocuments",
+    "RolloutReport",
+    "RolloutStatus",
+    "RouteConfig",
+    "ScalingRecord",
+    "SecretReference",
+    "SeriesConfig",
+    "Timeouts",
+    "TrafficTarget",
+    "UpstreamTls",
+    "abort_route",
+    "append_command",
+    "apply_declaration",
+    "build_command",
+    "build_configured_headers",
+    "build_gateway_config",
+    "build_resources",
+    "build_traffic_route",
+    "compare_fleets",
+    "decode_kind",
+    "decode_records",
+    "describe_change",
+    "describe_decision",
+    "dump_fleet",
+    "find_engine",
+    "find_newest_revision",
+    "gateway_url",
+    "is_rejected",
+    "list_known_revisions",
+    "listen_url",
+    "load_config",
+    "load_fleet",
+    "locate_fleet",
+    "parse_declaration",
+    "parse_fleet",
+    "parse_remote_change",
+    "plan_declaration",
+    "pool_digests",
+    "read_fleet_status",
+    "read_rollout_documents",
+    "read_rollouts",
+    "remove_commands",
+    "replica_digest",
+    "roll_back_route",
+    "route_name",
+    "send_command",
+    "set_replicas",
+    "stop_everything",
+    "validate_config",
+    "validate_fleet",
+]

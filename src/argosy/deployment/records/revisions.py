@@ -1,0 +1,158 @@
+"""Revisions of a fleet: puts a declaration in force, reads that of one, and finds those of running replicas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from argosy.deployment.declaration.config import FleetConfig
+from argosy.deployment.declaration.documents import dump_fleet
+from argosy.deployment.declaration.gateway_settings import build_gateway_config
+from argosy.deployment.declaration.loading import parse_fleet
+from argosy.deployment.declaration.replica_command import replica_digest
+from argosy.deployment.declaration.validation import GATEWAY_POOL
+from argosy.deployment.records.fleet_records import ReplicaRecord
+from argosy.deployment.settings.gateway_config import GatewayConfig
+from argosy.store import AuditedDecision, FleetRevision, FleetStore
+
+MAX_KNOWN_REVISIONS = 200
+"""Number of revisions in which the settings of replicas of earlier generations are looked up first."""
+
+
+_PUBLISHED_SETTINGS: dict[str, Any] = {"models": [], "routes": [], "pools_file": None}
+"""Settings of a gateway that the controller publishes or assigns. Their change needs no restart."""
+
+
+def pool_digests(config: FleetConfig) -> dict[str, str]:
+    """Return the digest of the replica settings of each pool, and of the gateways' settings. See `FleetStore.apply`."""
+    digests = {pool.name: replica_digest(config, pool) for pool in config.pools}
+    if config.gateways:
+        settings = msgspec.structs.replace(build_gateway_config(config), **_PUBLISHED_SETTINGS)
+        encoded = msgspec.json.encode(msgspec.to_builtins(settings), order="sorted")
+        digests[GATEWAY_POOL] = hashlib.sha256(encoded).hexdigest()
+    return digests
+
+
+def apply_declaration(
+    store: FleetStore,
+    fleet: str,
+    config: FleetConfig,
+    *,
+    author: str,
+    reason: str,
+    after: int | None,
+    rollback_of: int | None = None,
+    decision: AuditedDecision | None = None,
+) -> FleetRevision:
+    """Add a revision, unless another one was added after the revision `after`. Blocks on the store.
+
+    Args:
+        store: Store of the fleet.
+        fleet: Name of the fleet.
+        config: The declaration, which is valid.
+        author: Who applies it.
+        reason: Why.
+        after: Number of the revision that the author has seen as the latest; 0 for none, None to replace any.
+        rollback_of: Number of the revision whose declaration this one repeats.
+        decision: Decision to record in the audit log.
+
+    Raises:
+        ConflictError: The latest revision is not `after`.
+    """
+    return store.apply(
+        fleet,
+        dump_fleet(config, "json").encode(),
+        pool_digests(config),
+        author=author,
+        reason=reason,
+        rollback_of=rollback_of,
+        after=after,
+        decision=decision,
+    )
+
+
+def parse_declaration(revision: FleetRevision) -> FleetConfig:
+    """Return the declaration of a revision.
+
+    Raises:
+        ValueError: It is invalid for this version.
+    """
+    return parse_fleet(revision.declaration, f"revision {revision.number}")
+
+
+def list_known_revisions(
+    store: FleetStore, fleet: str, replicas: Iterable[ReplicaRecord]
+) -> Sequence[FleetRevision]:
+    """Return the latest revisions, newest first, among which are those of all replicas. Blocks on the store."""
+    known = store.list_revisions(fleet, MAX_KNOWN_REVISIONS)
+    if known and any(
+        find_newest_revision(known, each.pool, each.generation) is None for each in replicas
+    ):
+        return store.list_revisions(fleet, known[0].number)
+    return known
+
+
+def find_newest_revision(
+    revisions: Iterable[FleetRevision], pool: str, generation: int
+) -> FleetRevision | None:
+    """Return the first revision that has a generation of a pool; `revisions` are sorted from new to old."""
+    for revision in revisions:
+        found = revision.generations.get(pool)
+        if found is not None and found.generation == generation:
+            return revision
+    return None
+
+
+def gateway_url(config: FleetConfig, ordinal: int = 0) -> str:
+    """Return the address of a gateway that the controller starts, as seen from this machine."""
+    return listen_url(build_gateway_config(config, ordinal))
+
+
+def set_replicas(config: FleetConfig, pool: str, replicas: int | None) -> FleetConfig:
+    """Return a declaration with another number of replicas of a pool. It pauses the pool's autoscaler.
+
+    Args:
+        config: The declaration.
+        pool: Name of the pool.
+        replicas: The number; None to let the autoscaler decide again.
+
+    Raises:
+        ValueError: There is no such pool, its limits do not allow the number, or it has no autoscaler.
+    """
+    declared = config.find_pool(pool)
+    if declared is None:
+        known = ", ".join(pool.name for pool in config.pools) or "none"
+        raise ValueError(f"there is no pool {pool!r}; use one of: {known}")
+    if replicas is None:
+        if declared.autoscaling.mode == "off":
+            raise ValueError(
+                f"the pool {pool} has no autoscaler; set `autoscaling` of the pool, or give a number"
+            )
+    elif declared.min_replicas is not None and replicas < declared.min_replicas:
+        raise ValueError(
+            f"min_replicas of the pool {pool} is {declared.min_replicas}; change it first"
+        )
+    elif declared.max_replicas is not None and replicas > declared.max_replicas:
+        raise ValueError(
+            f"max_replicas of the pool {pool} is {declared.max_replicas}; change it first"
+        )
+    scaled = msgspec.structs.replace(declared, replicas=replicas)
+    pools = tuple(scaled if other.name == pool else other for other in config.pools)
+    return msgspec.structs.replace(config, pools=pools)
+
+
+def stop_everything(config: FleetConfig) -> FleetConfig:
+    """Return a declaration of the same fleet without pools and gateways."""
+    return msgspec.structs.replace(config, pools=(), gateways=0)
+
+
+def listen_url(settings: GatewayConfig) -> str:
+    """Return the address of a gateway, as seen from its machine."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host = settings.host if settings.host not in {"0.0.0.0", "::", ""} else "127.0.0.1"  # noqa: S104 - compares
+    scheme = "http" if settings.tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"

@@ -1,0 +1,1 @@
+"""Settings of a gateway, each section with its own structure."""
