@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.kernels.batch import Attention
+    from argosy.engine.execution.kernels.attention import Attention
     from argosy.engine.execution.kernels.rope import RopeRotation
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.batch import Batch
 
 if TYPE_CHECKING:
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
+    from argosy.engine.execution.layers.model import Model
+
 
 BLOCK_SIZE = 16
 MAX_SEQUENCES = 256
@@ -25,7 +25,7 @@ MAX_SEQUENCES = 256
 class DecoderDriver:
     """Runs chunks of named sequences through a decoder and its KV cache, with blocks in random order."""
 
-    def __init__(self, decoder: Decoder | GenericDecoder, num_blocks: int = 128) -> None:
+    def __init__(self, decoder: Model, num_blocks: int = 128) -> None:
         self._decoder = decoder
         self._windows = decoder.architecture.kv_layout.windows
         num_blocks *= len(self._windows)
@@ -37,13 +37,11 @@ class DecoderDriver:
         self._lengths: dict[str, int] = {}
         self._free_rows = list(range(MAX_SEQUENCES))
         self._rows: dict[str, int] = {}
-        self._states = (
-            decoder.create_states(MAX_SEQUENCES, 0) if isinstance(decoder, Decoder) else None
-        )
+        self._states = decoder.create_states(MAX_SEQUENCES, 0)
 
     def forward(self, chunks: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
         """Append each chunk's tokens to its sequence, and return the logits [tokens, vocab] of each chunk."""
-        logits = self._decoder(self.batch(chunks), self._attention)
+        logits = self._decoder.forward(self.batch(chunks), self._attention)
         return list(logits.split([len(tokens) for _, tokens in chunks]))
 
     def logits_in_one_chunk(self, tokens: list[int]) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE
-from argosy.engine.execution.kernels.device import create_cpu_device
 from argosy.engine.execution.loading.arithmetic import describe_arithmetic
 from argosy.models import BUNDLED_MODEL
 

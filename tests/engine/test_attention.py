@@ -29,7 +29,7 @@ from tests.engine.pairwise import pairwise
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.kernels.batch import Attention
+    from argosy.engine.execution.kernels.attention import Attention
 
 
 def native_or_skip() -> Kernels:

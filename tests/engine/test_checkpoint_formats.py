@@ -20,7 +20,7 @@ from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
 from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import GptqTensor
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.loading.encoded_linear import create_encoded_linear
 from argosy.engine.execution.loading.executor_loader import load_executor

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.executor.executor import StepHandle
+from argosy.engine.execution.executor.output_stage import StepHandle
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu import cgroup, compute_threads
 from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes
 from argosy.engine.scheduling import StepPlan, StepResult
@@ -28,32 +31,19 @@ POISON_TOKEN = 3999
 """Token whose presence in a step makes it fail."""
 
 
-class InterceptingExecutor:
-    """Executor that passes each plan to a callback at its launch, or if `at_result`, before its result is returned."""
+def intercept_steps(
+    core: EngineCore, callback: Callable[[StepPlan], None], *, at_result: bool = False
+) -> None:
+    """Pass each plan to a callback at its launch, or if `at_result`, before its result is returned."""
+    submit = core.executor.submit
 
-    def __init__(
-        self, core: EngineCore, callback: Callable[[StepPlan], None], *, at_result: bool = False
-    ) -> None:
-        self._inner = core.executor
-        self._callback = callback
-        self._at_result = at_result
-        core.executor = self
+    def intercepted(plan: StepPlan) -> StepHandle:
+        if not at_result:
+            callback(plan)
+        step = submit(plan)
+        return InterceptedStep(step, plan, callback) if at_result else step
 
-    def submit(self, plan: StepPlan) -> StepHandle:
-        if not self._at_result:
-            self._callback(plan)
-        step = self._inner.submit(plan)
-        return InterceptedStep(step, plan, self._callback) if self._at_result else step
-
-    @property
-    def pending_preparations(self) -> int:
-        return self._inner.pending_preparations
-
-    def prepare_next(self) -> None:
-        self._inner.prepare_next()
-
-    def reset(self) -> None:
-        self._inner.reset()
+    core.executor.submit = intercepted  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ def test_request_that_makes_steps_fail_ends_alone(core: EngineCore, at_result: b
         if rows.intersection(plan.rows):
             raise RuntimeError("poison")
 
-    InterceptingExecutor(core, fail, at_result=at_result)
+    intercept_steps(core, fail, at_result=at_result)
     healthy = [create_request(name) for name in "abcd"]
     poisoned = create_request("bad", prompt=[7, POISON_TOKEN, 7])
     outputs = run_requests(core, [*healthy[:2], poisoned, *healthy[2:]])
@@ -129,7 +119,7 @@ def test_out_of_memory_shrinks_steps_and_loses_nothing(
         if plan.total_tokens > limit:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    InterceptingExecutor(core, fail, at_result=at_result)
+    intercept_steps(core, fail, at_result=at_result)
     requests = [create_request(name, prompt=[5 + ord(name)] * 50) for name in "abcd"]
     outputs = run_requests(core, requests)
     assert outputs == run_without_failures(*requests)
@@ -149,7 +139,7 @@ def test_token_that_does_not_fit_into_memory_ends_its_request_only(core: EngineC
         if rows.intersection(plan.rows):
             raise MemoryError
 
-    InterceptingExecutor(core, fail)
+    intercept_steps(core, fail)
     healthy = [create_request(name) for name in "ab"]
     outputs = run_requests(core, [create_request("bad", prompt=[7, POISON_TOKEN, 7]), *healthy])
     assert outputs["bad"].finish == "error"
@@ -197,14 +187,15 @@ def test_changing_thread_count_does_not_change_outputs(
 
 def test_non_finite_logits_fail_their_request_only(steps_in_flight: int) -> None:
     core = create_core(BUNDLED_MODEL, max_seqs=8, max_steps_in_flight=steps_in_flight)
-    model = core.executor._model  # type: ignore[attr-defined]  # noqa: SLF001 - the test replaces the model
+    model = core.executor._model  # noqa: SLF001 - the test replaces a method
+    forward = model.forward
 
-    def model_with_nan(batch: object, attention: object) -> object:
-        logits = model(batch, attention)
+    def forward_with_nan(batch: Batch, attention: Attention) -> Tensor:
+        logits = forward(batch, attention)
         logits[0] = float("nan")
         return logits
 
-    core.executor._model = model_with_nan  # type: ignore[attr-defined]  # noqa: SLF001 - same
+    model.forward = forward_with_nan  # type: ignore[method-assign]
     outputs = run_requests(core, [create_request(name, params=GREEDY) for name in "ab"])
     assert outputs["a"].finish == "error"
     assert "finite" in (outputs["a"].error or "")
@@ -217,7 +208,7 @@ def test_core_stops_after_consecutive_failed_steps(steps_in_flight: int) -> None
     def fail(_: StepPlan) -> None:
         raise RuntimeError("device lost")
 
-    InterceptingExecutor(core, fail)
+    intercept_steps(core, fail)
     for number in range(MAX_CONSECUTIVE_FAILED_STEPS + 10):
         core.add(create_request(str(number)))
     for _ in range(MAX_CONSECUTIVE_FAILED_STEPS):
@@ -335,7 +326,7 @@ def test_every_request_finishes_once_under_random_failures(
         if rng.random() < 0.05:
             raise RuntimeError("random failure")
 
-    InterceptingExecutor(core, fail, at_result=at_result)
+    intercept_steps(core, fail, at_result=at_result)
     outputs: dict[str, RequestOutput] = {}
     for number in range(40):
         name = str(number)

@@ -12,12 +12,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
-from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRuleWeights
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.kernels.operations import DeltaRuleWeights
 from tests.engine.pairwise import pairwise
 
 if TYPE_CHECKING:
-    from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRule
+    from argosy.engine.execution.kernels.operations import DeltaRule
 
 LENGTHS = (1, 3, 23)
 LAYER = 1

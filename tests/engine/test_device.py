@@ -16,9 +16,10 @@ from argosy.engine.execution.kernels.cpu import isa as isa_module
 from argosy.engine.execution.kernels.cpu.cgroup import CpuQuota
 from argosy.engine.execution.kernels.cpu.compute_threads import THREADS_VARIABLE
 from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes, read_cpu_times
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE, TORCH_ISA_NAME, available_isas
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.kernels.device import Device, create_cpu_device
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.models import BUNDLED_MODEL
 from argosy.native import NativeUnavailableError

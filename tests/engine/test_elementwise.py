@@ -9,12 +9,12 @@ import torch
 
 from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
 from argosy.engine.execution.kernels.cpu.elementwise import (
-    ElementwiseOps,
     NativeElementwiseOps,
-    TorchElementwiseOps,
     create_cpu_elementwise_ops,
 )
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.execution.kernels.operations import ElementwiseOps
+from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
 from argosy.native import NativeUnavailableError
 from tests.engine.pairwise import pairwise
 

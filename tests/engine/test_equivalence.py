@@ -269,7 +269,7 @@ def test_corrupt_host_blocks_are_recomputed_and_counted(steps_in_flight: int) ->
         host_kv_bytes=1 << 24,
     )
     run_requests(core, requests())
-    for block in core.executor.host_store.blocks.values():  # type: ignore[attr-defined]
+    for block in core.executor.host_store.blocks.values():
         block.numpy()[7] ^= 1
     assert_equal_to_reference(run_requests(core, requests()))
     assert core.scheduler.kv_cache.corrupt_blocks > 0

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference

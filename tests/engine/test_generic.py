@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.model_selection import (
     build_transformers_model,
     select_implementation,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
-    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
 
 LENGTHS = (1, 7, 17, 40)
 
@@ -102,7 +104,7 @@ def test_family_matches_transformers(create_reference: Callable[..., Reference],
     assert reference.continues(prompt, *driver.greedy([prompt], 6))
     assert_batch_independent(driver)
     batch = replace(driver.batch([("no logits", [1, 2])]), logit_index=torch.empty(0).long())
-    assert decoder(batch, decoder.create_attention(128, 16)).shape == (0, VOCAB)
+    assert decoder.forward(batch, decoder.create_attention(128, 16)).shape == (0, VOCAB)
     num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
     assert summarize_model(decoder.architecture, 2).num_parameters == num_parameters
 
@@ -224,17 +226,17 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert select_implementation(tmp_path, "auto").implementation == "argosy"
 
 
-class LeakyDecoder:
+class LeakyDecoder(Model):
     """Decoder whose logits change with the number of sequences in a batch."""
 
     def __init__(self, decoder: GenericDecoder, leak: float) -> None:
-        self.create_attention = decoder.create_attention
+        self.create_attention = decoder.create_attention  # type: ignore[method-assign]
         self.architecture = decoder.architecture
         self._decoder = decoder
         self._leak = leak
 
-    def __call__(self, batch: Batch, attention: Attention) -> Tensor:
-        logits = self._decoder(batch, attention)
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        logits = self._decoder.forward(batch, attention)
         return logits + torch.arange(logits.shape[1]) * self._leak * (len(batch.rows) - 1)
 
 
@@ -245,9 +247,7 @@ def test_self_test_finds_dependence_on_the_batch(
 
     def test(leak: float) -> SelfTestResult:
         tested = LeakyDecoder(decoder, leak)
-        return run_self_test(
-            tested, create_cpu_device(1), vocab_size=VOCAB, max_model_len=64, kv_dtype=None
-        )
+        return run_self_test(tested, create_cpu_device(1), max_model_len=64)
 
     assert test(0.0) == SelfTestResult(is_exact=True, failed_cases=[], median_difference=0.0)
     inexact, wrong = test(1e-6), test(1.0)

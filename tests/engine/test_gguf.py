@@ -14,7 +14,7 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import select_implementation
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 
 BATCHES = (1, 2, 3, 6, 7, 13, 14, 15, 16, 17, 29, 31, 32, 33, 47, 64, 65, 128, 200, 259)
 

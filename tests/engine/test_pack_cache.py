@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import checkpoint_fingerprint
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache, pack_cache_folder
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams

@@ -15,7 +15,6 @@ from argosy.engine.execution.executor.array_packing import (
     unpack_arrays,
 )
 from argosy.engine.execution.executor.persistent_batch import (
-    DeviceInputs,
     PackedStep,
     PersistentBatch,
 )
@@ -80,7 +79,7 @@ def assert_batch_matches_model(
     table: PersistentBatch, packed: PackedStep, plan: StepPlan, model: RowModel
 ) -> None:
     """Check that the batch equals the model, and that its padding has no effect."""
-    batch = table.gather_batch(DeviceInputs(packed.buffer, packed.shape))
+    batch, _ = table.gather_batch(packed.buffer, packed.shape)
     flat = [
         (chunk, row, position)
         for chunk, (row, start, count) in enumerate(
@@ -143,11 +142,10 @@ def test_padded_decode_contains_sampled_tokens_and_new_blocks(
     prefill = StepPlan(1, rows=rows, starts=[0] * len(rows), counts=ends, sample_flags=all_sampled)
     assert not table.is_uniform_decode(StepPlan(0)), "the device does not have the tokens yet"
     packed = table.pack_step(prefill)
-    inputs = DeviceInputs(packed.buffer, packed.shape)
-    table.gather_batch(inputs)
+    _, sample_index = table.gather_batch(packed.buffer, packed.shape)
     assert table.is_uniform_decode(StepPlan(0))
     sampled = data.draw(st.lists(st.integers(0, 99), min_size=len(rows), max_size=len(rows)))
-    table.append_tokens(inputs, torch.tensor(sampled))
+    table.append_tokens(sample_index, torch.tensor(sampled))
     new_blocks = []
     for row, end, token in zip(rows, ends, sampled, strict=True):
         model.tokens[row].append(token)

@@ -98,7 +98,7 @@ def test_both_spellings_of_pooling_are_read(
 ) -> None:
     layout = read(tmp_path, "BertModel", embedder(prefix), {"1_Pooling": config})
     assert layout is not None
-    assert (layout.modes, layout.includes_prompt, layout.is_normalized) == (
+    assert (layout.modes, layout.info.includes_prompt, layout.info.is_normalized) == (
         modes,
         includes_prompt,
         True,
@@ -135,7 +135,7 @@ def test_activation_of_a_classifier_is_that_of_a_cross_encoder(
 ) -> None:
     layout = read(tmp_path, "BertForSequenceClassification", **config)
     assert layout is not None
-    assert layout.activation == activation
+    assert layout.info.activation == activation
 
 
 @pytest.mark.parametrize(

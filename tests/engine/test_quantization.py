@@ -19,7 +19,7 @@ from argosy.engine.execution.checkpoint_formats.quantization import (
     quantize_rows,
     quantize_weight,
 )
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.layers.modules import Projection
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.engine.execution.loading.weight_loader import load_decoder

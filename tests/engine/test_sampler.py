@@ -31,7 +31,8 @@ def create_sampler(*params: SamplingParams, tokens: list[int] | None = None) -> 
 def sample(sampler: Sampler, logits: torch.Tensor, position: int = 3) -> list[int]:
     rows = torch.arange(len(logits))
     positions = torch.full((len(logits),), position)
-    return list(sampler(logits.clone(), rows, positions).tokens.tolist())
+    tokens, _ = sampler(logits.clone(), rows, positions)
+    return list(tokens.tolist())
 
 
 def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
@@ -158,10 +159,10 @@ def test_logprobs_use_unedited_logits() -> None:
     sampler = create_sampler(
         SamplingParams(temperature=0.0, logprobs=3, logit_bias={4: 100.0}), SamplingParams(seed=1)
     )
-    sampled = sampler(logits.clone(), torch.arange(2), torch.tensor([3, 3]))
+    _, logprobs = sampler(logits.clone(), torch.arange(2), torch.tensor([3, 3]))
     raw = torch.log_softmax(logits[0], -1)
-    assert list(sampled.logprobs) == [0]
-    logprob = sampled.logprobs[0]
+    assert list(logprobs) == [0]
+    logprob = logprobs[0]
     assert logprob.token == 4
     assert logprob.logprob == pytest.approx(float(raw[4]))
     assert logprob.rank == int((raw > raw[4]).sum()) + 1
@@ -173,9 +174,8 @@ def test_invalid_row_is_reported_and_others_are_sampled() -> None:
     expected = logits.argmax(-1).tolist()
     logits[1, 3] = float("nan")
     sampler = create_sampler(*[SamplingParams(temperature=0.0)] * 3)
-    sampled = sampler(logits, torch.arange(3), torch.tensor([3, 3, 3]))
-    assert sampled.invalid_rows == [1]
-    assert sampled.tokens[[0, 2]].tolist() == [expected[0], expected[2]]
+    tokens, _ = sampler(logits, torch.arange(3), torch.tensor([3, 3, 3]))
+    assert tokens.tolist() == [expected[0], -1, expected[2]]
 
 
 def test_reused_row_forgets_previous_params() -> None:
@@ -184,9 +184,9 @@ def test_reused_row_forgets_previous_params() -> None:
     )
     sampler.admit(AdmittedSequence(0, [1], 1, SamplingParams(temperature=0.0), []), [0])
     logits = random_logits(8)
-    sampled = sampler(logits.clone(), torch.tensor([0]), torch.tensor([1]))
-    assert sampled.tokens.tolist() == logits.argmax(-1).tolist()
-    assert not sampled.logprobs
+    sampled, logprobs = sampler(logits.clone(), torch.tensor([0]), torch.tensor([1]))
+    assert sampled.tolist() == logits.argmax(-1).tolist()
+    assert not logprobs
 
 
 EDITING_PARAMS = (
@@ -218,5 +218,5 @@ def test_edits_do_not_hide_invalid_logits(value: float, token: int) -> None:
     logits = random_logits(10, rows=len(EDITING_PARAMS))
     logits[:, token] = value
     rows = torch.arange(len(EDITING_PARAMS))
-    sampled = create_sampler(*EDITING_PARAMS)(logits, rows, torch.full_like(rows, 3))
-    assert sampled.invalid_rows == rows.tolist()
+    sampled, _ = create_sampler(*EDITING_PARAMS)(logits, rows, torch.full_like(rows, 3))
+    assert sampled.tolist() == [-1] * len(rows)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name
 from argosy.engine.execution.kernels.gpu import memory_profile
-from argosy.engine.execution.kernels.gpu.cuda_runtime import create_cuda_device
-from argosy.engine.execution.kernels.gpu.device import GpuDevice
+from argosy.engine.execution.kernels.gpu.cuda_device import create_cuda_device
 from argosy.engine.execution.loading import executor_loader
 from argosy.engine.scheduling import KvCacheGroups
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.gpu.device import INTERPRETED
-from tests.engine.gpu.host_runtime import HostRuntime
+from tests.engine.gpu.host_device import HostDevice
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import make_reference
 
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.serving.engine_core.core import EngineCore
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="the host runtime needs interpreted kernels"
-)
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the host device needs interpreted kernels")
 
 VOCAB = 60
 SMALL = {
@@ -71,13 +68,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostRuntime:
-    """Runtime that the loader uses as GPU, with an empty cache of memory profiles."""
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostDevice:
+    """Device that the loader uses as GPU, with an empty cache of memory profiles."""
     active_kernels_name()  # builds the CPU kernels in the usual folder before it changes
-    runtime = HostRuntime()
-    monkeypatch.setattr(executor_loader, "choose_device", lambda _config: GpuDevice(runtime))
+    gpu = HostDevice()
+    monkeypatch.setattr(executor_loader, "choose_device", lambda _config: gpu)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return runtime
+    return gpu
 
 
 def requests() -> list[EngineRequest]:
@@ -144,17 +141,15 @@ def assert_outputs_equal(
 
 @pytest.mark.parametrize("options", FORMATS)
 def test_graphs_caching_and_preemption_do_not_change_output(
-    model: Path, runtime: HostRuntime, options: dict[str, object]
+    model: Path, gpu: HostDevice, options: dict[str, object]
 ) -> None:
     expected = reference_outputs(model, **options)
     assert expected["4"].tokens[2:4] == [9, 10], "the budget closes the reasoning block"
-    assert not any(graph.replays for graph in runtime.graphs)
+    assert not any(graph.replays for graph in gpu.graphs)
     core = prepare_graphs(create_gpu_core(model, **options))
-    assert [graph.size for graph in runtime.graphs] == [4, 2, 1], (
-        "the largest graph is captured first"
-    )
+    assert [graph.size for graph in gpu.graphs] == [4, 2, 1], "the largest graph is captured first"
     assert_outputs_equal(run_requests(core, requests()), expected)
-    assert sum(graph.replays for graph in runtime.graphs) > 3
+    assert sum(graph.replays for graph in gpu.graphs) > 3
     second_run = run_requests(core, requests())
     assert sum(output.cached_tokens or 0 for output in second_run.values()) > 0
     assert_outputs_equal(second_run, expected)
@@ -170,41 +165,41 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     assert small_core.scheduler.preemptions > 0
 
 
-def test_failed_graph_capture_is_tolerated(model: Path, runtime: HostRuntime) -> None:
-    def fail_to_capture(_work: object) -> None:
+def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None:
+    def fail_to_capture(_work: object) -> NoReturn:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    runtime.capture = fail_to_capture  # type: ignore[method-assign, assignment]
+    gpu.capture_graph = fail_to_capture
     core = prepare_graphs(create_gpu_core(model))
     output = run_requests(core, requests()[:1])["0"]
     assert len(output.tokens) == 6
 
 
 def test_memory_is_measured_once_per_model_and_settings(
-    model: Path, runtime: HostRuntime, tmp_path: Path
+    model: Path, gpu: HostDevice, tmp_path: Path
 ) -> None:
     for _ in range(2):
         create_gpu_core(model, num_blocks=None, kv_memory_bytes=1 << 20)
-    assert runtime.measurements == 1
+    assert gpu.measurements == 1
     create_gpu_core(model, max_step_tokens=32)
-    assert runtime.measurements == 2
+    assert gpu.measurements == 2
     (first, *_) = sorted((tmp_path / "argosy" / "memory").iterdir())
     for damage in (b"", b"{}", b'{"key": "another", "working_bytes": 1}'):
         for path in first.parent.iterdir():
             path.write_bytes(damage)
         create_gpu_core(model, max_step_tokens=32)
-    assert runtime.measurements == 5
+    assert gpu.measurements == 5
 
 
-def test_kv_cache_size_follows_free_memory(model: Path, runtime: HostRuntime) -> None:
+def test_kv_cache_size_follows_free_memory(model: Path, gpu: HostDevice) -> None:
     core = create_gpu_core(model, num_blocks=None, max_seqs=2)
     max_useful_blocks = core.scheduler.limits.num_blocks
-    runtime.available_bytes = (
+    gpu.available_bytes = (
         (512 << 20) + (1 << 20) + max_useful_blocks * 512
     )  # margin, step, half the cache
     core = create_gpu_core(model, num_blocks=None, max_seqs=2)
     assert 0 < core.scheduler.limits.num_blocks < max_useful_blocks
-    runtime.available_bytes = 1 << 20
+    gpu.available_bytes = 1 << 20
     with pytest.raises(ValueError, match="no memory for one KV block"):
         create_gpu_core(model, num_blocks=None, max_seqs=2)
 
@@ -218,10 +213,10 @@ def test_unwritable_cache_keeps_no_memory_profile(
     assert memory_profile.read_memory_profile("key") is None
 
 
-def test_unsupported_formats_are_rejected_with_remedy(model: Path, runtime: HostRuntime) -> None:
+def test_unsupported_formats_are_rejected_with_remedy(model: Path, gpu: HostDevice) -> None:
     with pytest.raises(ValueError, match="set quantize to fp8"):
         create_gpu_core(model, quantize="int8")
-    runtime.compute_capability = (8, 0)
+    gpu.compute_capability = (8, 0)
     with pytest.raises(ValueError, match="remove quantize fp8"):
         create_gpu_core(model, quantize="fp8")
     with pytest.raises(ValueError, match="remove kv_dtype fp8"):
@@ -237,7 +232,7 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
         create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
 
 
-@pytest.mark.usefixtures("runtime")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["deepseek 3", "qwen 3.5"])
 def test_model_without_gpu_kernels_is_refused(tmp_path: Path, name: str) -> None:
     family, options = FAMILIES[name]

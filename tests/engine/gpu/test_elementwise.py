@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
-from argosy.engine.execution.kernels.cpu.elementwise import TorchElementwiseOps
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
+from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
 from tests.engine.pairwise import pairwise
 
 if TYPE_CHECKING:

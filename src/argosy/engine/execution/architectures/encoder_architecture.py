@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from argosy.engine.execution.architectures.architecture import Architecture
 from argosy.engine.execution.architectures.encoder_families import (
     ENCODER_FAMILIES,
     EncoderFamily,
     split_architecture,
 )
-from argosy.engine.execution.architectures.kv_cache_layout import KvCacheLayout, without_kv_cache
 from argosy.engine.execution.architectures.rope_config import max_supported_len, parse_ropes
 from argosy.engine.execution.checkpoint_formats import parse_quantization
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
@@ -40,21 +40,9 @@ class ClassifierArchitecture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderArchitecture:
-    """Architecture of a transformer whose tokens attend in both directions.
+class EncoderArchitecture(Architecture):
+    """Architecture of a transformer whose tokens attend in both directions."""
 
-    `ModelArchitecture` has the properties of the same names for decoders.
-    """
-
-    family: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    vocab_size: int
-    max_model_len: int
-    """Maximum tokens of one sequence."""
     dtype: str
     """Dtype that the checkpoint names, or float32 if it names none."""
     activation: EncoderActivation
@@ -77,45 +65,6 @@ class EncoderArchitecture:
     """Window of each layer: a token attends to those nearer than this many positions. None is all tokens."""
     classifier: ClassifierArchitecture | None
     """Classification head, or None for an embedding model."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key and value heads, which is that of the query heads."""
-        return self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """No token ends a sequence."""
-        return ()
-
-    @property
-    def tied_embeddings(self) -> bool:
-        """Whether there is no separate output matrix."""
-        return True
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the model computes logits of tokens."""
-        return False
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the recurrent state of a sequence, which the model does not have."""
-        return 0
-
-    @property
-    def kv_layout(self) -> KvCacheLayout:
-        """Layout without KV cache groups, because every sequence is computed in one step."""
-        return without_kv_cache(self.num_layers)
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return 0, the bytes of keys and values that are kept."""
-        return 0 * dtype_bytes
 
     @property
     def num_parameters(self) -> int:
@@ -178,8 +127,14 @@ def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArch
         hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size", maximum=MAX_WIDTH),
         num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
         vocab_size=config.integer("vocab_size"),
         max_model_len=max_supported_len(config, ropes) if ropes else positions - offset,
+        eos_token_ids=(),
+        tied_embeddings=True,
+        is_causal=False,
+        has_head=False,
         dtype=dtype or "float32",
         activation=_activation(
             config, "hidden_activation" if family.is_modern else "hidden_act", "gelu"

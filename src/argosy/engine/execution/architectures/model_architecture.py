@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from argosy.engine.execution.architectures.kv_cache_layout import (
-    KvCacheLayout,
-    arrange_layers,
-    without_kv_cache,
-)
+from argosy.engine.execution.architectures.architecture import Architecture
 
 if TYPE_CHECKING:
     from argosy.engine.execution.architectures.rope_params import RopeParams
@@ -139,26 +135,13 @@ class MoeArchitecture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelArchitecture:
+class ModelArchitecture(Architecture):
     """Architecture of a decoder-only transformer, with all that the loader and the decoder need.
 
     `dataclasses.replace(architecture, max_model_len=n)` limits the context. The rope tables, and the choice between
     longrope's factors, depend on `max_model_len`.
     """
 
-    family: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    """Hidden width of a dense layer's MLP."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_model_len: int
-    """Maximum tokens of one sequence."""
-    eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
     """Dtype that the checkpoint names, or float32 if it names none."""
@@ -177,8 +160,6 @@ class ModelArchitecture:
     attention_softcap: float | None
     logit_softcap: float | None
     embedding_scale: float | None
-    tied_embeddings: bool
-    """Whether the output matrix is the embedding."""
     ropes: tuple[RopeParams, ...]
     layer_architectures: tuple[LayerArchitecture, ...]
     moe: MoeArchitecture | None
@@ -188,10 +169,6 @@ class ModelArchitecture:
     """Sizes of the gated delta nets of recurrent layers."""
     has_output_gate: bool = False
     """Whether attention multiplies its output by the sigmoid of a linear function of its input."""
-    is_causal: bool = True
-    """Whether tokens attend only to earlier ones. Otherwise sliding windows reach as far in both directions."""
-    has_head: bool = True
-    """Whether the model computes logits of tokens, and not only hidden states."""
 
     @property
     def num_parameters(self) -> int:
@@ -220,29 +197,20 @@ class ModelArchitecture:
         return sum(layer.is_recurrent for layer in self.layer_architectures)
 
     @property
-    def kv_layout(self) -> KvCacheLayout:
-        """KV cache groups of the layers with attention."""
-        if not self.is_causal:
-            return without_kv_cache(self.num_layers)
-        windows = tuple(
+    def cached_windows(self) -> tuple[int | None, ...]:
+        return tuple(
             layer.sliding_window for layer in self.layer_architectures if not layer.is_recurrent
         )
-        return arrange_layers(windows, self.max_model_len)
+
+    @property
+    def value_dim(self) -> int | None:
+        return None if self.latent is None else self.latent.kv_rank
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the float32 state of a sequence in all recurrent layers."""
         if self.delta_net is None:
             return 0
         return 4 * self.num_recurrent_layers * self.delta_net.state_elements
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of keys and values of one token, all layers together."""
-        if not self.is_causal:
-            return 0
-        parts = 2 if self.latent is None else 1
-        num_layers = self.num_layers - self.num_recurrent_layers
-        return parts * num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
     def _num_layer_parameters(self, layer: LayerArchitecture) -> int:
         if layer.is_recurrent and self.delta_net is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import msgspec
+
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.encoder_architecture import read_encoder_architecture
 from argosy.engine.execution.architectures.encoder_families import (
@@ -30,10 +32,9 @@ from argosy.engine.execution.config.sentence_transformers_files import (
     read_score_tokens,
     read_transformer_settings,
 )
-from argosy.engine.pooling import PoolingActivation, PoolingInfo, PoolingTask, Similarity
+from argosy.engine.pooling import PoolingActivation, PoolingInfo, PoolingTask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
@@ -58,34 +59,25 @@ class PoolingLayout:
 
     head: PoolingHead
     modes: tuple[PoolingMode, ...] = ("mean",)
-    includes_prompt: bool = True
     dense: tuple[DenseLayout, ...] = ()
-    is_normalized: bool = False
     score_token_ids: tuple[int, ...] = ()
     """Token of a relevant document, and if it is known that of an irrelevant one."""
     max_input_tokens: int | None = None
-    is_lowercased: bool = False
-    prompts: Mapping[str, str]
-    default_prompt_name: str | None = None
-    similarity: Similarity = "cosine"
-    activation: PoolingActivation = "identity"
-    labels: tuple[str, ...] = ()
-    matryoshka_dimensions: tuple[int, ...] | None = None
-
-    @property
-    def reads_all_tokens(self) -> bool:
-        """Whether the result needs the hidden states of other tokens than the last one."""
-        return self.head != "logit_score" and self.modes != ("lasttoken",)
+    """Stated limit of an input."""
+    num_labels: int = 0
+    """Outputs of a classifier."""
+    info: PoolingInfo
+    """Properties that requests need. The limit of an input and the size of a result follow when the model is loaded."""
 
     def describe(self) -> str:
         """Return what the model computes, for people."""
         if self.head == "logit_score":
             return "scores of pairs, from the logits of a token"
         if self.head == "classification":
-            return "scores of pairs" if len(self.labels) == 1 else f"{len(self.labels)} labels"
+            return "scores of pairs" if self.num_labels == 1 else f"{self.num_labels} labels"
         parts = [" + ".join(self.modes)]
         parts += [f"dense to {dense.out_features}" for dense in self.dense]
-        return f"embeddings ({', '.join(parts + ['normalized'] * self.is_normalized)})"
+        return f"embeddings ({', '.join(parts + ['normalized'] * self.info.is_normalized)})"
 
 
 def read_pooling_layout(path: Path, task: ModelTask = "auto") -> PoolingLayout | None:
@@ -116,23 +108,36 @@ def read_pooling_layout(path: Path, task: ModelTask = "auto") -> PoolingLayout |
         read_optional_json(path / "config_sentence_transformers.json"),
         {},
     )
-    common: dict[str, Any] = {
-        "head": head,
-        "max_input_tokens": read_max_tokens(path, transformer),
-        "is_lowercased": transformer.flag("do_lower_case"),
-        "prompts": read_prompts(settings),
-        "default_prompt_name": settings.string("default_prompt_name"),
-        "matryoshka_dimensions": read_dimensions(settings, config),
-    }
+    is_classifier = head == "classification"
+    labels = _read_labels(config) if is_classifier else ("LABEL_0",)
+    fields: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     if head == "embedding":
-        return PoolingLayout(**common, **read_embedding_modules(path, modules, settings))
-    labels = _read_labels(config) if head == "classification" else ("LABEL_0",)
-    common["activation"] = _read_score_activation(settings, config, len(labels))
-    if head == "logit_score":
-        ids = read_score_tokens(path, modules)
-        return PoolingLayout(**common, labels=labels, score_token_ids=ids)
-    mode = _classifier_mode(architecture, config)
-    return PoolingLayout(**common, labels=labels, modes=(mode,))
+        fields, properties = read_embedding_modules(path, modules, settings)
+    else:
+        properties["activation"] = _read_score_activation(settings, config, len(labels))
+    if is_classifier:
+        fields = {"modes": (_classifier_mode(architecture, config),), "num_labels": len(labels)}
+    elif head == "logit_score":
+        fields = {"modes": ("lasttoken",), "score_token_ids": read_score_tokens(path, modules)}
+    return PoolingLayout(
+        head=head,
+        max_input_tokens=read_max_tokens(path, transformer),
+        info=PoolingInfo(
+            tasks=_tasks(head, len(labels)),
+            output_size=0,
+            max_input_tokens=0,
+            labels=labels if is_classifier else None,
+            is_lowercased=transformer.flag("do_lower_case"),
+            prompts=read_prompts(settings),
+            default_prompt_name=settings.string("default_prompt_name"),
+            matryoshka_dimensions=read_dimensions(settings, config),
+            reads_all_tokens=fields.get("modes") != ("lasttoken",),
+            renders_pairs=head == "logit_score",
+            **properties,
+        ),
+        **fields,
+    )
 
 
 def read_pooling_architecture(
@@ -154,9 +159,7 @@ def read_pooling_architecture(
     architecture: ModelArchitecture | EncoderArchitecture
     if split_architecture(name)[0] in ENCODER_FAMILIES:
         is_classifier = layout.head == "classification"
-        architecture = read_encoder_architecture(
-            path, len(layout.labels) if is_classifier else None
-        )
+        architecture = read_encoder_architecture(path, layout.num_labels if is_classifier else None)
     elif find_decoder_family(name) in FAMILIES:
         architecture = read_architecture(path, has_head=False)
     else:
@@ -248,34 +251,20 @@ def _read_score_activation(
 
 
 def describe_pooling(layout: PoolingLayout, hidden_size: int, max_input_tokens: int) -> PoolingInfo:
-    """Describe a pooling model, whose transformer has vectors of `hidden_size` elements, to the request's side."""
-    tasks: tuple[PoolingTask, ...] = ("embed", "token_embed", "score")
-    if layout.head == "logit_score":
-        tasks = ("score",)
-    elif layout.head == "classification":
-        tasks = ("classify", "score") if len(layout.labels) == 1 else ("classify",)
-    return PoolingInfo(
-        tasks=tasks,
-        output_size=_output_size(layout, hidden_size),
-        max_input_tokens=max_input_tokens,
-        labels=layout.labels if layout.head == "classification" else None,
-        prompts=dict(layout.prompts),
-        default_prompt_name=layout.default_prompt_name,
-        matryoshka_dimensions=layout.matryoshka_dimensions,
-        is_normalized=layout.is_normalized,
-        activation=layout.activation,
-        similarity=layout.similarity,
-        reads_all_tokens=layout.reads_all_tokens,
-        includes_prompt=layout.includes_prompt,
-        is_lowercased=layout.is_lowercased,
-        renders_pairs=layout.head == "logit_score",
+    """Describe a loaded pooling model, whose vectors have `hidden_size` elements, to the request's side."""
+    output_size = len(layout.modes) * hidden_size
+    if layout.head != "embedding":
+        output_size = max(1, layout.num_labels)
+    elif layout.dense:
+        output_size = layout.dense[-1].out_features
+    return msgspec.structs.replace(
+        layout.info, output_size=output_size, max_input_tokens=max_input_tokens
     )
 
 
-def _output_size(layout: PoolingLayout, hidden_size: int) -> int:
-    """Return the number of elements of a result."""
-    if layout.head != "embedding":
-        return len(layout.labels)
-    if layout.dense:
-        return layout.dense[-1].out_features
-    return len(layout.modes) * hidden_size
+def _tasks(head: PoolingHead, num_labels: int) -> tuple[PoolingTask, ...]:
+    if head == "logit_score":
+        return ("score",)
+    if head == "classification":
+        return ("classify", "score") if num_labels == 1 else ("classify",)
+    return ("embed", "token_embed", "score")

@@ -111,9 +111,13 @@ def read_max_tokens(path: Path, transformer: CheckpointConfig) -> int | None:
 
 def read_embedding_modules(
     path: Path, modules: list[LayoutModule], settings: CheckpointConfig
-) -> dict[str, Any]:
-    """Return the fields of an embedding model. Without modules.json, the mean of the tokens is the embedding."""
-    fields: dict[str, Any] = {"similarity": _read_similarity(settings)}
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of `PoolingLayout` and of `PoolingInfo` that the modules of an embedding model state.
+
+    Without modules.json, the mean of the tokens is the embedding.
+    """
+    fields: dict[str, Any] = {}
+    properties: dict[str, Any] = {"similarity": _read_similarity(settings)}
     dense: list[DenseLayout] = []
     order = [module.kind for module in modules]
     expected = ["Transformer", "Pooling", *["Dense"] * order.count("Dense")]
@@ -126,15 +130,15 @@ def read_embedding_modules(
         )
     for module in modules:
         if module.kind == "Pooling":
-            fields |= _read_pooling(module.folder)
+            fields["modes"], properties["includes_prompt"] = _read_pooling(module.folder)
         elif module.kind == "Dense":
             dense.append(_read_dense(module.folder))
         elif module.kind == "Normalize":
-            fields["is_normalized"] = True
-    return fields | {"dense": tuple(dense)}
+            properties["is_normalized"] = True
+    return fields | {"dense": tuple(dense)}, properties
 
 
-def _read_pooling(folder: Path) -> dict[str, Any]:
+def _read_pooling(folder: Path) -> tuple[tuple[PoolingMode, ...], bool]:
     file = folder / "config.json"
     config = CheckpointConfig(file, read_json(file), {"include_prompt": True})
     stated = config.get("pooling_mode")
@@ -147,7 +151,7 @@ def _read_pooling(folder: Path) -> dict[str, Any]:
                 "pooling_mode", f"one of {', '.join(get_args(PoolingMode))}, or a list"
             )
         modes = cast("tuple[PoolingMode, ...]", names)
-    return {"modes": modes, "includes_prompt": config.flag("include_prompt")}
+    return modes, config.flag("include_prompt")
 
 
 def _read_dense(folder: Path) -> DenseLayout:

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from argosy.engine.execution.kernels.batch import KvCacheShape
 from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
-from argosy.engine.execution.kernels.torch.bidirectional_attention import BidirectionalAttention
 from argosy.engine.execution.layers.gated_delta_net import GatedDeltaNet
 from argosy.engine.execution.layers.latent_attention import LatentAttention
+from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.layers.modules import (
     DecoderLayer,
     LoadableModule,
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
         LayerArchitecture,
         ModelArchitecture,
     )
-    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
     from argosy.engine.execution.kernels.device import Device
 
 
@@ -58,7 +58,7 @@ class Embedding(LoadableModule):
         return rows if self._scale is None else rows.mul_(self._scale)
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module, Model):
     """Decoder, which maps token ids to logits or hidden states.
 
     Its parameters are on `meta` until `load_decoder` assigns them.
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         quantize: WeightFormat | None = None,
     ) -> None:
         super().__init__()
-        self.architecture = architecture
+        self.architecture: ModelArchitecture = architecture
         self._device = device
         self._dtype = dtype
         with torch.device("meta"):
@@ -107,42 +107,13 @@ class Decoder(nn.Module):
             layer for layer in self.layers if isinstance(layer, DecoderLayer)
         ]
 
-    def create_attention(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
-    ) -> Attention:
-        """Allocate a KV cache in `dtype` (the model's by default), and create the attention over it.
-
-        A model whose tokens attend in both directions has no KV cache.
-        """
-        if not self.architecture.is_causal:
-            return BidirectionalAttention()
-        shape = KvCacheShape(
-            num_layers=self.architecture.kv_layout.layers_per_block,
-            num_heads=self.architecture.num_heads,
-            num_kv_heads=self.architecture.num_kv_heads,
-            head_dim=self.architecture.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype or self._dtype,
-            value_dim=None
-            if self.architecture.latent is None
-            else self.architecture.latent.kv_rank,
-        )
-        return self._device.create_attention(shape)
-
     def create_states(self, num_rows: int, num_snapshots: int) -> RecurrentStates | None:
-        """Allocate the states of recurrent layers. None if the model has no such layers."""
         if self.architecture.delta_net is None:
             return None
         return RecurrentStates(self.architecture, num_rows, num_snapshots)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        """Return the logits of the flat tokens `batch.logit_index`, [L, vocab_size] float32. L may be 0.
-
-        A decoder without a head returns their hidden states, [L, hidden] float32. `attention` writes the keys and
-        values of every token of the batch.
-        """
         x = self.embed.forward(batch.token_ids)
         rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
         for layer in self._layers:

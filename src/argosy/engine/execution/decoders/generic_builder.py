@@ -80,6 +80,7 @@ def build_generic_model(
     architecture = GenericArchitecture(
         family=name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
         architecture=name,
+        num_layers=len(trace.layers),
         hidden_size=text_config.hidden_size,
         intermediate_size=getattr(text_config, "intermediate_size", None)
         or 4 * text_config.hidden_size,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.kernels.batch import KvCacheShape
+from argosy.engine.execution.layers.model import Model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from argosy.engine.execution.architectures.attention_params import AttentionParams
     from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
     from argosy.engine.execution.decoders.generic_trace import ModelTrace
-    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
     from argosy.engine.execution.kernels.device import Device
 
 
@@ -49,11 +50,11 @@ class _LayerAttention:
         return attention(q, k, v, batch, self._params, None)[None]
 
 
-class GenericDecoder:
-    """Decoder that runs a model of transformers. It has the interface of `decoder.Decoder`."""
+class GenericDecoder(Model):
+    """Decoder that runs a model of transformers."""
 
     def __init__(self, model: GenericModel, device: Device, dtype: torch.dtype) -> None:
-        self.architecture = model.architecture
+        self.architecture: GenericArchitecture = model.architecture
         self.current_step: tuple[Batch, Attention]
         """Batch and attention of the step that is being computed."""
         self._model = model
@@ -64,35 +65,13 @@ class GenericDecoder:
             params = replace(layer.params, layer=place.layer, group=place.group)
             layer.module.argosy_attention = _LayerAttention(self, params)
 
-    def create_attention(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
-    ) -> Attention:
-        """Create an attention with its own KV cache of the given size, in `dtype` or else the model's."""
-        architecture = self.architecture
-        shape = KvCacheShape(
-            num_layers=architecture.kv_layout.layers_per_block,
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype or self._dtype,
-        )
-        return self._device.create_attention(shape)
-
     @torch.inference_mode()
-    def __call__(self, batch: Batch, attention: Attention) -> Tensor:
-        """Return the logits of the flat tokens `batch.logit_index`, [L, vocab_size] float32. L may be 0.
-
-        `attention` writes the keys and values of every token of the batch.
-        """
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
         self.current_step = batch, attention
         logits = run_model(self._model.module, batch.token_ids, batch.positions, batch.logit_index)
         if not self._model.trace.selects_logits:
             logits = logits.index_select(0, batch.logit_index)
         return logits.float()
-
-    forward = __call__
 
 
 def run_model(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
-from argosy.engine.execution.kernels.torch.bidirectional_attention import BidirectionalAttention
 from argosy.engine.execution.kernels.torch.rowwise_ops import gelu, silu
+from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.layers.modules import IdentityNorm, LoadableModule, Projection
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         EncoderActivation,
         EncoderArchitecture,
     )
-    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
     from argosy.engine.execution.kernels.device import Device
     from argosy.engine.execution.kernels.rope import RopeRotation
 
@@ -211,7 +212,7 @@ class ClassificationHead(nn.Module):
         return self.out.forward(self.norm.forward(activated))
 
 
-class Encoder(nn.Module):
+class Encoder(nn.Module, Model):
     """Encoder, which maps token ids to hidden states. Its parameters are on `meta` until they are loaded."""
 
     def __init__(
@@ -221,7 +222,7 @@ class Encoder(nn.Module):
         quantize: WeightFormat | None = None,
     ) -> None:
         super().__init__()
-        self.architecture = architecture
+        self.architecture: EncoderArchitecture = architecture
         with torch.device("meta"):
             self.embed = EncoderEmbedding(architecture)
             self.layers = nn.ModuleList(
@@ -244,16 +245,8 @@ class Encoder(nn.Module):
             layer for layer in self.layers if isinstance(layer, EncoderLayer)
         ]
 
-    def create_attention(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
-    ) -> Attention:
-        """Create the attention, which has no KV cache, so that the arguments have no effect."""
-        del num_blocks, block_size, dtype
-        return BidirectionalAttention()
-
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        """Return the hidden states of the flat tokens `batch.logit_index`, [L, hidden] float32."""
         x = self.embed.forward(batch)
         rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
         indices = self.architecture.rope_indices

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from argosy.engine.execution.executor.persistent_batch import DeviceInputs
 from argosy.engine.scheduling import StepPlan
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.executor.persistent_batch import PackedStep, PersistentBatch
     from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import CapturedGraph, Device, GraphCapturer
+    from argosy.engine.execution.kernels.device import Device, GraphCapture
 
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Captured batch sizes. A step of another size is padded to the next larger one."""
@@ -31,11 +30,11 @@ class CapturedStep:
     """Captured decode step, whose inputs and outputs stay at fixed addresses."""
 
     size: int
-    inputs: DeviceInputs
     input_buffer: Tensor
-    """Buffer that `inputs` are views of."""
+    sample_index: Tensor
+    """[C], view of the input buffer, see `PersistentBatch.gather_batch`."""
     logits: Tensor
-    graph: CapturedGraph
+    replay: Callable[[], object]
 
 
 class DecodeGraphs:
@@ -43,13 +42,13 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        graph_capturer: GraphCapturer | None,
+        capture_graph: GraphCapture | None,
         device: Device,
         persistent_batch: PersistentBatch,
         model: Callable[[Batch], Tensor],
         max_seqs: int,
     ) -> None:
-        self._graph_capturer = graph_capturer
+        self._capture_graph = capture_graph
         self._device = device
         self._persistent_batch = persistent_batch
         self._model = model
@@ -58,7 +57,7 @@ class DecodeGraphs:
         """[largest size, V], output shared by all graphs, since separate outputs would stay allocated."""
         sizes = [size for size in GRAPH_BATCH_SIZES if size < max_seqs]
         self._pending_sizes = (
-            [] if graph_capturer is None else [*sizes, min(max_seqs, GRAPH_BATCH_SIZES[-1])]
+            [] if capture_graph is None else [*sizes, min(max_seqs, GRAPH_BATCH_SIZES[-1])]
         )
 
     @property
@@ -69,14 +68,14 @@ class DecodeGraphs:
     def capture_next(self) -> None:
         """Capture the next graph, largest batch size first. If the device fails, disable further captures."""
         if (
-            self._graph_capturer is None
+            self._capture_graph is None
             or not self._pending_sizes
             or not self._persistent_batch.is_uniform_decode(StepPlan(0))
         ):
             return
         size = self._pending_sizes.pop()
         try:
-            self._captured[size] = self._capture(self._graph_capturer, size)
+            self._captured[size] = self._capture(self._capture_graph, size)
         except Exception as error:  # noqa: BLE001 - steps run without graphs too
             log.warning("graph_capture_disabled", size=size, error=str(error))
             self._pending_sizes = []
@@ -91,19 +90,22 @@ class DecodeGraphs:
     def replay(self, captured: CapturedStep, packed: PackedStep) -> Tensor:
         """Copy the inputs and launch the graph. The next replay overwrites the returned logits [size, V]."""
         self._device.to_device(packed.buffer, captured.input_buffer)
-        captured.graph.replay()
+        captured.replay()
         return captured.logits
 
-    def _capture(self, graph_capturer: GraphCapturer, size: int) -> CapturedStep:
+    def _capture(self, capture_graph: GraphCapture, size: int) -> CapturedStep:
         packed = self._persistent_batch.pack_padded_step(StepPlan(0), size)
-        input_buffer = self._device.to_device(packed.buffer)
-        inputs = DeviceInputs(input_buffer, packed.shape)
+        buffer = self._device.to_device(packed.buffer)
+
         # Kernels are compiled in this first run, because a capture cannot include compilation.
-        first_logits = self._model(self._persistent_batch.gather_batch(inputs))
+        batch, sample_index = self._persistent_batch.gather_batch(buffer, packed.shape)
+        first_logits = self._model(batch)
         if self._logits is None:
             self._logits = torch.empty_like(first_logits)
         logits = self._logits[:size]
-        graph = graph_capturer.capture(
-            lambda: logits.copy_(self._model(self._persistent_batch.gather_batch(inputs)))
-        )
-        return CapturedStep(size, inputs, input_buffer, logits, graph)
+
+        def work() -> None:
+            batch, _ = self._persistent_batch.gather_batch(buffer, packed.shape)
+            logits.copy_(self._model(batch))
+
+        return CapturedStep(size, buffer, sample_index, logits, capture_graph(work))

@@ -57,28 +57,6 @@ class PackedStep:
     """[C], positions of the sampled tokens."""
 
 
-class DeviceInputs:
-    """Inputs of one step on the device, as views of the packed buffer."""
-
-    def __init__(self, data: Tensor, shape: StepShape) -> None:
-        (
-            (
-                self.token_index,
-                self.positions,
-                self.slot_mappings,
-                self.rows,
-                self.logit_index,
-                self.sample_index,
-                self.new_token_index,
-                self.new_tokens,
-                self.new_block_index,
-                self.new_blocks,
-            ),
-            (self.query_start_loc, self.seq_lens),
-        ) = unpack_arrays(data, shape.layout)
-        self.max_blocks = shape.max_blocks
-
-
 class PersistentBatch:
     """Tokens of R rows of up to `max_len` tokens, and of one padding row, and their blocks in G KV cache groups.
 
@@ -266,35 +244,56 @@ class PersistentBatch:
             block_ids = np.array([*blocks.values(), *[NO_BLOCK] * num_padding])
         return token_index, token_ids, block_index, block_ids
 
-    def gather_batch(self, inputs: DeviceInputs, token_types: Tensor | None = None) -> Batch:
-        """Update the rows from the inputs and gather the batch, with device operations only."""
-        tokens, block_tables = self._flat_tokens, self._flat_block_tables
-        if len(inputs.new_tokens):
-            tokens.index_copy_(0, inputs.new_token_index, inputs.new_tokens)
-        if len(inputs.new_blocks):
-            block_tables.index_copy_(0, inputs.new_block_index, inputs.new_blocks.to(torch.int32))
-        return Batch(
-            token_ids=tokens.index_select(0, inputs.token_index),
-            positions=inputs.positions,
-            query_start_loc=inputs.query_start_loc,
-            seq_lens=inputs.seq_lens,
-            block_tables=self._block_tables[..., : inputs.max_blocks].index_select(1, inputs.rows),
-            slot_mappings=self._split_groups(inputs.slot_mappings)[:, : len(inputs.positions)],
-            rows=inputs.rows,
-            logit_index=inputs.logit_index,
+    def gather_batch(
+        self, buffer: Tensor, shape: StepShape, token_types: Tensor | None = None
+    ) -> tuple[Batch, Tensor]:
+        """Update the rows from a packed buffer on the device and gather the batch, with device operations only.
+
+        Returns:
+            The batch, and the indices [C] at which `append_tokens` stores the tokens that it samples.
+        """
+        (
+            (
+                token_index,
+                positions,
+                slot_mappings,
+                rows,
+                logit_index,
+                sample_index,
+                new_token_index,
+                new_tokens,
+                new_block_index,
+                new_blocks,
+            ),
+            (query_start_loc, seq_lens),
+        ) = unpack_arrays(buffer, shape.layout)
+        if len(new_tokens):
+            self._flat_tokens.index_copy_(0, new_token_index, new_tokens)
+        if len(new_blocks):
+            self._flat_block_tables.index_copy_(0, new_block_index, new_blocks.to(torch.int32))
+        batch = Batch(
+            token_ids=self._flat_tokens.index_select(0, token_index),
+            positions=positions,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=self._block_tables[..., : shape.max_blocks].index_select(1, rows),
+            slot_mappings=self._split_groups(slot_mappings)[:, : len(positions)],
+            rows=rows,
+            logit_index=logit_index,
             token_types=token_types,
         )
+        return batch, sample_index
 
     def _split_groups(self, slots: Tensor) -> Tensor:
         """Return the slots of each KV cache group, [G, N]."""
         return slots.view(self._num_groups, len(slots) // max(1, self._num_groups))
 
-    def append_tokens(self, inputs: DeviceInputs, tokens: Tensor) -> None:
+    def append_tokens(self, sample_index: Tensor, tokens: Tensor) -> None:
         """Append sampled tokens to their rows, in the order in which the rows were packed, without padding rows.
 
         A negative token belongs to a failed row, whose next step may be in flight already. It is stored as token 0.
         """
-        self._flat_tokens.index_copy_(0, inputs.sample_index[: len(tokens)], tokens.clamp(min=0))
+        self._flat_tokens.index_copy_(0, sample_index[: len(tokens)], tokens.clamp(min=0))
 
 
 def _align(count: int) -> int:

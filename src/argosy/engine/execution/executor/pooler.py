@@ -121,13 +121,12 @@ def load_pooler(
     stages: list[Callable[[Tensor], Tensor]] = []
     modes = layout.modes
     if layout.head == "logit_score":
-        modes = ("lasttoken",)
         stages.append(_load_logit_score(layout, architecture, checkpoint, device))
     elif isinstance(model, Encoder) and model.head is not None:
         head = model.head
         stages.append(lambda x: head.forward(x.to(dtype)))
     elif layout.head == "classification":
-        shape = (len(layout.labels), architecture.hidden_size)
+        shape = (layout.num_labels, architecture.hidden_size)
         weight = checkpoint.read_tensor((StoredPart("score.weight"),), shape)
         stages.append(_in_dtype(device.create_linear(_move(weight, device, dtype), None), dtype))
     width = len(modes) * architecture.hidden_size
@@ -139,7 +138,7 @@ def load_pooler(
             )
         stages.append(_load_dense(dense, device, dtype))
         width = dense.out_features
-    return Pooler(modes, stages, reads_all_tokens=layout.reads_all_tokens)
+    return Pooler(modes, stages, reads_all_tokens=layout.info.reads_all_tokens)
 
 
 def _load_dense(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,22 +26,6 @@ if TYPE_CHECKING:
 
 NEG_INF = float("-inf")
 MAX_LOGIT_SCALE = float(np.finfo(np.float32).max)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """Sampled tokens of S rows."""
-
-    tokens: Tensor
-    """[S] int64, on the device, -1 for rows whose logits were not finite."""
-    logprobs: dict[int, Logprob]
-    """Batch index -> log-probabilities under the unmodified logits, for valid rows that requested them."""
-
-    @property
-    def invalid_rows(self) -> list[int]:
-        """Batch indices whose logits were not finite. Waits for the device."""
-        found: list[int] = torch.nonzero(self.tokens < 0).flatten().tolist()
-        return found
 
 
 class Sampler:
@@ -101,12 +84,16 @@ class Sampler:
 
     def __call__(
         self, logits: Tensor, rows: Tensor, positions: Tensor, masks: TokenMasks | None = None
-    ) -> SamplerOutput:
+    ) -> tuple[Tensor, dict[int, Logprob]]:
         """Sample the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
         Logits [S, V] float32 are edited in place, because a copy would cost more than sampling. They are restored,
         except for rows with a mask whose log-probabilities are not requested. Rows and positions are [S] int64 in host
         memory, which avoids waiting for the device.
+
+        Returns:
+            Tokens [S] int64 on the device, -1 for rows whose logits were not finite, and the log-probabilities under
+            the unmodified logits, by batch index, for valid rows that requested them.
         """
         batch_rows, batch_positions = rows.numpy(), positions.numpy()
         edits = LogitEdits(logits)
@@ -116,7 +103,7 @@ class Sampler:
         tokens = self._ops.sample(logits, self._build_metadata(batch_rows, batch_positions))
         edits.undo()
         self._penalties.record_output(batch_rows, tokens)
-        return SamplerOutput(tokens, self._sampled_logprobs(logits, batch_rows, tokens))
+        return tokens, self._sampled_logprobs(logits, batch_rows, tokens)
 
     def compute_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprob]:
         """Compute log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `num_top` likeliest."""

@@ -1,16 +1,13 @@
-"""Inputs of one forward pass, in one format for prefill, decode and any mixture, and the attention interface."""
+"""Inputs of one forward pass, in one format for prefill, decode and any mixture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.rope import RopeRotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,56 +88,3 @@ class KvCacheShape:
                 f"{self.num_heads} heads do not divide among {self.num_kv_heads} KV heads; "
                 "fix the model's config"
             )
-
-
-class Attention(Protocol):
-    """Attention over a paged KV cache, whose layout each implementation defines, or without one."""
-
-    @property
-    def name(self) -> str:
-        """Name of the backend, for the log."""
-        ...
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        batch: Batch,
-        params: AttentionParams,
-        rope: RopeRotation | None,
-    ) -> Tensor:
-        """Rotate q and k, write k and v into the cache at `batch.slot_mappings`, then attend causally.
-
-        A token attends to its own sequence's cache. Attention without a cache attends to all tokens of a sequence,
-        which is one chunk. The result for a token depends only on its own sequence, bit for bit. The other chunks of
-        the batch, and the division of its sequence into chunks, do not change it. The arguments are not modified.
-
-        Args:
-            q: Queries [T, heads, head_dim].
-            k: Keys [T, kv_heads, head_dim].
-            v: Values, shaped like k, or None if they are part of the keys.
-            batch: The batch.
-            params: Parameters of the layer.
-            rope: Rotation, see `rope.apply_rope`. None rotates nothing.
-
-        Returns:
-            Tensor [T, heads, size of a value], contiguous, in q's dtype.
-        """
-        ...
-
-    def ensure_block(self, block: int) -> None:
-        """Prepare memory for the use of all blocks up to `block`."""
-        ...
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as (source, destination) pairs."""
-        ...
-
-    def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block's keys and values, as one flat uint8 tensor in host memory."""
-        ...
-
-    def write_block(self, block: int, data: Tensor) -> None:
-        """Write the data that `read_block` returned into a block."""
-        ...

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRuleWeights
+from argosy.engine.execution.kernels.operations import DeltaRuleWeights
 from argosy.engine.execution.layers.modules import (
     GatedActivation,
     LoadableModule,
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
         DeltaNetArchitecture,
         ModelArchitecture,
     )
-    from argosy.engine.execution.kernels.batch import Attention, Batch
-    from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRule
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
     from argosy.engine.execution.kernels.device import Device
+    from argosy.engine.execution.kernels.operations import DeltaRule
     from argosy.engine.execution.kernels.rope import RopeRotation
 
 

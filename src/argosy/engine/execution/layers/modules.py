@@ -24,9 +24,10 @@ if TYPE_CHECKING:
         NormKind,
         NormPosition,
     )
-    from argosy.engine.execution.kernels.batch import Attention, Batch
-    from argosy.engine.execution.kernels.cpu.elementwise import Norm
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
     from argosy.engine.execution.kernels.device import Device
+    from argosy.engine.execution.kernels.operations import Norm
     from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
     from argosy.engine.execution.kernels.rope import RopeRotation
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         LayerArchitecture,
         ModelArchitecture,
     )
-    from argosy.engine.execution.kernels.batch import Attention, Batch
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import Batch
     from argosy.engine.execution.kernels.device import Device
     from argosy.engine.execution.kernels.rope import RopeRotation
 

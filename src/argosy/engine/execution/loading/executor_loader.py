@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import torch
@@ -33,16 +33,18 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
     CheckpointReader,
-    StoredIntegers,
 )
 from argosy.engine.execution.decoders.decoder import Decoder
-from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
+from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, GenericModel
 from argosy.engine.execution.encoders.encoder import Encoder
-from argosy.engine.execution.executor.executor import Executor, TorchExecutor
+from argosy.engine.execution.executor.executor import Executor
+from argosy.engine.execution.executor.output_stage import OutputStage
+from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.executor.pooler import Pooler, load_pooler
-from argosy.engine.execution.executor.pooling_executor import PoolingExecutor
-from argosy.engine.execution.kernels.cpu.compute_threads import ComputeThreads
-from argosy.engine.execution.kernels.device import Device, create_cpu_device
+from argosy.engine.execution.executor.pooling_stage import PoolingStage
+from argosy.engine.execution.executor.sampling_stage import SamplingStage
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.loading.arithmetic import describe_arithmetic
 from argosy.engine.execution.loading.memory_estimate import MemoryNeeds, check_memory
@@ -54,7 +56,6 @@ from argosy.engine.execution.loading.model_selection import (
 )
 from argosy.engine.execution.loading.self_test import (
     MAX_MEDIAN_DIFFERENCE,
-    NUM_SEQUENCES,
     find_or_run,
     run_self_test,
 )
@@ -68,9 +69,8 @@ from argosy.protocol import ArithmeticIdentity, SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+    from argosy.engine.engine_config import SelectedImpl, WeightFormat
 
-    AnyDecoder = Decoder | Encoder | GenericDecoder
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -85,22 +85,17 @@ class LoadedExecutor:
 
     executor: Executor
     architecture: AnyArchitecture
+    device: Device
     limits: EngineLimits
     load_s: float
     backend: str
     fingerprint: str
     arithmetic: ArithmeticIdentity
     """Identity of everything that decides the bytes of outputs."""
-    accelerator: str
-    """Description of the hardware in use."""
     is_exact: bool
     """Whether the self-test found that results depend only on their own sequence, bit for bit."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
-    ridge_tokens: int
-    """Number of tokens whose computation takes as long as reading the weights."""
-    compute_threads: ComputeThreads | None
-    """CPU threads that compute, or None if the device is not a CPU."""
     pooling: PoolingInfo | None = None
     """Properties of a model that computes vectors, or None for one that generates."""
 
@@ -122,164 +117,287 @@ def load_executor(
         OSError: A file cannot be read. The message says what to do.
     """
     started_at = time.monotonic()
+    checkpoint = _find_checkpoint(config, progress)
+    progress("preparing the kernels", 0.0)  # compiled at the first start
+    plan = _choose_formats(config, checkpoint)
+    loaded = _load_model(config, checkpoint, plan, progress)
+    return _prove(config, checkpoint, loaded, progress, find_grammar, started_at)
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundCheckpoint:
+    """Checkpoint on this machine, and what serves it."""
+
+    path: Path
+    fingerprint: str
+    pooling: PoolingLayout | None
+    """Layout of a model that computes vectors, or None for one that generates."""
+    implementation: SelectedImpl
+
+
+def _find_checkpoint(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> _FoundCheckpoint:
+    """Find the files, verify them if their digest is known, and choose the implementation."""
     path = resolve_model_path(config.model, config.revision, config.digest)
     digest = config.digest or stored_digest(path)
     if digest:
         verify_model(path, digest, on_progress=lambda done: progress(VERIFYING_MODEL, done))
-    checkpoint_state = checkpoint_fingerprint(path)
-    pooling_layout = read_pooling_layout(path, config.task)
+    fingerprint = checkpoint_fingerprint(path)
+    layout = read_pooling_layout(path, config.task)
     selection = (
         select_implementation(path, config.model_impl)
-        if pooling_layout is None
-        else ModelSelection("argosy", f"the layout of the checkpoint: {pooling_layout.head}")
+        if layout is None
+        else ModelSelection("argosy", f"the layout of the checkpoint: {layout.head}")
     )
     log.info("model_implementation_selected", **asdict(selection))
-    progress("preparing the kernels", 0.0)  # compiled at the first start
-    device = choose_device(config)
-    dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
-    if selection.implementation == "argosy":
-        plan = _plan_own(path, config, pooling_layout)
-    else:
-        plan = _plan_generic(path, config, dtype)
-    quantize = None if config.quantize == "none" else config.quantize
-    stored = plan.stored if config.quantize is None and device.has_group_linear else None
-    check_memory(
-        MemoryNeeds(plan.architecture, config, dtype.itemsize, kv_dtype.itemsize, stored),
-        device.free_bytes(),
-        ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
-    )
-    stored_format = None if stored is None else stored.description
-    format_name = " ".join([_dtype_name(dtype), *filter(None, (quantize, stored_format))])
-    layout = (checkpoint_state, format_name, device.weight_layout_id(dtype))
-    decoder, mapped_bytes = plan.load(
-        device, dtype, layout, lambda done: progress(LOADING_WEIGHTS, done)
-    )
-    pooler = None
-    if pooling_layout is not None and not isinstance(decoder, GenericDecoder):
-        pooler = load_pooler(pooling_layout, decoder, CheckpointReader(path), device, dtype)
-    factory = _ExecutorFactory(decoder, kv_dtype, device, pooler)
-    if kv_dtype != dtype:
-        format_name += f", KV {_dtype_name(kv_dtype)}"
-    limits = _resolve_limits(config, factory, f"{checkpoint_state} {format_name}", mapped_bytes)
-    if limits.state_snapshots is not None:
-        log.info(
-            "recurrent_states_allocated",
-            sequences=limits.max_seqs,
-            snapshots=limits.state_snapshots,
-            state_bytes=decoder.architecture.state_bytes,
-        )
-    arithmetic = describe_arithmetic(
-        path, decoder.architecture, device, dtype, kv_dtype, quantize, stored_format=stored_format
-    )
-    executor = factory.create_executor(limits, find_grammar)
-    backend = f"{device.name} {format_name} {executor.attention_name}"
-    is_exact = True
-    if config.warmup:
-        _warm_up(executor, limits, device.warmup_sizes, progress)
-        is_exact = _test_exactness(path, factory, limits.max_model_len, arithmetic.id)
-    return LoadedExecutor(
-        executor=executor,
-        architecture=decoder.architecture,
-        limits=limits,
-        load_s=time.monotonic() - started_at,
-        fingerprint=f"{checkpoint_state} {arithmetic.id}",
-        arithmetic=arithmetic,
-        accelerator=device.name,
-        max_steps_in_flight=_choose_max_steps_in_flight(config, device, pooler),
-        ridge_tokens=device.ridge_tokens,
-        compute_threads=device.compute_threads,
-        backend=backend,
-        is_exact=is_exact,
-        pooling=None
-        if pooling_layout is None
-        else describe_pooling(
-            pooling_layout, decoder.architecture.hidden_size, limits.max_model_len
-        ),
-    )
-
-
-def _choose_max_steps_in_flight(config: EngineConfig, device: Device, pooler: Pooler | None) -> int:
-    if pooler is not None:
-        return 0  # the executor waits for its results
-    if config.max_steps_in_flight is None:
-        return device.max_steps_in_flight
-    return config.max_steps_in_flight
+    return _FoundCheckpoint(path, fingerprint, layout, selection.implementation)
 
 
 @dataclass(frozen=True, slots=True)
-class _ExecutorFactory:
-    """Factory of executors for one loaded model."""
+class _LoadPlan:
+    """Model that fits into the memory of a device in these formats, and whose weights are not loaded yet."""
 
-    decoder: AnyDecoder
-    kv_dtype: torch.dtype
     device: Device
-    pooler: Pooler | None = None
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    quantize: WeightFormat | None
+    stored_format: str | None
+    """Description of the checkpoint's own integers, if the kernels compute with them."""
+    architecture: AnyArchitecture
+    source: CheckpointReader | GenericModel
+
+    @property
+    def weight_format(self) -> str:
+        """Description of the weights, for people and caches."""
+        name = str(self.dtype).removeprefix("torch.")
+        return " ".join([name, *filter(None, (self.quantize, self.stored_format))])
+
+    @property
+    def format_name(self) -> str:
+        """Description of weights and KV cache."""
+        if self.kv_dtype == self.dtype:
+            return self.weight_format
+        return f"{self.weight_format}, KV {str(self.kv_dtype).removeprefix('torch.')}"
+
+
+def _choose_formats(config: EngineConfig, checkpoint: _FoundCheckpoint) -> _LoadPlan:
+    """Choose device and data types, and check that the model fits into the memory."""
+    device = choose_device(config)
+    dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    source: CheckpointReader | GenericModel
+    architecture: AnyArchitecture
+    stored = None
+    if checkpoint.implementation == "argosy":
+        architecture = _read_own_architecture(config, checkpoint)
+        source = CheckpointReader(checkpoint.path)
+        if config.quantize is None and device.has_group_linear:
+            stored = source.find_stored_integers()
+    else:
+        source = build_transformers_model(
+            checkpoint.path,
+            dtype,
+            max_model_len=config.max_model_len,
+            trust_remote_code=config.trust_remote_code,
+            generation_config=config.generation_config,
+        )
+        architecture = source.architecture
+    check_memory(
+        MemoryNeeds(architecture, config, dtype.itemsize, kv_dtype.itemsize, stored),
+        device.free_bytes(),
+        ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
+    )
+    return _LoadPlan(
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantize=None if config.quantize == "none" else config.quantize,
+        stored_format=None if stored is None else stored.description,
+        architecture=architecture,
+        source=source,
+    )
+
+
+def _read_own_architecture(
+    config: EngineConfig, checkpoint: _FoundCheckpoint
+) -> ModelArchitecture | EncoderArchitecture:
+    """Read the architecture of a model of Argosy's own implementation, with the context that is served."""
+    path, max_model_len = checkpoint.path, config.max_model_len
+    architecture: ModelArchitecture | EncoderArchitecture
+    if checkpoint.pooling is not None:
+        architecture = read_pooling_architecture(path, checkpoint.pooling, max_model_len)
+    else:
+        architecture = read_architecture(path, config.generation_config)
+    if max_model_len is not None and max_model_len < architecture.max_model_len:
+        # the rope tables are built for this length
+        architecture = replace(architecture, max_model_len=max_model_len)
+    return architecture
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """Model with its weights, of which executors can be created."""
+
+    model: Decoder | Encoder | GenericDecoder
+    pooler: Pooler | None
+    plan: _LoadPlan
+    mapped_bytes: int
+    """Bytes of the weights that are mapped from the pack cache."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a KV block."""
-        architecture = self.decoder.architecture
-        bytes_per_token = architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
+        architecture = self.plan.architecture
+        bytes_per_token = architecture.kv_bytes_per_token(self.plan.kv_dtype.itemsize)
         return architecture.kv_layout.block_bytes(bytes_per_token, block_size)
-
-    def create_states(self, num_rows: int, num_snapshots: int) -> RecurrentStates | None:
-        """Allocate the states of recurrent layers, which only Argosy's own decoder has."""
-        if not isinstance(self.decoder, Decoder):
-            return None
-        return self.decoder.create_states(num_rows, num_snapshots)
 
     def create_executor(
         self,
         limits: EngineLimits,
         find_grammar: Callable[[str], CompiledGrammar] | None = None,
-    ) -> TorchExecutor | PoolingExecutor:
+    ) -> Executor:
         """Create an executor with its own KV cache, if the model has one."""
-        architecture = self.decoder.architecture
-        attention = self.decoder.create_attention(
-            limits.num_blocks, limits.block_size, self.kv_dtype
-        )
-        states = self.create_states(limits.max_seqs, limits.state_snapshots or 0)
-        if self.pooler is not None:
-            return PoolingExecutor(
-                self.decoder,
-                attention,
-                self.pooler,
-                limits=limits,
-                device=self.device,
-                recurrent_states=states,
+        model, device, architecture = self.model, self.plan.device, self.plan.architecture
+
+        def create_stage(persistent_batch: PersistentBatch) -> OutputStage:
+            if self.pooler is not None:
+                return PoolingStage(self.pooler, device)
+            return SamplingStage(
+                persistent_batch,
+                device,
+                max_seqs=limits.max_seqs,
+                vocab_size=architecture.vocab_size,
+                eos_token_ids=list(architecture.eos_token_ids),
+                find_grammar=find_grammar,
             )
-        return TorchExecutor(
-            self.decoder,
-            attention,
+
+        is_capturable = self.pooler is None and _is_capturable(architecture)
+        return Executor(
+            model,
+            model.create_attention(limits.num_blocks, limits.block_size, self.plan.kv_dtype),
+            create_stage,
             limits=limits,
-            vocab_size=architecture.vocab_size,
-            eos_token_ids=list(architecture.eos_token_ids),
-            device=self.device,
-            # A mixture of experts counts tokens per expert on the host, which a graph cannot include.
-            graph_capturer=self.device.graph_capturer if _is_capturable(architecture) else None,
-            find_grammar=find_grammar,
-            states=states,
+            device=device,
+            capture_graph=device.capture_graph if is_capturable else None,
+            states=model.create_states(limits.max_seqs, limits.state_snapshots or 0),
         )
+
+
+def _load_model(
+    config: EngineConfig,
+    checkpoint: _FoundCheckpoint,
+    plan: _LoadPlan,
+    progress: Callable[[str, float], None],
+) -> _LoadedModel:
+    """Load the weights, and the pooler of a model that computes vectors."""
+    device, dtype, architecture, source = plan.device, plan.dtype, plan.architecture, plan.source
+
+    def report(done: float) -> None:
+        progress(LOADING_WEIGHTS, done)
+
+    model: Decoder | Encoder | GenericDecoder
+    with _open_pack_cache(config, checkpoint, plan) as cache:
+        if not isinstance(source, CheckpointReader):
+            from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
+
+            model = load_generic_decoder(
+                source, device, dtype, report, quantize=plan.quantize, pack_cache=cache
+            )
+        elif isinstance(architecture, EncoderArchitecture):
+            model = load_encoder(
+                source,
+                architecture,
+                device,
+                dtype,
+                report,
+                quantize=plan.quantize,
+                pack_cache=cache,
+            )
+        else:
+            model = load_decoder(
+                source,
+                cast("ModelArchitecture", architecture),
+                device,
+                dtype,
+                report,
+                quantize=config.quantize,  # "none" dequantizes what the checkpoint stores in integers
+                pack_cache=cache,
+            )
+    pooler = None
+    if checkpoint.pooling is not None and not isinstance(model, GenericDecoder):
+        reader = CheckpointReader(checkpoint.path)
+        pooler = load_pooler(checkpoint.pooling, model, reader, device, dtype)
+    return _LoadedModel(model, pooler, plan, cache.mapped_bytes)
+
+
+def _prove(
+    config: EngineConfig,
+    checkpoint: _FoundCheckpoint,
+    loaded: _LoadedModel,
+    progress: Callable[[str, float], None],
+    find_grammar: Callable[[str], CompiledGrammar] | None,
+    started_at: float,
+) -> LoadedExecutor:
+    """Size the KV cache, warm the executor up, and test that results depend only on their own sequence."""
+    plan, device, architecture = loaded.plan, loaded.plan.device, loaded.plan.architecture
+    limits = _resolve_limits(config, loaded, f"{checkpoint.fingerprint} {plan.format_name}")
+    if limits.state_snapshots is not None:
+        log.info(
+            "recurrent_states_allocated",
+            sequences=limits.max_seqs,
+            snapshots=limits.state_snapshots,
+            state_bytes=architecture.state_bytes,
+        )
+    arithmetic = describe_arithmetic(
+        checkpoint.path,
+        architecture,
+        device,
+        plan.dtype,
+        plan.kv_dtype,
+        plan.quantize,
+        stored_format=plan.stored_format,
+    )
+    executor = loaded.create_executor(limits, find_grammar)
+    is_exact = True
+    if config.warmup:
+        _warm_up(executor, limits, device.warmup_sizes, progress)
+        is_exact = _test_exactness(checkpoint.path, loaded, limits.max_model_len, arithmetic.id)
+    pooling, max_steps_in_flight = None, config.max_steps_in_flight
+    if checkpoint.pooling is not None:
+        pooling = describe_pooling(
+            checkpoint.pooling, architecture.hidden_size, limits.max_model_len
+        )
+        max_steps_in_flight = 0  # the executor waits for its results
+    return LoadedExecutor(
+        executor=executor,
+        architecture=architecture,
+        device=device,
+        limits=limits,
+        load_s=time.monotonic() - started_at,
+        backend=f"{device.name} {plan.format_name} {executor.attention_name}",
+        fingerprint=f"{checkpoint.fingerprint} {arithmetic.id}",
+        arithmetic=arithmetic,
+        is_exact=is_exact,
+        max_steps_in_flight=device.max_steps_in_flight
+        if max_steps_in_flight is None
+        else max_steps_in_flight,
+        pooling=pooling,
+    )
 
 
 def _test_exactness(
-    path: Path, factory: _ExecutorFactory, max_model_len: int, arithmetic_id: str
+    path: Path, loaded: _LoadedModel, max_model_len: int, arithmetic_id: str
 ) -> bool:
     """Run the self-test unless its result for `arithmetic_id` is stored, and return whether the model is exact.
 
     Raises:
         ValueError: The results of a sequence depend on other sequences, so that the model cannot be served.
     """
-    decoder, started_at = factory.decoder, time.monotonic()
+    plan, started_at = loaded.plan, time.monotonic()
     result = find_or_run(
         arithmetic_id,
         lambda: run_self_test(
-            decoder,
-            factory.device,
-            vocab_size=decoder.architecture.vocab_size,
-            max_model_len=max_model_len,
-            kv_dtype=factory.kv_dtype,
-            states=factory.create_states(NUM_SEQUENCES, NUM_SEQUENCES),
+            loaded.model, plan.device, max_model_len=max_model_len, kv_dtype=plan.kv_dtype
         ),
     )
     if result.median_difference > MAX_MEDIAN_DIFFERENCE:
@@ -295,9 +413,7 @@ def _test_exactness(
     return result.is_exact
 
 
-def _resolve_limits(
-    config: EngineConfig, factory: _ExecutorFactory, key: str, mapped_bytes: int
-) -> EngineLimits:
+def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> EngineLimits:
     """Compute the limits that fit next to the activations of the largest step and the mapped packed weights.
 
     `key` identifies the model and its formats, see `Device.working_bytes`.
@@ -305,7 +421,7 @@ def _resolve_limits(
     Raises:
         ValueError: No KV block fits.
     """
-    device, architecture = factory.device, factory.decoder.architecture
+    device, architecture = loaded.plan.device, loaded.plan.architecture
     model_max_len, kv_windows = architecture.max_model_len, architecture.kv_layout.windows
     probe = EngineLimits(
         max_model_len=model_max_len,
@@ -319,21 +435,21 @@ def _resolve_limits(
         kv_windows=kv_windows,
     )
     working_bytes = device.working_bytes(
-        f"{key} {probe}", lambda: _run_largest_step(factory.create_executor(probe), probe)
+        f"{key} {probe}", lambda: _run_largest_step(loaded.create_executor(probe), probe)
     )
     return resolve_limits(
         config,
         model_max_len=model_max_len,
         kv_windows=kv_windows,
-        block_bytes=factory.block_bytes(config.block_size),
+        block_bytes=loaded.block_bytes(config.block_size),
         state_bytes=architecture.state_bytes,
-        free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
+        free_bytes=max(0, device.free_bytes() - loaded.mapped_bytes - working_bytes),
         kv_memory_fraction=device.kv_memory_fraction / (1 + config.colocated_replicas),
     )
 
 
 def _warm_up(
-    executor: TorchExecutor | PoolingExecutor,
+    executor: Executor,
     limits: EngineLimits,
     sizes: tuple[int, ...],
     progress: Callable[[str, float], None],
@@ -344,101 +460,6 @@ def _warm_up(
         _run_prefill(executor, limits, [size], WARMUP_PARAMS)
         progress(WARMING_UP, (number + 1) / len(fitting))
     executor.reset()
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadPlan:
-    """Model whose architecture is known and whose weights are not loaded yet."""
-
-    architecture: AnyArchitecture
-    load: Callable[
-        [Device, torch.dtype, tuple[str, str, str], Callable[[float], None]],
-        tuple[AnyDecoder, int],
-    ]
-    """Loads the weights. Returns the decoder with the bytes of its weights that are mapped from the pack cache.
-
-    Takes the device, the dtype, the identity of packed weights and a callback for the finished fraction."""
-    stored: StoredIntegers | None = None
-    """Stored integers with which the decoder can compute."""
-
-
-def _plan_own(path: Path, config: EngineConfig, layout: PoolingLayout | None) -> _LoadPlan:
-    """Plan to load Argosy's own decoder or encoder."""
-    architecture: ModelArchitecture | EncoderArchitecture
-    max_model_len = config.max_model_len
-    if layout is not None:
-        architecture = read_pooling_architecture(path, layout, max_model_len)
-    else:
-        architecture = read_architecture(path, config.generation_config)
-    if max_model_len is not None and max_model_len < architecture.max_model_len:
-        # the rope tables are built for this length
-        architecture = replace(architecture, max_model_len=max_model_len)
-    checkpoint = CheckpointReader(path)
-
-    def load(
-        device: Device,
-        dtype: torch.dtype,
-        identity: tuple[str, str, str],
-        progress: Callable[[float], None],
-    ) -> tuple[AnyDecoder, int]:
-        with _open_pack_cache(config, architecture.num_parameters, identity) as pack_cache:
-            if isinstance(architecture, EncoderArchitecture):
-                encoder = load_encoder(
-                    checkpoint,
-                    architecture,
-                    device,
-                    dtype,
-                    progress,
-                    quantize=None if config.quantize == "none" else config.quantize,
-                    pack_cache=pack_cache,
-                )
-                return encoder, pack_cache.mapped_bytes
-            decoder = load_decoder(
-                checkpoint,
-                architecture,
-                device,
-                dtype,
-                progress,
-                quantize=config.quantize,
-                pack_cache=pack_cache,
-            )
-        return decoder, pack_cache.mapped_bytes
-
-    return _LoadPlan(architecture, load, checkpoint.find_stored_integers())
-
-
-def _plan_generic(path: Path, config: EngineConfig, dtype: torch.dtype) -> _LoadPlan:
-    """Plan to load the model of transformers."""
-    from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
-
-    model = build_transformers_model(
-        path,
-        dtype,
-        max_model_len=config.max_model_len,
-        trust_remote_code=config.trust_remote_code,
-        generation_config=config.generation_config,
-    )
-
-    def load(
-        device: Device,
-        dtype: torch.dtype,
-        layout: tuple[str, str, str],
-        progress: Callable[[float], None],
-    ) -> tuple[AnyDecoder, int]:
-        checkpoint, format_name, layout_id = layout
-        layout = (checkpoint, f"transformers {format_name}", layout_id)
-        with _open_pack_cache(config, model.architecture.num_parameters, layout) as pack_cache:
-            decoder = load_generic_decoder(
-                model,
-                device,
-                dtype,
-                progress,
-                quantize=None if config.quantize == "none" else config.quantize,
-                pack_cache=pack_cache,
-            )
-        return decoder, pack_cache.mapped_bytes
-
-    return _LoadPlan(model.architecture, load)
 
 
 def _is_capturable(architecture: AnyArchitecture) -> bool:
@@ -456,26 +477,25 @@ def choose_device(config: EngineConfig) -> Device:
     """Create the device that the settings name. "auto" selects a GPU if torch finds one."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return create_cpu_device(config.threads, config.colocated_replicas)
-    from argosy.engine.execution.kernels.gpu.cuda_runtime import create_cuda_device
+    from argosy.engine.execution.kernels.gpu.cuda_device import create_cuda_device
 
     return create_cuda_device()
 
 
 def _open_pack_cache(
-    config: EngineConfig, num_parameters: int, identity: tuple[str, str, str]
+    config: EngineConfig, checkpoint: _FoundCheckpoint, plan: _LoadPlan
 ) -> PackCache:
     """Open the pack cache for this checkpoint, format and packed layout."""
-    if not identity[-1]:
+    layout_id = plan.device.weight_layout_id(plan.dtype)
+    if not layout_id:
         return PackCache()
+    own = isinstance(plan.source, CheckpointReader)
+    format_name = plan.weight_format if own else f"transformers {plan.weight_format}"
     return open_pack_cache(
-        identity,
-        required_bytes=num_parameters * 2,
+        (checkpoint.fingerprint, format_name, layout_id),
+        required_bytes=plan.architecture.num_parameters * 2,
         limit_bytes=config.pack_cache_bytes,
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _max_prefill_tokens(limits: EngineLimits) -> int:
@@ -483,7 +503,7 @@ def _max_prefill_tokens(limits: EngineLimits) -> int:
     return min(limits.max_model_len - 1, limits.max_step_tokens)
 
 
-def _run_largest_step(executor: TorchExecutor | PoolingExecutor, limits: EngineLimits) -> None:
+def _run_largest_step(executor: Executor, limits: EngineLimits) -> None:
     """Fill the token budget with the maximum number of sequences, sampled with the most expensive parameters."""
     remaining, counts = limits.max_step_tokens, []
     for sequences_left in reversed(range(limits.max_seqs)):
@@ -493,7 +513,7 @@ def _run_largest_step(executor: TorchExecutor | PoolingExecutor, limits: EngineL
 
 
 def _run_prefill(
-    executor: TorchExecutor | PoolingExecutor,
+    executor: Executor,
     limits: EngineLimits,
     counts: list[int],
     params: SamplingParams,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.kernels.batch import Attention
     from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
-    from argosy.engine.execution.loading.model_selection import AnyArchitecture
+    from argosy.engine.execution.layers.model import Model
 
 BLOCK_SIZE = 16
 SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
 NUM_SHORT_SEQUENCES = 20
 """Sequences of one token that are computed together with the others, so that large batches take other code paths."""
-NUM_SEQUENCES = len(SEQUENCE_LENGTHS) + NUM_SHORT_SEQUENCES
 CHUNK_ENDS = (1, 4, 17, 20, 34, 52, 53, 54)
 """Positions at which sequences are cut into chunks."""
 NUM_WATCHED = 3
@@ -43,25 +40,6 @@ MAX_STORED_RESULTS = 256
 
 Chunk = tuple[str, int, int]
 """Name of a sequence, and the first position and the end of the chunk."""
-
-
-class TestedDecoder(Protocol):
-    """Decoder of either implementation, or encoder."""
-
-    @property
-    def architecture(self) -> AnyArchitecture:
-        """Architecture of the model."""
-        ...
-
-    def create_attention(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
-    ) -> Attention:
-        """Create an attention with its own KV cache."""
-        ...
-
-    def __call__(self, batch: Batch, attention: Attention) -> Tensor:
-        """Return logits [L, vocab_size], or hidden states [L, hidden] of a model that is pooled."""
-        ...
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):
@@ -76,19 +54,14 @@ class SelfTestResult(msgspec.Struct, frozen=True):
 
 
 def run_self_test(
-    decoder: TestedDecoder,
+    decoder: Model,
     device: Device,
     *,
-    vocab_size: int,
     max_model_len: int,
     kv_dtype: torch.dtype | None = None,
-    states: RecurrentStates | None = None,
 ) -> SelfTestResult:
-    """Compute a few sequences in all ways, and compare their logits.
-
-    `states` are those of a model with recurrent layers, with `NUM_SEQUENCES` rows and snapshots.
-    """
-    probe = _Probe(decoder, device, vocab_size, max_model_len, kv_dtype, states)
+    """Compute a few sequences in all ways, and compare their logits."""
+    probe = _Probe(decoder, device, max_model_len, kv_dtype)
     names = list(probe.tokens)
     expected = {name: probe.compute_alone(name) for name in names}
     cases: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -117,13 +90,12 @@ class _Probe:
 
     def __init__(
         self,
-        decoder: TestedDecoder,
+        decoder: Model,
         device: Device,
-        vocab_size: int,
         max_model_len: int,
         kv_dtype: torch.dtype | None,
-        states: RecurrentStates | None,
     ) -> None:
+        vocab_size = decoder.architecture.vocab_size
         generator = torch.Generator().manual_seed(0)
         lengths = [min(length, max_model_len) for length in SEQUENCE_LENGTHS]
         lengths += [1] * NUM_SHORT_SEQUENCES
@@ -137,7 +109,7 @@ class _Probe:
         num_blocks = 2 * self._num_groups * sum(-(-length // BLOCK_SIZE) for length in lengths)
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE, kv_dtype)
         self._attention.ensure_block(num_blocks - 1)
-        self._states = states
+        self._states = decoder.create_states(len(lengths), len(lengths))
         self._rows = {name: row for row, name in enumerate(self.tokens)}
         self._free = list(range(num_blocks))
         self._blocks: dict[str, list[list[int]]] = {}
@@ -243,7 +215,7 @@ class _Probe:
         if self._states is not None:
             batch = self._states.attach(batch, self._plan_snapshots(chunks))
         with torch.inference_mode():
-            logits = self._decoder(batch, self._attention)
+            logits = self._decoder.forward(batch, self._attention)
         names = [name for name, _, _ in chunks]
         return dict(zip(names, logits.cpu().split(counts), strict=True))
 

@@ -17,8 +17,8 @@ import structlog
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
-from argosy.engine.execution.executor.executor import StepHandle
-from argosy.engine.execution.loading.executor_loader import load_executor
+from argosy.engine.execution.executor.output_stage import StepHandle
+from argosy.engine.execution.loading.executor_loader import LoadedExecutor, load_executor
 from argosy.engine.grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -100,48 +100,15 @@ class EngineCore:
             inf if config.request_timeout_s is None else config.request_timeout_s
         )
         self.executor = loaded.executor
-        self._compute_threads = loaded.compute_threads
-        limits = loaded.limits
-        self.scheduler = Scheduler(
-            SchedulerLimits(
-                max_seqs=limits.max_seqs,
-                max_step_tokens=limits.max_step_tokens,
-                block_size=limits.block_size,
-                num_blocks=limits.num_blocks,
-                host_blocks=limits.host_blocks,
-                # Without decodes, prefills leave no room for them.
-                max_prefill_fraction=config.max_prefill_fraction if loaded.pooling is None else 1.0,
-                watermark=config.watermark,
-                prefix_cache=config.prefix_cache,
-                ridge_tokens=loaded.ridge_tokens,
-                kv_windows=limits.kv_windows,
-                state_snapshots=limits.state_snapshots,
-                is_chunked=bool(limits.kv_windows),
-            ),
-            _build_batching_policy(config),
-        )
-        self.info = CoreReady(
-            max_model_len=limits.max_model_len,
-            vocab_size=loaded.architecture.vocab_size,
-            eos_token_ids=list(loaded.architecture.eos_token_ids),
-            block_size=limits.block_size,
-            num_blocks=limits.num_blocks,
-            max_seqs=limits.max_seqs,
-            kv_capacity_tokens=limits.kv_capacity_tokens,
-            load_s=loaded.load_s,
-            backend=loaded.backend,
-            fingerprint=loaded.fingerprint,
-            accelerator=loaded.accelerator,
-            arithmetic=loaded.arithmetic,
-            is_exact=loaded.is_exact,
-            pooling=loaded.pooling,
-        )
+        self._device = loaded.device
+        self.scheduler = Scheduler(scheduler_limits(config, loaded), _build_batching_policy(config))
+        self.info = describe_core(loaded)
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
         self._grammars_in_use: dict[str, CompiledGrammar] = {}
         """Grammars of the queued and running requests by request id, which keeps them available."""
         self._constraint_stats = ConstraintStats()
-        self._delta_builder = DeltaBuilder(limits.block_size)
+        self._delta_builder = DeltaBuilder(loaded.limits.block_size)
         self._pending_deltas: list[Delta] = []
         """Deltas that arose between steps."""
         self._max_steps_in_flight = loaded.max_steps_in_flight
@@ -237,8 +204,7 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
         started_at = self._clock()
-        if self._compute_threads is not None:
-            self._compute_threads.begin_step(started_at)
+        self._device.begin_step(started_at)
         if self._held:
             self._update_held_requests(started_at)
         deltas, self._pending_deltas = self._pending_deltas, []
@@ -421,8 +387,49 @@ class EngineCore:
             mask_wait_s_total=self._constraint_stats.mask_wait_s,
             out_of_memory_steps_total=self._out_of_memory_steps,
             step_token_budget=scheduler.token_budget.tokens,
-            compute_threads=0 if self._compute_threads is None else self._compute_threads.count,
+            compute_threads=self._device.num_compute_threads,
         )
+
+
+def scheduler_limits(config: EngineConfig, loaded: LoadedExecutor) -> SchedulerLimits:
+    """Return the limits of the scheduler of a loaded executor."""
+    limits = loaded.limits
+    return SchedulerLimits(
+        max_seqs=limits.max_seqs,
+        max_step_tokens=limits.max_step_tokens,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        host_blocks=limits.host_blocks,
+        # Without decodes, prefills leave no room for them.
+        max_prefill_fraction=config.max_prefill_fraction if loaded.pooling is None else 1.0,
+        watermark=config.watermark,
+        prefix_cache=config.prefix_cache,
+        ridge_tokens=loaded.device.ridge_tokens,
+        kv_windows=limits.kv_windows,
+        state_snapshots=limits.state_snapshots,
+        is_chunked=bool(limits.kv_windows),
+    )
+
+
+def describe_core(loaded: LoadedExecutor) -> CoreReady:
+    """Describe the core of a loaded executor to the request's side."""
+    limits = loaded.limits
+    return CoreReady(
+        max_model_len=limits.max_model_len,
+        vocab_size=loaded.architecture.vocab_size,
+        eos_token_ids=list(loaded.architecture.eos_token_ids),
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        max_seqs=limits.max_seqs,
+        kv_capacity_tokens=limits.kv_capacity_tokens,
+        load_s=loaded.load_s,
+        backend=loaded.backend,
+        fingerprint=loaded.fingerprint,
+        accelerator=loaded.device.name,
+        arithmetic=loaded.arithmetic,
+        is_exact=loaded.is_exact,
+        pooling=loaded.pooling,
+    )
 
 
 def _load_grammar_tokenizer(config: EngineConfig, vocab_size: int) -> GrammarTokenizer:

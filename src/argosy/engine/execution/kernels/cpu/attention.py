@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 import torch
 
+from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
 from argosy.engine.execution.kernels.cpu.native_calls import AttentionCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
-from argosy.engine.execution.kernels.kv_cache_tensor import KvCacheTensor
 from argosy.engine.execution.kernels.torch.attention import TorchAttention
 from argosy.native import NativeUnavailableError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Attention, Batch, KvCacheShape
+    from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
     from argosy.engine.execution.kernels.rope import RopeRotation
 
 AttentionBackend = Literal["auto", "native", "torch"]
@@ -60,12 +60,13 @@ def create_cpu_attention(
     return TorchAttention(shape)
 
 
-class NativeAttention(KvCacheTensor):
+class NativeAttention(Attention):
     """Paged attention by csrc/attention.cpp, which also defines the layout inside a block.
 
     Not thread-safe, because all calls share one argument structure.
     """
 
+    name = "native"
     ROW_ALIGNMENT_BYTES = 64
     """Alignment of a head's keys, which are padded for the kernel's vector loads."""
 
@@ -107,11 +108,6 @@ class NativeAttention(KvCacheTensor):
         self._group_pointers: list[tuple[int, int]]
         """Addresses of each KV cache group's slots and block table."""
 
-    @property
-    def name(self) -> str:
-        """Name of the backend, for the log."""
-        return "native"
-
     def __call__(
         self,
         q: Tensor,
@@ -124,12 +120,12 @@ class NativeAttention(KvCacheTensor):
         call, dtype = self._call, self._dtype
         if batch is not self._batch:
             self._bind_batch(batch)
-        queries, keys = _contiguous_heads(q, dtype), _contiguous_heads(k, dtype)
+        queries, keys = contiguous_heads(q.to(dtype)), contiguous_heads(k.to(dtype))
         out = torch.empty(*q.shape[:2], call.value_dim, dtype=dtype)
         call.q, call.q_stride = queries.data_ptr(), queries.stride(0)
         call.k, call.k_stride = keys.data_ptr(), keys.stride(0)
         if v is not None:
-            values = _contiguous_heads(v, dtype)
+            values = contiguous_heads(v.to(dtype))
             call.v, call.v_stride = values.data_ptr(), values.stride(0)
         call.out, call.heads = out.data_ptr(), q.shape[1]
         call.keys, call.values = self._layer_pointers[params.layer]
@@ -162,11 +158,3 @@ class NativeAttention(KvCacheTensor):
         call.seq_lens = batch.seq_lens.data_ptr()
         call.block_table_stride = self._block_tables.stride(1)
         call.tokens, call.sequences = len(batch.positions), len(batch.seq_lens)
-
-
-def _contiguous_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [T, heads, D] in `dtype` with each token's heads contiguous. The token stride may be larger."""
-    if rows.dtype != dtype:
-        rows = rows.to(dtype)
-    _, head_stride, element_stride = rows.stride()
-    return rows if element_stride == 1 and head_stride == rows.shape[2] else rows.contiguous()

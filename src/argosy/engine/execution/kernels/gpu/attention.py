@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
 from argosy.engine.execution.kernels.gpu.attention_kernels import (
     RANGE_SIZE,
     attend,
     merge_ranges,
     store_kv,
 )
-from argosy.engine.execution.kernels.kv_cache_tensor import KvCacheTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ MAX_SCRATCH_BYTES = 128 << 20
 """Maximum memory for unmerged sums of ranges. If they need more, each program processes all ranges of its rows."""
 
 
-class TritonAttention(KvCacheTensor):
+class TritonAttention(Attention):
     """Paged attention over [layers, num_blocks, kv_heads, block_size, head_dim] keys and values.
 
     A program takes a tile of neighbouring tokens of one sequence, with all query heads of one KV head, and processes
@@ -85,14 +85,7 @@ class TritonAttention(KvCacheTensor):
         self._block_size = shape.block_size
         self._num_multiprocessors = num_multiprocessors
         self._float8 = dtype == KV_FLOAT8
-
-    @property
-    def name(self) -> str:
-        """Name of the backend, for the log."""
-        return "triton, float8 cache" if self._float8 else "triton"
-
-    def read_block(self, block: int) -> Tensor:
-        return super().read_block(block).cpu()
+        self.name = "triton, float8 cache" if self._float8 else "triton"
 
     def __call__(
         self,
@@ -105,7 +98,7 @@ class TritonAttention(KvCacheTensor):
     ) -> Tensor:
         if v is None:
             raise TypeError("values are missing")
-        q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
+        q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(q):
             self._store(k, v, batch, params, rope)
@@ -251,12 +244,6 @@ def _scratch(ranges: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sums = torch.empty((ranges, *out.shape), dtype=torch.float32, device=out.device)
     peaks, totals = torch.empty((2, *sums.shape[:3]), dtype=torch.float32, device=out.device)
     return sums, peaks, totals
-
-
-def _contiguous_heads(rows: Tensor) -> Tensor:
-    """Return rows [T, heads, D] with each token's heads contiguous. The token stride may be larger."""
-    contiguous = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-    return rows if contiguous else rows.contiguous()
 
 
 def _padded_head_dim(head_dim: int) -> int:

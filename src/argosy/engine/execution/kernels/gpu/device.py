@@ -1,13 +1,14 @@
-"""Implementation of `Device` for a GPU: Triton kernels, on a runtime for memory, stream and graphs."""
+"""Device of a GPU, with Triton kernels. Its subclass has what belongs to CUDA: memory, stream and graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.gpu import memory_profile
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
@@ -22,124 +23,48 @@ if TYPE_CHECKING:
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
     from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
-    from argosy.engine.execution.kernels.batch import Attention, KvCacheShape
-    from argosy.engine.execution.kernels.cpu.delta_rule import DeltaRule, DeltaRuleWeights
-    from argosy.engine.execution.kernels.cpu.elementwise import ElementwiseOps
-    from argosy.engine.execution.kernels.device import CapturedGraph, DeviceEvent, GraphCapturer
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import KvCacheShape
+    from argosy.engine.execution.kernels.operations import (
+        DeltaRule,
+        DeltaRuleWeights,
+    )
     from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 
-KV_SHARE = 0.95
-"""Fraction of the memory left by weights and the largest step. The rest covers fragmentation and unforeseen use."""
 MEMORY_MARGIN_BYTES = 512 << 20
 """Memory kept free beside the largest step, because captured decode steps have their own pool."""
-MASK_THREADS = 4
-"""Host threads that compute the masks of constrained rows. The GPU leaves most CPUs idle."""
-WARMUP_SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
-"""Sizes for every tile of the kernels. Multiples of 16 and other sizes are compiled separately."""
-RIDGE_TOKENS = 256
-"""Ridge of Hopper, which computes 206 (H200) to 295 (H100) bfloat16 multiplications while it reads one weight."""
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first generation with bfloat16 in its matrix unit."""
 MIN_FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first generation with e4m3 in its matrix unit."""
 
 
-class GpuRuntime(Protocol):
-    """Interface to a GPU apart from kernels. All work runs in one stream, in the order of its launch."""
+class GpuDevice(Device):
+    """Device of one GPU. All work runs in one stream, in the order of its launch."""
 
-    @property
-    def name(self) -> str:
-        """Name of the GPU."""
-        ...
+    default_dtype = torch.bfloat16
+    elementwise_ops = TritonElementwiseOps()
+    max_steps_in_flight = 1
+    ridge_tokens = 256
+    """Hopper computes 206 (H200) to 295 (H100) bfloat16 multiplications while it reads one weight."""
+    warmup_sizes = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+    """Sizes for every tile of the kernels. Multiples of 16 and other sizes are compiled separately."""
+    mask_threads = 4
+    """The GPU leaves most CPUs idle."""
+    kv_memory_fraction = 0.95
+    """Fraction of the memory left by weights and the largest step. The rest covers fragmentation and unforeseen use."""
+    has_group_linear = False
+    compute_capability: tuple[int, int]
+    """CUDA compute capability."""
+    num_multiprocessors: int
 
-    @property
-    def torch_device(self) -> torch.device:
-        """Torch device of the tensors."""
-        ...
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        """CUDA compute capability."""
-        ...
-
-    @property
-    def num_multiprocessors(self) -> int:
-        """Number of multiprocessors."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Return the bytes that may still be allocated."""
-        ...
-
+    @abstractmethod
     def measure_peak_bytes(self, work: Callable[[], object]) -> int:
         """Run `work`, wait for it, and return the largest number of bytes that it had allocated at once."""
-        ...
 
+    @abstractmethod
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialised tensor of the same shape and dtype in pinned host memory."""
-        ...
-
-    def record_event(self) -> DeviceEvent:
-        """Record an event after all work launched so far."""
-        ...
-
-    def capture(self, work: Callable[[], object]) -> CapturedGraph:
-        """Capture what `work` launches, see `GraphCapturer.capture`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GpuDevice:
-    """Device of one GPU."""
-
-    runtime: GpuRuntime
-
-    @property
-    def name(self) -> str:
-        return self.runtime.name
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self.runtime.torch_device
-
-    @property
-    def default_dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    @property
-    def compute_threads(self) -> None:
-        return None
-
-    @property
-    def max_steps_in_flight(self) -> int:
-        return 1
-
-    @property
-    def ridge_tokens(self) -> int:
-        return RIDGE_TOKENS
-
-    @property
-    def graph_capturer(self) -> GraphCapturer | None:
-        return self.runtime
-
-    @property
-    def warmup_sizes(self) -> tuple[int, ...]:
-        return WARMUP_SIZES
-
-    @property
-    def mask_threads(self) -> int:
-        return MASK_THREADS
-
-    @property
-    def kv_memory_fraction(self) -> float:
-        return KV_SHARE
-
-    @property
-    def elementwise_ops(self) -> ElementwiseOps:
-        return TritonElementwiseOps()
-
-    def free_bytes(self) -> int:
-        return self.runtime.free_bytes()
 
     @property
     def kernel_compiler(self) -> str:
@@ -148,7 +73,7 @@ class GpuDevice:
     def instruction_set(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> str:
         """Return the compute capability, since the order of all sums depends on nothing else of the GPU."""
         del dtype, weight_format
-        major, minor = self.runtime.compute_capability
+        major, minor = self.compute_capability
         return f"sm_{major}{minor}"
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
@@ -156,7 +81,7 @@ class GpuDevice:
         full_key = f"{key} {self.name} torch {torch.__version__}"
         peak = memory_profile.read_memory_profile(full_key)
         if peak is None:
-            peak = self.runtime.measure_peak_bytes(run_largest_step)
+            peak = self.measure_peak_bytes(run_largest_step)
             memory_profile.write_memory_profile(full_key, peak)
         return peak + MEMORY_MARGIN_BYTES
 
@@ -182,10 +107,6 @@ class GpuDevice:
             f"GPUs do not support {weight_format} weights; set quantize to fp8, or remove it"
         )
 
-    @property
-    def has_group_linear(self) -> bool:
-        return False
-
     def create_group_linear(
         self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
     ) -> Callable[[Tensor], Tensor]:
@@ -198,7 +119,7 @@ class GpuDevice:
         if shape.dtype.itemsize == 1:
             self._require_float8("kv_dtype fp8")
         return TritonAttention(
-            shape, device=self.torch_device, num_multiprocessors=self.runtime.num_multiprocessors
+            shape, device=self.torch_device, num_multiprocessors=self.num_multiprocessors
         )
 
     def create_delta_rule(
@@ -211,19 +132,16 @@ class GpuDevice:
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Copy through pinned memory, which the allocator keeps until the copy is done."""
-        pinned = self.runtime.empty_pinned_like(tensor).copy_(tensor)
+        pinned = self.empty_pinned_like(tensor).copy_(tensor)
         if out is not None:
             return out.copy_(pinned, non_blocking=True)
         return pinned.to(self.torch_device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return self.runtime.empty_pinned_like(tensor).copy_(tensor, non_blocking=True)
-
-    def record_event(self) -> DeviceEvent:
-        return self.runtime.record_event()
+        return self.empty_pinned_like(tensor).copy_(tensor, non_blocking=True)
 
     def _require_float8(self, setting: str) -> None:
-        if self.runtime.compute_capability < MIN_FLOAT8_CAPABILITY:
+        if self.compute_capability < MIN_FLOAT8_CAPABILITY:
             raise ValueError(
                 f"{self.name} does not support float8; remove {setting}, "
                 "or use a GPU of the Ada or Hopper generation or later"

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy.engine.execution.kernels.cpu.elementwise import norm_scale
+from argosy.engine.execution.kernels.operations import norm_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
-    from argosy.engine.execution.kernels.cpu.elementwise import Norm
+    from argosy.engine.execution.kernels.operations import Norm
 
 NORM_TILE_ELEMENTS = 1024
 """Minimum number of elements of a norm's program. Several short rows share one program."""

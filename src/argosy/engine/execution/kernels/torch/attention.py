@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
-from argosy.engine.execution.kernels.kv_cache_tensor import KvCacheTensor
 from argosy.engine.execution.kernels.rope import apply_rope
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from argosy.engine.execution.kernels.rope import RopeRotation
 
 
-class TorchAttention(KvCacheTensor):
+class TorchAttention(Attention):
     """Paged attention in plain torch, which runs anywhere but is slower than the native kernel.
 
     Tokens are grouped into query tiles of `QUERY_TILE` neighbouring positions of one sequence, and keys into key
@@ -27,6 +27,7 @@ class TorchAttention(KvCacheTensor):
     the key tiles in order.
     """
 
+    name = "torch"
     QUERY_TILE = 8
     KEY_TILE = 128
     MAX_TILE_BYTES = 32 << 20
@@ -47,11 +48,6 @@ class TorchAttention(KvCacheTensor):
         self._tile = self._tile_blocks * block_size
         unit_bytes = self._tile * kv_heads * head_dim * 4
         self._max_units = max(1, self.MAX_TILE_BYTES // unit_bytes)
-
-    @property
-    def name(self) -> str:
-        """Name of the backend, for the log."""
-        return "torch"
 
     def __call__(
         self,

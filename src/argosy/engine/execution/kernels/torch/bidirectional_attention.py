@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.rope import apply_rope
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from argosy.engine.execution.kernels.rope import RopeRotation
 
 
-class BidirectionalAttention:
+class BidirectionalAttention(Attention):
     """Attention of every token to all tokens of its sequence, or to those nearer than the window.
 
     Neighbouring sequences of equal length are computed in one call of torch's fused attention, whose work items are
@@ -26,15 +27,13 @@ class BidirectionalAttention:
     padded. Not thread-safe.
     """
 
+    name = "bidirectional"
+
     def __init__(self) -> None:
+        super().__init__()
         self._batch: Batch | None = None
         self._runs: list[tuple[int, int, int]] = []
         """First token, length and number of neighbouring sequences of equal length."""
-
-    @property
-    def name(self) -> str:
-        """Name of the backend, for the log."""
-        return "bidirectional"
 
     def __call__(
         self,
@@ -67,19 +66,6 @@ class BidirectionalAttention:
             )
             out[rows].view_as(output.transpose(1, 2)).copy_(output.transpose(1, 2))
         return out
-
-    def ensure_block(self, block: int) -> None:
-        """Return at once, because there are no blocks."""
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Return at once, because there are no blocks."""
-
-    def read_block(self, block: int) -> Tensor:
-        raise IndexError(f"there is no block {block}, because there is no KV cache")
-
-    def write_block(self, block: int, data: Tensor) -> None:
-        del data
-        raise IndexError(f"there is no block {block}, because there is no KV cache")
 
     def _bind_batch(self, batch: Batch) -> None:
         """Find the runs of equal lengths, which all layers share."""

@@ -1,4 +1,4 @@
-"""CUDA runtime through torch: detection of a usable GPU, and its memory, events and graphs."""
+"""Device of a CUDA GPU through torch: detection of a usable one, and its memory, events and graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.kernels.device import CapturedGraph, Device, DeviceEvent
+    from argosy.engine.execution.kernels.device import Device, DeviceEvent
 
 
 DRIVER_LIBRARY = "libcuda.so.1"
@@ -42,13 +42,13 @@ def create_cuda_device(index: int = 0) -> Device:
             "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, or choose --device cpu or auto"
         )
     torch.cuda.set_device(index)
-    runtime = CudaRuntime(index)
-    if runtime.compute_capability < MIN_CAPABILITY:
+    device = CudaDevice(index)
+    if device.compute_capability < MIN_CAPABILITY:
         raise ValueError(
-            f"{runtime.name} does not support bfloat16; use a GPU of the Ampere generation or later, "
+            f"{device.name} does not support bfloat16; use a GPU of the Ampere generation or later, "
             "or choose --device cpu or auto"
         )
-    return GpuDevice(runtime)
+    return device
 
 
 def _is_driver_installed() -> bool:
@@ -60,29 +60,18 @@ def _is_driver_installed() -> bool:
     return True
 
 
-class CudaRuntime:
-    """Runtime of one GPU, on torch's current stream."""
+class CudaDevice(GpuDevice):
+    """Device of one GPU, on torch's current stream."""
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.name = f"cuda ({torch.cuda.get_device_name(index)})"
+        self.torch_device = torch.device("cuda", index)
+        self.compute_capability = torch.cuda.get_device_capability(index)
+        self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.capture_graph = self._capture
         self._graph_pool = torch.cuda.graph_pool_handle()
         """Memory pool that all captured graphs share."""
-
-    @property
-    def name(self) -> str:
-        return f"cuda ({torch.cuda.get_device_name(self.index)})"
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cuda", self.index)
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(self.index)
-
-    @property
-    def num_multiprocessors(self) -> int:
-        return torch.cuda.get_device_properties(self.index).multi_processor_count
 
     def free_bytes(self) -> int:
         """Return the free bytes, including memory that torch has reserved but does not use."""
@@ -106,11 +95,11 @@ class CudaRuntime:
     def record_event(self) -> DeviceEvent:
         return CudaEvent()
 
-    def capture(self, work: Callable[[], object]) -> CapturedGraph:
+    def _capture(self, work: Callable[[], object]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
             work()
-        return graph
+        return graph.replay
 
 
 class CudaEvent:

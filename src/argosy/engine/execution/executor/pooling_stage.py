@@ -1,133 +1,75 @@
-"""Executor of step plans whose sequences are pooled to vectors, for decoders with a KV cache and models without one."""
+"""Output stage of models that compute vectors, for decoders with a KV cache and models without one."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from argosy.engine.execution.executor.executor import CompletedStep, highest_block, move_blocks
-from argosy.engine.execution.executor.host_block_store import HostBlockStore
-from argosy.engine.execution.executor.persistent_batch import DeviceInputs, PersistentBatch
+from argosy.engine.execution.executor.output_stage import CompletedStep
 from argosy.engine.pooling import PoolingParams
 from argosy.engine.scheduling import SequenceFailure, StepDurations, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from argosy.engine.engine_config import EngineLimits
-    from argosy.engine.execution.executor.executor import StepHandle
+    from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
     from argosy.engine.execution.executor.pooler import Pooler
-    from argosy.engine.execution.kernels.batch import Attention, Batch
     from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+    from argosy.engine.scheduling import AdmittedSequence
 
 NON_FINITE_VECTOR = SequenceFailure("the model produced values that are not finite")
 
 
-class PoolingExecutor:
-    """Executor that computes with torch. `model(batch, attention)` returns hidden states [L, hidden] in float32.
-
-    `recurrent_states` are those of a model with recurrent layers.
+class PoolingStage:
+    """Pooler of one executor, with the hidden states [L, hidden] in float32 of its rows' earlier chunks.
 
     A step computes its sequences without padding, and waits for its results. The scheduler plans the shortest sequences
     first and limits a step's tokens, so that a step is a micro-batch of similar lengths.
     """
 
-    def __init__(
-        self,
-        model: Callable[[Batch, Attention], Tensor],
-        attention: Attention,
-        pooler: Pooler,
-        *,
-        limits: EngineLimits,
-        device: Device,
-        recurrent_states: RecurrentStates | None = None,
-    ) -> None:
-        self._recurrent_states = recurrent_states
-        self._model = model
-        self._attention = attention
+    def __init__(self, pooler: Pooler, device: Device) -> None:
         self._pooler = pooler
         self._device = device
-        self.host_store = HostBlockStore()
-        self._persistent_batch = PersistentBatch(
-            limits.max_seqs,
-            limits.max_model_len,
-            limits.block_size,
-            len(limits.kv_windows),
-            device.torch_device,
-        )
         self._default_params = PoolingParams(reads_all_tokens=pooler.reads_all_tokens)
         self._params: dict[int, PoolingParams] = {}
         """Row -> parameters of its sequence."""
         self._states: dict[int, list[Tensor]] = {}
         """Row -> hidden states of its sequence's earlier chunks, if all of them are read."""
 
-    @property
-    def attention_name(self) -> str:
-        """Name of the attention backend, for the log."""
-        return self._attention.name
-
-    @property
-    def pending_preparations(self) -> int:
-        return 0
-
-    def prepare_next(self) -> None:
-        """Return at once, because nothing is captured."""
-
-    def reset(self) -> None:
-        """Free all rows and keep the KV blocks. Raises pending errors of the device."""
-        self._device.record_event().synchronize()
-        self._persistent_batch.clear()
+    def clear(self) -> None:
         self._params.clear()
         self._states.clear()
 
-    @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> StepHandle:
-        """Move blocks, admit sequences, run the model, and pool the sequences that are complete."""
-        started_at = time.perf_counter()
-        corrupt = move_blocks(plan, self._attention, self.host_store)
-        for admission in plan.admissions:
-            self._persistent_batch.admit(admission)
-            self._params[admission.row] = admission.pooling or self._default_params
-            self._states[admission.row] = []
-        if self._recurrent_states is not None:
-            self._recurrent_states.load_snapshots(plan.snapshot_loads)
-        self._persistent_batch.append_blocks(plan.block_appends)
-        if plan.admissions or plan.block_appends:
-            self._attention.ensure_block(highest_block(plan))
-        if not plan.rows:
-            return CompletedStep(StepResult([], corrupt_blocks=corrupt))
-        packed = self._persistent_batch.pack_step(plan, self._read_tokens(plan))
-        inputs = DeviceInputs(self._device.to_device(packed.buffer), packed.shape)
-        batch = self._persistent_batch.gather_batch(inputs, self._token_types(plan))
-        if self._recurrent_states is not None:
-            batch = self._recurrent_states.attach(batch, plan)
-        launched_at, ready = time.perf_counter(), self._device.record_event()
-        states = self._model(batch, self._attention)
-        computed = self._device.record_event()
-        pooled, failed = self._pool(plan, states)
+    def admit(self, admission: AdmittedSequence) -> None:
+        self._params[admission.row] = admission.pooling or self._default_params
+        self._states[admission.row] = []
+
+    def begin(self, plan: StepPlan) -> tuple[NDArray[np.int64] | None, Tensor | None]:
+        return self._read_tokens(plan), self._token_types(plan)
+
+    def finish(self, step: LaunchedStep) -> StepHandle:
+        """Pool the sequences that are complete."""
+        pooled, failed = self._pool(step.plan, step.outputs)
         done = self._device.record_event()
         done.synchronize()
         return CompletedStep(
             StepResult(
-                [-1] * len(plan.rows),
+                [-1] * len(step.plan.rows),
                 failures=failed,
-                corrupt_blocks=corrupt,
+                corrupt_blocks=step.corrupt_blocks,
                 durations=StepDurations(
-                    launched_at - started_at,
-                    computed.seconds_since(ready),
-                    done.seconds_since(computed),
+                    step.launch_s,
+                    step.computed.seconds_since(step.ready),
+                    done.seconds_since(step.computed),
                 ),
                 pooled=pooled,
             )
         )
 
-    def _read_tokens(self, plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.int64]] | None:
+    def _read_tokens(self, plan: StepPlan) -> NDArray[np.int64] | None:
         """Return the flat tokens whose hidden states are read beside the last ones of the sequences."""
         parts, flat = [], 0
         for row, count in zip(plan.rows, plan.counts, strict=True):

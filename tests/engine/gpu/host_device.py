@@ -1,8 +1,8 @@
-"""GPU runtime on host tensors, with graphs that check that each replay does the same work."""
+"""GPU device on host tensors, with graphs that check that each replay does the same work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from argosy.engine.execution.kernels.device import CapturedGraph, DeviceEvent, HostEvent
+from argosy.engine.execution.kernels.gpu.device import GpuDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,20 +100,19 @@ class CheckedGraph:
         self.replays += 1
 
 
-@dataclass
-class HostRuntime:
-    """`GpuRuntime` on host tensors."""
+class HostDevice(GpuDevice):
+    """GPU whose kernels run in the interpreter, on host tensors."""
 
-    name: str = "host"
-    compute_capability: tuple[int, int] = (9, 0)
-    num_multiprocessors: int = 1
-    available_bytes: int = 1 << 30
-    graphs: list[CheckedGraph] = field(default_factory=list)
-    measurements: int = 0
+    name = "host"
+    torch_device = torch.device("cpu")
+    num_multiprocessors = 1
 
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
+    def __init__(self) -> None:
+        self.compute_capability = (9, 0)
+        self.available_bytes = 1 << 30
+        self.graphs: list[CheckedGraph] = []
+        self.measurements = 0
+        self.capture_graph = self._capture
 
     def free_bytes(self) -> int:
         return self.available_bytes
@@ -126,9 +125,6 @@ class HostRuntime:
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
 
-    def record_event(self) -> DeviceEvent:
-        return HostEvent()
-
-    def capture(self, work: Callable[[], object]) -> CapturedGraph:
+    def _capture(self, work: Callable[[], object]) -> Callable[[], object]:
         self.graphs.append(CheckedGraph(work, record_work(work)))
-        return self.graphs[-1]
+        return self.graphs[-1].replay

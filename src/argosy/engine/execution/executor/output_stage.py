@@ -1,0 +1,79 @@
+"""Interface of what an executor does with the outputs of a model: sample tokens, or pool hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from argosy.engine.execution.executor.persistent_batch import PackedStep
+    from argosy.engine.execution.kernels.device import DeviceEvent
+    from argosy.engine.scheduling import AdmittedSequence, StepPlan, StepResult
+
+
+class StepHandle(Protocol):
+    """Handle of a launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result. May be called once.
+
+        If it raises, all results of the step are invalid.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """Handle of a step that is already done."""
+
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        return self.step_result
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """Step whose model is launched."""
+
+    plan: StepPlan
+    packed: PackedStep
+    sample_index: Tensor
+    """[C] int64 on the device, where `PersistentBatch.append_tokens` stores sampled tokens."""
+    outputs: Tensor
+    """[L, ...], what the model returned for `packed.logit_index`, and rows of padding."""
+    corrupt_blocks: list[int]
+    launch_s: float
+    ready: DeviceEvent
+    """Event after the copy of the inputs."""
+    computed: DeviceEvent
+    """Event after the model."""
+
+
+class OutputStage(Protocol):
+    """Part of an executor that turns outputs of the model into results, with the parameters of each row."""
+
+    def clear(self) -> None:
+        """Discard all rows."""
+        ...
+
+    def admit(self, admission: AdmittedSequence) -> None:
+        """Fill a row for a sequence that joins the batch."""
+        ...
+
+    def begin(self, plan: StepPlan) -> tuple[NDArray[np.int64] | None, Tensor | None]:
+        """Start what can run beside the model.
+
+        Returns:
+            Flat tokens whose outputs are read beside those of the sampled ones, and the token types of all flat tokens
+            (see `Batch.token_types`). None if there are none.
+        """
+        ...
+
+    def finish(self, step: LaunchedStep) -> StepHandle:
+        """Launch what remains of the step, the last one for which `begin` was called."""
+        ...

@@ -1,0 +1,145 @@
+"""Device of the CPU of this machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION
+from argosy.engine.execution.kernels.cpu import cgroup
+from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
+from argosy.engine.execution.kernels.cpu.compute_threads import create_compute_threads
+from argosy.engine.execution.kernels.cpu.delta_rule import create_cpu_delta_rule
+from argosy.engine.execution.kernels.cpu.elementwise import create_cpu_elementwise_ops
+from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME, available_isas, cpu_features
+from argosy.engine.execution.kernels.cpu.linear import create_cpu_linear
+from argosy.engine.execution.kernels.cpu.linear_group import create_group_linear
+from argosy.engine.execution.kernels.cpu.linear_int import create_int_linear
+from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name, load_kernels
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.pack_cache import pack_in_memory
+from argosy.native import NativeUnavailableError, compiler_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from argosy.engine.engine_config import WeightFormat
+    from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
+    from argosy.engine.execution.kernels.attention import Attention
+    from argosy.engine.execution.kernels.batch import KvCacheShape
+    from argosy.engine.execution.kernels.cpu.compute_threads import ComputeThreads
+    from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
+    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
+
+ONEDNN_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+"""Environment variable that limits the instruction set of oneDNN, which torch uses for float32 linears."""
+
+
+class CpuDevice(Device):
+    """CPU of this machine."""
+
+    torch_device = torch.device("cpu")
+    max_steps_in_flight = 0
+    ridge_tokens = 24
+    """A step of the bundled model on one core (AMX) takes 1.35 ms plus 0.053 ms per prompt token."""
+    warmup_sizes = (1, 16)
+    """Sizes of one row and of several, which take different code paths."""
+    mask_threads = 1  # the other CPUs run the model
+    kv_memory_fraction = DEFAULT_KV_MEMORY_FRACTION
+    has_group_linear = True
+
+    def __init__(self, threads: ComputeThreads) -> None:
+        self._threads = threads
+        self._max_threads = threads.max_threads
+        # bfloat16 if the CPU multiplies it natively, else float32, which is faster than emulated bfloat16.
+        has_bfloat16 = cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}
+        self.default_dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+        self.elementwise_ops = create_cpu_elementwise_ops(self._max_threads)
+        self.name = f"cpu ({active_kernels_name()}, {self._max_threads} threads)"
+
+    @property
+    def kernel_compiler(self) -> str:
+        try:
+            return compiler_version(load_kernels().path)
+        except NativeUnavailableError:
+            return ""
+
+    @property
+    def num_compute_threads(self) -> int:
+        return self._threads.count
+
+    def begin_step(self, now: float) -> None:
+        self._threads.begin_step(now)
+
+    def instruction_set(self, dtype: torch.dtype, weight_format: WeightFormat | None) -> str:
+        kernels = active_kernels_name()
+        names = [kernels, f"torch {torch.backends.cpu.get_cpu_capability()}"]
+        has_native_linears = dtype == torch.bfloat16 or weight_format is not None
+        if kernels == TORCH_ISA_NAME or not has_native_linears:
+            names.append(
+                f"oneDNN {os.environ.get(ONEDNN_ISA_VARIABLE) or available_isas()[0].name}"
+            )
+        return ", ".join(names)
+
+    def free_bytes(self) -> int:
+        return cgroup.free_bytes()
+
+    def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
+        del key, run_largest_step
+        return 0  # `kv_memory_fraction` leaves enough
+
+    def weight_layout_id(self, dtype: torch.dtype) -> str:
+        try:
+            return load_kernels().path.parent.name if dtype == torch.bfloat16 else ""
+        except NativeUnavailableError:
+            return ""
+
+    def create_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_format: WeightFormat | None = None,
+        get_packed: PackedWeightProvider = pack_in_memory,
+    ) -> Callable[[Tensor], Tensor]:
+        if weight_format is None:
+            return create_cpu_linear(weight, bias, self._max_threads, get_packed)
+        if weight_format == "fp8":
+            raise ValueError(
+                "the CPU has no fp8 weights; set quantize to int8 or int4, or use a CUDA device"
+            )
+        return create_int_linear(weight, bias, weight_format, self._max_threads, get_packed)
+
+    def create_group_linear(
+        self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
+    ) -> Callable[[Tensor], Tensor]:
+        return create_group_linear(source, bias, self._max_threads, get_packed)
+
+    def create_attention(self, shape: KvCacheShape) -> Attention:
+        if shape.dtype.itemsize == 1:
+            raise ValueError(
+                "the CPU has no fp8 KV cache; leave kv_dtype at auto, or use a CUDA device"
+            )
+        return create_cpu_attention(shape, threads=self._max_threads)
+
+    def create_delta_rule(
+        self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
+    ) -> DeltaRule:
+        return create_cpu_delta_rule(architecture, weights, self._max_threads)
+
+
+def create_cpu_device(threads: int | None, colocated_replicas: int = 0) -> Device:
+    """Create the CPU device, and set torch's intra-op threads for the calling thread.
+
+    Call it from the thread that computes. If `threads` is None, OMP_NUM_THREADS or the free CPUs determine the number.
+
+    Raises:
+        ValueError: The number of threads is less than 1.
+    """
+    compute_threads = create_compute_threads(threads, colocated_replicas)
+    torch.set_num_threads(compute_threads.count)
+    return CpuDevice(compute_threads)
