@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,12 +27,10 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
     tensor_files,
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
-from argosy.engine.execution.kernels.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.weight_loader import load_decoder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from argosy.engine.execution.decoders.decoder import Decoder
 
 CONFIG: dict[str, Any] = {
@@ -439,122 +438,18 @@ def test_every_family_reads_valid_configs(
     assert all(name.endswith(".weight") for names in alternatives for name in names)
 
 
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-}
-PUBLISHED: dict[str, tuple[dict[str, object], float, float, int]] = {
-    # config.json without the values that equal the family's, billions of weights, of these active, KV bytes per token
-    "gpt-oss-20b": (
-        {
-            "architectures": ["GptOssForCausalLM"],
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 8,
-            "num_local_experts": 32,
-            "vocab_size": 201088,
-            "max_position_embeddings": 131072,
-            "swiglu_limit": 7.0,
-        },
-        20.91,
-        4.19,
-        49152,
-    ),
-    "Qwen3-Next-80B-A3B": (
-        {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "max_position_embeddings": 262144,
-        },
-        79.67,
-        3.87,
-        24576,
-    ),
-    "DeepSeek-V2-Lite": (
-        {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "first_k_dense_replace": 1,
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 27,
-            "num_key_value_heads": 16,
-            "q_lora_rank": None,
-            "vocab_size": 102400,
-            "max_position_embeddings": 163840,
-        },
-        15.71,
-        2.66,
-        31104,
-    ),
-    "DeepSeek-V3": (DEEPSEEK_V3, 671.03, 37.55, 70272),
-    "Kimi-K2": (
-        DEEPSEEK_V3
-        | {
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_routed_experts": 384,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 64,
-            "vocab_size": 163840,
-        },
-        1026.41,
-        32.86,
-        70272,
-    ),
-    "GLM-4.7-Flash": (
-        {
-            "architectures": ["Glm4MoeLiteForCausalLM"],
-            "hidden_size": 2048,
-            "intermediate_size": 10240,
-            "num_attention_heads": 20,
-            "num_hidden_layers": 47,
-            "num_key_value_heads": 20,
-            "vocab_size": 154880,
-            "max_position_embeddings": 202752,
-        },
-        29.94,
-        3.90,
-        54144,
-    ),
-}
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())
+"""config.json of published models, without the values that equal the family's, and the sizes that they state."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_sizes(tmp_path: Path, name: str) -> None:
-    config, total, active, kv_bytes = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    published = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(published["config"]))
     summary = summarize_model(read_architecture(tmp_path), dtype_bytes=2)
-    assert round(summary.num_parameters / 1e9, 2) == total
-    assert round(summary.num_active_parameters / 1e9, 2) == active
-    assert summary.kv_bytes_per_token == kv_bytes
+    assert round(summary.num_parameters / 1e9, 2) == published["billion_parameters"]
+    assert round(summary.num_active_parameters / 1e9, 2) == published["billion_active_parameters"]
+    assert summary.kv_bytes_per_token == published["kv_bytes_per_token"]
 
 
 @pytest.mark.parametrize(
