@@ -78,7 +78,7 @@ def scale_up(fleet: Fleet, replicas: int) -> float:
 def count_ready(store: FleetStore) -> int:
     """Return the number of ready replicas of the pool."""
     status = read_fleet_status(store, FLEET)
-    return next(pool.ready for pool in status.pools if pool.name == POOL)
+    return next(pool.ready for pool in status.pools if pool.pool == POOL)
 
 
 def build_config(extra: int) -> GatewayConfig:

@@ -24,7 +24,7 @@ from argosy.policy.rollout import (
     RolloutPlan,
     RolloutRecord,
     RolloutState,
-    Strategy,
+    RolloutStep,
     VersionStatus,
     decide,
 )
@@ -256,10 +256,10 @@ def fast_plan(**fields: object) -> RolloutPlan:
 PLANS = {
     "canary": fast_plan(),
     "canary-in-place": fast_plan(max_surge=0),
-    "rolling": fast_plan(strategy=Strategy.ROLLING),
-    "rolling-in-place": fast_plan(strategy=Strategy.ROLLING, max_surge=0),
-    "blue-green": fast_plan(strategy=Strategy.BLUE_GREEN),
-    "a-b": fast_plan(strategy=Strategy.A_B),
+    "rolling": fast_plan(strategy="rolling", steps=()),
+    "rolling-in-place": fast_plan(strategy="rolling", steps=(), max_surge=0),
+    "blue-green": fast_plan(strategy="blue_green", steps=()),
+    "a-b": fast_plan(strategy="a_b", steps=(RolloutStep(share=0.5),)),
 }
 STATES_WITH_A_WAY_BACK = [
     RolloutState.STARTING,

@@ -134,48 +134,36 @@ def history(
     json: JsonOutput = False,
 ) -> None:
     """List the revisions of a fleet, or the changes of one."""
+    from argosy.deployment import list_revision_changes
+
     with open_fleet(files, fleet, store) as target:
+        fleets = target.store.fleets
         if number is not None:
-            changes = _changes_of(target, number)
+            fleets.get_revision(target.name, number)  # ends the command if there is none
+            (shown,) = list_revision_changes(fleets, target.name, 1, before=number + 1)
+            if shown.problem:
+                fail(shown.problem)
             if json:
-                print_json({"changes": list(changes)})
-            elif changes:
-                _show_changes(changes)
+                print_json({"changes": list(shown.changes)})
+            elif shown.changes:
+                _show_changes(shown.changes)
             else:
                 typer.echo("Nothing changes.")
             return
-        counted = [
-            (revision, len(_changes_of(target, revision.number)))
-            for revision in target.store.fleets.list_revisions(target.name, limit)
-        ]
-    if json:
-        print_json(
-            [
-                {
-                    "revision": revision.number,
-                    "applied_at": revision.applied_at,
-                    "author": revision.author,
-                    "reason": revision.reason,
-                    "rollback_of": revision.rollback_of,
-                    "changes": changes,
-                }
-                for revision, changes in counted
-            ]
-        )
-        return
+        revisions = list_revision_changes(fleets, target.name, limit)
     print_records(
-        counted,
+        revisions,
         ("revision", "applied at", "author", "changes", "rollback of", "reason"),
         lambda row: (
-            row[0].number,
-            format_timestamp(row[0].applied_at, "seconds"),
-            row[0].author,
-            row[1],
-            row[0].rollback_of,
-            row[0].reason,
+            row.revision,
+            format_timestamp(row.applied_at, "seconds"),
+            row.author,
+            "?" if row.problem else len(row.changes),
+            row.rollback_of,
+            row.reason,
         ),
         "The fleet was never applied.",
-        json=False,
+        json=json,
     )
 
 
@@ -359,29 +347,20 @@ def _compare(latest: FleetRevision | None, config: FleetConfig) -> tuple[Planned
     return compare_fleets(None if latest is None else parse_revision(latest), config)
 
 
-def _changes_of(target: FleetTarget, number: int) -> tuple[PlannedChange, ...]:
-    """Return how a revision differs from the one before it."""
-    fleets = target.store.fleets
-    before = fleets.get_revision(target.name, number - 1) if number > 1 else None
-    return _compare(before, parse_revision(fleets.get_revision(target.name, number)))
-
-
 def _plan(target: FleetTarget, latest: FleetRevision | None, config: FleetConfig) -> FleetPlan:
     from argosy.deployment import plan_declaration
 
-    old = None if latest is None else parse_revision(latest)
-    return plan_declaration(target.store.fleets, target.name, old, config)
+    try:
+        return plan_declaration(target.store.fleets, target.name, latest, config)
+    except ValueError as error:
+        fail(str(error))
 
 
 def _show_plan(fleet_plan: FleetPlan, *, json: bool) -> None:
     if json:
-        disturbed = {
-            "running_requests": fleet_plan.running_requests,
-            "cached_tokens": fleet_plan.cached_tokens,
-        }
-        print_json({"changes": list(fleet_plan.changes), "disturbs": disturbed})
+        print_json(fleet_plan)
         return
-    for line in fleet_plan.describe():
+    for line in fleet_plan.lines:
         typer.echo(line)
 
 

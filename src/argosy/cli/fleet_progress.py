@@ -42,7 +42,9 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
             # A controller that was killed does not renew its lease, and what it recorded may be gone.
             if status.is_as_declared and _has_renewed_lease(status, waited_s):
                 break
-            rejected = [pool for pool in status.pools if pool.is_rejected]
+            rejected = [
+                pool for pool in status.pools if pool.rollout is not None and pool.rollout.can_retry
+            ]
             if rejected:
                 live.stop()
                 fail(_describe_rollouts(rejected), EXIT_FAILURE)
@@ -137,5 +139,7 @@ def _describe_replica(record: ReplicaRecord) -> str:
 
 def _describe_rollouts(pools: Sequence[PoolStatus]) -> str:
     return "; ".join(
-        f"pool {pool.name}: {shorten_digests(pool.rollout)}" for pool in pools if pool.rollout
+        f"pool {pool.pool}: {shorten_digests(pool.rollout.summary)}"
+        for pool in pools
+        if pool.rollout is not None and (pool.rollout.is_running or pool.rollout.can_retry)
     )

@@ -17,7 +17,7 @@ from argosy.cli.fleet_target import FleetTarget, find_fleet, parse_revision
 from argosy.cli.server_client import DEFAULT_URL
 
 if TYPE_CHECKING:
-    from argosy.deployment import FleetReplicaView, FleetView
+    from argosy.deployment import FleetStatus, ReplicaRecord
     from argosy.store import FleetEvent
 
 T = TypeVar("T")
@@ -39,13 +39,13 @@ FleetGatewayUrl = Annotated[
 class FleetReader(Protocol):
     """Source of what a fleet does. Failures end the command."""
 
-    def read_fleet(self) -> FleetView:
+    def read_fleet(self) -> FleetStatus:
         """Return the fleet as its controller recorded it."""
 
     def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
         """Return what its controllers did, oldest first; with `after` 0 the latest events."""
 
-    def read_logs(self, replicas: Sequence[FleetReplicaView], num_lines: int) -> list[list[str]]:
+    def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
         """Return the last lines of the logs of replicas."""
 
 
@@ -62,7 +62,7 @@ class StoredFleetReader:
         self._target = target
         self._control = FleetControl(target.name, target.store.fleets)
 
-    def read_fleet(self) -> FleetView:
+    def read_fleet(self) -> FleetStatus:
         """Return the fleet. See `FleetReader`."""
         try:
             return self._control.read_fleet()
@@ -75,7 +75,7 @@ class StoredFleetReader:
             self._target.name, after=after, limit=limit, replica=replica
         )
 
-    def read_logs(self, replicas: Sequence[FleetReplicaView], num_lines: int) -> list[list[str]]:
+    def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
         """Return logs. See `FleetReader`."""
         from argosy.fleet.launchers import LaunchError
 
@@ -85,7 +85,7 @@ class StoredFleetReader:
             fail(str(error))
         return [log.decode(errors="replace").splitlines()[-num_lines:] for log in logs]
 
-    async def _read_logs(self, replicas: Sequence[FleetReplicaView], max_bytes: int) -> list[bytes]:
+    async def _read_logs(self, replicas: Sequence[ReplicaRecord], max_bytes: int) -> list[bytes]:
         from argosy.fleet.control import open_launcher
 
         config = parse_revision(self._target.require_latest())
@@ -95,7 +95,7 @@ class StoredFleetReader:
         }
         try:
             return [
-                await launchers[replica.launcher].read_log(replica.replica, max_bytes)
+                await launchers[replica.launcher].read_log(replica.name, max_bytes)
                 for replica in replicas
             ]
         finally:
@@ -117,11 +117,11 @@ class GatewayFleetReader:
         self._api_key = api_key
         self._connect_remedy = connect_remedy
 
-    def read_fleet(self) -> FleetView:
+    def read_fleet(self) -> FleetStatus:
         """Return the fleet. See `FleetReader`."""
-        from argosy.deployment import FleetView
+        from argosy.deployment import FleetStatus
 
-        return self._convert(self._get("/admin/fleet"), FleetView)
+        return self._convert(self._get("/admin/fleet"), FleetStatus)
 
     def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
         """Return events. See `FleetReader`."""
@@ -130,9 +130,9 @@ class GatewayFleetReader:
         answer = self._get("/admin/events", after=after, limit=limit, replica=replica)
         return self._convert(answer["data"], list[FleetEvent])
 
-    def read_logs(self, replicas: Sequence[FleetReplicaView], num_lines: int) -> list[list[str]]:
+    def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
         """Return logs. See `FleetReader`. A gateway sends at most 500 lines of each run."""
-        return [self._read_log(each.replica, num_lines)[-num_lines:] for each in replicas]
+        return [self._read_log(each.name, num_lines)[-num_lines:] for each in replicas]
 
     def _read_log(self, replica: str, num_lines: int) -> list[str]:
         """Return the log of the latest run, after those of earlier ones if it is shorter than wanted."""

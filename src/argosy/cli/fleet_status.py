@@ -17,7 +17,7 @@ from argosy.cli.rollout_report import shorten_digests
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.deployment import FleetView
+    from argosy.deployment import FleetStatus
 
 FOLLOW_INTERVAL_S = 1.0
 
@@ -52,11 +52,11 @@ def status(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _declares_replicas(shown: FleetView) -> bool:
+def _declares_replicas(shown: FleetStatus) -> bool:
     return bool(shown.pools) or shown.gateways is not None
 
 
-def _print_fleet(shown: FleetView) -> None:
+def _print_fleet(shown: FleetStatus) -> None:
     typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
     for pool in shown.pools:
         typer.echo(
@@ -73,20 +73,20 @@ def _print_fleet(shown: FleetView) -> None:
     print_records(
         shown.replicas,
         ("replica", "phase", "for", "requests", "node", "reason"),
-        lambda view: (
-            view.replica,
-            view.phase,
-            f"{max(0, now - view.since):.0f} s",
-            view.running,
-            view.node,
-            view.reason,
+        lambda record: (
+            record.name,
+            record.phase,
+            f"{max(0, now - record.phase_since):.0f} s",
+            record.running,
+            record.node,
+            record.reason,
         ),
         "No replicas exist.",
         json=False,
     )
 
 
-def _describe_leader(shown: FleetView) -> str:
+def _describe_leader(shown: FleetStatus) -> str:
     if shown.has_leader:
         host, _, process = shown.leader.partition("/")
         return f"led by process {process.partition('/')[0]} of {host} (epoch {shown.epoch})"
@@ -150,12 +150,12 @@ def logs(
     with open_fleet_reader(files, fleet, store, url, api_key) as reader:
         shown = reader.read_fleet()
         pools = {pool} | {each.pool for each in shown.pools if each.model == pool}
-        replicas = [view for view in shown.replicas if view.pool in pools or view.replica == pool]
+        replicas = [each for each in shown.replicas if each.pool in pools or each.name == pool]
         if not replicas:
-            known = ", ".join(dict.fromkeys(view.pool for view in shown.replicas)) or "none"
+            known = ", ".join(dict.fromkeys(each.pool for each in shown.replicas)) or "none"
             fail(f"no replica belongs to {pool!r} (pools: {known})", EXIT_FAILURE)
-        for view, log in zip(replicas, reader.read_logs(replicas, lines), strict=True):
+        for record, log in zip(replicas, reader.read_logs(replicas, lines), strict=True):
             if not log:
-                typer.echo(f"{view.replica} has logged nothing.", err=True)
+                typer.echo(f"{record.name} has logged nothing.", err=True)
             for line in log:
-                typer.echo(strip_control_characters(f"{view.replica}  {line}"))
+                typer.echo(strip_control_characters(f"{record.name}  {line}"))

@@ -203,15 +203,8 @@ def _store_command(
 
 def _find_rollout(target: FleetTarget, pool: str | None, *, permits_retry: bool) -> RolloutReport:
     """Return the pool that a command is for. Without a rollout the command fails."""
-    from argosy.deployment import is_rejected
-
     reports = _read_reports(target)
-    generations = target.require_latest().generations
-    running = [
-        each
-        for each in reports
-        if each.rollouts.running is not None or (permits_retry and is_rejected(each, generations))
-    ]
+    running = [each for each in reports if each.is_running or (permits_retry and each.can_retry)]
     if pool is None:
         if len(running) != 1:
             names = ", ".join(each.pool for each in running) or "none"
@@ -259,8 +252,8 @@ def _wait_until_followed(
         report = _read_report(target, pool)
         if command not in report.commands:
             break
-        if not quiet and report.sentence != shown:
-            shown = report.sentence
+        if not quiet and report.summary != shown:
+            shown = report.summary
             typer.echo(summarise_rollout(report, time.time()), err=True)
         if time.monotonic() >= deadline:
             remedy = (

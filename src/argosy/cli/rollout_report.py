@@ -30,10 +30,10 @@ def _show(line: str) -> None:
 
 def summarise_rollout(report: RolloutReport, now: float) -> str:
     """Return the state of a pool's rollout in one line."""
-    current, status = report.rollouts.running, shorten_digests(report.sentence)
+    current, status = report.rollouts.running, shorten_digests(report.summary)
     if current is None:
         return f"Pool {report.pool}: {status or 'no rollout'}"
-    share = 0.0 if report.route is None else report.route.share_of(current.candidate)
+    share = report.shares.get(current.candidate, 0.0)
     step = _describe_step(current)
     since = f"for {max(0.0, now - current.state_since):.0f} s"
     return f"Pool {report.pool}: {status} ({step}, {share:.0%} of the users, {since})"
@@ -104,7 +104,7 @@ def _print_measurements(report: RolloutReport) -> None:
 
 
 def _describe_step(current: RolloutRecord) -> str:
-    steps = current.plan.comparison_steps
+    steps = current.plan.steps
     if current.step >= len(steps):
         return "all users"
     step = steps[current.step]

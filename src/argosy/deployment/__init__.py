@@ -46,8 +46,14 @@ from argosy.deployment.declaration.replica_command import (
 )
 from argosy.deployment.declaration.rollout_config import RolloutConfig
 from argosy.deployment.declaration.validation import GATEWAY_POOL, validate_fleet
-from argosy.deployment.records.fleet_control import FleetControl
-from argosy.deployment.records.fleet_plan import FleetPlan, describe_change, plan_declaration
+from argosy.deployment.records.fleet_control import AppliedDeclaration, FleetControl
+from argosy.deployment.records.fleet_plan import (
+    FleetPlan,
+    RevisionChanges,
+    describe_change,
+    list_revision_changes,
+    plan_declaration,
+)
 from argosy.deployment.records.fleet_records import (
     REPLICA_PREFIX,
     ROLLOUT_BASELINE_PREFIX,
@@ -61,13 +67,6 @@ from argosy.deployment.records.fleet_records import (
     decode_kind,
     decode_records,
 )
-from argosy.deployment.records.fleet_views import (
-    FleetDeclarationView,
-    FleetPlanView,
-    FleetReplicaView,
-    FleetRevisionView,
-    FleetView,
-)
 from argosy.deployment.records.revisions import (
     apply_declaration,
     find_newest_revision,
@@ -79,7 +78,7 @@ from argosy.deployment.records.revisions import (
     set_replicas,
     stop_everything,
 )
-from argosy.deployment.records.rollout_commands import abort_route, is_rejected, send_command
+from argosy.deployment.records.rollout_commands import abort_route, send_command
 from argosy.deployment.records.rollout_documents import (
     ROLLOUTS_PREFIX,
     ROUTE_PREFIX,
@@ -144,6 +143,7 @@ __all__ = [
     "ROLLOUT_STATUS_PREFIX",
     "ROUTE_PREFIX",
     "SCALING_DECISION",
+    "AppliedDeclaration",
     "ArgosyOptions",
     "AuthConfig",
     "BackendKind",
@@ -157,15 +157,10 @@ __all__ = [
     "ExplainConfig",
     "FleetConfig",
     "FleetControl",
-    "FleetDeclarationView",
     "FleetModelConfig",
     "FleetPlan",
-    "FleetPlanView",
     "FleetRecords",
-    "FleetReplicaView",
-    "FleetRevisionView",
     "FleetStatus",
-    "FleetView",
     "GatewayConfig",
     "GivingWayConfig",
     "JwtConfig",
@@ -187,6 +182,7 @@ __all__ = [
     "ReplicaConfig",
     "ReplicaRecord",
     "ResumeMode",
+    "RevisionChanges",
     "RolloutConfig",
     "RolloutDocuments",
     "RolloutReport",
@@ -215,8 +211,8 @@ __all__ = [
     "find_engine",
     "find_newest_revision",
     "gateway_url",
-    "is_rejected",
     "list_known_revisions",
+    "list_revision_changes",
     "listen_url",
     "load_config",
     "load_fleet",

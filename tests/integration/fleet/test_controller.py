@@ -317,7 +317,7 @@ async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
         await fleet.as_declared("chat-1-0", "chat-1-1")
         (scaled,) = [reason for reason in reasons() if reason.startswith("Scale from 1 to 2")]
         assert "the maximum is 2 ((1.15 x " in scaled
-        await until(lambda: fleet.status.pools[0].scaling is not None)
+        await until(lambda: fleet.status.pools[0].decision is not None)
         metrics = (await client.get("/metrics")).text
         assert 'argosy_desired_replicas{pool="chat"} 2' in metrics
 

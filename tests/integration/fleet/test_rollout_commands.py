@@ -104,8 +104,8 @@ def test_report_without_a_command_has_its_result(
         for name in ("read_records", "read_documents"):
             patch.setattr(world.store, name, decide_after(getattr(world.store, name)))
         first = world.report
-    assert first.commands or first.sentence.startswith("paused: lunch")
-    assert world.report.sentence.startswith("paused: lunch")
+    assert first.commands or first.summary.startswith("paused: lunch")
+    assert world.report.summary.startswith("paused: lunch")
 
 
 def test_abort_needs_no_controller(world: StoredRollout) -> None:
@@ -148,7 +148,11 @@ def test_version_that_was_rolled_back_can_be_resumed(world: StoredRollout) -> No
     assert "no rollout of the pool chat is running" in run("pause", POOL).stderr
     assert f"rolled back: version {NEW[:12]} (slow)" in run("status").stdout
     (pool,) = read_fleet_status(world.store, "demo").pools
-    assert (pool.ready, pool.serves_declared, pool.is_rejected) == (1, False, True)
+    assert (pool.ready, pool.is_as_declared, pool.rollout and pool.rollout.can_retry) == (
+        1,
+        False,
+        True,
+    )
     with world.controller():
         resumed = run("resume", "--reason", "the cause was elsewhere")
     assert resumed.exit_code == 0, resumed.output

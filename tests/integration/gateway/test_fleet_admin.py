@@ -57,22 +57,23 @@ async def test_rollout_shows_its_evidence_and_follows_commands(
     stored.decide_once()
     shown = await fleet.get()
     assert (shown["fleet"], shown["has_leader"]) == ("demo", True)
-    assert [(each["replica"], each["phase"]) for each in shown["replicas"]] == [
-        ("chat-1-0", "ready")
-    ]
+    assert [(each["name"], each["phase"]) for each in shown["replicas"]] == [("chat-1-0", "ready")]
     rollout = await fleet.read_rollout()
-    assert (rollout["state"], rollout["step"], rollout["result"]) == ("step", 0, "inconclusive")
-    assert (rollout["regression_threshold"], rollout["equivalence_threshold"]) == (100, 20)
+    current, shown_status = rollout["rollouts"]["current"], rollout["status"]
+    assert (current["state"], current["step"]) == ("step", 0)
+    assert shown_status["result"] == "inconclusive"
+    gate = current["plan"]["gate"]
+    assert (gate["max_false_rollbacks"], gate["max_false_promotions"]) == (0.01, 0.05)
     assert {"metric": "ttft", "has_passed": False}.items() <= next(
-        each for each in rollout["metrics"] if each["metric"] == "ttft"
+        each for each in shown_status["metrics"] if each["metric"] == "ttft"
     ).items()
-    assert (rollout["stable"]["digest"], rollout["candidate"]["digest"]) == (OLD, NEW)
-    assert rollout["steps"][0] == {"share": 0.1, "is_shadow": True}
+    assert (current["stable"], current["candidate"]) == (OLD, NEW)
+    assert current["plan"]["steps"][0] == {"share": 0.1, "is_shadow": True}
 
-    seen = {"pool": POOL, "rollout": rollout["rollout"]}
+    seen = {"pool": POOL, "rollout": current["id"]}
     status, _ = await fleet.post("/rollout/pause", **seen, reason="lunch")
     assert status == 200
-    assert (await fleet.read_rollout())["pending_commands"][0].startswith("pause by key:")
+    assert (await fleet.read_rollout())["commands"][0]["by"].startswith("key:")
     stored.decide_once()
     assert (await fleet.read_rollout())["summary"].startswith("paused: lunch")
     status, answer = await fleet.post("/rollout/promote", **seen, force=True)

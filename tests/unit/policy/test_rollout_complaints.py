@@ -54,7 +54,7 @@ def abort_ends_the_share_at_once(pool: VirtualRollout) -> None:
         for needed in (1, 2, 4):
             for state in (RolloutState.STEP, RolloutState.SOAKING):
                 other = begin(plan, needed=needed)
-                has_steps = bool(other.plan.comparison_steps)
+                has_steps = bool(other.plan.steps)
                 if has_steps is (state is RolloutState.SOAKING):
                     continue
                 other.run_until(state)

@@ -13,8 +13,8 @@ from argosy.policy.rollout import (
     Metric,
     MetricRule,
     RolloutPlan,
+    RolloutSettings,
     RolloutStep,
-    Strategy,
 )
 
 MetricName = Literal["errors", "refusals", "ttft", "tpot", "short_output", "long_output"]
@@ -26,6 +26,8 @@ StepShare = (
 )
 """Share of the users or requests, such as `25%` or 0.25."""
 DEFAULT_SHADOW_SHARE = 0.1
+_DEFAULT_SHARES = {"canary": (0.05, 0.25, 0.5), "a_b": (0.5,)}
+"""Shares of the users of strategies that have steps."""
 OBJECTIVE_MISS_RATE = 0.05
 """Part of the requests that may miss objectives for 95 % of them."""
 
@@ -89,44 +91,18 @@ class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
 
-class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutConfig(RolloutSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the users of a pool get to a new version of its replicas.
 
     A running rollout keeps the settings with which it started.
     """
 
-    strategy: Literal["canary", "rolling", "blue_green", "a_b"] = "canary"
-    """How users get there. With `canary` the new version gets growing shares of them. With `rolling` it gets as many
-    as its replicas can serve, which are added one by one. With `blue_green` it gets all at once. With `a_b` it gets a
-    fixed share until a person ends the comparison."""
     steps: Annotated[tuple[StepShare, ...], Meta(min_length=1, max_length=20)] | None = None
     """Shares of the users, such as `[5%, 25%, 50%]`, which is the default of `canary`. That of `a_b` is `[50%]`. All
     users follow by themselves."""
     shadow: StepShare | None = None
     """Share of the requests that are copied to the new version before it serves any user. The copies are compared and
     not billed. 10 % for `canary`, and none for the others. 0 for none."""
-    max_shadow_requests_per_s: Annotated[float, Meta(gt=0, le=10_000)] = 10.0
-    """Copies per second of each gateway."""
-    max_surge: Literal[0] | None = None
-    """0 to replace replicas in place, if there are no machines for both versions. A rollback then has to restart the
-    old replicas. By default the old ones stay until the end."""
-    min_candidate_replicas: Annotated[int, Meta(ge=1, le=10_000)] = 2
-    """Fewest replicas of the new version, as far as each gets at least half the requests of an old one. With one, its
-    machine is compared as well."""
-    auto_promote: bool = True
-    """Go to the next step without a person when there is enough evidence."""
-    start_timeout_s: Seconds = 1800.0
-    """Longest time until the first replicas are warm."""
-    check_timeout_s: Seconds = 600.0
-    """Longest time for the pinned prompts."""
-    min_step_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 120.0
-    """Shortest time of a step. It lasts at least two of the longest requests."""
-    max_step_s: Seconds = 86_400.0
-    """Time after which a step without enough evidence is paused."""
-    soak_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 600.0
-    """Shortest time for which the old replicas stay after all users have the new version."""
-    min_error_budget: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the error budget below which the rollout is paused."""
     gate: GateConfig = GateConfig()
     """Comparison of both versions."""
     prompts: tuple[PinnedPrompt, ...] | None = None
@@ -142,32 +118,17 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Raises:
             ValueError: The settings contradict each other.
         """
-        return RolloutPlan(
-            strategy=Strategy(self.strategy),
-            steps=self._build_steps(),
-            max_surge=self.max_surge,
-            min_candidate_replicas=self.min_candidate_replicas,
-            auto_promote=self.auto_promote,
-            start_timeout_s=self.start_timeout_s,
-            check_timeout_s=self.check_timeout_s,
-            min_step_s=self.min_step_s,
-            max_step_s=self.max_step_s,
-            soak_s=self.soak_s,
-            max_shadow_requests_per_s=self.max_shadow_requests_per_s,
-            min_error_budget=self.min_error_budget,
-            gate=self.gate.settings(has_objectives=has_objectives),
-        )
+        shared = {name: getattr(self, name) for name in RolloutSettings.__struct_fields__}
+        gate = self.gate.settings(has_objectives=has_objectives)
+        return RolloutPlan(**shared, steps=self._build_steps(), gate=gate)
 
-    def _build_steps(self) -> tuple[RolloutStep, ...] | None:
-        shares = None if self.steps is None else [_share(each) for each in self.steps]
-        if shares is None:
-            defaults = RolloutPlan(strategy=Strategy(self.strategy)).comparison_steps
-            shares = [step.share for step in defaults if not step.is_shadow]
-        shadow = 0.0 if self.shadow is None else _share(self.shadow)
-        if self.shadow is None and self.strategy == "canary":
-            shadow = DEFAULT_SHADOW_SHARE
-        copies = [RolloutStep(share=shadow, is_shadow=True)] if shadow else []
-        return (*copies, *(RolloutStep(share=each) for each in shares))
+    def _build_steps(self) -> tuple[RolloutStep, ...]:
+        shadow = self.shadow
+        if shadow is None:
+            shadow = DEFAULT_SHADOW_SHARE if self.strategy == "canary" else 0.0
+        shares = _DEFAULT_SHARES.get(self.strategy, ()) if self.steps is None else self.steps
+        copies = [RolloutStep(share=_share(shadow), is_shadow=True)] if _share(shadow) else []
+        return (*copies, *(RolloutStep(share=_share(each)) for each in shares))
 
 
 def _share(share: float | str) -> float:

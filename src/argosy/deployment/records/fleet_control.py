@@ -1,47 +1,20 @@
-"""Control of a declared fleet for the gateway's admin API: reads what the controller stored, and stores decisions."""
+"""Control of a declared fleet for the admin API: reads what its controller stored, and stores what people decide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import msgspec
 
-from argosy.deployment.declaration.comparison import PlannedChange, compare_fleets
-from argosy.deployment.declaration.config import FleetConfig, PoolConfig
+from argosy.deployment.declaration.comparison import compare_fleets
+from argosy.deployment.declaration.config import FleetConfig
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_remote_change
-from argosy.deployment.declaration.validation import GATEWAY_POOL
-from argosy.deployment.records.fleet_plan import plan_declaration
-from argosy.deployment.records.fleet_records import ReplicaRecord
-from argosy.deployment.records.fleet_views import (
-    FleetChangeView,
-    FleetDeclarationView,
-    FleetGatewaysView,
-    FleetPlanView,
-    FleetPoolView,
-    FleetReplicaView,
-    FleetRevisionView,
-    FleetView,
-    PoolRolloutView,
-    VersionView,
-)
+from argosy.deployment.records.fleet_plan import FleetPlan, plan_declaration
 from argosy.deployment.records.revisions import apply_declaration, parse_declaration, set_replicas
-from argosy.deployment.records.rollout_commands import abort_route, is_rejected, send_command
-from argosy.deployment.records.rollout_status import RolloutReport, RolloutStatus, read_rollouts
-from argosy.deployment.records.status import PoolStatus, read_fleet_status, read_known_rollouts
-from argosy.policy.rollout import (
-    CommandKind,
-    GateResult,
-    RolloutCommand,
-    RolloutRecord,
-    RolloutState,
-)
-from argosy.store import (
-    AuditedDecision,
-    ConflictError,
-    FleetRevision,
-    FleetStore,
-    NotFoundError,
-    PoolGeneration,
-)
+from argosy.deployment.records.rollout_commands import abort_route, send_command
+from argosy.deployment.records.rollout_status import RolloutReport, read_rollouts
+from argosy.deployment.records.status import FleetStatus, read_fleet_status
+from argosy.policy.rollout import CommandKind, RolloutCommand
+from argosy.store import AuditedDecision, ConflictError, FleetRevision, FleetStore, NotFoundError
 
 MAX_AUDITED_CHANGES = 50
 """Number of changed settings that the audit log names. The history has all of them."""
@@ -49,93 +22,83 @@ _DECLARATION = "the declaration"
 """Name of a declaration from the admin API in error messages."""
 
 
+class AppliedDeclaration(msgspec.Struct, frozen=True, kw_only=True):
+    """A declaration that was applied."""
+
+    fleet: str
+    revision: int
+    declaration: str
+    """The declaration in YAML, without the settings that have their defaults."""
+
+
 class FleetControl:
-    """Implements `argosy.gateway.FleetControl` on the store, with or without a running controller.
+    """Control of a declared fleet, with or without a running controller. Every call may block on the store.
 
     Args:
-        fleet: Name of the fleet.
-        store: Its store.
+        name: Name of the fleet.
+        store: Its store, with the events of its controllers.
         is_embedded: Whether the controller runs in this process, and the command line that started it declares the
             fleet, as that of `argosy serve`. Such a fleet has a leader as long as the process runs, and is read-only.
     """
 
-    def __init__(self, fleet: str, store: FleetStore, *, is_embedded: bool = False) -> None:
-        self._fleet = fleet
-        self._store = store
+    def __init__(self, name: str, store: FleetStore, *, is_embedded: bool = False) -> None:
+        self.name = name
+        self.store = store
         self._is_embedded = is_embedded
 
-    @property
-    def name(self) -> str:
-        """Name of the fleet."""
-        return self._fleet
+    def read_fleet(self) -> FleetStatus:
+        """Return the fleet as its controller recorded it.
 
-    @property
-    def store(self) -> FleetStore:
-        """Store of the fleet."""
-        return self._store
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ValueError: The declaration in force is invalid for this version.
+        """
+        self._require_latest()
+        return read_fleet_status(self.store, self.name, is_embedded=self._is_embedded)
 
-    def read_fleet(self) -> FleetView:
-        """Return the fleet as its controller recorded it. See `FleetControl`."""
-        revision = self._require_latest()
-        config = parse_declaration(revision)
-        status = read_fleet_status(self._store, self._fleet)
-        reports = read_known_rollouts(self._store, self._fleet)
-        pools = []
-        gateways: FleetGatewaysView | None = None
-        for pool_status in status.pools:
-            if pool_status.name == GATEWAY_POOL:
-                gateways = FleetGatewaysView(
-                    ready=pool_status.ready,
-                    desired=pool_status.desired,
-                    existing=pool_status.replicas,
-                )
-            pool = config.find_pool(pool_status.name)
-            if pool is not None:
-                report = reports.get(pool.name)
-                pools.append(_describe_pool(pool, pool_status, report, revision.generations))
-        return FleetView(
-            fleet=self._fleet,
-            revision=status.revision,
-            is_as_declared=status.is_as_declared,
-            is_read_only=self._is_embedded,
-            has_leader=self._is_embedded or status.has_leader,
-            leader=status.leader,
-            epoch=status.epoch,
-            lease_age_s=status.lease_age_s,
-            url=status.url,
-            gateways=gateways,
-            pools=pools,
-            replicas=[_describe_replica(record) for record in status.replicas],
-        )
+    def read_declaration(self, revision: int | None) -> AppliedDeclaration:
+        """Return the declaration of a revision, or the one in force.
 
-    def list_revisions(self, limit: int, before: int | None) -> list[FleetRevisionView]:
-        """Return revisions with their changes, newest first. See `FleetControl`."""
-        revisions = self._store.list_revisions(self._fleet, limit + 1, before)
-        earlier: list[FleetRevision | None] = [*revisions[1:], None]
-        pairs = list(zip(revisions, earlier, strict=True))[:limit]
-        return [_describe_revision(revision, previous) for revision, previous in pairs]
-
-    def read_declaration(self, revision: int | None) -> FleetDeclarationView:
-        """Return the declaration of a revision, or the one in force. See `FleetControl`."""
+        Raises:
+            NotFoundError: There is no such revision.
+            ValueError: The declaration is invalid for this version.
+        """
         found = (
             self._require_latest()
             if revision is None
-            else self._store.get_revision(self._fleet, revision)
+            else self.store.get_revision(self.name, revision)
         )
-        return FleetDeclarationView(
-            fleet=self._fleet,
+        return AppliedDeclaration(
+            fleet=self.name,
             revision=found.number,
             declaration=dump_fleet(parse_declaration(found)),
         )
 
-    def plan_change(self, declaration: str) -> FleetPlanView:
-        """Return what applying a declaration would change. See `FleetControl`."""
+    def plan_change(self, declaration: str) -> FleetPlan:
+        """Return what applying a declaration in YAML or JSON would change.
+
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ValueError: The declaration is invalid, or changes what only the command line may change.
+        """
         latest = self._require_latest()
-        old = parse_declaration(latest)
-        return self._plan(latest, old, parse_remote_change(declaration, _DECLARATION, old))
+        config = parse_remote_change(declaration, _DECLARATION, parse_declaration(latest))
+        return plan_declaration(self.store, self.name, latest, config)
 
     def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
-        """Put a declaration in force. See `FleetControl`."""
+        """Put a declaration in YAML or JSON in force, and return the number of the new revision.
+
+        Args:
+            declaration: The declaration.
+            after: Number of the revision that the operator has seen as the latest.
+            reason: Why.
+            actor: Who.
+
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ConflictError: The latest revision is not `after`, or nothing would change.
+            ValueError: The declaration is invalid, or changes what only the command line may change.
+        """
         latest = self._require_latest()
         if latest.number != after:  # before it is compared with one that the operator has not seen
             raise ConflictError(
@@ -152,15 +115,26 @@ class FleetControl:
         )
         return self._apply(config, actor, reason, after, decision)
 
-    def plan_rollback(self, revision: int) -> FleetPlanView:
-        """Return what putting an earlier declaration in force would change. See `FleetControl`."""
-        config = parse_declaration(self._store.get_revision(self._fleet, revision))
-        latest = self._require_latest()
-        return self._plan(latest, parse_declaration(latest), config)
+    def plan_rollback(self, revision: int) -> FleetPlan:
+        """Return what `roll_back` to a revision would change. Raises as that does."""
+        config = parse_declaration(self.store.get_revision(self.name, revision))
+        return plan_declaration(self.store, self.name, self._require_latest(), config)
 
     def roll_back(self, revision: int, after: int | None, reason: str, actor: str) -> int:
-        """Put an earlier declaration in force again. See `FleetControl`."""
-        config = parse_declaration(self._store.get_revision(self._fleet, revision))
+        """Put the declaration of an earlier revision in force again, and return the number of the new revision.
+
+        Args:
+            revision: Number of the earlier revision.
+            after: Number of the revision that the operator has seen as the latest; None to replace any.
+            reason: Why.
+            actor: Who.
+
+        Raises:
+            NotFoundError: There is no such revision.
+            ConflictError: The latest revision is not `after`, or nothing would change.
+            ValueError: Its declaration is invalid for this version.
+        """
+        config = parse_declaration(self.store.get_revision(self.name, revision))
         if not compare_fleets(parse_declaration(self._require_latest()), config):
             raise ConflictError(
                 f"Nothing changes: the declaration of revision {revision} is in force."
@@ -169,7 +143,18 @@ class FleetControl:
         return self._apply(config, actor, reason, after, decision, rollback_of=revision)
 
     def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
-        """Change the number of replicas of a pool. See `FleetControl`."""
+        """Change the number of replicas of a pool, and return the number of the revision in force.
+
+        Args:
+            pool: Name of the pool.
+            replicas: The number; None to let the autoscaler decide again.
+            reason: Why.
+            actor: Who.
+
+        Raises:
+            ConflictError: Another revision was applied meanwhile.
+            ValueError: There is no such pool, its limits do not allow the number, or it has no autoscaler.
+        """
         latest = self._require_latest()
         config = parse_declaration(latest)
         scaled = set_replicas(config, pool, replicas)
@@ -186,13 +171,25 @@ class FleetControl:
     def command_rollout(
         self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
     ) -> None:
-        """Store a command for the controller. See `FleetControl`."""
+        """Store a command for the controller. `abort` also routes all users to the stable version at once.
+
+        Args:
+            pool: Name of the pool.
+            kind: The command.
+            rollout: Id of the rollout that the operator has seen.
+            reason: Why.
+            force: Whether to go on without evidence, or with a spent error budget.
+            actor: Who.
+
+        Raises:
+            NotFoundError: The pool has had no rollout.
+            ConflictError: The rollout has ended, another one runs, or it cannot be rolled back any more.
+            ValueError: The command is forced without a reason.
+        """
         report = self._find_report(pool)
-        current, running = report.rollouts.current, report.rollouts.running
-        is_retry = kind is CommandKind.RESUME and is_rejected(
-            report, self._require_latest().generations
-        )
-        if running is None and not is_retry:
+        current = report.rollouts.current
+        is_retry = kind is CommandKind.RESUME and report.can_retry
+        if not (report.is_running or is_retry):
             raise ConflictError(f"No rollout of the pool {pool} is running.")
         if current is None or current.id != rollout:
             raise ConflictError(
@@ -202,19 +199,9 @@ class FleetControl:
         decision = self._decision(
             f"rollout.{kind}", pool, actor, rollout=rollout, reason=reason, force=force
         )
-        sent = send_command(self._store, self._fleet, report, command, decision)
+        sent = send_command(self.store, self.name, report, command, decision)
         if kind is CommandKind.ABORT:
-            abort_route(self._store, self._fleet, pool, sent)
-
-    def _plan(self, latest: FleetRevision, old: FleetConfig, new: FleetConfig) -> FleetPlanView:
-        plan = plan_declaration(self._store, self._fleet, old, new)
-        return FleetPlanView(
-            revision=latest.number,
-            changes=_describe_changes(plan.changes),
-            running_requests=plan.running_requests,
-            cached_tokens=plan.cached_tokens,
-            lines=plan.describe(),
-        )
+            abort_route(self.store, self.name, pool, sent)
 
     def _apply(
         self,
@@ -226,8 +213,8 @@ class FleetControl:
         rollback_of: int | None = None,
     ) -> int:
         return apply_declaration(
-            self._store,
-            self._fleet,
+            self.store,
+            self.name,
             config,
             author=actor,
             reason=reason,
@@ -237,19 +224,19 @@ class FleetControl:
         ).number
 
     def _require_latest(self) -> FleetRevision:
-        revision = self._store.latest_revision(self._fleet)
+        revision = self.store.latest_revision(self.name)
         if revision is None:
             raise NotFoundError(
-                f"The fleet {self._fleet!r} was never applied. Use `argosy up` with its declaration."
+                f"The fleet {self.name!r} was never applied. Use `argosy up` with its declaration."
             )
         return revision
 
     def _find_report(self, pool: str) -> RolloutReport:
-        for report in read_rollouts(self._store, self._fleet):
+        for report in read_rollouts(self.store, self.name):
             if report.pool == pool:
                 return report
         raise NotFoundError(
-            f"The pool {pool!r} of the fleet {self._fleet!r} has had no rollout. Declare `rollout` for it."
+            f"The pool {pool!r} of the fleet {self.name!r} has had no rollout. Declare `rollout` for it."
         )
 
     def _decision(self, action: str, pool: str, actor: str, **details: object) -> AuditedDecision:
@@ -259,136 +246,10 @@ class FleetControl:
                 "The command line of `argosy serve` declares this fleet. Start it again with other options, "
                 "or declare a fleet for `argosy up`."
             )
-        subject = f"{self._fleet}/{pool}" if pool else self._fleet
+        subject = f"{self.name}/{pool}" if pool else self.name
         return AuditedDecision(actor=actor, action=action, subject=subject, details=details)
 
 
 def _replicas_of(config: FleetConfig, name: str) -> int | None:
     pool = config.find_pool(name)
     return None if pool is None else pool.replicas
-
-
-def _describe_replica(record: ReplicaRecord) -> FleetReplicaView:
-    return FleetReplicaView(
-        replica=record.name,
-        pool=record.pool,
-        phase=record.phase,
-        reason=record.reason,
-        since=record.phase_since,
-        generation=record.generation,
-        launcher=record.launcher,
-        node=record.node,
-        zone=record.zone,
-        running=record.running,
-    )
-
-
-def _describe_pool(
-    pool: PoolConfig,
-    status: PoolStatus,
-    report: RolloutReport | None,
-    generations: Mapping[str, PoolGeneration],
-) -> FleetPoolView:
-    return FleetPoolView(
-        pool=pool.name,
-        model=pool.model,
-        ready=status.ready,
-        desired=status.desired,
-        existing=status.replicas,
-        spares=pool.spares,
-        minimum=pool.min_replicas if pool.min_replicas is not None else pool.initial_replicas,
-        maximum=pool.max_replicas,
-        declared=pool.replicas if pool.autoscaling.mode == "on" else pool.initial_replicas,
-        autoscaling=pool.autoscaling.mode,
-        decision=status.scaling,
-        rollout=None
-        if report is None or report.rollouts.current is None
-        else _describe_rollout(report, report.rollouts.current, generations),
-    )
-
-
-def _describe_rollout(
-    report: RolloutReport, current: RolloutRecord, generations: Mapping[str, PoolGeneration]
-) -> PoolRolloutView:
-    status = report.status or RolloutStatus(pool=report.pool, status="")
-    plan, gate = current.plan, current.plan.gate
-    waits_for_person = not plan.auto_promote or current.is_endless
-    return PoolRolloutView(
-        rollout=current.id,
-        strategy=plan.strategy,
-        state=current.state,
-        state_since=current.state_since,
-        started_at=current.started_at,
-        summary=report.sentence,
-        is_running=not current.has_ended,
-        can_roll_back=current.can_roll_back,
-        can_retry=current.has_ended and is_rejected(report, generations),
-        needs_promotion=current.state is RolloutState.STEP
-        and waits_for_person
-        and status.result == GateResult.PROMOTE,
-        cause=current.cause,
-        stable=_describe_version(report, status, current.stable),
-        candidate=_describe_version(report, status, current.candidate),
-        steps=plan.comparison_steps,
-        step=current.step,
-        result=status.result,
-        result_reason=status.reason,
-        regression=status.regression,
-        regression_threshold=1.0 / gate.max_false_rollbacks,
-        equivalence_threshold=1.0 / gate.max_false_promotions,
-        metrics=status.metrics,
-        check=status.check,
-        check_reason=status.check_reason,
-        error_budget=status.error_budget,
-        pending_commands=tuple(f"{each.kind} by {each.by}" for each in report.commands),
-        refusals=status.refusals,
-        rejected=report.rollouts.verdicts,
-        transitions=current.transitions,
-    )
-
-
-def _describe_version(report: RolloutReport, status: RolloutStatus, digest: str) -> VersionView:
-    replicas = status.versions.get(digest)
-    return VersionView(
-        digest=digest,
-        share=0.0 if report.route is None else report.route.share_of(digest),
-        desired=0 if replicas is None else replicas.desired,
-        existing=0 if replicas is None else replicas.existing,
-        ready=0 if replicas is None else replicas.ready,
-    )
-
-
-def _describe_revision(
-    revision: FleetRevision, previous: FleetRevision | None
-) -> FleetRevisionView:
-    changes: list[FleetChangeView] = []
-    problem = ""
-    try:
-        config = parse_declaration(revision)
-        before = None if previous is None else parse_declaration(previous)
-        changes = _describe_changes(compare_fleets(before, config))
-    except ValueError as error:
-        problem = str(error)
-    return FleetRevisionView(
-        revision=revision.number,
-        applied_at=revision.applied_at,
-        author=revision.author,
-        reason=revision.reason,
-        rollback_of=revision.rollback_of,
-        changes=changes,
-        problem=problem,
-    )
-
-
-def _describe_changes(changes: Sequence[PlannedChange]) -> list[FleetChangeView]:
-    return [
-        FleetChangeView(
-            path=change.path,
-            action=change.action,
-            old=change.old,
-            new=change.new,
-            effect=change.effect,
-            count=change.count,
-        )
-        for change in changes
-    ]

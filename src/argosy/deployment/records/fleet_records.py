@@ -28,7 +28,7 @@ MAX_START_TIMES = 9
 T = TypeVar("T")
 
 
-class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A replica as its controller knows it. Times are seconds since the epoch."""
 
     name: str

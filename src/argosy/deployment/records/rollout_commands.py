@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import msgspec
 
@@ -11,18 +10,7 @@ from argosy.deployment.records.rollout_documents import append_command, roll_bac
 from argosy.deployment.records.rollout_status import RolloutReport
 from argosy.policy.rollout import CommandKind, RolloutCommand
 from argosy.policy.traffic import PoolRoute
-from argosy.store import AuditedDecision, ConflictError, FleetStore, PoolGeneration
-
-
-def is_rejected(report: RolloutReport, generations: Mapping[str, PoolGeneration]) -> bool:
-    """Return whether the declared version of a pool was rolled back, so that only a person lets it be tried again.
-
-    Args:
-        report: The pool's rollouts.
-        generations: Declared generation of each pool.
-    """
-    generation = generations.get(report.pool)
-    return generation is not None and report.rollouts.verdict_on(generation.digest) is not None
+from argosy.store import AuditedDecision, ConflictError, FleetStore
 
 
 def send_command(

@@ -10,10 +10,12 @@ from argosy.deployment.records.fleet_records import ROLLOUT_STATUS_PREFIX, decod
 from argosy.deployment.records.rollout_documents import RolloutDocuments, read_rollout_documents
 from argosy.policy.rollout import (
     CheckStatus,
+    GateResult,
     GateVerdict,
     MetricVerdict,
     RolloutDecision,
     RolloutObservation,
+    RolloutState,
 )
 from argosy.store import FleetStore
 
@@ -21,15 +23,20 @@ ROLLOUT_REFUSED = "rollout_refused"
 """Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
 
 
-class VersionReplicas(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas of one version."""
+class ReplicaCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas of one version of a pool, or gateways, in numbers."""
 
     desired: int = 0
     existing: int = 0
     ready: int = 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether exactly the desired replicas exist, and all are ready."""
+        return self.desired == self.existing == self.ready
 
-class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+
+class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Result of the controller's last decision about a pool. Without a change it is not recorded again."""
 
     pool: str
@@ -37,7 +44,7 @@ class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """State, and what it waits for, in one sentence."""
     declared: str = ""
     """Digest of the declared version."""
-    versions: Mapping[str, VersionReplicas] = {}
+    versions: Mapping[str, ReplicaCounts] = {}
     """Replicas by the digest of their version."""
     check: CheckStatus = CheckStatus.PENDING
     check_reason: str = ""
@@ -84,7 +91,7 @@ def describe_decision(
         status=decision.status,
         declared=declared,
         versions={
-            digest: VersionReplicas(
+            digest: ReplicaCounts(
                 desired=desired.get(digest, 0), existing=status.existing, ready=status.ready
             )
             for digest, status in statuses.items()
@@ -101,18 +108,21 @@ def describe_decision(
 
 
 class RolloutReport(RolloutDocuments, frozen=True, kw_only=True):
-    """All that is known about the rollouts of a pool."""
+    """All that is known about the rollouts of a pool, and what follows from it for a person."""
 
-    status: RolloutStatus | None = None
+    status: RolloutStatus | None
     """Last record of the controller; None before its first decision."""
-
-    @property
-    def sentence(self) -> str:
-        """State in one sentence; empty if no rollout has begun."""
-        current = self.rollouts.current
-        if self.status is not None:
-            return self.status.status
-        return "" if current is None else f"{current.state}: {current.reason}"
+    summary: str
+    """State, and what it waits for, in one sentence; empty if no rollout has begun."""
+    shares: Mapping[str, float]
+    """Part of the users that gets each version, by digest."""
+    is_running: bool
+    can_roll_back: bool
+    """Whether `abort` is possible."""
+    can_retry: bool
+    """Whether the declared version was rolled back, so that it is tried again only after `resume`."""
+    needs_promotion: bool
+    """Whether the evidence suffices, and the plan waits for `promote`."""
 
 
 def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
@@ -124,7 +134,36 @@ def read_rollouts(store: FleetStore, fleet: str) -> list[RolloutReport]:
     # A controller saves the status before it removes the commands that it has followed.
     pools = read_rollout_documents(store, fleet)
     statuses = decode_kind(store.read_records(fleet), ROLLOUT_STATUS_PREFIX, RolloutStatus)
+    revision = store.latest_revision(fleet) if pools else None
+    declared = {} if revision is None else revision.generations
     return [
-        RolloutReport(**msgspec.structs.asdict(documents), status=statuses.get(pool))
+        _report(documents, statuses.get(pool), declared[pool].digest if pool in declared else None)
         for pool, documents in pools.items()
     ]
+
+
+def _report(
+    documents: RolloutDocuments, status: RolloutStatus | None, declared: str | None
+) -> RolloutReport:
+    """Return the report of a pool. `declared` is the digest of the declared version."""
+    current, route = documents.rollouts.current, documents.route
+    is_running = current is not None and not current.has_ended
+    verdict = None if declared is None else documents.rollouts.verdict_on(declared)
+    started = "" if current is None else f"{current.state}: {current.reason}"
+    versions = (
+        [] if route is None else [route.stable, *(variant.digest for variant in route.variants)]
+    )
+    return RolloutReport(
+        **msgspec.structs.asdict(documents),
+        status=status,
+        summary=started if status is None else status.status,
+        shares={} if route is None else {digest: route.share_of(digest) for digest in versions},
+        is_running=is_running,
+        can_roll_back=current is not None and current.can_roll_back,
+        can_retry=verdict is not None and not is_running,
+        needs_promotion=current is not None
+        and status is not None
+        and current.state is RolloutState.STEP
+        and (not current.plan.auto_promote or current.is_endless)
+        and status.result == GateResult.PROMOTE,
+    )

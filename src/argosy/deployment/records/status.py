@@ -1,21 +1,25 @@
-"""Status of a fleet for operators: the declaration in force, and what its controller recorded."""
+"""Status of a fleet for operators: the declaration in force, and what its controller recorded.
+
+The command line, the admin API and the console show this record.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from argosy.deployment.declaration.loading import parse_fleet
+from argosy.deployment.declaration.config import FleetConfig, PoolConfig
 from argosy.deployment.declaration.validation import GATEWAY_POOL
 from argosy.deployment.records.fleet_records import (
     ReplicaRecord,
+    ScalingRecord,
     decode_observed,
     decode_records,
     decode_scaling,
 )
-from argosy.deployment.records.revisions import gateway_url
-from argosy.deployment.records.rollout_status import RolloutReport, read_rollouts
+from argosy.deployment.records.revisions import gateway_url, parse_declaration
+from argosy.deployment.records.rollout_status import ReplicaCounts, RolloutReport, read_rollouts
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase
 from argosy.store import FleetRevision, FleetStore, PoolGeneration
@@ -25,24 +29,31 @@ MAX_LEASE_AGE_S = 15.0
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool in numbers."""
+    """A declared pool in numbers."""
 
-    name: str
+    pool: str
+    model: str
     desired: int
-    """Number of replicas, with spares."""
+    """Replicas that there shall be, with spares."""
+    existing: int
+    """Replicas that exist, with spares."""
     ready: int
-    """Number of replicas of the current generation that are ready. With rollouts, those of the version that serves by
-    default."""
-    replicas: int
-    """Number of replicas that exist."""
-    scaling: ScalingDecision | None = None
+    """Replicas of the current generation that are ready, with spares. With rollouts, those of the version that serves
+    by default."""
+    spares: int
+    minimum: int
+    """Fewest replicas that the declaration allows to serve, without spares."""
+    maximum: int | None
+    declared: int | None
+    """Number that the declaration or an operator set, without spares; None if the autoscaler decides."""
+    autoscaling: str
+    """Mode of the autoscaler: `off`, `advisory` or `on`."""
+    decision: ScalingDecision | None
     """Last decision of its autoscaler; None if it has none, or has not decided yet."""
-    rollout: str = ""
-    """State of its rollout; empty if none runs and the declared version was not rolled back."""
-    serves_declared: bool = True
-    """Whether no other version than the declared one serves, and no rollout runs."""
-    is_rejected: bool = False
-    """Whether the declared version was rolled back, so that it is not tried again by itself."""
+    rollout: RolloutReport | None
+    """The rollout that runs, or the last one; None before the first, or if the declaration has none."""
+    is_as_declared: bool
+    """Whether it has exactly its replicas, all are ready, no other version serves, and no rollout runs."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,141 +62,158 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     revision: int
     """Number of the revision in force; 0 if the fleet was never applied."""
+    is_as_declared: bool
+    """Whether all pools are as declared, as the latest leader found them for this revision."""
+    is_read_only: bool
+    """Whether nothing can be changed, as in the fleet of `argosy serve`, whose command line declares it."""
+    has_leader: bool
+    """Whether a controller leads the fleet, as far as clocks of different machines agree."""
     leader: str
     """Name of the controller that leads, or led until its lease ended; empty if none did or it was released."""
     epoch: int
+    """Number of controllers that have led."""
     lease_age_s: float | None
     """Seconds since the leader last renewed its lease; None before the first controller."""
     url: str
-    """Address of the first gateway on this machine; empty without one."""
+    """Address of the first gateway that the controller runs; empty without one."""
+    gateways: ReplicaCounts | None
+    """None if the controller runs no gateways."""
     pools: Sequence[PoolStatus]
     replicas: Sequence[ReplicaRecord]
-    is_observed: bool
-    """Whether the latest leader has carried out the revision in force, and the replicas are as it found them."""
-
-    @property
-    def has_leader(self) -> bool:
-        """Whether a controller leads the fleet, as far as clocks of different machines agree."""
-        return bool(self.leader) and (self.lease_age_s or 0.0) < MAX_LEASE_AGE_S
-
-    @property
-    def is_as_declared(self) -> bool:
-        """Whether each pool has exactly its replicas, and all are ready, as the latest leader found them."""
-        declared = {pool.name for pool in self.pools}
-        return (
-            self.is_observed
-            and all(
-                pool.desired == pool.ready == pool.replicas and pool.serves_declared
-                for pool in self.pools
-            )
-            and all(record.pool in declared for record in self.replicas)
-        )
+    """Replicas and gateways that exist or shall exist, by name."""
 
 
-def read_fleet_status(store: FleetStore, fleet: str) -> FleetStatus:
+def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = False) -> FleetStatus:
     """Return the status of a fleet. Blocks on the store.
+
+    Args:
+        store: Store of the fleet.
+        fleet: Name of the fleet.
+        is_embedded: Whether its controller runs in this process, and the command line that started it declares it.
 
     Raises:
         ValueError: The declaration in force is invalid for this version.
     """
     revision, lease = store.latest_revision(fleet), store.read_lease(fleet)
     encoded = store.read_records(fleet)
-    records, _ = decode_records(encoded)
-    scaling, observed = decode_scaling(encoded), decode_observed(encoded)
+    replicas = sorted(decode_records(encoded)[0].values(), key=lambda record: record.name)
+    observed = decode_observed(encoded)
+    config = None if revision is None else parse_declaration(revision)
+    pools: list[PoolStatus] = []
+    gateways: ReplicaCounts | None = None
+    if revision is not None and config is not None:
+        pools = _describe_pools(store, fleet, revision, config, replicas, decode_scaling(encoded))
+        gateways = _count_gateways(config, revision, replicas)
     number = 0 if revision is None else revision.number
-    reports: dict[str, RolloutReport] = {}
-    known: Sequence[FleetRevision] = []
-    desired: dict[str, int] = {}
-    url = ""
-    if revision is not None:
-        config = parse_fleet(revision.declaration, f"revision {revision.number}")
-        rolled_out = {pool.name for pool in config.pools if pool.rollout is not None}
-        reports = {
-            pool: report
-            for pool, report in read_known_rollouts(store, fleet).items()
-            if pool in rolled_out
-        }
-        known = [revision, *(store.list_revisions(fleet) if reports else ())]
-        for pool in config.pools:
-            scaled = scaling.get(pool.name)
-            if scaled is None or pool.replicas is not None or pool.autoscaling.mode != "on":
-                replicas = pool.initial_replicas
-            else:
-                replicas = scaled.target
-            desired[pool.name] = replicas + pool.count_spares(replicas)
-        if config.gateways:
-            desired[GATEWAY_POOL] = config.gateways
-            url = gateway_url(config)
+    lease_age_s = store.lease_age_s(fleet)
+    is_observed = observed is None or (observed.epoch, observed.revision) == (lease.epoch, number)
+    declared = {pool.pool for pool in pools} | ({GATEWAY_POOL} if gateways else set[str]())
     return FleetStatus(
         fleet=fleet,
         revision=number,
+        is_as_declared=is_observed
+        and all(pool.is_as_declared for pool in pools)
+        and (gateways is None or gateways.is_complete)
+        and all(record.pool in declared for record in replicas),
+        is_read_only=is_embedded,
+        has_leader=is_embedded or (bool(lease.holder) and (lease_age_s or 0.0) < MAX_LEASE_AGE_S),
         leader=lease.holder,
         epoch=lease.epoch,
-        lease_age_s=store.lease_age_s(fleet),
-        url=url,
-        pools=[
-            _describe_pool(
-                name,
-                count,
-                [record for record in records.values() if record.pool == name],
-                [each.generations[name] for each in known if name in each.generations],
-                None if name not in scaling else scaling[name].state.last_decision,
-                reports.get(name),
-            )
-            for name, count in desired.items()
-        ],
-        replicas=sorted(records.values(), key=lambda record: record.name),
-        is_observed=observed is None
-        or (observed.epoch, observed.revision) == (lease.epoch, number),
+        lease_age_s=lease_age_s,
+        url=gateway_url(config) if config is not None and gateways is not None else "",
+        gateways=gateways,
+        pools=pools,
+        replicas=replicas,
     )
 
 
+def _count_gateways(
+    config: FleetConfig, revision: FleetRevision, replicas: Sequence[ReplicaRecord]
+) -> ReplicaCounts | None:
+    if not config.gateways:
+        return None
+    return _count(replicas, GATEWAY_POOL, revision.generations[GATEWAY_POOL], config.gateways)
+
+
+def _describe_pools(
+    store: FleetStore,
+    fleet: str,
+    revision: FleetRevision,
+    config: FleetConfig,
+    replicas: Sequence[ReplicaRecord],
+    scaling: Mapping[str, ScalingRecord],
+) -> list[PoolStatus]:
+    rollouts = {}
+    if any(pool.rollout is not None for pool in config.pools):
+        rollouts = _read_known_rollouts(store, fleet)
+    known = [revision, *(store.list_revisions(fleet) if rollouts else ())]
+    return [
+        _describe_pool(
+            pool,
+            [each.generations[pool.name] for each in known if pool.name in each.generations],
+            replicas,
+            scaling.get(pool.name),
+            None if pool.rollout is None else rollouts.get(pool.name),
+        )
+        for pool in config.pools
+    ]
+
+
 def _describe_pool(
-    name: str,
-    desired: int,
-    records: Sequence[ReplicaRecord],
+    pool: PoolConfig,
     generations: Sequence[PoolGeneration],
-    scaling: ScalingDecision | None,
+    replicas: Sequence[ReplicaRecord],
+    scaling: ScalingRecord | None,
     rollout: RolloutReport | None,
 ) -> PoolStatus:
     """Return the status of a pool.
 
     Args:
-        name: Name of the pool.
-        desired: Number of its replicas, with spares.
-        records: Its replicas.
+        pool: The pool.
         generations: Its generation in the revision in force, then those in the latest revisions.
-        scaling: Last decision of its autoscaler.
+        replicas: Records of all replicas.
+        scaling: Memory of its autoscaler; None without.
         rollout: Its rollouts; None without.
     """
     declared = serving = generations[0]
     if rollout is not None and rollout.route is not None:
         stable = rollout.route.stable
         serving = next((each for each in generations if each.digest == stable), declared)
-    status = PoolStatus(
-        name=name,
-        desired=desired,
-        ready=sum(
-            record.phase is ReplicaPhase.READY and record.generation == serving.generation
-            for record in records
-        ),
-        replicas=len(records),
-        scaling=scaling,
-        serves_declared=serving == declared,
-    )
-    if rollout is None:
-        return status
-    is_running = rollout.rollouts.running is not None
-    is_rejected = rollout.rollouts.verdict_on(declared.digest) is not None
-    return msgspec.structs.replace(
-        status,
-        rollout=rollout.sentence if is_running or is_rejected else "",
-        serves_declared=status.serves_declared and not is_running,
-        is_rejected=is_rejected and not is_running,
+    is_scaled = pool.autoscaling.mode == "on"
+    serves = pool.initial_replicas
+    if scaling is not None and pool.replicas is None and is_scaled:
+        serves = scaling.target
+    counts = _count(replicas, pool.name, serving, serves + pool.count_spares(serves))
+    is_running = rollout is not None and rollout.is_running
+    return PoolStatus(
+        pool=pool.name,
+        model=pool.model,
+        desired=counts.desired,
+        existing=counts.existing,
+        ready=counts.ready,
+        spares=pool.spares,
+        minimum=pool.min_replicas if pool.min_replicas is not None else pool.initial_replicas,
+        maximum=pool.max_replicas,
+        declared=pool.replicas if is_scaled else pool.initial_replicas,
+        autoscaling=pool.autoscaling.mode,
+        decision=None if scaling is None else scaling.state.last_decision,
+        rollout=None if rollout is None or rollout.rollouts.current is None else rollout,
+        is_as_declared=counts.is_complete and serving == declared and not is_running,
     )
 
 
-def read_known_rollouts(store: FleetStore, fleet: str) -> dict[str, RolloutReport]:
+def _count(
+    replicas: Sequence[ReplicaRecord], pool: str, serving: PoolGeneration, desired: int
+) -> ReplicaCounts:
+    existing = [record for record in replicas if record.pool == pool]
+    ready = sum(
+        record.phase is ReplicaPhase.READY and record.generation == serving.generation
+        for record in existing
+    )
+    return ReplicaCounts(desired=desired, existing=len(existing), ready=ready)
+
+
+def _read_known_rollouts(store: FleetStore, fleet: str) -> dict[str, RolloutReport]:
     """Return the rollouts by pool, or nothing if a later version of Argosy wrote them. Blocks on the store."""
     try:
         return {each.pool: each for each in read_rollouts(store, fleet)}

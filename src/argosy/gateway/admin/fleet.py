@@ -11,10 +11,11 @@ import msgspec
 from msgspec import Meta
 
 from argosy.deployment import (
-    FleetDeclarationView,
-    FleetPlanView,
-    FleetRevisionView,
-    FleetView,
+    AppliedDeclaration,
+    FleetPlan,
+    FleetStatus,
+    RevisionChanges,
+    list_revision_changes,
 )
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import Reason
@@ -125,21 +126,21 @@ class DeclarationQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 @endpoints.register("GET", "/admin/fleet", "viewer", "gateway")
-def get_fleet(scope: AdminScope, request: AdminRequest) -> FleetView:  # noqa: ARG001 - the whole fleet
+def get_fleet(scope: AdminScope, request: AdminRequest) -> FleetStatus:  # noqa: ARG001 - the whole fleet
     """Get the declared fleet: pools, replicas, rollouts and decisions of the autoscalers."""
     return scope.declared_fleet.read_fleet()
 
 
 @endpoints.register("GET", "/admin/fleet/revisions", "viewer", "gateway", query_type=RevisionsQuery)
-def list_fleet_revisions(scope: AdminScope, request: AdminRequest) -> Page[FleetRevisionView]:
+def list_fleet_revisions(scope: AdminScope, request: AdminRequest) -> Page[RevisionChanges]:
     """List the applied declarations with their changes, newest first."""
-    limit, before = request.query.limit, request.query.before
-    found = scope.declared_fleet.list_revisions(limit + 1, before)
+    fleet, limit = scope.declared_fleet, request.query.limit
+    found = list_revision_changes(fleet.store, fleet.name, limit + 1, request.query.before)
     return Page(data=found[:limit], has_more=len(found) > limit, first_id=None, last_id=None)
 
 
 @endpoints.register("GET", "/admin/fleet/plan", "viewer", "gateway", query_type=PlanQuery)
-def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> FleetPlanView:
+def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> FleetPlan:
     """Show what putting the declaration of an earlier revision in force again would change."""
     return scope.declared_fleet.plan_rollback(request.query.revision)
 
@@ -147,7 +148,7 @@ def plan_fleet_rollback(scope: AdminScope, request: AdminRequest) -> FleetPlanVi
 @endpoints.register(
     "GET", "/admin/fleet/declaration", "operator", "gateway", query_type=DeclarationQuery
 )
-def get_fleet_declaration(scope: AdminScope, request: AdminRequest) -> FleetDeclarationView:
+def get_fleet_declaration(scope: AdminScope, request: AdminRequest) -> AppliedDeclaration:
     """Get the declaration in force, or that of a revision, in YAML."""
     return scope.declared_fleet.read_declaration(request.query.revision)
 
@@ -161,7 +162,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 @endpoints.register(
     "POST", "/admin/fleet/plan", "operator", "gateway", body_type=PlanChange, is_safe=True
 )
-def plan_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetPlanView:
+def plan_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetPlan:
     """Show what applying a declaration would change. Nothing is changed."""
     return scope.declared_fleet.plan_change(request.body.declaration)
 

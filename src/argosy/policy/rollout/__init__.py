@@ -30,7 +30,7 @@ from argosy.policy.rollout.rollout_observation import (
     VersionStatus,
 )
 from argosy.policy.rollout.rollout_outputs import ReplicaSplit
-from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutStep, Strategy
+from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutSettings, RolloutStep
 from argosy.policy.rollout.rollout_record import (
     ROLLBACK_STATES,
     TRAFFIC_STATES,
@@ -77,9 +77,9 @@ __all__ = [
     "RolloutObservation",
     "RolloutPlan",
     "RolloutRecord",
+    "RolloutSettings",
     "RolloutState",
     "RolloutStep",
-    "Strategy",
     "Transition",
     "UserHistory",
     "UserRates",

@@ -237,7 +237,7 @@ class _Machine:
             return
         rollout = f"{self._stored.pool}-{self._stored.version + 1}"
         plan = self._declared.plan
-        shares = [step.share for step in plan.comparison_steps if not step.is_shadow]
+        shares = [step.share for step in plan.steps if not step.is_shadow]
         choice = choose_salt(rollout, digest, history, shares)
         self._record = RolloutRecord(
             id=rollout,
@@ -330,7 +330,7 @@ class _Machine:
             return None
         if record.active_state is RolloutState.SOAKING:
             return GateStep(record.step, 1.0)
-        share = record.plan.comparison_steps[record.step].share
+        share = record.plan.steps[record.step].share
         if not is_shadow_step(record):
             share = max(share, candidate_share(record, self._observation))
         return GateStep(record.step, share)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from argosy.policy.rollout.rollout_observation import RolloutObservation
-from argosy.policy.rollout.rollout_plan import RolloutPlan, Strategy
+from argosy.policy.rollout.rollout_plan import RolloutPlan
 from argosy.policy.rollout.rollout_record import (
     BAD_VERSION_CAUSES,
     ROLLBACK_STATES,
@@ -54,7 +54,7 @@ def _candidate_goal(record: RolloutRecord, observation: RolloutObservation) -> i
             # None is started again. In place, they make room for the stable ones.
             return 0 if plan.replaces_in_place else observation.status(record.candidate).existing
         case RolloutState.SOAKING:
-            if plan.strategy is Strategy.ROLLING:
+            if plan.strategy == "rolling":
                 status = observation.status(record.candidate)
                 started = max(status.ready + 1, status.existing)
                 return min(needed, max(first_replicas(plan, needed), started))
@@ -67,22 +67,22 @@ def _candidate_goal(record: RolloutRecord, observation: RolloutObservation) -> i
 
 def first_replicas(plan: RolloutPlan, needed: int) -> int:
     """Return the replicas of the candidate that have to be ready before it gets traffic."""
-    if plan.comparison_steps:
-        return plan.candidate_replicas(plan.comparison_steps[0].share, needed)
-    if plan.strategy is Strategy.BLUE_GREEN and not plan.replaces_in_place:
+    if plan.steps:
+        return plan.candidate_replicas(plan.steps[0].share, needed)
+    if plan.strategy == "blue_green" and not plan.replaces_in_place:
         return needed
     return plan.candidate_replicas(0.0, needed)
 
 
 def _step_share(record: RolloutRecord) -> float:
     """Return the share of the step, or of the copied requests."""
-    steps = record.plan.comparison_steps
+    steps = record.plan.steps
     return steps[record.step].share if record.step < len(steps) else 1.0
 
 
 def is_shadow_step(record: RolloutRecord) -> bool:
     """Return whether the candidate gets copies of requests only."""
-    steps = record.plan.comparison_steps
+    steps = record.plan.steps
     return (
         record.active_state is RolloutState.STEP
         and record.step < len(steps)

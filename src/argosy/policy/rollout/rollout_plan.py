@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import math
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from argosy.policy.rollout.gate_settings import GateSettings
 
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
+Strategy = Literal["canary", "rolling", "blue_green", "a_b"]
 PERCENT = 100.0
 MIN_RELATIVE_LOAD = 0.5
 """Load of a candidate's replica, relative to a stable one, below which fewer of them are compared."""
-
-
-class Strategy(enum.StrEnum):
-    """How users get from the stable version to the candidate."""
-
-    ROLLING = "rolling"
-    """Traffic follows the replicas of the candidate, which are added one by one."""
-    BLUE_GREEN = "blue_green"
-    """All traffic changes at once, after the candidate has all its replicas."""
-    CANARY = "canary"
-    """The candidate gets shadow traffic, then growing shares."""
-    A_B = "a_b"
-    """Both versions serve a fixed share until a person ends the comparison."""
 
 
 class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,54 +36,57 @@ class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-_CANARY_STEPS = (
+CANARY_STEPS = (
     RolloutStep(share=0.1, is_shadow=True),
     RolloutStep(share=0.05),
     RolloutStep(share=0.25),
     RolloutStep(share=0.5),
 )
-_DEFAULT_STEPS = {Strategy.CANARY: _CANARY_STEPS, Strategy.A_B: (RolloutStep(share=0.5),)}
 
 
-class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Declared plan. After its last step all users get the candidate while the old replicas stay warm.
+class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a rollout that its plan takes from the declaration as they are."""
+
+    strategy: Strategy = "canary"
+    """How users get there. With `canary` the new version gets growing shares of them. With `rolling` it gets as many
+    as its replicas can serve, which are added one by one. With `blue_green` it gets all at once. With `a_b` it gets a
+    fixed share until a person ends the comparison."""
+    max_shadow_requests_per_s: Annotated[float, Meta(gt=0, le=10_000)] = 10.0
+    """Copies per second of each gateway."""
+    max_surge: Literal[0] | None = None
+    """0 to replace replicas in place, if there are no machines for both versions. A rollback then has to restart the
+    old replicas. By default the old ones stay until the end."""
+    min_candidate_replicas: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    """Fewest replicas of the new version, as far as each gets at least half the requests of an old one. With one, its
+    machine is compared as well."""
+    auto_promote: bool = True
+    """Go to the next step without a person when there is enough evidence."""
+    start_timeout_s: Seconds = 1800.0
+    """Longest time until the first replicas are warm."""
+    check_timeout_s: Seconds = 600.0
+    """Longest time for the pinned prompts."""
+    min_step_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 120.0
+    """Shortest time of a step. It lasts at least two of the longest requests."""
+    max_step_s: Seconds = 86_400.0
+    """Time after which a step without enough evidence is paused."""
+    soak_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 600.0
+    """Shortest time for which the old replicas stay after all users have the new version."""
+    min_error_budget: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the error budget below which the rollout is paused."""
+
+
+class RolloutPlan(RolloutSettings, frozen=True, kw_only=True):
+    """Plan of a rollout. After its last step all users get the candidate while the old replicas stay warm.
 
     Raises:
         ValueError: The plan contradicts itself.
     """
 
-    strategy: Strategy = Strategy.CANARY
-    steps: tuple[RolloutStep, ...] | None = None
-    """Steps before that of all users. None for those of the strategy."""
-    max_surge: int | None = None
-    """None to start the candidate beside the stable version, which needs twice the replicas at the end. 0 to replace
-    replicas in place, without spare machines: the stable version then has not enough replicas for all users, and a
-    rollback has to restart them."""
-    min_candidate_replicas: int = 2
-    """Fewest replicas of the candidate, as far as each gets at least half the requests of a stable one, since an idle
-    replica has other times. With one replica, its machine is compared as well as its version."""
-    auto_promote: bool = True
-    """Whether steps follow one another without a person, given enough evidence."""
-    start_timeout_s: float = 1800.0
-    """Longest time until the first replicas of the candidate are warm."""
-    check_timeout_s: float = 600.0
-    """Longest time for the pinned prompts."""
-    min_step_s: float = 120.0
-    max_step_s: float = 86_400.0
-    """Time after which a step without enough evidence is paused."""
-    soak_s: float = 600.0
-    """Shortest time with all users before the old replicas are removed."""
-    max_shadow_requests_per_s: float = 10.0
-    """Copies per second of each gateway."""
-    min_error_budget: float = 0.0
-    """Remaining part of the error budget below which the rollout is paused."""
+    steps: tuple[RolloutStep, ...] = CANARY_STEPS
+    """Steps in which both versions have traffic, before that of all users."""
     gate: GateSettings = GateSettings()
 
     def __post_init__(self) -> None:
-        if self.max_surge not in {None, 0}:
-            raise ValueError(
-                "max_surge must be 0 or absent: between both, too few old replicas would stay for a rollback"
-            )
         if self.min_candidate_replicas < 1:
             raise ValueError("min_candidate_replicas must be at least 1")
         for name in ("start_timeout_s", "check_timeout_s", "max_step_s"):
@@ -101,23 +94,18 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be positive")
         if not 0.0 <= max(self.min_step_s, self.soak_s) <= self.max_step_s:
             raise ValueError("min_step_s and soak_s must be at most max_step_s")
-        shares = [step.share for step in self.comparison_steps if not step.is_shadow]
+        shares = [step.share for step in self.steps if not step.is_shadow]
         if shares != sorted(shares):
             raise ValueError("shares of the steps must not fall")
-        if self.strategy in {Strategy.ROLLING, Strategy.BLUE_GREEN} and self.steps:
+        if self.strategy in {"rolling", "blue_green"} and self.steps:
             raise ValueError(f"strategy {self.strategy} has no steps; remove them, or use canary")
-        if self.strategy is Strategy.A_B and len(shares) != 1:
+        if self.strategy == "a_b" and len(shares) != 1:
             raise ValueError("strategy a_b needs exactly one step with a share")
-
-    @property
-    def comparison_steps(self) -> tuple[RolloutStep, ...]:
-        """Steps in which both versions have traffic."""
-        return _DEFAULT_STEPS.get(self.strategy, ()) if self.steps is None else self.steps
 
     @property
     def num_gate_starts(self) -> int:
         """Number of starts for `RolloutGate.start`: one for each step, and one for all users."""
-        return len(self.comparison_steps) + 1
+        return len(self.steps) + 1
 
     @property
     def replaces_in_place(self) -> bool:
@@ -143,7 +131,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
             f"copies of {PERCENT * step.share:g} % of the requests"
             if step.is_shadow
             else f"{PERCENT * step.share:g} % of the users"
-            for step in self.comparison_steps
+            for step in self.steps
         ]
         return f"{self.strategy}: {', '.join([*shares, 'all users'])}"
 
@@ -152,7 +140,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
         risks = []
         if self.replaces_in_place:
             first = self.candidate_replicas(
-                self.comparison_steps[0].share if self.comparison_steps else 1.0 / max(1, needed),
+                self.steps[0].share if self.steps else 1.0 / max(1, needed),
                 needed,
             )
             capacity = PERCENT * (needed - first) / needed if needed else 0.0
@@ -162,7 +150,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
             )
         else:
             risks.append(f"Up to {2 * needed} replicas run at the same time.")
-        if not self.comparison_steps and self.gate.max_miss_rate is None:
+        if not self.steps and self.gate.max_miss_rate is None:
             risks.append(
                 f"Strategy {self.strategy} has little or no traffic of both versions, and no objective is declared:"
                 " it will be paused as inconclusive before the old replicas are removed."

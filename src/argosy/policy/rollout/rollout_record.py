@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from argosy.policy.rollout.rollout_plan import RolloutPlan, Strategy
+from argosy.policy.rollout.rollout_plan import RolloutPlan
 
 MAX_TRANSITIONS = 64
 """Transitions that a record keeps."""
@@ -126,7 +126,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_endless(self) -> bool:
         """Whether only a person ends the current step."""
-        return self.plan.strategy is Strategy.A_B and self.state is RolloutState.STEP
+        return self.plan.strategy == "a_b" and self.state is RolloutState.STEP
 
     @property
     def can_roll_back(self) -> bool:

@@ -129,7 +129,7 @@ def find_progress(
                 )
         case RolloutState.CHECKING:
             if candidate.check is CheckStatus.PASSED:
-                state = RolloutState.STEP if plan.comparison_steps else RolloutState.SOAKING
+                state = RolloutState.STEP if plan.steps else RolloutState.SOAKING
                 return Change(state, "the pinned prompts have passed", step=0)
         case RolloutState.STEP | RolloutState.SOAKING:
             if plan.auto_promote and not record.is_endless:
@@ -196,7 +196,7 @@ def describe_wait(
 
 def next_step(record: RolloutRecord, observation: RolloutObservation, reason: str) -> Change | None:
     """Return the promotion; None while the candidate has too few replicas for what the step removes."""
-    steps = record.plan.comparison_steps
+    steps = record.plan.steps
     if record.active_state is RolloutState.SOAKING:
         if (
             not is_settled(record, observation)

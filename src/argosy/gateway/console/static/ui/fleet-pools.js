@@ -31,7 +31,7 @@ export function Fleet({ fleet, model }) {
       ${detailed.map(({ pool, rollout }) => (rollout ? html`<${RolloutCard} key=${`rollout ${pool}`} pool=${pool} rollout=${rollout} reload=${fleet.reload} />` : null))}
       ${detailed.map((pool) => (pool.decision ? html`<${Autoscaler} key=${`autoscaler ${pool.pool}`} pool=${pool} />` : null))}
       <${Card} title="Replicas of the controller" note="also those that no gateway knows yet">
-        <${Table} label="Replicas of the controller" columns=${REPLICAS} rows=${replicas} rowKey=${(row) => row.replica} height=${280} csv="fleet-replicas.csv" /><//>
+        <${Table} label="Replicas of the controller" columns=${REPLICAS} rows=${replicas} rowKey=${(row) => row.name} height=${280} csv="fleet-replicas.csv" /><//>
       <${FleetHistory} revision=${data.revision} reload=${fleet.reload} />`;
   }}<//>`;
 }
@@ -57,7 +57,7 @@ function Pools({ pools, isReadOnly, reload }) {
     { key: "range", label: "Allowed", value: range },
     { key: "spares", label: "Spares", isNumber: true, value: (row) => row.spares },
     { key: "decider", label: "Number set by", value: decider },
-    { key: "rollout", label: "Rollout", value: (row) => row.rollout?.state ?? "", cell: (row) => (row.rollout ? html`<${RolloutState} rollout=${row.rollout} />` : MISSING) },
+    { key: "rollout", label: "Rollout", value: (row) => row.rollout?.rollouts.current.state ?? "", cell: (row) => (row.rollout ? html`<${RolloutState} rollout=${row.rollout} />` : MISSING) },
     { key: "actions", label: "", value: () => "", cell: (row) => (!isReadOnly && may("operator", "gateway") ? html`<button class="btn" onClick=${() => setScaled(row)}>Scale</button>
       ${row.autoscaling === "on" && row.declared !== null ? html`<${Action} run=${() => scale(row.pool, null)}>Automatic<//>` : null}` : null) },
   ];
@@ -91,11 +91,11 @@ const DECISIONS = [
   { key: "reason", label: "Decision", value: (row) => row.reason, cell: (row) => html`<span title=${row.reason}>${row.reason}</span>` },
 ];
 const REPLICAS = [
-  { key: "replica", label: "Replica", value: (row) => row.replica, cell: (row) => visible(row.replica) },
+  { key: "name", label: "Replica", value: (row) => row.name, cell: (row) => visible(row.name) },
   { key: "pool", label: "Pool", value: (row) => visible(row.pool) },
   { key: "phase", label: "Phase", value: (row) => row.phase, cell: (row) => html`<${Pill} kind=${PHASE_KINDS[row.phase] ?? "warn"}>${row.phase}<//>` },
   { key: "reason", label: "Reason", value: (row) => row.reason, cell: (row) => html`<span title=${visible(row.reason)}>${visible(row.reason)}</span>` },
-  { key: "since", label: "Since", value: (row) => row.since, cell: (row) => (row.since ? age(row.since) : MISSING) },
+  { key: "phase_since", label: "Since", value: (row) => row.phase_since, cell: (row) => (row.phase_since ? age(row.phase_since) : MISSING) },
   { key: "generation", label: "Version", isNumber: true, value: (row) => row.generation },
   { key: "node", label: "Node", value: (row) => visible(row.node) || MISSING }, { key: "zone", label: "Zone", value: (row) => visible(row.zone) || MISSING },
 ];

@@ -13,7 +13,7 @@ const BEFORE_STEPS = ["planned", "starting", "warming", "checking"];
 const METRICS = { errors: "Errors", refusals: "Refusals", ttft: "Time to first token", tpot: "Time per token", short_output: "Short outputs", long_output: "Long outputs" };
 const words = (text) => text.replaceAll("_", " ");
 
-export const RolloutState = ({ rollout }) => html`<${Pill} kind=${STATE_KINDS[rollout.state] ?? "none"}>${words(rollout.state)}<//>`;
+export const RolloutState = ({ rollout: { rollouts: { current } } }) => html`<${Pill} kind=${STATE_KINDS[current.state] ?? "none"}>${words(current.state)}<//>`;
 
 const COMMANDS = {
   pause: { word: "Pause", hint: "The new version keeps its share, and is still rolled back if it is worse.", done: "The controller will pause the rollout." },
@@ -24,7 +24,7 @@ const COMMANDS = {
 const FORCE = { name: "force", label: "Evidence", options: [["", "only if it suffices"], ["yes", "go on without it; needs a reason"]], parse: () => true };
 
 // Commands that the state of a rollout allows.
-function possible({ is_running: isRunning, can_retry: canRetry, can_roll_back: canRollBack, state }) {
+function possible({ is_running: isRunning, can_retry: canRetry, can_roll_back: canRollBack, rollouts: { current: { state } } }) {
   if (!isRunning) return canRetry ? ["resume"] : [];
   if (!canRollBack) return [];
   return [PAUSED.includes(state) ? "resume" : "pause", "promote", "abort"];
@@ -35,7 +35,7 @@ function Commands({ pool, rollout, reload }) {
   if (!may("operator", "gateway")) return null;
   const { word, hint, done } = COMMANDS[name] ?? {};
   const save = async (values) => {
-    await post(`admin/fleet/rollout/${name}`, { pool, rollout: rollout.rollout, ...values });
+    await post(`admin/fleet/rollout/${name}`, { pool, rollout: rollout.rollouts.current.id, ...values });
     notify(done);
     reload();
   };
@@ -45,61 +45,68 @@ function Commands({ pool, rollout, reload }) {
 }
 
 // The steps of the plan with the present one, and the part of the users that has the new version.
-function Steps({ rollout }) {
-  const shares = rollout.steps.map(({ share, is_shadow: isShadow }) => (isShadow ? `copies of ${percent(share)}` : `${percent(share)} of the users`));
+function Steps({ rollout: { is_running: isRunning, rollouts: { current: { plan, state, step } } } }) {
+  const shares = plan.steps.map(({ share, is_shadow: isShadow }) => (isShadow ? `copies of ${percent(share)}` : `${percent(share)} of the users`));
   const steps = ["start and checks", ...shares, "all users"];
-  const isDone = rollout.state === "done" || rollout.state === "retiring";
-  const isOver = !rollout.is_running && !isDone;
-  const current = BEFORE_STEPS.includes(rollout.state) ? 0 : rollout.step + 1;
+  const isDone = state === "done" || state === "retiring";
+  const isOver = !isRunning && !isDone;
+  const current = BEFORE_STEPS.includes(state) ? 0 : step + 1;
   const mark = (index) => (isDone || index < current ? "done" : index === current && !isOver ? "now" : "later");
   const marks = { done: "✓ ", now: "▸ ", later: "" };
   return html`<ol class="steps" aria-label="Steps">${steps.map((text, index) => html`
     <li key=${index} class=${mark(index)} aria-current=${mark(index) === "now" ? "step" : undefined}><span aria-hidden="true">${marks[mark(index)]}</span>${text}<span class="sr">${mark(index) === "done" ? ", done" : ""}</span></li>`)}</ol>`;
 }
 
-function Versions({ rollout: { stable, candidate, steps, step, state } }) {
-  const copies = state === "step" && steps[step]?.is_shadow ? ` and copies of ${percent(steps[step].share)} of the requests` : "";
-  const row = (name, version, more = "") => [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${version.digest.slice(0, 12)} /> ${percent(version.share)} of the users${more}, ${partOf(version.ready, version.desired, "replica")} ready</dd>`];
+function Versions({ rollout: { shares, status, rollouts: { current: { stable, candidate, plan, step, state } } } }) {
+  const shown = state === "step" ? plan.steps[step] : undefined;
+  const copies = shown?.is_shadow ? ` and copies of ${percent(shown.share)} of the requests` : "";
+  const row = (name, digest, more = "") => {
+    const { ready, desired } = status?.versions[digest] ?? { ready: 0, desired: 0 };
+    return [html`<dt key=${name}>${name}</dt>`, html`<dd key=${`${name}-facts`}><${Name} value=${digest.slice(0, 12)} /> ${percent(shares[digest] ?? 0)} of the users${more}, ${partOf(ready, desired, "replica")} ready</dd>`];
+  };
   return html`<dl class="facts">${row("Old version", stable)}${row("New version", candidate, copies)}</dl>`;
 }
 
-function verdictOf(metric, rollout) {
-  if (metric.regression === null || metric.regression >= rollout.regression_threshold) return ["bad", "worse"];
+function verdictOf(metric, rejected) {
+  if (metric.regression === null || metric.regression >= rejected) return ["bad", "worse"];
   return metric.has_passed ? ["ok", "passed"] : ["warn", "needs more"];
 }
 
-function Gate({ rollout }) {
-  if (!rollout.metrics.length) return html`<p class="empty">The gate has no measurements yet. They begin when the new version gets its first requests.</p>`;
-  const { regression_threshold: rejected, equivalence_threshold: needed } = rollout;
-  return html`<h3>Gate: ${words(rollout.result)}</h3>${rollout.summary.includes(rollout.result_reason) ? null : html`<p>${shortDigests(rollout.result_reason)}</p>`}
+function Gate({ rollout: { summary, status, rollouts: { current: { plan: { gate } } } } }) {
+  if (!status?.metrics.length) return html`<p class="empty">The gate has no measurements yet. They begin when the new version gets its first requests.</p>`;
+  // Evidence (e-values) from which the version counts as worse, and each metric as no worse than its margin.
+  const rejected = 1 / gate.max_false_rollbacks, needed = 1 / gate.max_false_promotions;
+  return html`<h3>Gate: ${words(status.result)}</h3>${summary.includes(status.reason) ? null : html`<p>${shortDigests(status.reason)}</p>`}
     <div class="rows" role="region" aria-label="Evidence of the gate" tabindex="0"><table><thead><tr>
       <th scope="col">Metric</th><th scope="col">Result</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th></tr></thead>
-      <tbody>${rollout.metrics.map((metric) => {
-        const name = METRICS[metric.metric] ?? metric.metric, [kind, word] = verdictOf(metric, rollout);
+      <tbody>${status.metrics.map((metric) => {
+        const name = METRICS[metric.metric] ?? metric.metric, [kind, word] = verdictOf(metric, rejected);
         return html`<tr key=${metric.metric}><th scope="row">${name}</th><td><${Pill} kind=${kind}>${word}<//></td><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
           <td><${Meter} label=${`${name}: no worse`} value=${metric.equivalence} threshold=${needed} kind="ok" /></td>
           <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td></tr>`;
       })}<tr><th scope="row">All together</th><td></td><td></td><td class="s">every metric has to pass</td>
-        <td><${Meter} label="All metrics: worse" value=${rollout.regression} threshold=${rejected} kind="bad" /></td></tr></tbody></table></div>`;
+        <td><${Meter} label="All metrics: worse" value=${status.regression} threshold=${rejected} kind="bad" /></td></tr></tbody></table></div>`;
 }
 
-function Notes({ rollout }) {
+function Notes({ rollout: { commands, status, rollouts: { verdicts } } }) {
+  const { check = "pending", check_reason: checkReason = "", error_budget: errorBudget = null, refusals = [] } = status ?? {};
   const notes = [
-    rollout.check !== "pending" || rollout.check_reason ? `Pinned prompts: ${rollout.check}${rollout.check_reason ? `, ${rollout.check_reason}` : ""}.` : "",
-    rollout.error_budget === null ? "" : `${percent(rollout.error_budget)} of the error budget is left.`,
-    ...rollout.pending_commands.map((command) => `Waits for a controller: ${command}.`),
-    ...rollout.refusals.map((refusal) => `Refused: ${refusal}.`),
-    ...rollout.rejected.map(({ digest, reason }) => `Rolled back before: version ${digest}, ${reason}.`),
+    check !== "pending" || checkReason ? `Pinned prompts: ${check}${checkReason ? `, ${checkReason}` : ""}.` : "",
+    errorBudget === null ? "" : `${percent(errorBudget)} of the error budget is left.`,
+    ...commands.map(({ kind, by }) => `Waits for a controller: ${kind} by ${by}.`),
+    ...refusals.map((refusal) => `Refused: ${refusal}.`),
+    ...verdicts.map(({ digest, reason }) => `Rolled back before: version ${digest}, ${reason}.`),
   ].filter(Boolean);
   return notes.length ? html`<ul class="notes">${notes.map((note) => html`<li key=${note}>${shortDigests(note)}</li>`)}</ul>` : null;
 }
 
 export function RolloutCard({ pool, rollout, reload }) {
-  return html`<${Card} title=${`Rollout of ${visible(pool)}`} note=${`${words(rollout.strategy)}, started ${age(rollout.started_at)}`} actions=${html`<${RolloutState} rollout=${rollout} />`}>
+  const { plan, started_at: startedAt, transitions } = rollout.rollouts.current;
+  return html`<${Card} title=${`Rollout of ${visible(pool)}`} note=${`${words(plan.strategy)}, started ${age(startedAt)}`} actions=${html`<${RolloutState} rollout=${rollout} />`}>
     <p>${shortDigests(rollout.summary)}</p><${Steps} rollout=${rollout} /><${Versions} rollout=${rollout} />
     <${Commands} pool=${pool} rollout=${rollout} reload=${reload} /><${Notes} rollout=${rollout} />
-    ${rollout.is_running || rollout.metrics.length ? html`<${Gate} rollout=${rollout} />` : null}
-    <h3>What happened</h3><${Table} label="Transitions" columns=${TRANSITIONS} rows=${rollout.transitions.map((each, index) => ({ ...each, index })).reverse()} rowKey=${(row) => row.index} height=${200} csv=${`rollout-${pool}.csv`} /><//>`;
+    ${rollout.is_running || rollout.status?.metrics.length ? html`<${Gate} rollout=${rollout} />` : null}
+    <h3>What happened</h3><${Table} label="Transitions" columns=${TRANSITIONS} rows=${transitions.map((each, index) => ({ ...each, index })).reverse()} rowKey=${(row) => row.index} height=${200} csv=${`rollout-${pool}.csv`} /><//>`;
 }
 
 const TRANSITIONS = [
