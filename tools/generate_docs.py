@@ -1,6 +1,6 @@
-"""Generate the reference pages of the documentation from the code.
+"""Generate the pages of the documentation that repeat what the code says.
 
-python -m tools.generate_docs            write the pages and schemas of docs/reference
+python -m tools.generate_docs            write the pages and schemas
 python -m tools.generate_docs --check    exit 1 if a page differs from what would be written
 """
 
@@ -18,6 +18,7 @@ from typing import (
 import msgspec
 import typer
 from prometheus_client.metrics_core import Metric
+from tools.code_map import code_map
 from tools.settings_docs import json_schema, settings, table
 
 from argosy.cli.app import app
@@ -36,7 +37,7 @@ from argosy.telemetry import (
 )
 
 ROOT = Path(__file__).parents[1]
-REFERENCE = ROOT / "docs/reference"
+DOCS = ROOT / "docs"
 GLOBAL_OPTIONS = {"help", "install_completion", "show_completion"}
 FLEET_INTRO = """# The fleet file
 
@@ -241,22 +242,22 @@ def tool_formats() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": configuration,
-    "fleet-file.md": fleet_file,
-    "fleet.schema.json": fleet_schema,
-    "cli.md": cli,
-    "metrics.md": metrics,
-    "errors.md": errors,
-    "tool-formats.md": tool_formats,
+    "reference/configuration.md": configuration,
+    "reference/fleet-file.md": fleet_file,
+    "reference/fleet.schema.json": fleet_schema,
+    "reference/cli.md": cli,
+    "reference/metrics.md": metrics,
+    "reference/errors.md": errors,
+    "reference/tool-formats.md": tool_formats,
+    "contributing/code-map.md": code_map,
 }
 
 
 def main(arguments: list[str]) -> int:
     """Run the command line described above and return the exit status."""
     status = 0
-    REFERENCE.mkdir(parents=True, exist_ok=True)
     for name, page in PAGES.items():
-        path = REFERENCE / name
+        path = DOCS / name
         text = page()
         if path.suffix == ".md":
             text = GENERATED + "\n" + re.sub(r"\n{3,}", "\n\n", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,25 @@ def test_links_point_to_existing_pages_and_headings(page: Path) -> None:
         assert target.is_relative_to(DOCS), f"{link} leaves the documentation"
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_the_first_pages_lead_to_files_and_what_they_name(page: str) -> None:
+    text = FENCED.sub("", (ROOT / page).read_text())
+    for link in LINK.findall(text):
+        path, _, anchor = link.partition("#")
+        target = ROOT / (path or page)
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    for path, name in re.findall(r"\]\((src/[^)]+)\), `(\w+)`", text):
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
+def test_installation_page_names_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = (DOCS / "how-to/install.md").read_text().partition("## Extras")[2]
+    named = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    assert set(CODE.findall(" ".join(named))) == set(project["optional-dependencies"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
