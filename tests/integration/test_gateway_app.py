@@ -14,7 +14,7 @@ from tests.support.replica_servers import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.request_context import FilterState, RequestContext
+from argosy.gateway.request_context import RequestContext
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -152,7 +152,7 @@ async def test_full_queue_rejects_lower_tiers_first() -> None:
     class TierFilter(RecordingFilter):
         """Sets the tier from a header, since these requests have no key."""
 
-        async def on_request(self, context: RequestContext) -> FilterState:
+        async def on_request(self, context: RequestContext) -> bool:
             context.tier = int(context.exchange.get_header(b"x-tier"))
             return await super().on_request(context)
 

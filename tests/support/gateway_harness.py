@@ -34,13 +34,7 @@ from argosy.gateway.pool import Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
-from argosy.gateway.request_context import (
-    UNLIMITED_TOKENS,
-    FastPathBudget,
-    FilterState,
-    RequestContext,
-    RequestFilter,
-)
+from argosy.gateway.request_context import RequestContext, RequestFilter
 from argosy.gateway.request_trace import TraceStore
 from argosy.http_server import HttpServer, bind_tcp, listen_url
 from argosy.policy import PROBE_TIMEOUT_S, AttemptOutcome
@@ -68,8 +62,6 @@ class RecordingFilter:
     max_tokens: int | None = None
     rejection: ApiError | None = None
     """Error that rejects every request."""
-    counter_address: int | None = None
-    """Address of a word in which the fast path counts tokens, too."""
     started: list[RequestContext] = field(default_factory=list)
     token_counts: list[int] = field(default_factory=list)
     """Output tokens at each call of `on_tokens`."""
@@ -77,36 +69,26 @@ class RecordingFilter:
     completions: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Released for each completed request."""
 
-    async def on_request(self, context: RequestContext) -> FilterState:
+    async def on_request(self, context: RequestContext) -> bool:
         context.response_headers.append((b"x-watched", b"yes"))
         if self.rejection is not None:
             raise self.rejection
         self.started.append(context)
-        return RecordingFilterState(self, context)
+        if self.max_tokens is not None:
+            context.covered_output_tokens = self.max_tokens - 1
+        return True
 
-
-@dataclass(frozen=True)
-class RecordingFilterState:
-    """State of a `RecordingFilter` for one request."""
-
-    filter: RecordingFilter
-    context: RequestContext
-
-    def fast_path_budget(self) -> FastPathBudget:
-        limit = self.filter.max_tokens
-        return FastPathBudget(
-            UNLIMITED_TOKENS if limit is None else limit - 1, self.filter.counter_address
-        )
-
-    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
+    def on_tokens(
+        self, context: RequestContext, chunk_times: Sequence[float]
+    ) -> EarlyStopReason | None:
         del chunk_times
-        limit, output_tokens = self.filter.max_tokens, self.context.delivered.output_tokens
-        self.filter.token_counts.append(output_tokens)
+        limit, output_tokens = self.max_tokens, context.delivered.output_tokens
+        self.token_counts.append(output_tokens)
         return "budget" if limit is not None and output_tokens >= limit else None
 
-    def on_complete(self) -> None:
-        self.filter.completed.append(self.context)
-        self.filter.completions.release()
+    def on_complete(self, context: RequestContext) -> None:
+        self.completed.append(context)
+        self.completions.release()
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,23 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from argosy.gateway.filters.limit_filter import LimitFilter
-from argosy.gateway.filters.limit_filter_state import LimitFilterState
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pooling_handlers import EMBEDDINGS
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_context import CHAT, FilterState, RequestContext
+from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.gateway.request_fields import parse_pooled_fields, parse_request_fields
 from argosy.http_server import HttpExchange
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
     AccountSnapshot,
-    Clock,
     Limit,
     LimitUnit,
     LimitWindow,
     OwnerKind,
     Price,
     Project,
-    QuotaBackend,
     QuotaFailureMode,
-    steady_clock,
 )
 
 PRINCIPAL = Principal(organisation="org", project="shop", key="k1", user="ann")
@@ -38,22 +34,6 @@ OWNERS: dict[OwnerKind, str] = {
     "user": "ann",
     "key": "k1",
 }
-
-
-class TrackedLimitFilter(LimitFilter):
-    """Limit filter that keeps the state of each admitted request."""
-
-    states: dict[int, FilterState]
-    """By `id` of the request context."""
-
-    def __init__(self, quotas: QuotaBackend, clock: Clock = steady_clock) -> None:
-        super().__init__(quotas, clock)
-        self.states = {}
-
-    async def on_request(self, context: RequestContext) -> LimitFilterState:
-        state = await super().on_request(context)
-        self.states[id(context)] = state
-        return state
 
 
 def make_limit(
@@ -110,16 +90,16 @@ def make_embedding_context(principal: Principal = PRINCIPAL) -> RequestContext:
 
 
 def deliver(
-    limits: TrackedLimitFilter, context: RequestContext, output_tokens: int, prompt_tokens: int = 10
+    limits: LimitFilter, context: RequestContext, output_tokens: int, prompt_tokens: int = 10
 ) -> str | None:
     """Report delivered tokens. Returns the stop reason if a limit ends the stream."""
     context.delivered.prompt_tokens = prompt_tokens
     context.delivered.output_tokens += output_tokens
-    return limits.states[id(context)].on_tokens((0.0,))
+    return limits.on_tokens(context, (0.0,))
 
 
 def complete(
-    limits: TrackedLimitFilter,
+    limits: LimitFilter,
     context: RequestContext,
     status: RequestStatus = "completed",
     replica: str = "replica",
@@ -129,10 +109,10 @@ def complete(
     """End an admitted request that was sent to `replica`."""
     context.status, context.replica_name = status, replica
     context.close_bill(is_response_started=is_response_started, is_output_sent=is_response_started)
-    limits.states.pop(id(context)).on_complete()
+    limits.on_complete(context)
 
 
-async def find_rejection(limits: TrackedLimitFilter, context: RequestContext) -> ApiError | None:
+async def find_rejection(limits: LimitFilter, context: RequestContext) -> ApiError | None:
     """Return the error with which the filter rejects a request, or None if the request is admitted."""
     try:
         await limits.on_request(context)
@@ -141,13 +121,13 @@ async def find_rejection(limits: TrackedLimitFilter, context: RequestContext) ->
     return None
 
 
-async def expect_rejection(limits: TrackedLimitFilter, context: RequestContext) -> ApiError:
+async def expect_rejection(limits: LimitFilter, context: RequestContext) -> ApiError:
     """Return the error with which the filter rejects a request. Fail if the request is admitted."""
     error = await find_rejection(limits, context)
     assert error is not None
     return error
 
 
-async def is_admitted(limits: TrackedLimitFilter) -> bool:
+async def is_admitted(limits: LimitFilter) -> bool:
     """Send one request and return whether the filter admits it."""
     return await find_rejection(limits, make_context()) is None

@@ -7,9 +7,9 @@ import sys
 
 import structlog
 
+from argosy.gateway.filters import LimitFilter
 from argosy.store.redis_quota_backend import RedisQuotaBackend
 from tests.support.limit_harness import (
-    TrackedLimitFilter,
     is_admitted,
     make_limit,
     make_snapshot,
@@ -19,7 +19,7 @@ structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 async def main(url: str, count: int) -> None:
-    limits = TrackedLimitFilter(RedisQuotaBackend(url, timeout_s=10.0, gateway_ttl_s=1.0))
+    limits = LimitFilter(RedisQuotaBackend(url, timeout_s=10.0, gateway_ttl_s=1.0))
     limits.apply_snapshot(make_snapshot(make_limit("concurrency", 3)))
     await limits.start()
     admitted = sum([await is_admitted(limits) for _ in range(count)])

@@ -6,13 +6,12 @@ import random
 from collections.abc import Callable
 from typing import cast
 
-from argosy.gateway.pool import Pool, ReplicaEndpoint, build_placement_request
+from argosy.gateway.pool import Pool, build_placement_request
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.upstream_call import UpstreamCall
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import RequestFields
-from argosy.gateway.upstream import UpstreamResponse
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import (
     Arrived,
@@ -78,8 +77,7 @@ def place(
     (attempt,) = request.attempts
     driver.handle(AttemptSent(request, attempt))
     driver.handle(AttemptAnswered(request, attempt, is_stream=True))
-    replica = cast("ReplicaEndpoint", attempt.replica)
-    return driver, UpstreamCall(attempt, replica, UpstreamResponse(clock))
+    return driver, UpstreamCall(attempt, clock)
 
 
 def end_attempt(

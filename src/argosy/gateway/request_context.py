@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -29,6 +29,7 @@ from argosy.policy import (
 )
 from argosy.policy.placement import PlacementRequest
 from argosy.protocol import ApiError, EarlyStopReason, TaskName
+from argosy.store import UsageSlot
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -36,6 +37,8 @@ REFUSED_BY_REPLICA = "refused_by_replica"
 REQUEST_TOO_LARGE = "request_too_large"
 MODEL_VERSION_HEADER = b"x-argosy-version"
 """Response header with the version of the model that answers."""
+UNLIMITED_TOKENS = 2**62
+"""A token count that no stream reaches."""
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 """Statuses with which a replica blames the request itself. Other 4xx may concern the gateway's access to the
 replica."""
@@ -146,8 +149,22 @@ class RequestContext(msgspec.Struct, eq=False):
     """Prices per token, which the `LimitFilter` sets. Without a store nothing is charged."""
     bill: Bill = Bill()
     """Bill of the request, empty until it ends."""
-    reclaim_stream: Callable[[], object] | None = None
-    """Takes the stream back from the fast path, so that its budget can change. None unless the request runs."""
+    filters: list[RequestFilter] = msgspec.field(default_factory=list)
+    """Filters that have admitted the request and are called for its tokens and its end."""
+    covered_prompt_tokens: int = UNLIMITED_TOKENS
+    """Prompt tokens that the reservation covers."""
+    covered_output_tokens: int = UNLIMITED_TOKENS
+    """Output tokens that the reservation covers. The stream may reach them before it is checked again."""
+    usage_slot: UsageSlot | None = None
+    """Row of the request in the usage log, which counts its tokens as they are delivered. None without a store."""
+    token_intervals_s: list[float] = msgspec.field(default_factory=list)
+    """Seconds between tokens that the `TelemetryFilter` has not recorded yet."""
+    intervals_recorded_at: float = -math.inf
+    """Monotonic time at which it last recorded them."""
+    series_tokens: int = 0
+    """Output tokens that the time series have counted."""
+    take_back_stream: Callable[[], object] | None = None
+    """Lets the event loop forward the stream, so that all of its tokens are counted. None unless the request runs."""
     is_copy: bool = False
     """Whether it is a copy for the comparison of versions. Its response is discarded, and only its own version may
     serve it."""
@@ -214,6 +231,11 @@ class RequestContext(msgspec.Struct, eq=False):
         """Record the replica of the current attempt."""
         self.replica_name, self.model_digest = replica.name, replica.model_digest
 
+    def count_usage(self) -> None:
+        """Count the delivered tokens in the usage log. A response in one piece counts as undelivered until it ends."""
+        if self.usage_slot is not None and self.fields.stream:
+            self.usage_slot.set_counts(self.delivered.usage)
+
     def close_bill(self, *, is_response_started: bool, is_output_sent: bool) -> None:
         """Compute the bill of the ended request, and forget output that did not reach the client.
 
@@ -240,71 +262,47 @@ def describe_takeover(pool: Pool, reason: str) -> str:
     return f"version {pool.version_label} took over: {reason}"
 
 
-UNLIMITED_TOKENS = 2**62
-"""A token count that no stream reaches."""
+class RequestFilter(Protocol):
+    """A step that every generation request passes: telemetry, idempotency, limits, usage.
 
-
-class FastPathBudget(NamedTuple):
-    """How far a stream may run on the fast path before a filter must be called.
-
-    Chunks forwarded meanwhile are reported to the filter later, in batches.
+    What a filter keeps of a request is in the request's context.
     """
 
-    max_output_tokens: int = UNLIMITED_TOKENS
-    """Output tokens that the stream may reach."""
-    token_counter_address: int | None = None
-    """Address of a 64-bit counter that the fast path updates with every chunk."""
+    async def on_request(self, context: RequestContext) -> bool:
+        """Admit, answer or reject a request.
 
+        Returns:
+            Whether the filter needs the further calls for this request.
 
-class FilterState(Protocol):
-    """State of one admitted request at one filter."""
+        Raises:
+            ApiError: The request is rejected.
+        """
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
+    def on_tokens(
+        self, context: RequestContext, chunk_times: Sequence[float]
+    ) -> EarlyStopReason | None:
         """Record that output tokens were delivered.
 
         Called for every chunk of a stream that is not on the fast path, so it must be quick. The new counts are in
         `RequestContext.delivered`.
 
         Args:
+            context: The request.
             chunk_times: Monotonic arrival time of each chunk since the last call.
 
         Returns:
             Why to end the response after these chunks, or None to continue.
         """
 
-    def fast_path_budget(self) -> FastPathBudget:
-        """Return how far the stream may run before the filter must be called."""
-
-    def on_complete(self) -> None:
+    def on_complete(self, context: RequestContext) -> None:
         """Record that the request ended, with the outcome in `RequestContext.status`.
 
         Called once, last filter first.
         """
 
 
-class RequestFilter(Protocol):
-    """A step that every generation request passes: telemetry, idempotency, limits, usage."""
-
-    async def on_request(self, context: RequestContext) -> FilterState | None:
-        """Admit, answer or reject a request.
-
-        Returns:
-            The filter's state for the request, or None if the filter needs no further calls.
-
-        Raises:
-            ApiError: The request is rejected.
-        """
-
-
-async def run_filters(
-    filters: Sequence[RequestFilter], filter_states: list[FilterState], context: RequestContext
-) -> bool:
-    """Run all filters on a request.
-
-    Args:
-        filters: The filters, in their order.
-        filter_states: Receives the states of the filters that need further calls, also if a later filter raises.
-        context: The request.
+async def run_filters(filters: Sequence[RequestFilter], context: RequestContext) -> bool:
+    """Run all filters on a request. Those that need further calls are in `context.filters` then.
 
     Returns:
         Whether all filters admitted the request. False if one of them has answered it.
@@ -313,18 +311,17 @@ async def run_filters(
         ApiError: A filter rejected the request.
     """
     for request_filter in filters:
-        state = await request_filter.on_request(context)
-        if state is not None:
-            filter_states.append(state)
+        if await request_filter.on_request(context):
+            context.filters.append(request_filter)
         elif context.exchange.response_complete:
             return False
     return True
 
 
-def complete_filters(filter_states: list[FilterState], context: RequestContext) -> None:
-    """Complete all filter states, last first. An exception in one does not prevent the others."""
-    while filter_states:
+def complete_filters(context: RequestContext) -> None:
+    """Complete the filters, last first. An exception in one does not prevent the others."""
+    while context.filters:
         try:
-            filter_states.pop().on_complete()
+            context.filters.pop().on_complete(context)
         except Exception:
             log.exception("filter_cleanup_failed", model=context.pool.model)

@@ -367,7 +367,8 @@ class HttpExchange:
 
     def lend_socket(self) -> int | None:
         """Return the socket's file descriptor if native code may write to it, as `ResponseTransport` does."""
-        return None if self._translator is not None else self._transport.lend_socket()
+        is_read_here = self._translator is not None or self._observer is not None
+        return None if is_read_here else self._transport.lend_socket()
 
     def write_raw_chunks(self, chunks: bytes) -> None:
         """Send HTTP chunks that the borrower of the socket could not send."""

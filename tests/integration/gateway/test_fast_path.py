@@ -30,11 +30,11 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
-from argosy.gateway.filters.limit_filter import LimitFilter
-from argosy.gateway.proxy.fast_path import FastPath, SplicedStream, SpliceProgress, load_fast_path
+from argosy.gateway.filters import LimitFilter, UsageRecorder
+from argosy.gateway.proxy.fast_path import FastPath, SpliceProgress, load_fast_path
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.request_context import UNLIMITED_TOKENS
-from argosy.store import LocalQuotaBackend
+from argosy.store import LocalQuotaBackend, UsageLog, UsageRecord
 
 DONE = b"data: [DONE]\n\n"
 
@@ -72,17 +72,11 @@ def socket_pair(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket,
 
 def attach(
     fast_path: FastPath, near: socket.socket, far: socket.socket, on_returned: Callable[[], None]
-) -> SplicedStream:
-    """Splice a stream whose first token has been delivered, without a limit."""
-    stream = fast_path.attach(
-        near.fileno(),
-        far.fileno(),
-        output_tokens=1,
-        max_output_tokens=UNLIMITED_TOKENS,
-        token_counter_address=None,
-        on_returned=on_returned,
-    )
-    assert stream is not None
+) -> tuple[int, int]:
+    """Splice a stream whose first token has been delivered, without a limit. Returns its number and handle."""
+    sockets = near.fileno(), far.fileno()
+    stream = fast_path.attach(on_returned, *sockets, 1, UNLIMITED_TOKENS, None)
+    assert all(stream)
     return stream
 
 
@@ -118,18 +112,17 @@ class SpliceHarness:
         loop = asyncio.get_running_loop()
         try:
             stream = fast_path.attach(
+                ended.set,
                 near.fileno(),
                 far.fileno(),
-                output_tokens=self.output,
-                max_output_tokens=self.max_tokens,
-                token_counter_address=ctypes.addressof(self.counter),
-                on_returned=ended.set,
+                self.output,
+                self.max_tokens,
+                ctypes.addressof(self.counter),
             )
-            assert stream is not None
             assert len(fast_path) == 1
             sending = asyncio.create_task(send_packets(replica, sent))
             await ended.wait()
-            progress = stream.detach()
+            progress = fast_path.detach(*stream)
             assert len(fast_path) == 0
         finally:
             fast_path.close()
@@ -271,7 +264,7 @@ def test_disconnected_client_ends_splice() -> None:
             stream = attach(fast_path, near, far, ended.set)
             replica.sendall(encode_chunk(make_event(4)))
             await ended.wait()
-            progress = stream.detach()
+            progress = fast_path.detach(*stream)
         fast_path.close()
         return progress
 
@@ -289,7 +282,7 @@ def test_duplicated_descriptors_are_closed() -> None:
                 far.close()  # the numbers may be reused by now
                 replica.sendall(encode_chunk(make_event(4)))
                 assert await loop.sock_recv(client, 1000)
-                stream.detach()
+                fast_path.detach(*stream)
                 # No other descriptor of the other ends is open.
                 assert await loop.sock_recv(client, 1000) == b""
                 assert await loop.sock_recv(replica, 1000) == b""
@@ -317,7 +310,7 @@ async def test_returned_sockets_are_released() -> None:
         assert await loop.sock_recv(client, 1000) == b""
         assert await loop.sock_recv(replica, 1000) == b""
         await ended.wait()
-        assert stream.detach().unread == encode_chunk(DONE)
+        assert fast_path.detach(*stream).unread == encode_chunk(DONE)
     fast_path.close()
 
 
@@ -328,9 +321,9 @@ async def test_half_received_chunk_is_handed_back() -> None:
         partial = encode_chunk(make_event(5))[:20]
         replica.sendall(encode_chunk(make_event(4)) + partial)
         assert await asyncio.get_running_loop().sock_recv(client, 1000)
-        progress = stream.poll_progress()
+        progress = fast_path.poll_progress(stream[1])
         assert (progress.token_ids, progress.output_tokens, progress.unread) == (b"4", 2, b"")
-        assert stream.detach().unread == partial
+        assert fast_path.detach(*stream).unread == partial
     fast_path.close()
 
 
@@ -350,16 +343,18 @@ async def test_failing_callback_does_not_affect_other_streams() -> None:
         await failed.wait()
         await other_returned.wait()
         for stream in streams:
-            stream.detach()
+            fast_path.detach(*stream)
     fast_path.close()
 
 
 async def test_close_hands_back_all_streams() -> None:
     fast_path = FastPath(load_fast_path())
-    streams: list[SplicedStream] = []
+    streams: list[tuple[int, int]] = []
     handed_back: list[SpliceProgress] = []
     with socket_pair() as (_replica, near), socket_pair() as (far, _client):
-        stream = attach(fast_path, near, far, lambda: handed_back.append(streams[0].detach()))
+        stream = attach(
+            fast_path, near, far, lambda: handed_back.append(fast_path.detach(*streams[0]))
+        )
         streams.append(stream)
         fast_path.close()
     assert (len(fast_path), len(handed_back)) == (0, 1)
@@ -465,22 +460,32 @@ async def test_connection_close_is_honoured_after_splice(tokenizer: Tokenizer) -
     assert token_ids(decode_chunks(response.partition(b"\r\n\r\n")[2])) == TOKENS
 
 
-async def test_shared_counter_is_updated_and_filter_notified_at_end(tokenizer: Tokenizer) -> None:
-    counter = ctypes.c_int64()
-    engine, recorder = (
+async def test_usage_is_counted_before_filters_are_notified(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    engine, recorder, usage_log = (
         make_pausing_engine(tokenizer),
-        RecordingFilter(counter_address=ctypes.addressof(counter)),
+        RecordingFilter(),
+        UsageLog(tmp_path),
     )
-    async with serve(engine) as served, run_gateway([recorder], replica_config(served)) as gateway:
+    async with (
+        serve(engine) as served,
+        run_gateway([UsageRecorder(usage_log), recorder], replica_config(served)) as gateway,
+    ):
         task = asyncio.create_task(gateway.client.post(PATH, json=BODY))
-        await until(lambda: counter.value == 20)
+        await engine.paused.wait()
         context = recorder.started[0]
-        await until(lambda: context.delivered.output_tokens == 20)
-        assert recorder.token_counts[-1] < 20
+        assert context.usage_slot is not None
+        counter = ctypes.c_int64.from_address(context.usage_slot.output_counter_address)
+        await until(lambda: counter.value == 20)
+        await until(lambda: context.delivered.output_tokens == recorder.token_counts[-1] == 20)
         engine.may_continue.set()
         await task
-    # The last event arrives with the end of the stream, so it is not counted in the fast path.
-    assert (counter.value, recorder.token_counts[-1]) == (59, 60)
+        assert recorder.token_counts[-1] == 60
+    records: list[UsageRecord] = []
+    usage_log.drain(records.extend)
+    usage_log.close()
+    assert [record.output_tokens for record in records] == [60]
 
 
 @pytest.mark.parametrize(("setting", "warnings"), [("off", 0), ("auto", 1)])

@@ -27,7 +27,6 @@ from argosy.gateway.pool.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_context import (
     CHAT,
-    FilterState,
     RequestContext,
     complete_filters,
     run_filters,
@@ -89,14 +88,14 @@ async def test_request_is_recorded_once_at_its_price(
     recorder, context = UsageRecorder(usage_log, lambda: NOW), make_context(tier)
     context.route_name = "canary"
     context.rates = PriceList(PRICES).rates_at("m", TIERS[tier], NOW)
-    state = await recorder.on_request(context)
+    await recorder.on_request(context)
     context.delivered.prompt_tokens, context.delivered.cached_tokens = 100, 40
     for count in range(1, 8):
         context.delivered.output_tokens = count
-        state.on_tokens((0.0,))
+        context.count_usage()
     context.status, context.replica_name = status, "there"
     context.close_bill(is_response_started=True, is_output_sent=True)
-    state.on_complete()
+    recorder.on_complete(context)
     (record,) = drain(usage_log)
     assert record == UsageRecord(
         request="chatcmpl-1",
@@ -134,14 +133,13 @@ async def test_budget_and_record_have_same_cost_although_price_changes(
     )
     first, second = make_context(), make_context(number=2)
     limits.apply_snapshot(before)
-    states: list[FilterState] = []
-    assert await run_filters([limits], states, first)
+    assert await run_filters([limits], first)
     limits.apply_snapshot(after)
-    assert await run_filters([recorder], states, first)
+    assert await run_filters([recorder], first)
     first.delivered.prompt_tokens, first.delivered.output_tokens = 100, 7
     first.status, first.replica_name = "completed", "there"
     first.close_bill(is_response_started=True, is_output_sent=True)
-    complete_filters(states, first)
+    complete_filters(first)
     await limits.on_request(second)
     (record,) = drain(usage_log)
     assert [decision.used for decision in second.trace.limits] == [record.nano_dollars]
@@ -151,9 +149,9 @@ async def test_budget_and_record_have_same_cost_although_price_changes(
 async def test_killed_gateway_records_only_tokens_of_streams(tmp_path: Path, stream: bool) -> None:
     dying, records = UsageLog(tmp_path), list[UsageRecord]()
     context = make_context(stream=stream)
-    state = await UsageRecorder(dying).on_request(context)
+    await UsageRecorder(dying).on_request(context)
     context.delivered.prompt_tokens, context.delivered.output_tokens = 10, 3
-    state.on_tokens((0.0,))
+    context.count_usage()
     dying.close()
     restarted = UsageLog(tmp_path)
     restarted.recover()
@@ -190,8 +188,8 @@ async def test_records_reach_store_once_after_outage(usage_log: UsageLog) -> Non
     recorder = UsageRecorder(usage_log)
     for number in range(600):
         context = make_context(number=number)
-        state = await recorder.on_request(context)
-        state.on_complete()
+        await recorder.on_request(context)
+        recorder.on_complete(context)
     flushing = asyncio.create_task(flush_usage_forever(usage_log, write, stopping))
     await tried.wait()
     up = True
@@ -225,8 +223,8 @@ async def test_records_reach_store_although_folder_is_removed(
     shutil.rmtree(tmp_path)
     for number in range(5000):
         context = make_context(number=number)
-        state = await recorder.on_request(context)
-        state.on_complete()
+        await recorder.on_request(context)
+        recorder.on_complete(context)
     stopping.set()
     await flush_usage_forever(usage_log, records.extend, stopping)
     assert len({record.request for record in records}) == 5000
@@ -241,11 +239,11 @@ async def test_postgres_gets_every_record_once_after_outage(
     async def send_requests(numbers: range) -> None:
         for number in numbers:
             context = make_context(number=number)
-            state = await recorder.on_request(context)
+            await recorder.on_request(context)
             context.delivered.prompt_tokens, context.delivered.output_tokens = 10, number
             context.status = "completed"
             context.close_bill(is_response_started=True, is_output_sent=True)
-            state.on_complete()
+            recorder.on_complete(context)
 
     await send_requests(range(100))
     flushing = asyncio.create_task(

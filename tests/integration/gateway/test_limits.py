@@ -13,7 +13,6 @@ from tests.support.gateway_client import gateway
 from tests.support.gateway_processes import open_organisation
 from tests.support.idempotent_gateway import run_gateways
 from tests.support.limit_harness import (
-    TrackedLimitFilter,
     complete,
     make_context,
     make_limit,
@@ -24,6 +23,7 @@ from tests.support.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.accounting import AccountingService
+from argosy.gateway.filters import LimitFilter
 from argosy.gateway.utility_handlers import MAX_CONCURRENT_PER_TENANT
 from argosy.protocol import TokenUsage
 from argosy.store import (
@@ -60,7 +60,7 @@ async def test_restarted_gateway_seeds_limits_from_usage_table(tmp_path: Path) -
     store.ledger.add_records(
         [make_record(number, NOW - age) for number, age in enumerate((30, 3000, 4000, 90_000))]
     )
-    limits = TrackedLimitFilter(LocalQuotaBackend(), clock)
+    limits = LimitFilter(LocalQuotaBackend(), clock)
     limits.apply_snapshot(
         make_snapshot(
             make_limit("requests", 100, "hour"),
@@ -95,7 +95,7 @@ async def test_unsettled_usage_of_killed_gateway_counts_after_restart(tmp_path: 
     usage_log.allocate_slot(make_record(1, time.time())).set_counts(TokenUsage(100, 0, 23))
     usage_log.close()
     accounting = await AccountingService.open(StoreConfig(url=url))
-    limits = TrackedLimitFilter(LocalQuotaBackend())
+    limits = LimitFilter(LocalQuotaBackend())
     limits.apply_snapshot(make_snapshot(make_limit("tokens", 10_000, "month")))
     await limits.seed_usage(accounting.store.ledger.sum_by_owner)
     await limits.on_request(context := make_context())

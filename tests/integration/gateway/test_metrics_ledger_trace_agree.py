@@ -36,7 +36,7 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.filters.limit_filter import LimitFilter
-from argosy.gateway.request_context import FilterState, RequestContext
+from argosy.gateway.request_context import RequestContext
 from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, Limit, UsageRecord, create_quota_backend
 
@@ -165,7 +165,7 @@ async def test_admitting_limit_is_not_reported_as_rejection() -> None:
 
 async def test_internal_error_is_counted_and_traced() -> None:
     class BrokenFilter(RecordingFilter):
-        async def on_request(self, context: RequestContext) -> FilterState:
+        async def on_request(self, context: RequestContext) -> bool:
             raise RuntimeError("a bug")
 
     async with (

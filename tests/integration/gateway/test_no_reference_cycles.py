@@ -23,7 +23,6 @@ from tests.support.waiting import stable_value, until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import UpstreamResponse
 from argosy.gateway.upstream import connection as upstream_connection
@@ -132,8 +131,8 @@ async def test_finished_requests_are_freed(ending: str, monkeypatch: pytest.Monk
         ResponseRelay.check_timeouts,
     )
 
-    def check_and_signal(relay: ResponseRelay, now: float, limits: StreamTimeouts) -> None:
-        check_timeouts(relay, now, limits)
+    def check_and_signal(relay: ResponseRelay, now: float) -> None:
+        check_timeouts(relay, now)
         checked.set()
 
     monkeypatch.setattr(ResponseRelay, "check_timeouts", check_and_signal)

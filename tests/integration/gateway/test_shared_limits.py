@@ -19,7 +19,6 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 from tests.support.limit_harness import (
     PRINCIPAL,
-    TrackedLimitFilter,
     complete,
     deliver,
     expect_rejection,
@@ -32,6 +31,7 @@ from tests.support.limit_harness import (
 from tests.support.quota_authority import FakeQuotaAuthority
 from tests.support.services import RedisServer, running_redis
 
+from argosy.gateway.filters import LimitFilter
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.request_context import RequestContext
 from argosy.policy import LeaseGrant, LeaseRequest, calendar_bounds
@@ -60,12 +60,10 @@ async def shared_filters(
     failure_mode: QuotaFailureMode = "open",
     timeout_s: float = 10.0,
     gateway_ttl_s: float = 5.0,
-) -> AsyncIterator[list[TrackedLimitFilter]]:
+) -> AsyncIterator[list[LimitFilter]]:
     """Open one limit filter per gateway. The Redis timeout is long, because the machine may be busy."""
     filters = [
-        TrackedLimitFilter(
-            RedisQuotaBackend(server.url, timeout_s=timeout_s, gateway_ttl_s=gateway_ttl_s)
-        )
+        LimitFilter(RedisQuotaBackend(server.url, timeout_s=timeout_s, gateway_ttl_s=gateway_ttl_s))
         for _ in range(count)
     ]
     for each in filters:
@@ -84,7 +82,7 @@ async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def wait_until_disconnected(limits: TrackedLimitFilter) -> None:
+async def wait_until_disconnected(limits: LimitFilter) -> None:
     """Wait until the filter knows that Redis is down."""
 
     async def is_disconnected() -> bool:
@@ -94,13 +92,13 @@ async def wait_until_disconnected(limits: TrackedLimitFilter) -> None:
     await wait_until(is_disconnected)
 
 
-async def admit(limits: TrackedLimitFilter) -> RequestContext | None:
+async def admit(limits: LimitFilter) -> RequestContext | None:
     """Send one request. Returns its context, or None if it is rejected."""
     context = make_context()
     return context if await find_rejection(limits, context) is None else None
 
 
-async def count_admitted(limits: TrackedLimitFilter, attempts: int) -> int:
+async def count_admitted(limits: LimitFilter, attempts: int) -> int:
     return sum([await is_admitted(limits) for _ in range(attempts)])
 
 
@@ -136,7 +134,7 @@ async def test_concurrent_requests_stay_within_limit(
             assert await is_admitted(each)
         admitted = len(filters)
 
-        async def send_requests(limits: TrackedLimitFilter) -> None:
+        async def send_requests(limits: LimitFilter) -> None:
             nonlocal admitted
             for _ in range(12):
                 result = await is_admitted(limits)
@@ -160,7 +158,7 @@ async def test_streams_exceed_token_limit_only_by_overdraft(server: RedisServer)
     limit, chunk = 20_000, 5
     delivered = stopped = rejected = 0
 
-    async def stream(limits: TrackedLimitFilter, number: int) -> None:
+    async def stream(limits: LimitFilter, number: int) -> None:
         nonlocal delivered, stopped, rejected
         context = make_context(prompt_tokens=10, max_tokens=1)  # the replica sends more
         if await find_rejection(limits, context) is not None:
@@ -190,7 +188,7 @@ async def test_streams_exceed_token_limit_only_by_overdraft(server: RedisServer)
 async def test_concurrency_limit_holds_over_all_gateways(server: RedisServer) -> None:
     running = max_running = completed = 0
 
-    async def run(limits: TrackedLimitFilter) -> None:
+    async def run(limits: LimitFilter) -> None:
         nonlocal running, max_running, completed
         while (context := await admit(limits)) is None:  # noqa: ASYNC110 - as a client retries
             await asyncio.sleep(0.01)
@@ -220,7 +218,7 @@ async def test_concurrency_limit_holds_over_all_gateways(server: RedisServer) ->
 async def test_slow_stream_ends_at_limit(server: RedisServer, window: str, pause_s: float) -> None:
     now = calendar_bounds("day", steady_clock())[0] + 3600.0
     backend = RedisQuotaBackend(server.url, clock=lambda: now, timeout_s=10.0)
-    limits = TrackedLimitFilter(backend, lambda: now)
+    limits = LimitFilter(backend, lambda: now)
     limits.apply_snapshot(make_snapshot(make_limit("tokens", 100, window)))  # type: ignore[arg-type]
     await limits.start()
     try:
@@ -281,7 +279,7 @@ class ContendedBackend(RedisQuotaBackend):
 
 
 async def test_request_acquires_again_after_others_used_its_grant(server: RedisServer) -> None:
-    limits = TrackedLimitFilter(ContendedBackend(server.url, timeout_s=10.0))
+    limits = LimitFilter(ContendedBackend(server.url, timeout_s=10.0))
     limits.apply_snapshot(
         make_snapshot(make_limit("tokens", 10**9, "day"), make_limit("requests", 10**9))
     )
@@ -455,7 +453,7 @@ async def test_closed_project_is_rejected_after_its_grant_while_redis_hangs(
         await wait_until(lambda: is_admitted(limits))
 
 
-async def deliver_until_stopped(limits: TrackedLimitFilter, context: RequestContext) -> None:
+async def deliver_until_stopped(limits: LimitFilter, context: RequestContext) -> None:
     async def is_stopped() -> bool:
         return deliver(limits, context, 10) is not None
 
@@ -611,7 +609,7 @@ async def test_backend_follows_name_to_new_primary(server: RedisServer, tmp_path
 
 
 async def test_absent_redis_does_not_delay_requests() -> None:
-    limits = TrackedLimitFilter(RedisQuotaBackend("unix:///nowhere/redis.sock"))
+    limits = LimitFilter(RedisQuotaBackend("unix:///nowhere/redis.sock"))
     limits.apply_snapshot(make_snapshot(make_limit("requests", 3)))
     await limits.start()
     assert [await is_admitted(limits) for _ in range(4)] == [True, True, True, False]

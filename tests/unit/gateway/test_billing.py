@@ -6,6 +6,7 @@ All ways to end are tested in `tests/unit/policy/test_billing.py`, and the agree
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from tests.support.metered_gateway import metering_filters
 from tests.support.placed_requests import arrive, place
 
-from argosy.deployment import BackendKind, ColdStartConfig
+from argosy.deployment import BackendKind
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.backends import StreamContinuation, UpstreamTarget, get_adapter
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
@@ -24,12 +25,10 @@ from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy import handlers as handlers_module
-from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import ResponseWriter
-from argosy.gateway.proxy.start_wait import StartNotifier
 from argosy.gateway.request_context import CHAT, COMPLETION, EndReason, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
@@ -93,11 +92,9 @@ def make_relay(body: Json) -> tuple[RequestContext, ResponseRelay, StreamContinu
         context,
         NullWriter(),
         continuation,
-        filter_states=[],
-        report=lambda _: None,
-        cancel=lambda: None,
-        fast_path_switch=FastPathSwitch(None, NullWriter(), [], context.delivered),
-        start_notifier=StartNotifier(context, NullWriter(), ColdStartConfig()),
+        Mock(spec=PlacementDriver),
+        task=Mock(spec=asyncio.Task),
+        settings=GatewayConfig(models=[]),
     )
     return context, relay, continuation
 
@@ -119,9 +116,9 @@ def count_stream(body: Json, *chunks: Json, kind: BackendKind, is_complete: bool
     _, call = place(context, lambda: 0.0)
     relay.attach(call, plan.parser)
     for chunk in chunks:
-        call.response.on_body(format_event(json.dumps(chunk).encode()))
+        call.on_body(format_event(json.dumps(chunk).encode()))
     if is_complete:
-        call.response.on_body(b"data: [DONE]\n\n")
+        call.on_body(b"data: [DONE]\n\n")
         relay.finish_upstream()
     return counts(context)
 

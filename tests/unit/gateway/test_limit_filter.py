@@ -16,7 +16,6 @@ from tests.support.fake_clock import FakeClock
 from tests.support.limit_harness import (
     OTHER_PRINCIPAL,
     PRINCIPAL,
-    TrackedLimitFilter,
     complete,
     deliver,
     expect_rejection,
@@ -29,6 +28,7 @@ from tests.support.limit_harness import (
 )
 
 from argosy.deployment import LimitsConfig
+from argosy.gateway.filters import LimitFilter
 from argosy.gateway.filters.limit_filter import open_quota_backend
 from argosy.gateway.filters.limit_responses import format_duration
 from argosy.gateway.request_context import RequestContext
@@ -47,10 +47,8 @@ def clock() -> FakeClock:
     return FakeClock(NOON)
 
 
-def make_filter(
-    clock: FakeClock, *limits: Limit, prices: tuple[Price, ...] = ()
-) -> TrackedLimitFilter:
-    limit_filter = TrackedLimitFilter(LocalQuotaBackend(), clock)
+def make_filter(clock: FakeClock, *limits: Limit, prices: tuple[Price, ...] = ()) -> LimitFilter:
+    limit_filter = LimitFilter(LocalQuotaBackend(), clock)
     limit_filter.apply_snapshot(make_snapshot(*limits, prices=prices))
     return limit_filter
 
@@ -76,8 +74,7 @@ async def test_embeddings_use_no_output_and_teach_no_length(clock: FakeClock) ->
     chat_context = make_context(max_tokens=None)
     await limits.on_request(chat_context)
     assert chat_context.trace.limits  # the expected output is still the default of 256 tokens
-    state = limits.states[id(chat_context)]
-    assert getattr(state, "expected_output_tokens", None) == DEFAULT_OUTPUT_TOKENS
+    assert chat_context.covered_output_tokens == DEFAULT_OUTPUT_TOKENS
 
 
 async def test_principal_without_limits_is_not_limited(clock: FakeClock) -> None:

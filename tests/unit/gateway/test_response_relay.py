@@ -8,25 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.placed_requests import place
 
-from argosy.deployment import ColdStartConfig
+from argosy.deployment import GatewayConfig, Timeouts
 from argosy.gateway.backends import StreamContinuation
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
-from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
+from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.start_wait import StartNotifier
-from argosy.gateway.proxy.stream_monitor import StreamTimeouts
 from argosy.gateway.proxy.upstream_call import UpstreamCall
-from argosy.gateway.request_context import CHAT, FastPathBudget, RequestContext
+from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
@@ -66,6 +64,12 @@ class FakeWriter:
 
 
 T = TypeVar("T", bound=FakeWriter)
+SETTINGS = GatewayConfig(
+    models=[],
+    timeouts=Timeouts(first_token_timeout_s=60.0, stream_idle_timeout_s=20.0),
+    sse_keepalive_interval_s=15.0,
+    slow_reader_timeout_s=30.0,
+)
 
 
 def make_native_stream(lengths: list[int]) -> bytes:
@@ -83,29 +87,42 @@ def make_native_stream(lengths: list[int]) -> bytes:
     return stream + b"data: [DONE]\n\n"
 
 
-class LimitState:
-    """Filter state that ends the response after `max_tokens` tokens and keeps the counts."""
+class TokenLimit:
+    """Filter that ends the response after `max_tokens` tokens and keeps the counts."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.counts = [0]
         self.charged = 0.0
         """Cost that the queue is charged."""
-        self.delivered = DeliveredOutput()
 
-    def fast_path_budget(self) -> FastPathBudget:
-        return FastPathBudget(self.max_tokens - 1)
+    def observe(self, driver: PlacementDriver) -> None:
+        """Sum what the driver's queue is charged."""
+        handle = driver.handle
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
+        def handle_and_sum(event: Event) -> None:
+            if isinstance(event, Progress):
+                self.charged += event.weighted_tokens
+            handle(event)
+
+        driver.handle = handle_and_sum  # type: ignore[method-assign]
+
+    async def on_request(self, context: RequestContext) -> bool:
+        del context
+        return True
+
+    def on_tokens(
+        self, context: RequestContext, chunk_times: Sequence[float]
+    ) -> EarlyStopReason | None:
         del chunk_times
-        self.counts.append(self.delivered.output_tokens)
+        self.counts.append(context.delivered.output_tokens)
         return "limit" if self.counts[-1] >= self.max_tokens else None
 
-    def on_complete(self) -> None: ...
+    def on_complete(self, context: RequestContext) -> None: ...
 
 
 def make_relay(
-    writer: T, clock: Callable[[], float], choices: int = 1, limit: LimitState | None = None
+    writer: T, clock: Callable[[], float], choices: int = 1, limit: TokenLimit | None = None
 ) -> tuple[T, RequestContext, ResponseRelay, UpstreamResponse]:
     """Return a writer, a request, its relay, and an upstream response that feeds the relay."""
     body = {"model": "m", "messages": [], "stream": True, "n": choices}
@@ -114,37 +131,29 @@ def make_relay(
     pool = Pool("m", [replica])
     exchange = cast("HttpExchange", None)  # no client is disconnected
     context = RequestContext(exchange, fields, CHAT, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
+    driver, call = place(context, clock)
     if limit is not None:
-        limit.delivered = context.delivered
-    filter_states = [] if limit is None else [limit]
-
-    def report(event: Event) -> None:
-        if limit is not None and isinstance(event, Progress):
-            limit.charged += event.weighted_tokens
-        driver.handle(event)
-
+        context.filters.append(limit)
+        limit.observe(driver)
     relay = ResponseRelay(
         context,
         writer,
         StreamContinuation(fields, CHAT.path, context.delivered),
-        filter_states=filter_states,
-        report=report,
-        cancel=lambda: None,
-        fast_path_switch=FastPathSwitch(None, writer, filter_states, context.delivered),
-        start_notifier=StartNotifier(context, writer, ColdStartConfig()),
+        driver,
+        task=Mock(spec=asyncio.Task),
+        settings=SETTINGS,
     )
-    driver, call = place(context, clock)
     relay.attach(call, NativeStreamParser(context.delivered))
-    return writer, context, relay, call.response
+    return writer, context, relay, call
 
 
 def relay_chunks(
     lengths: list[int], max_tokens: int, chunks: list[bytes]
-) -> tuple[RequestContext, FakeWriter, LimitState]:
+) -> tuple[RequestContext, FakeWriter, TokenLimit]:
     """Relay the chunks with a limit of `max_tokens`. Also returns the writer and the limit's state."""
 
-    async def feed() -> tuple[RequestContext, FakeWriter, LimitState]:
-        limit = LimitState(max_tokens)
+    async def feed() -> tuple[RequestContext, FakeWriter, TokenLimit]:
+        limit = TokenLimit(max_tokens)
         writer, context, relay, response = make_relay(
             FakeWriter(), lambda: 0.0, len(lengths), limit
         )
@@ -195,14 +204,6 @@ def test_delivered_output_equals_counted_output_at_any_limit(
     assert all(count < max_tokens for count in counts[:-1])
 
 
-TIMEOUTS = StreamTimeouts(
-    first_token_timeout_s=60.0,
-    stream_idle_timeout_s=20.0,
-    sse_keepalive_interval_s=15.0,
-    slow_reader_timeout_s=30.0,
-)
-
-
 @dataclass
 class KeepaliveCounter(FakeWriter):
     """A writer that counts keep-alive comments."""
@@ -223,12 +224,12 @@ async def test_replica_that_sends_only_comments_times_out() -> None:
         now = float(second)
         if second % 10 == 0:
             response.on_body(b": keep-alive\n\n")
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
         keepalives.append(writer.keepalives)
     assert [keepalives[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
     assert not response.end_of_body.done()
     now = 61.0
-    relay.check_timeouts(now, TIMEOUTS)
+    relay.check_timeouts(now)
     with pytest.raises(UpstreamError, match="no data for 60 s"):
         await response.end_of_body
     assert context.delivered.output_tokens == 0
@@ -242,7 +243,7 @@ async def test_client_gets_keepalives_during_failover() -> None:
     keepalives = []
     for second in range(1, 49):
         now = float(second)
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
         keepalives.append(writer.keepalives)
     assert [keepalives[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
 
@@ -254,7 +255,7 @@ async def test_tokens_without_text_prevent_timeout() -> None:
         now = float(second)
         if second % 10 == 0:
             response.on_body(b": argosy 0 %d\n\n" % second)
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
     assert not response.end_of_body.done()
     assert context.delivered.output_tokens == 8
 
@@ -267,13 +268,13 @@ async def test_slowdown_after_fast_start_is_measured_immediately() -> None:
         response.on_body(b": argosy 0 %d\n\n" % token)
         now += 0.01
     now = 1.0
-    relay.check_timeouts(now, TIMEOUTS)
+    relay.check_timeouts(now)
     fast_s = load.inter_token_s
     for second in range(2, 22):
         now = float(second)
         if second % 5 == 0:
             response.on_body(b": argosy 0 %d\n\n" % second)
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
     assert fast_s < 0.1
     assert load.inter_token_s > 0.3
 
@@ -290,17 +291,17 @@ async def test_slow_client_does_not_make_replica_look_slow() -> None:
             now += 0.01
 
     stream_tokens()
-    relay.check_timeouts(now, TIMEOUTS)
+    relay.check_timeouts(now)
     fast_s = load.inter_token_s
     for _ in range(3):
         relay.on_backpressure()
         for _ in range(20):
             now += 1.0
-            relay.check_timeouts(now, TIMEOUTS)
+            relay.check_timeouts(now)
         relay.on_writable()
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
         stream_tokens()
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
     relay.detach()
     assert load.inter_token_s == pytest.approx(fast_s, rel=0.2)
 
@@ -311,17 +312,17 @@ async def test_replica_is_measured_again_after_backpressure_ends() -> None:
     (load,) = context.pool.reachable_loads()
     response.on_body(b": argosy 0 1\n\n")
     relay.on_backpressure()
-    relay.check_timeouts(now, TIMEOUTS)
+    relay.check_timeouts(now)
     relay.on_writable()
     for token in range(2, 6):
         now += 5.0
-        relay.check_timeouts(now, TIMEOUTS)
+        relay.check_timeouts(now)
         response.on_body(b": argosy 0 %d\n\n" % token)
-    relay.check_timeouts(now, TIMEOUTS)
+    relay.check_timeouts(now)
     assert load.inter_token_s > 0.3
 
 
-class PausableResponse(UpstreamResponse):
+class PausableCall(UpstreamCall):
     """An upstream response that knows whether reading is paused."""
 
     is_paused = False
@@ -340,11 +341,10 @@ async def test_backpressure_pauses_current_and_next_replica() -> None:
     (attempt,) = context.placement.attempts
     relay.on_backpressure()
     for _ in range(2):
-        response = PausableResponse(lambda: 0.0)
-        call = UpstreamCall(attempt, context.pool.replicas["r"], response)
+        call = PausableCall(attempt, lambda: 0.0)
         relay.attach(call, NativeStreamParser(context.delivered))
-        assert response.is_paused
+        assert call.is_paused
     relay.on_writable()
-    assert not response.is_paused
+    assert not call.is_paused
     relay.on_backpressure()
-    assert response.is_paused
+    assert call.is_paused

@@ -20,8 +20,8 @@ async def test_telemetry_without_project_uses_organisation_as_tenant() -> None:
     for organisation in ("acme", "zeta"):
         context = make_context(Principal(organisation=organisation))
         context.exchange = Mock(spec=HttpExchange, request_id="r", path="/v1/completions")
-        state = await telemetry.on_request(context)
-        state.on_complete()
+        await telemetry.on_request(context)
+        telemetry.on_complete(context)
     exposition = metrics.exposition(GatewayGauges()).decode()
     for organisation in ("acme", "zeta"):
         assert (

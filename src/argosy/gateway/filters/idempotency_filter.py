@@ -15,7 +15,7 @@ import structlog
 from argosy.deployment import LimitsConfig
 from argosy.gateway.filters.limit_filter import read_redis_password
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_context import FastPathBudget, RequestContext
+from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import IdempotencyTrace
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, invalid_request
 from argosy.store import (
@@ -55,8 +55,9 @@ class IdempotencyFilter:
     def __init__(self, store: IdempotencyStore, max_response_bytes: int) -> None:
         self._store = store
         self._max_response_bytes = max_response_bytes
+        self._recorders: dict[RequestContext, ResponseRecorder] = {}
 
-    async def on_request(self, context: RequestContext) -> ResponseRecorder | None:
+    async def on_request(self, context: RequestContext) -> bool:
         """Claim the key for the first request, and answer repeated requests.
 
         Raises:
@@ -65,11 +66,9 @@ class IdempotencyFilter:
         """
         key = context.exchange.headers.get(IDEMPOTENCY_KEY_HEADER)
         if key is None:
-            return None
-        scoped_key, claim = (
-            scope_key(context.principal, key),
-            InFlightClaim(context.response_id, _request_digest(context)),
-        )
+            return False
+        scoped_key = scope_key(context.principal, key)
+        claim = InFlightClaim(context.response_id, _request_digest(context))
         existing = await self._store.claim(scoped_key, claim)
         first_request_id = context.response_id if existing is None else existing.request_id
         trace_line = IdempotencyTrace(
@@ -81,13 +80,21 @@ class IdempotencyFilter:
                 self._store, self._max_response_bytes, context, scoped_key, claim, trace_line
             )
             context.exchange.observe_response(recorder)
-            return recorder
+            self._recorders[context] = recorder
+            return True
         await _replay_response(context, check_existing_claim(existing, claim))
-        return None
+        return False
+
+    def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:
+        """Do nothing, since the recorder observes the response."""
+
+    def on_complete(self, context: RequestContext) -> None:
+        """Store the response if it is complete, or release the key."""
+        self._recorders.pop(context).settle()
 
 
 class ResponseRecorder:
-    """Records the response to the first request with a key, as its `FilterState` and `ResponseObserver`."""
+    """Records the response to the first request with a key, as its `ResponseObserver`."""
 
     __slots__ = (
         "_body",
@@ -131,14 +138,7 @@ class ResponseRecorder:
         else:
             self._release_body()
 
-    def fast_path_budget(self) -> FastPathBudget:
-        """Return an empty budget, since the recorder must see every byte."""
-        return FastPathBudget(0)
-
-    def on_tokens(self, chunk_times: Sequence[float]) -> None:
-        """Do nothing, since `on_body` records the response."""
-
-    def on_complete(self) -> None:
+    def settle(self) -> None:
         """Store the response if it is complete, or release the key."""
         self._context.exchange.observe_response(None)
         body, kind = self._release_body(), self._content_type

@@ -41,7 +41,7 @@ from argosy.policy import (
     running_usage,
 )
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import TokenUsage
+from argosy.protocol import EarlyStopReason, TokenUsage
 from argosy.store import (
     AccountSnapshot,
     Clock,
@@ -201,7 +201,7 @@ class LimitFilter:
 
     # --- Generation requests ---------------------------------------------------------------------
 
-    async def on_request(self, context: RequestContext) -> LimitFilterState:
+    async def on_request(self, context: RequestContext) -> bool:
         """Reserve the request's expected usage. A request without limits may get some while it runs.
 
         Raises:
@@ -247,16 +247,31 @@ class LimitFilter:
             context,
             reservation=outcome,
             rates=rates,
-            reserved_prompt_tokens=prompt_tokens,
-            reserved_output_tokens=output_tokens if outcome.covers_estimate else 0,
             expected_output_tokens=output_tokens,
-            on_ended=self._running.remove,
         )
         self._running.add(state)
         current_limit_set = self._get_limit_set(principal, context.pool.model)
         if current_limit_set.meters != limit_set.meters:  # changed while units were acquired
             state.change_limits(current_limit_set)
-        return state
+        return True
+
+    def on_tokens(
+        self,
+        context: RequestContext,
+        chunk_times: Sequence[float],  # noqa: ARG002 - limits use the wall clock
+    ) -> EarlyStopReason | None:
+        """Extend the reservation if the delivered tokens exceed it, and return the reason to stop if that fails."""
+        delivered = context.delivered
+        if (
+            delivered.output_tokens <= context.covered_output_tokens
+            and delivered.prompt_tokens <= context.covered_prompt_tokens
+        ):
+            return None
+        return self._running.find(context).extend()
+
+    def on_complete(self, context: RequestContext) -> None:
+        """Settle the reservation."""
+        self._running.remove(context).settle()
 
     # --- Other requests --------------------------------------------------------------------------
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from argosy.gateway.filters.limit_responses import RateLimitHeaders, explain_rejected
-from argosy.gateway.request_context import FastPathBudget, RequestContext
+from argosy.gateway.request_context import UNLIMITED_TOKENS, RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import (
     OutputLengthEstimator,
@@ -62,7 +62,7 @@ class DegradedModePolicy:
 
 
 class LimitFilterState(msgspec.Struct, eq=False):
-    """Reservation of one request, a `FilterState`."""
+    """Reservation of one request. The tokens that it covers are in the request's context."""
 
     backend: QuotaBackend
     degraded_mode: DegradedModePolicy
@@ -72,18 +72,19 @@ class LimitFilterState(msgspec.Struct, eq=False):
     context: RequestContext
     reservation: Reservation
     rates: Rates
-    reserved_prompt_tokens: int
-    """Prompt tokens that the reservation covers."""
-    reserved_output_tokens: int
-    """Output tokens that the reservation covers."""
     expected_output_tokens: int
     """Output tokens that the request rarely exceeds."""
-    on_ended: Callable[[LimitFilterState], None]
-    """Called when the request has ended."""
     continued_degraded: bool = False
     """Whether the stream was allowed to continue while current usage was unknown."""
     exceeded_limit: QuotaRejection | None = None
     """Limit that rejected the last extension."""
+
+    def __post_init__(self) -> None:
+        is_covered = self.reservation.covers_estimate
+        self._set_covered(
+            self.context.fields.estimated_prompt_tokens,
+            self.expected_output_tokens if is_covered else 0,
+        )
 
     def change_limits(self, limit_set: LimitSet) -> None:
         """Apply the limits as they are now to the running request.
@@ -92,11 +93,11 @@ class LimitFilterState(msgspec.Struct, eq=False):
         may continue.
         """
         context = self.context
-        if context.reclaim_stream is not None:
-            context.reclaim_stream()  # so that all tokens are counted and the budget is read again
+        if context.take_back_stream is not None:
+            context.take_back_stream()
         delivered, now = context.delivered, self.clock()
         usage = running_usage(self.rates, delivered.usage)
-        prompt = delivered.prompt_tokens or self.reserved_prompt_tokens
+        prompt = delivered.prompt_tokens or context.fields.estimated_prompt_tokens
         minimum_tokens = TokenUsage(prompt, delivered.cached_tokens, delivered.output_tokens)
         minimum = running_usage(self.rates, minimum_tokens)
         self.limit_set = limit_set
@@ -107,28 +108,19 @@ class LimitFilterState(msgspec.Struct, eq=False):
         output = max(delivered.output_tokens, self.expected_output_tokens)
         expected = TokenUsage(prompt, delivered.cached_tokens, output)
         is_reserved = self.reservation.extend(running_usage(self.rates, expected), now) is None
-        self.reserved_output_tokens = output if is_reserved else delivered.output_tokens
+        self._set_covered(prompt, output if is_reserved else delivered.output_tokens)
 
-    def fast_path_budget(self) -> FastPathBudget:
-        """Return a budget of the tokens that the reservation covers."""
-        if not self.reservation.holds:
-            return FastPathBudget()
-        covers_prompt = self.context.delivered.prompt_tokens <= self.reserved_prompt_tokens
-        return FastPathBudget(self.reserved_output_tokens if covers_prompt else 0)
+    def _set_covered(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Record what the reservation covers, which is everything where no limit applies."""
+        context = self.context
+        if self.reservation.holds:
+            context.covered_prompt_tokens = prompt_tokens
+            context.covered_output_tokens = output_tokens
+        else:
+            context.covered_prompt_tokens = context.covered_output_tokens = UNLIMITED_TOKENS
 
-    def on_tokens(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:  # noqa: ARG002 - limits use the wall clock
-        """Extend the reservation if the delivered tokens exceed it, and return the reason to stop if that fails."""
-        delivered = self.context.delivered
-        if not self.reservation.holds or (
-            delivered.output_tokens <= self.reserved_output_tokens
-            and delivered.prompt_tokens <= self.reserved_prompt_tokens
-        ):
-            return None
-        return self._extend_reservation()
-
-    def on_complete(self) -> None:
+    def settle(self) -> None:
         """Settle the reservation with the usage that the request's bill counts."""
-        self.on_ended(self)
         context, bill = self.context, self.context.bill
         if self.exceeded_limit is not None and context.status == "stopped":
             context.trace.limits += explain_rejected([self.exceeded_limit])
@@ -137,23 +129,20 @@ class LimitFilterState(msgspec.Struct, eq=False):
             output_length = bill.usage.output_tokens // context.fields.choice_count
             self.estimates.observe(self.limit_set.caller_key, output_length, DEFAULT_OUTPUT_TOKENS)
 
-    def _extend_reservation(self) -> EarlyStopReason | None:
+    def extend(self) -> EarlyStopReason | None:
         """Extend the reservation, ahead of the stream if possible, and return the reason to stop if that fails."""
-        delivered, now = self.context.delivered, self.clock()
-        prompt, output = (
-            delivered.prompt_tokens or self.reserved_prompt_tokens,
-            delivered.output_tokens,
-        )
-        ahead_tokens = (
-            self.reserved_output_tokens
-            if output <= self.reserved_output_tokens
-            else output + RESERVATION_STEP_TOKENS
-        )
+        context, now = self.context, self.clock()
+        delivered = context.delivered
+        prompt = delivered.prompt_tokens or context.fields.estimated_prompt_tokens
+        output = delivered.output_tokens
+        ahead_tokens = context.covered_output_tokens
+        if output > ahead_tokens:
+            ahead_tokens = output + RESERVATION_STEP_TOKENS
         for reserved_output in (ahead_tokens, output):
             tokens = TokenUsage(prompt, delivered.cached_tokens, reserved_output)
             usage = running_usage(self.rates, tokens)
             if self.reservation.extend(usage, now) is None:
-                self.reserved_prompt_tokens, self.reserved_output_tokens = prompt, reserved_output
+                self._set_covered(prompt, reserved_output)
                 return None
         demand = quota_demand(self.reservation.shortfall(usage))
         if not self.backend.overdraw(demand, now) and self.backend.is_connected is False:
@@ -165,7 +154,7 @@ class LimitFilterState(msgspec.Struct, eq=False):
             self.continued_degraded = decide(self.limit_set, demand, now)
         rejection = self.exceeded_limit = self.reservation.extend(usage, now)
         if rejection is None:
-            self.reserved_prompt_tokens, self.reserved_output_tokens = prompt, output
+            self._set_covered(prompt, output)
             return None
         self.reservation.force_extend(usage, now)
         return "budget" if rejection.quota_limit.unit == "nano_dollars" else "limit"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from argosy.gateway.filters.limit_filter_state import LimitFilterState, LimitSet
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import RequestContext
 from argosy.policy import is_exceeded
 
 
@@ -15,23 +16,22 @@ def caller_key(principal: Principal, model: str) -> tuple[str, ...]:
 
 
 class RunningRequests:
-    """States of the requests that have been admitted and have not ended."""
+    """Reservations of the requests that have been admitted and have not ended."""
 
     def __init__(self) -> None:
-        self._states: dict[tuple[str, ...], set[LimitFilterState]] = {}
-        """States by caller and model, because the same limits apply to all requests with one key."""
+        self._states: dict[RequestContext, LimitFilterState] = {}
 
     def add(self, state: LimitFilterState) -> None:
-        """Add the state of an admitted request."""
-        self._states.setdefault(_state_key(state), set()).add(state)
+        """Add the reservation of an admitted request."""
+        self._states[state.context] = state
 
-    def remove(self, state: LimitFilterState) -> None:
-        """Remove the state of a request that has ended."""
-        key = _state_key(state)
-        states = self._states[key]
-        states.discard(state)
-        if not states:
-            del self._states[key]
+    def find(self, context: RequestContext) -> LimitFilterState:
+        """Return the reservation of a running request."""
+        return self._states[context]
+
+    def remove(self, context: RequestContext) -> LimitFilterState:
+        """Remove a request that has ended, and return its reservation."""
+        return self._states.pop(context)
 
     def update_limits(
         self, get_limit_set: Callable[[Principal, str], LimitSet], now: float
@@ -44,16 +44,15 @@ class RunningRequests:
             get_limit_set: Returns the limits that apply to a principal's requests for a model.
             now: Seconds since the epoch.
         """
-        for states in [tuple(states) for states in self._states.values()]:
-            context = states[0].context
+        # By limits, because the same ones apply to all requests of a caller for a model, and there may be thousands.
+        exceeded: dict[int, bool] = {}
+        for context, state in tuple(self._states.items()):
             limit_set = get_limit_set(context.principal, context.pool.model)
-            has_exceeded = any(is_exceeded(limit.meter, now) for limit in limit_set.meters)
-            for state in states:
-                if has_exceeded or state.limit_set.meters != limit_set.meters:
-                    state.change_limits(limit_set)
-                else:
-                    state.limit_set = limit_set
-
-
-def _state_key(state: LimitFilterState) -> tuple[str, ...]:
-    return caller_key(state.context.principal, state.context.pool.model)
+            has_exceeded = exceeded.get(id(limit_set))
+            if has_exceeded is None:
+                has_exceeded = any(is_exceeded(limit.meter, now) for limit in limit_set.meters)
+                exceeded[id(limit_set)] = has_exceeded
+            if has_exceeded or state.limit_set.meters != limit_set.meters:
+                state.change_limits(limit_set)
+            else:
+                state.limit_set = limit_set

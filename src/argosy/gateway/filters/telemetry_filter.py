@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from operator import sub
 
-import msgspec
-
-from argosy.gateway.request_context import FastPathBudget, RequestContext
+from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import TraceStore
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import AttemptRecord
@@ -45,12 +43,12 @@ class TelemetryFilter:
         clock: Callable[[], float],
         series: SeriesRecorder | None = None,
     ) -> None:
-        self.traces = traces
-        self.metrics = metrics
-        self.clock = clock
-        self.series = series
+        self._traces = traces
+        self._metrics = metrics
+        self._clock = clock
+        self._series = series
 
-    async def on_request(self, context: RequestContext) -> TelemetryFilterState:
+    async def on_request(self, context: RequestContext) -> bool:
         """Start the trace and add the request id to the response headers."""
         trace = context.trace
         trace.response_id = context.response_id
@@ -66,28 +64,12 @@ class TelemetryFilter:
         trace.started_at = context.started_at
         trace.routing_policy = context.pool.routing_policy
         context.response_headers.append((b"x-argosy-request", trace.response_id.encode()))
-        self.traces.add(trace)
-        return TelemetryFilterState(self, context)
+        self._traces.add(trace)
+        return True
 
-
-class TelemetryFilterState(msgspec.Struct, eq=False):
-    """Trace and token intervals of one request, a `FilterState`."""
-
-    telemetry: TelemetryFilter
-    context: RequestContext
-    token_intervals_s: list[float] = []
-    """Seconds between tokens, not yet recorded in the metrics."""
-    flush_at: float = 0.0
-    """Time from which the next token records them."""
-    recorded_tokens: int = 0
-    """Output tokens that the series have counted."""
-
-    def fast_path_budget(self) -> FastPathBudget:
-        """Return an unlimited budget, since chunk times arrive in batches."""
-        return FastPathBudget()
-
-    def on_tokens(self, chunk_times: Sequence[float]) -> None:
-        trace, intervals_s = self.context.trace, self.token_intervals_s
+    def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:
+        """Record the times of chunks with tokens."""
+        trace, intervals_s = context.trace, context.token_intervals_s
         last_token_at, trace.last_token_at = trace.last_token_at, chunk_times[-1]
         if last_token_at is None:
             trace.first_token_at = chunk_times[0]
@@ -97,13 +79,14 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             intervals_s.append(chunk_times[0] - last_token_at)
         if len(chunk_times) > 1:
             intervals_s += map(sub, chunk_times[1:], chunk_times)
-        if len(intervals_s) >= MAX_BUFFERED_INTERVALS or chunk_times[-1] >= self.flush_at:
-            self._flush_progress(chunk_times[-1])
+        age_s = chunk_times[-1] - context.intervals_recorded_at
+        if age_s >= MAX_BUFFER_AGE_S or len(intervals_s) >= MAX_BUFFERED_INTERVALS:
+            self._record_progress(context, chunk_times[-1])
 
-    def on_complete(self) -> None:
-        telemetry, context = self.telemetry, self.context
+    def on_complete(self, context: RequestContext) -> None:
+        """Complete the trace and record the metrics of an ended request."""
         trace, delivered = context.trace, context.delivered
-        now = telemetry.clock()
+        now = self._clock()
         trace.ended_at = now
         trace.status = "replayed" if context.replayed_request_id else context.status
         if context.error is not None:
@@ -116,37 +99,36 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             trace.finish_reasons[choice] = reason[:MAX_FINISH_REASON_LENGTH]
             if choice in delivered.early_stops:
                 trace.stop_reasons[choice] = delivered.early_stops[choice]
-        if self.token_intervals_s:
-            self._flush_intervals()
-        telemetry.traces.complete(trace, now)
-        self._record_metrics(now)
+        if context.token_intervals_s:
+            self._record_intervals(context)
+        self._traces.complete(trace, now)
+        self._record_metrics(context, now)
 
-    def _flush_progress(self, now: float) -> None:
+    def _record_progress(self, context: RequestContext, now: float) -> None:
         """Record the intervals, and in the series also the tokens, of a running stream."""
-        self.flush_at = now + MAX_BUFFER_AGE_S
-        if self.token_intervals_s:
-            self._flush_intervals()
-        series, context = self.telemetry.series, self.context
-        if series is not None:
+        context.intervals_recorded_at = now
+        if context.token_intervals_s:
+            self._record_intervals(context)
+        if self._series is not None:
             tokens = context.delivered.output_tokens
-            series.record_output(
+            self._series.record_output(
                 context.trace.model,
                 context.principal.tenant,
                 context.replica_name,
-                tokens - self.recorded_tokens,
+                tokens - context.series_tokens,
             )
-            self.recorded_tokens = tokens
+            context.series_tokens = tokens
 
-    def _flush_intervals(self) -> None:
-        self.token_intervals_s.sort()  # which both recordings use
-        telemetry, model = self.telemetry, self.context.trace.model
-        telemetry.metrics.record_inter_token_gaps(model, self.token_intervals_s)
-        if telemetry.series is not None:
-            telemetry.series.record_intervals(model, self.token_intervals_s)
-        self.token_intervals_s.clear()
+    def _record_intervals(self, context: RequestContext) -> None:
+        intervals_s, model = context.token_intervals_s, context.trace.model
+        intervals_s.sort()  # which both recordings use
+        self._metrics.record_inter_token_gaps(model, intervals_s)
+        if self._series is not None:
+            self._series.record_intervals(model, intervals_s)
+        intervals_s.clear()
 
-    def _record_metrics(self, now: float) -> None:
-        metrics, context, trace = self.telemetry.metrics, self.context, self.context.trace
+    def _record_metrics(self, context: RequestContext, now: float) -> None:
+        metrics, trace = self._metrics, context.trace
         model = trace.model
         metrics.record_request_end(
             model,
@@ -172,38 +154,17 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             queue_end = trace.attempts[0].chosen_at if trace.attempts else now
             queue_s = 0.0 if trace.queued_at is None else queue_end - trace.queued_at
             metrics.record_queue_wait(model, queue_s)
-        if self.telemetry.series is not None:
-            self._record_series(self.telemetry.series, now, ttft_s, queue_s)
+        if self._series is not None:
+            self._series.record_request(_build_sample(context, now, ttft_s, queue_s))
         for _ in trace.pauses:
             metrics.record_pause(model)
         for previous, attempt in itertools.pairwise(trace.attempts):
             if previous.outcome != "paused":
-                self._record_attempt(attempt)
+                self._record_attempt(model, attempt)
 
-    def _record_series(
-        self, series: SeriesRecorder, now: float, ttft_s: float | None, queue_s: float | None
-    ) -> None:
-        context, trace = self.context, self.context.trace
-        usage = trace.tokens
-        series.record_request(
-            RequestSample(
-                model=trace.model,
-                tenant=trace.principal.tenant,
-                replica=context.replica_name,
-                outcome=_series_outcome(context),
-                duration_s=now - trace.arrived_at,
-                ttft_s=ttft_s,
-                queue_s=queue_s,
-                input_tokens=usage.uncached_tokens,
-                cached_tokens=usage.cached_tokens,
-                output_tokens=usage.output_tokens - self.recorded_tokens,
-                cost_nano_dollars=context.bill.nano_dollars,
-            )
-        )
-
-    def _record_attempt(self, attempt: AttemptRecord) -> None:
+    def _record_attempt(self, model: str, attempt: AttemptRecord) -> None:
         """Record an attempt after the first as a hedge, a failover or a retry."""
-        metrics, model = self.telemetry.metrics, self.context.trace.model
+        metrics = self._metrics
         has_output = (
             attempt.first_token_at is not None or attempt.outcome == AttemptOutcome.SUCCESS.value
         )
@@ -213,6 +174,27 @@ class TelemetryFilterState(msgspec.Struct, eq=False):
             metrics.record_failover(model)
         elif attempt.sent_at is not None:  # an unsent attempt is no retry
             metrics.record_retry(model)
+
+
+def _build_sample(
+    context: RequestContext, now: float, ttft_s: float | None, queue_s: float | None
+) -> RequestSample:
+    """Build what the series count of an ended request."""
+    trace = context.trace
+    usage = trace.tokens
+    return RequestSample(
+        model=trace.model,
+        tenant=trace.principal.tenant,
+        replica=context.replica_name,
+        outcome=_series_outcome(context),
+        duration_s=now - trace.arrived_at,
+        ttft_s=ttft_s,
+        queue_s=queue_s,
+        input_tokens=usage.uncached_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_tokens=usage.output_tokens - context.series_tokens,
+        cost_nano_dollars=context.bill.nano_dollars,
+    )
 
 
 def _series_outcome(context: RequestContext) -> str:

@@ -7,15 +7,13 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import structlog
 
-from argosy.gateway.request_context import FastPathBudget, RequestContext
+from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import CostTrace
-from argosy.policy import Rates
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
-from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot
+from argosy.store import UsageLog, UsageLogFullError, UsageRecord
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -40,14 +38,13 @@ class UsageRecorder:
         self._usage_log = usage_log
         self._clock = clock
 
-    async def on_request(self, context: RequestContext) -> UsageFilterState:
+    async def on_request(self, context: RequestContext) -> bool:
         """Allocate the request's row in the usage log.
 
         Raises:
             ApiError: 503 if the usage log is full.
         """
         principal, model = context.principal, context.pool.model
-        rates = context.rates
         row = UsageRecord(
             request=context.response_id,
             organisation=principal.organisation,
@@ -62,38 +59,24 @@ class UsageRecorder:
             status="interrupted",
         )
         try:
-            slot = self._usage_log.allocate_slot(row, rates)
+            context.usage_slot = self._usage_log.allocate_slot(row, context.rates)
         except UsageLogFullError:
             message = (
                 "Usage cannot be recorded at the moment, so requests are rejected. Try again later."
             )
             raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
-        return UsageFilterState(context, slot, rates, self._clock)
+        return True
 
+    def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:
+        """Do nothing, since the relay or native code counts the tokens in the row."""
 
-class UsageFilterState(msgspec.Struct, eq=False):
-    """Usage row of one request, a `FilterState`."""
-
-    context: RequestContext
-    slot: UsageSlot
-    rates: Rates
-    clock: Callable[[], float]
-
-    def fast_path_budget(self) -> FastPathBudget:
-        """Return an unlimited budget, since the fast path counts tokens in the usage slot itself."""
-        return FastPathBudget(token_counter_address=self.slot.output_counter_address)
-
-    def on_tokens(self, chunk_times: Sequence[float]) -> None:  # noqa: ARG002 - see `FilterState`
-        """Store the delivered counts of a stream. A non-streaming response counts as undelivered until it ends."""
-        if self.context.fields.stream:
-            self.slot.set_counts(self.context.delivered.usage)
-
-    def on_complete(self) -> None:
+    def on_complete(self, context: RequestContext) -> None:
         """Complete the row with the billed tokens."""
-        context, bill = self.context, self.context.bill
-        self.slot.set_counts(bill.usage)
-        self.slot.finish(context.status, context.replica_name, self.clock(), context.model_digest)
-        context.trace.cost = CostTrace(bill.nano_dollars, self.rates)
+        bill, slot = context.bill, context.usage_slot
+        assert slot is not None  # noqa: S101 - set by `on_request`
+        slot.set_counts(bill.usage)
+        slot.finish(context.status, context.replica_name, self._clock(), context.model_digest)
+        context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
 
 
 async def flush_usage_forever(

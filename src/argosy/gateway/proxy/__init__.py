@@ -3,9 +3,9 @@
 `CompletionHandlers` parses a request, runs the filters and creates the objects that serve it. All decisions about where
 and when it runs are those of the `PlacementCore` (`policy.placement`), which the `PlacementDriver` feeds. A
 `RequestProxy` performs them: each attempt is one `UpstreamCall`. The `ResponseRelay` forwards the replica's stream to
-the client through a `ResponseWriter`. An `AttemptMeter` reports its speed, and a `StreamMonitor` its silence. A
-`FastPathSwitch` moves both sockets of a regular stream to the native `FastPath`. A `DemandMeter` counts the tokens that
-arrive and are served, for the autoscaler of the fleet. A `RoutingPreviewer` previews these decisions.
+the client through a `ResponseWriter`, and checks its timeouts. A `StreamSplice` moves both sockets of a regular stream
+to the native `FastPath`. A `DemandMeter` counts the tokens that arrive and are served, for the autoscaler of the fleet.
+A `RoutingPreviewer` previews these decisions.
 """
 
 from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand

@@ -112,32 +112,6 @@ def _copy_bytes(address: int, size: int) -> bytes:
     return ctypes.string_at(address, size) if size else b""
 
 
-class SplicedStream:
-    """A stream on the fast path."""
-
-    def __init__(
-        self, fast_path: FastPath, number: int, handle: int, on_returned: Callable[[], None]
-    ) -> None:
-        self.on_returned = on_returned
-        self._fast_path = fast_path
-        self._number = number
-        self._handle = handle
-
-    def poll_progress(self) -> SpliceProgress:
-        """Return the progress since the last call."""
-        native = _NativeProgress()
-        self._fast_path.library.poll_progress(self._handle, ctypes.byref(native))
-        return _to_progress(native)
-
-    def detach(self) -> SpliceProgress:
-        """Take the stream back, or release a returned one. Call it once, as the last method."""
-        native = _NativeProgress()
-        self._fast_path.library.detach(self._fast_path.handle, self._handle, ctypes.byref(native))
-        progress = _to_progress(native)
-        self._fast_path.release(self._number, self._handle)
-        return progress
-
-
 class FastPath:
     """The native thread and its streams. Not thread-safe: use it from one event loop."""
 
@@ -152,7 +126,8 @@ class FastPath:
         if not self.handle:
             message = "the fast path needs a thread and descriptors; raise the process's limits"
             raise NativeUnavailableError(message)
-        self._streams: dict[int, SplicedStream] = {}
+        self._streams: dict[int, Callable[[], object]] = {}
+        """Callbacks of the attached streams by number, called when the thread has returned one."""
         self._numbers = itertools.count(1)
         self._returned_fd: int = library.returned_fd(self.handle)
         asyncio.get_running_loop().add_reader(self._returned_fd, self._on_streams_returned)
@@ -162,29 +137,28 @@ class FastPath:
 
     def attach(
         self,
+        on_returned: Callable[[], object],
         replica_fd: int,
         client_fd: int,
-        *,
         output_tokens: int,
         max_output_tokens: int,
         token_counter_address: int | None,
-        on_returned: Callable[[], None],
-    ) -> SplicedStream | None:
+    ) -> tuple[int, int]:
         """Attach a stream, whose chunks are forwarded from the replica's socket to the client's.
 
         The descriptors of both sockets are duplicated. The stream is returned when it reaches `max_output_tokens` or a
-        chunk is not regular. Then `on_returned` is called, which has to call the stream's `detach`.
+        chunk is not regular. Then `on_returned` is called, which has to call `detach`.
 
         Args:
+            on_returned: Called once.
             replica_fd: The replica's socket.
             client_fd: The client's socket.
             output_tokens: Tokens so far.
             max_output_tokens: Token limit.
-            token_counter_address: 64-bit counter.
-            on_returned: Called once.
+            token_counter_address: 64-bit counter that each chunk updates; None for none.
 
         Returns:
-            The stream, or None if no descriptor is available.
+            Number and native handle of the stream. The handle is 0 if no descriptor is available.
         """
         number = next(self._numbers)
         handle = self.library.attach(
@@ -196,20 +170,29 @@ class FastPath:
             output_tokens,
             max_output_tokens,
         )
-        if not handle:
-            return None
-        stream = self._streams[number] = SplicedStream(self, number, handle, on_returned)
-        return stream
+        if handle:
+            self._streams[number] = on_returned
+        return number, handle or 0
 
-    def release(self, number: int, handle: int) -> None:
-        """Release a detached stream."""
+    def poll_progress(self, handle: int) -> SpliceProgress:
+        """Return the progress of a stream since the last call."""
+        native = _NativeProgress()
+        self.library.poll_progress(handle, ctypes.byref(native))
+        return _to_progress(native)
+
+    def detach(self, number: int, handle: int) -> SpliceProgress:
+        """Take a stream back, or release a returned one."""
+        native = _NativeProgress()
+        self.library.detach(self.handle, handle, ctypes.byref(native))
+        progress = _to_progress(native)
         del self._streams[number]
         self.library.release(self.handle, handle)
+        return progress
 
     def close(self) -> None:
         """Return all streams and stop the thread."""
-        for stream in tuple(self._streams.values()):
-            stream.on_returned()
+        for on_returned in tuple(self._streams.values()):
+            on_returned()
         asyncio.get_running_loop().remove_reader(self._returned_fd)
         self.library.close(self.handle)
 
@@ -217,9 +200,9 @@ class FastPath:
         numbers = _StreamNumbers()
         count = self.library.take_returned(self.handle, numbers, RETURN_BATCH_SIZE)
         for number in numbers[:count]:
-            stream = self._streams.get(number)
-            if stream is not None:
-                asyncio.get_running_loop().call_soon(stream.on_returned)
+            on_returned = self._streams.get(number)
+            if on_returned is not None:
+                asyncio.get_running_loop().call_soon(on_returned)
 
 
 def load_fast_path() -> FastPathLibrary:

@@ -24,7 +24,6 @@ from argosy.gateway.proxy.constraint_check import (
 )
 from argosy.gateway.proxy.demand_meter import DemandReport
 from argosy.gateway.proxy.fast_path import FastPath
-from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
@@ -37,15 +36,13 @@ from argosy.gateway.proxy.response_writers import (
 )
 from argosy.gateway.proxy.routing_preview import RoutingPreviewer
 from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
-from argosy.gateway.proxy.start_wait import StartNotifier, find_start_wait_s
-from argosy.gateway.proxy.stream_monitor import StreamTimeouts
+from argosy.gateway.proxy.start_wait import find_start_wait_s
 from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
     COMPLETION,
     ApiShape,
     EndReason,
-    FilterState,
     RequestContext,
     RequestFilter,
     complete_filters,
@@ -105,12 +102,6 @@ class CompletionHandlers:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
         self._max_request_s = config.timeouts.request_timeout_s or math.inf
         self._clock = time.monotonic
-        self._stream_timeouts = StreamTimeouts(
-            config.timeouts.first_token_timeout_s,
-            config.timeouts.stream_idle_timeout_s,
-            config.sse_keepalive_interval_s,
-            config.slow_reader_timeout_s,
-        )
         queue = config.queue
         self._driver = PlacementDriver(
             PlacementLimits(
@@ -185,7 +176,7 @@ class CompletionHandlers:
         self._driver.remove_pools(set(self._models.all_pools))
         now = self._clock()
         for relay in tuple(self._relays):
-            relay.check_timeouts(now, self._stream_timeouts)
+            relay.check_timeouts(now)
         if self._shadow_traffic is not None:
             self._shadow_traffic.cancel_outdated()
 
@@ -221,12 +212,11 @@ class CompletionHandlers:
         )
         exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
-        filter_states: list[FilterState] = []
         writer: ResponseWriter = (
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context)
         )
         try:
-            await self._execute(context, self._filters, filter_states, writer)
+            await self._execute(context, self._filters, writer)
         except (DisconnectedError, SlowReaderError):
             context.status = "cancelled"
             raise
@@ -244,7 +234,7 @@ class CompletionHandlers:
             context.close_bill(
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
-            complete_filters(filter_states, context)
+            complete_filters(context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
 
@@ -328,13 +318,12 @@ class CompletionHandlers:
 
     async def _execute_copy(self, context: RequestContext) -> None:
         """Execute a copy, which passes no filter and whose response is discarded. Raises ApiError as `_execute`."""
-        await self._execute(context, (), [], DiscardingWriter())
+        await self._execute(context, (), DiscardingWriter())
 
     async def _execute(
         self,
         context: RequestContext,
         filters: Sequence[RequestFilter],
-        filter_states: list[FilterState],
         writer: ResponseWriter,
     ) -> None:
         """Run the filters and the attempts, until the response ends, the client disconnects or the deadline passes.
@@ -352,28 +341,21 @@ class CompletionHandlers:
             context,
             writer,
             continuation,
-            filter_states=filter_states,
-            report=driver.handle,
-            cancel=task.cancel,
-            # The fast path supports a single choice.
-            fast_path_switch=FastPathSwitch(
-                None if context.fields.choice_count > 1 else self._fast_path,
-                writer,
-                filter_states,
-                context.delivered,
-            ),
-            start_notifier=StartNotifier(context, writer, self._config.cold_start),
+            driver,
+            task=task,
+            settings=self._config,
+            fast_path=self._fast_path,
         )
         deadline_timer = None
         if context.deadline < math.inf:
             remaining_s = max(0.0, context.deadline - self._clock())
             deadline_timer = asyncio.get_running_loop().call_later(remaining_s, relay.on_deadline)
         context.exchange.set_listener(relay)
-        context.reclaim_stream = relay.reclaim_stream
+        context.take_back_stream = relay.take_back_stream
         self._relays.add(relay)
         context.pool.active_requests += 1
         try:
-            if await run_filters(filters, filter_states, context):
+            if await run_filters(filters, context):
                 if context.api.generates:
                     await self._request_checker.check(
                         context.pool, context.fields, context.api.path
@@ -399,7 +381,7 @@ class CompletionHandlers:
             if context.placement is not None:
                 driver.end(context.placement)
             context.exchange.set_listener(None)
-            context.reclaim_stream = None  # a reference cycle
+            context.take_back_stream = None  # a reference cycle
         if context.exchange.response_complete:
             return  # a buffered response, or the response of a filter
         await writer.finish()

@@ -214,8 +214,7 @@ class RequestProxy:
         return True
 
     def _start_call(self, attempt: Attempt) -> UpstreamCall:
-        replica = cast("ReplicaEndpoint", attempt.replica)
-        call = UpstreamCall(attempt, replica, UpstreamResponse(self._config.clock))
+        call = UpstreamCall(attempt, self._config.clock)
         self._calls.append(call)
         return call
 
@@ -269,7 +268,7 @@ class RequestProxy:
             async with asyncio.timeout(timeout_s):
                 start = await self._open(call, is_fastest=False)
                 if not isinstance(start, BufferedResponse):
-                    await call.response.wait_for_piece(FirstContentDetector().feed)
+                    await call.wait_for_piece(FirstContentDetector().feed)
         except TimeoutError:
             raise UpstreamError(f"no response within {timeout_s:g} s") from None
         return start
@@ -286,7 +285,7 @@ class RequestProxy:
             UpstreamRefusedError: The replica's response is not usable.
             UnsuitableReplicaError: The replica cannot resume the response.
         """
-        context, replica, response = self._context, call.replica, call.response
+        context, replica = self._context, call.replica
         fields, adapter = context.fields, replica.adapter
         if replica.name in self._request.unsuitable or not replica.has_arithmetic(
             context.delivered.arithmetic_id
@@ -312,10 +311,10 @@ class RequestProxy:
         deadlines = (
             self._config.stream_start_deadlines if uses_stream else self._config.buffered_deadlines
         )
-        deadlines.add(response)
+        deadlines.add(call)
         try:
-            await response.send(replica.upstream, request)
-            status = await response.status
+            await call.send(replica.upstream, request)
+            status = await call.status
             if status == HTTP_CREATED:
                 status = 200
             if plan is not None and status == 200:
@@ -326,11 +325,11 @@ class RequestProxy:
                 self._driver.handle(AttemptAnswered(self._request, call.attempt, is_response=False))
             if status == ARITHMETIC_MISMATCH_STATUS and context.delivered.arithmetic_id:
                 raise UnsuitableReplicaError
-            body = await response.read_body()
+            body = await call.read_body()
         finally:
-            deadlines.remove(response)
+            deadlines.remove(call)
         return check_buffered_response(
-            status, body, response.content_type, adapter, has_started=self._has_started
+            status, body, call.content_type, adapter, has_started=self._has_started
         )
 
     def _on_opened(self, call: UpstreamCall, start: ResponseStart) -> None:
@@ -339,9 +338,7 @@ class RequestProxy:
         is_stream = not isinstance(start, BufferedResponse)
         if is_stream and not context.delivered.output_tokens:
             context.delivered.arithmetic_id = (
-                parse_arithmetic_id(call.response.headers)
-                if replica.is_native
-                else replica.arithmetic_id
+                parse_arithmetic_id(call.headers) if replica.is_native else replica.arithmetic_id
             )
             context.delivered.is_exact = replica.is_exact
         context.record_replica(replica)
@@ -361,15 +358,15 @@ class RequestProxy:
             UpstreamError: The replica was lost.
             UpstreamRefusedError: The server rejected the request within its stream.
         """
-        context, relay, response = self._context, self._relay, call.response
+        context, relay = self._context, self._relay
         if context.exchange.status is None:
-            forward_request_notes(context, call.replica, response.headers)
+            forward_request_notes(context, call.replica, call.headers)
         await self._writer.start()
         relay.attach(call, plan.parser)
         try:
-            await response.end_of_body
+            await call.end_of_body
         finally:
-            relay.exit_fast_path()
+            relay.end_splice()
         relay.finish_upstream()
         self._report_completed(call, relay.completed_tokens_per_choice)
 
@@ -377,9 +374,9 @@ class RequestProxy:
         """Send a buffered response to the client, including an error response that blames the request."""
         context, exchange = self._context, self._context.exchange
         if exchange.status is None:
-            forward_request_notes(context, call.replica, call.response.headers)
+            forward_request_notes(context, call.replica, call.headers)
         if buffered.status == 200:
-            received_at = call.response.last_activity_at
+            received_at = call.last_activity_at
             tokens = self._relay.record_buffered(buffered.body, received_at, call.replica.adapter)
             self._report_completed(call, tokens, received_at)
             context.status = context.final_status
@@ -481,7 +478,7 @@ class RequestProxy:
                 str(error),
                 status=getattr(error, "status", 0),
                 retry_after_s=call.retry_after_s,
-                is_sent=call.response.is_request_sent,
+                is_sent=call.is_request_sent,
                 is_too_large=isinstance(error, ResponseTooLargeError),
                 output_tokens=context.delivered.output_tokens,
                 can_resume=self._continuation.can_resume,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import (
     BackendAdapter,
     ReportedUsage,
@@ -16,24 +18,24 @@ from argosy.gateway.backends import (
     parse_usage,
     record_finish_reasons,
 )
-from argosy.gateway.proxy.attempt_meter import AttemptMeter
-from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
+from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.final_events import build_final_events
-from argosy.gateway.proxy.response_writers import ResponseWriter
-from argosy.gateway.proxy.start_wait import StartNotifier
-from argosy.gateway.proxy.stream_monitor import StreamMonitor, StreamTimeouts
+from argosy.gateway.proxy.placement_driver import PlacementDriver
+from argosy.gateway.proxy.response_writers import ResponseWriter, StreamingWriter
+from argosy.gateway.proxy.start_wait import StartNotifier, waits_for_start
+from argosy.gateway.proxy.stream_splice import StreamSplice
 from argosy.gateway.proxy.upstream_call import UpstreamCall, UpstreamRefusedError
-from argosy.gateway.request_context import CLIENT_GONE, EndReason, FilterState, RequestContext
+from argosy.gateway.request_context import CLIENT_GONE, EndReason, RequestContext
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
-from argosy.policy.placement import Event, Progress
+from argosy.policy.placement import Progress
 from argosy.protocol import EarlyStopReason
 
 
 class ResponseRelay:
     """Forwards chunks from the replica to the client in callbacks, and observes the client's connection.
 
-    After each chunk with new tokens the filter states are notified. A filter that returns a reason ends the response.
+    After each chunk with new tokens the filters are notified. A filter that returns a reason ends the response.
     """
 
     def __init__(
@@ -41,12 +43,11 @@ class ResponseRelay:
         context: RequestContext,
         writer: ResponseWriter,
         continuation: StreamContinuation,
+        driver: PlacementDriver,
         *,
-        filter_states: Sequence[FilterState],
-        report: Callable[[Event], None],
-        cancel: Callable[[], object],
-        fast_path_switch: FastPathSwitch,
-        start_notifier: StartNotifier,
+        task: asyncio.Task[Any],
+        settings: GatewayConfig,
+        fast_path: FastPath | None = None,
     ) -> None:
         """Create a relay that no replica is attached to yet.
 
@@ -54,52 +55,58 @@ class ResponseRelay:
             context: The request.
             writer: Writes to the client.
             continuation: State across replicas.
-            filter_states: Notified of tokens.
-            report: Receives the events for placement.
-            cancel: Cancels the request, after `RequestContext.end_reason` was set.
-            fast_path_switch: Moves the stream to native code and back.
-            start_notifier: Writes to the client while the model starts.
+            driver: Receives the events for placement.
+            task: Task of the request, cancelled after `RequestContext.end_reason` was set.
+            settings: Settings of the gateway, with its timeouts.
+            fast_path: Native code that may forward the stream; None for none.
         """
         self._context = context
         self._delivered = context.delivered
         self._writer = writer
         self._continuation = continuation
-        self._filter_states = filter_states
-        self._report = report
-        self._cancel = cancel
-        self._fast_path_switch = fast_path_switch
-        self._start_notifier = start_notifier
-        self._monitor = StreamMonitor()
+        self._driver = driver
+        self._task = task
+        self._settings = settings
+        self._splice: StreamSplice | None = None
+        """Moves the stream to native code, which supports a single choice; None if it stays here."""
+        if (
+            fast_path is not None
+            and isinstance(writer, StreamingWriter)
+            and context.fields.choice_count == 1
+        ):
+            self._splice = StreamSplice(fast_path, writer, context, self.take_back_stream)
+        self._start_notifier: StartNotifier | None = None
+        """Writes to the client while the model starts."""
         self._output_tokens = 0
-        self._attempt_start_tokens = 0
-        """Output tokens that the client had when the attempt started."""
         self._charged_tokens = 0.0
         self._client_backpressure = False
+        self._backpressure_since: float | None = None
+        self._progress_at = 0.0
+        """Time of the latest progress. A comment shows that the server is alive, but is not progress."""
+        self._keepalive_at = 0.0
+        """When the client was last sent a comment."""
         self._call: UpstreamCall | None = None
         """The attempt whose stream is forwarded; None between two attempts."""
-        self._meter: AttemptMeter | None = None
         self._parser: StreamParser | None = None
         self._upstream_model: str | None = None
         """Name of the model at the last replica; None before the first one answered."""
 
     def attach(self, call: UpstreamCall, parser: StreamParser) -> None:
         """Forward the stream of an attempt, as its parser rewrites it. The writer must have been started."""
-        response = call.response
         self._call, self._parser = call, parser
         self._upstream_model = call.replica.upstream_model
-        self._attempt_start_tokens = self._output_tokens
-        self._meter = AttemptMeter(call, self._output_tokens, self._report)
-        self._meter.is_client_limited = self._client_backpressure
-        self._monitor.progress_at = response.last_activity_at
+        call.start_tokens = self._output_tokens
+        call.is_client_limited = self._client_backpressure
+        self._progress_at = call.last_activity_at
         if self._client_backpressure:
-            response.pause_reading()
-        response.stream_body(self._on_data)
+            call.pause_reading()
+        call.stream_body(self._on_data)
 
     def pause(self, reason: str) -> None:
         """End the attempt although the replica works, so that the stream is resumed later."""
         if self._call is not None and not self._is_stopped:
-            self.exit_fast_path()
-            self._call.response.abort_for_pause(reason)
+            self.end_splice()
+            self._call.abort_for_pause(reason)
 
     def finish_upstream(self) -> None:
         """Forward the end of the attached stream, which has ended.
@@ -109,13 +116,14 @@ class ResponseRelay:
             UpstreamRefusedError: The server rejected the request within its stream.
         """
         self._measure_rate()
-        self._call = None
         self.charge_delivered()
+        call, parser = self._call, self._parser
+        self._call = None
         if self._is_stopped:
             return  # the final events were written before
-        parser = self._parser
-        assert parser is not None  # noqa: S101 - set by attach
-        tail = b"" if parser.is_done else self._synthesize_tail(parser)
+        assert call is not None  # noqa: S101 - set by `attach`
+        assert parser is not None  # noqa: S101 - set by `attach`
+        tail = b"" if parser.is_done else self._synthesize_tail(call, parser)
         self._record_prompt_tokens()
         try:
             self._write(tail or parser.flush())
@@ -138,14 +146,14 @@ class ResponseRelay:
     def _is_client_gone(self) -> bool:
         return self._context.end_reason in CLIENT_GONE
 
-    def _synthesize_tail(self, parser: StreamParser) -> bytes:
+    def _synthesize_tail(self, call: UpstreamCall, parser: StreamParser) -> bytes:
         """Build the missing end of a stream that ended without `[DONE]`. Raises as `finish_upstream` does."""
         is_finished = self._continuation.is_finished and not parser.failure
         tail = self._build_tail() if is_finished else None
         if tail is not None:
             return tail
         if (
-            self._output_tokens == self._attempt_start_tokens
+            self._output_tokens == call.start_tokens
             and classify_status(parser.failure_status or 500) is not AttemptOutcome.FAILURE
         ):
             raise UpstreamRefusedError(parser.failure_status, parser.failure)
@@ -227,15 +235,18 @@ class ResponseRelay:
         self._delivered.reset()
         self._output_tokens = 0
 
-    def exit_fast_path(self) -> bytes:
-        """Take the stream back from the fast path. Returns bytes of the replica that are still to be parsed."""
-        chunk_at, unread = self._fast_path_switch.exit()
-        self._record_spliced_chunks(chunk_at)
+    def end_splice(self) -> bytes:
+        """Take the stream back from native code. Returns bytes of the replica that are still to be parsed."""
+        if self._splice is None:
+            return b""
+        chunk_times, unread = self._splice.end()
+        self._record_spliced_chunks(chunk_times)
+        self._context.count_usage()
         return unread
 
     def on_deadline(self) -> None:
         """End the response with the tokens so far, because the request's deadline has passed."""
-        self.exit_fast_path()
+        self.end_splice()
         if self._upstream_model is not None:
             self._end_early("deadline")
         else:
@@ -244,7 +255,7 @@ class ResponseRelay:
     def start_early(self, now: float) -> None:
         """Start a stream although no replica answers yet, unless the response has started."""
         if self._context.exchange.status is None:
-            self._monitor.keepalive_at = now
+            self._keepalive_at = now
             self._writer.start_early()
 
     def charge_delivered(self) -> None:
@@ -257,62 +268,71 @@ class ResponseRelay:
             increment, self._charged_tokens = total - self._charged_tokens, total
             request = self._context.placement
             assert request is not None  # noqa: S101 - set before tokens arrive
-            self._report(Progress(request, delivered.output_tokens, increment))
+            self._driver.handle(Progress(request, delivered.output_tokens, increment))
 
-    def check_timeouts(self, now: float, timeouts: StreamTimeouts) -> None:
+    def check_timeouts(self, now: float) -> None:
         """Abort a stalled attempt, disconnect a slow client, and send keep-alive comments. Called every second."""
-        monitor, call, meter = self._monitor, self._call, self._meter
-        if self._client_backpressure and monitor.is_client_too_slow(now, timeouts):
-            self._context.end_reason = EndReason.SLOW_CLIENT
-            self._context.exchange.abort()
-        if call is not None and meter is not None:  # otherwise no replica answers yet
-            self._record_spliced_chunks(self._fast_path_switch.poll())
+        settings, call = self._settings, self._call
+        if self._client_backpressure:
+            self._progress_at = now  # the replica is paused
+            self._backpressure_since = self._backpressure_since or now
+            if now - self._backpressure_since > settings.slow_reader_timeout_s:
+                self._context.end_reason = EndReason.SLOW_CLIENT
+                self._context.exchange.abort()
+        if call is not None:  # otherwise no replica answers yet
+            if self._splice is not None:
+                self._record_spliced_chunks(self._splice.poll())
             self.charge_delivered()
-            meter.measure(self._output_tokens, now)
-            meter.is_client_limited = self._client_backpressure
-            stall_s = monitor.find_stall(now, timeouts, has_token=meter.has_token)
-            if stall_s is not None:
-                self.exit_fast_path()
-                call.response.abort(f"no data for {stall_s:g} s")
+            self._measure_rate(now)
+            call.is_client_limited = self._client_backpressure
+            timeouts = settings.timeouts
+            limit_s = (
+                timeouts.stream_idle_timeout_s if call.has_token else timeouts.first_token_timeout_s
+            )
+            if now - self._progress_at > limit_s:
+                self.end_splice()
+                call.abort(f"no data for {limit_s:g} s")
                 return
-        if self._start_notifier.is_waiting:
+        if waits_for_start(self._context):
+            self._start_notifier = self._start_notifier or StartNotifier(
+                self._context, self._writer, settings.cold_start
+            )
             self._start_notifier.notify(now)
-        elif monitor.is_keepalive_due(now, timeouts):
+        elif now - max(self._progress_at, self._keepalive_at) > settings.sse_keepalive_interval_s:
+            self._keepalive_at = now
             self._send_keepalive()
 
     def _on_data(self, body: bytes) -> None:
         parser, call = self._parser, self._call
         if parser is None or call is None or self._is_stopped:
             return
-        response, monitor = call.response, self._monitor
         events = parser.feed(body)
         if events and self._context.end_reason is None:
             if events.startswith(b":"):
-                monitor.keepalive_at = response.last_activity_at
+                self._keepalive_at = call.last_activity_at
             else:
-                monitor.progress_at = response.last_activity_at
+                self._progress_at = call.last_activity_at
             self._writer.write_events(events)
         output_tokens = self._delivered.output_tokens
         if output_tokens != self._output_tokens:
             # Tokens are progress even if their text is held back.
-            monitor.progress_at = response.last_activity_at
-            if self._meter is not None and not self._meter.has_token:
+            self._progress_at = call.last_activity_at
+            if not call.has_token:
                 self._record_prompt_tokens()
-                self._meter.on_first_token(
-                    self._delivered, self._context.fields, response.last_activity_at
-                )
+                self._driver.handle(call.build_first_token(self._delivered, self._context.fields))
             self._output_tokens = output_tokens
-            stop_reason = self._notify_filters((response.last_activity_at,))
+            self._context.count_usage()
+            stop_reason = self._notify_filters((call.last_activity_at,))
             if stop_reason is not None or self._writer.is_full:
                 self._end_early(stop_reason)
                 return
-            if self._fast_path_switch.observe_chunk():
+            if self._splice is not None and self._splice.should_begin():
                 # In the next iteration of the loop, when the kernel has the events that were written.
-                asyncio.get_running_loop().call_soon(self._enter_fast_path)
+                asyncio.get_running_loop().call_soon(self._begin_splice)
         if parser.stopped_early or parser.failure_status:  # finish_upstream handles the status
-            response.finish_early()
+            call.finish_early()
         elif parser.failure:
-            response.abort(parser.failure)
+            call.abort(parser.failure)
 
     def _record_prompt_tokens(self) -> None:
         """Record the prompt's tokens, estimated until the server reports them, because the response has started."""
@@ -322,42 +342,52 @@ class ResponseRelay:
         )
 
     def _notify_filters(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
-        """Notify all filter states of new tokens. Returns the reason if one of them ends the response."""
-        stop_reason = None
-        for state in self._filter_states:
-            stop_reason = state.on_tokens(chunk_times) or stop_reason
+        """Notify all filters of new tokens. Returns the reason if one of them ends the response."""
+        context, stop_reason = self._context, None
+        for each in context.filters:
+            stop_reason = each.on_tokens(context, chunk_times) or stop_reason
         return stop_reason
 
-    def _enter_fast_path(self) -> None:
-        """Move the stream to the fast path, if its state allows."""
+    def _begin_splice(self) -> None:
+        """Let native code forward the stream, if its state allows."""
         call, parser = self._call, self._parser
         if call is None or parser is None or not parser.can_use_fast_path:
             return
-        if not self._client_backpressure and self._context.end_reason is None:
-            self._fast_path_switch.enter(call.response, self._output_tokens, self.reclaim_stream)
+        if (
+            self._splice is not None
+            and not self._client_backpressure
+            and self._context.end_reason is None
+        ):
+            self._splice.begin(call)
 
-    def reclaim_stream(self) -> None:
-        """Take the stream back from the fast path and read it here again."""
-        unread = self.exit_fast_path()
+    def take_back_stream(self) -> None:
+        """Take the stream back from native code and read it here again."""
+        unread = self.end_splice()
         if self._call is not None:
-            self._call.response.reclaim_socket(unread)
+            self._call.reclaim_socket(unread)
             if self._client_backpressure and self._call is not None:
-                self._call.response.pause_reading()
+                self._call.pause_reading()
 
-    def _record_spliced_chunks(self, chunk_at: float | None) -> None:
-        """Record the chunks that the fast path has forwarded, the last one at `chunk_at`."""
-        if chunk_at is not None and self._call is not None:
-            self._output_tokens = self._delivered.output_tokens
-            self._call.response.last_activity_at = self._monitor.progress_at = chunk_at
+    def _record_spliced_chunks(self, chunk_times: Sequence[float]) -> None:
+        """Record the chunks that native code has forwarded, and counted in the usage log."""
+        if not chunk_times:
+            return
+        self._output_tokens = self._delivered.output_tokens
+        self._notify_filters(chunk_times)
+        if self._call is not None:
+            self._call.last_activity_at = self._progress_at = chunk_times[-1]
 
     def _send_keepalive(self) -> None:
-        self.reclaim_stream()
+        self.take_back_stream()
         self._writer.send_keepalive()
 
-    def _measure_rate(self) -> None:
-        """Measure the token rate up to the end of the attempt."""
-        if self._call is not None and self._meter is not None:
-            self._meter.measure(self._output_tokens, self._call.response.last_activity_at)
+    def _measure_rate(self, now: float | None = None) -> None:
+        """Report the token rate of the attempt, up to its last chunk by default."""
+        call = self._call
+        if call is not None:
+            speed = call.measure(self._output_tokens, call.last_activity_at if now is None else now)
+            if speed is not None:
+                self._driver.handle(speed)
 
     def _end_early(self, stop_reason: EarlyStopReason | None) -> None:
         """End all choices that have not finished. The reason is None if the response is too long for the writer."""
@@ -373,14 +403,14 @@ class ResponseRelay:
             if choice not in self._delivered.finish_reasons:
                 self._delivered.record_finish(choice, "length", stop_reason)
         if self._call is not None:
-            self._call.response.abort("response ended early by the gateway")
+            self._call.abort("response ended early by the gateway")
         else:  # between two attempts
-            self._cancel()
+            self._task.cancel()
 
     def _abort(self, reason: EndReason) -> None:
         if self._context.end_reason is not EndReason.SLOW_CLIENT:
             self._context.end_reason = reason
-        self._cancel()
+        self._task.cancel()
 
     def _write(self, events: bytes) -> None:
         if events and not self._is_client_gone:
@@ -391,17 +421,16 @@ class ResponseRelay:
     def on_backpressure(self) -> None:
         """Pause the replica, because the client reads more slowly than tokens arrive."""
         self._client_backpressure = True
-        if self._meter is not None:
-            self._meter.is_client_limited = True
         if self._call is not None:
-            self._call.response.pause_reading()
+            self._call.is_client_limited = True
+            self._call.pause_reading()
 
     def on_writable(self) -> None:
         """Resume the replica, because the client's buffer has drained."""
         self._client_backpressure = False
-        self._monitor.on_writable()
+        self._backpressure_since = None
         if self._call is not None:
-            self._call.response.resume_reading()
+            self._call.resume_reading()
 
     def on_half_close(self) -> None:
         """Send a comment after the client shut down its sending side.
@@ -413,5 +442,5 @@ class ResponseRelay:
 
     def on_disconnect(self) -> None:
         """Cancel the request at once, because the client disconnected."""
-        self.exit_fast_path()
+        self.end_splice()
         self._abort(EndReason.CLIENT_LEFT)

@@ -45,6 +45,16 @@ def find_comment_interval_s(exchange: HttpExchange, config: ColdStartConfig) -> 
     return min(config.comment_interval_s, MAX_SILENT_FRACTION * read_timeout_s)
 
 
+def waits_for_start(context: RequestContext) -> bool:
+    """Whether the request waits for the start of its model, and its response has begun with headers."""
+    return (
+        context.pool.is_starting
+        and context.exchange.status is not None
+        and context.placement is not None
+        and context.placement.state is RequestState.WAITING
+    )
+
+
 class StartNotifier:
     """Reports the progress of a start to the client of one stream. Times are monotonic seconds."""
 
@@ -58,17 +68,6 @@ class StartNotifier:
         """Interval of the comments, from the first one on."""
         self._notified_at = -math.inf
         self._event_at = 0.0
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the request waits for the start, and its response has begun with headers."""
-        context = self._context
-        return (
-            context.pool.is_starting
-            and context.exchange.status is not None
-            and context.placement is not None
-            and context.placement.state is RequestState.WAITING
-        )
 
     def notify(self, now: float) -> None:
         """Send what is due: a comment, and now and then an event that clients with timeouts for events count."""

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from binascii import a2b_base64
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
+from typing import cast
 
 import msgspec
 
 from argosy.gateway.backends import (
     BackendAdapter,
+    DeliveredOutput,
     UpstreamPlan,
+    count_resume_tokens,
+    derive_cache_salt,
     infer_status,
     is_json_object,
     parse_error_message,
     status_in_body,
 )
 from argosy.gateway.pool import ReplicaEndpoint
+from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import StreamPausedError, UpstreamError, UpstreamResponse
-from argosy.policy import AttemptOutcome, classify_status
-from argosy.policy.placement import Attempt, AttemptEnding
+from argosy.policy import AttemptOutcome, CacheHitReport, PromptTokensReport, classify_status
+from argosy.policy.placement import Attempt, AttemptEnding, FirstToken, SpeedMeasured
+from argosy.protocol import unpack_block_names
 
 MAX_JSON_CONTAINERS = 1 << 21
 """Maximum objects and lists in a buffered response. More take long to parse, and log-probabilities need fewer."""
@@ -58,29 +66,39 @@ CallError = UpstreamError | UpstreamRefusedError | UnsuitableReplicaError
 CALL_ERRORS = (UpstreamError, UpstreamRefusedError, UnsuitableReplicaError)
 
 
-class UpstreamCall:
-    """Attempt at a replica."""
+class UpstreamCall(UpstreamResponse):
+    """Attempt at a replica: its response, and the measurement of its stream.
 
-    def __init__(
-        self, attempt: Attempt, replica: ReplicaEndpoint, response: UpstreamResponse
-    ) -> None:
+    Token rates are reported during the stream, because a slow stream may last an hour.
+    """
+
+    def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
         self.attempt = attempt
-        self.replica = replica
-        self.response = response
+        self.replica = cast("ReplicaEndpoint", attempt.replica)
         self.task: asyncio.Task[ResponseStart] | None = None
         """Task that waits for the start of the response, if another attempt may be faster."""
+        self.start_tokens = 0
+        """Output tokens that the client had when the stream was attached."""
+        self.has_token = False
+        """Whether the attempt's first token has arrived."""
+        self.is_client_limited = False
+        """Whether client backpressure slowed the replica since the last measurement, which is then discarded."""
+        self._measured_tokens: int | None = None
+        """Output tokens at the last measurement of the rate; None while no rate is measured."""
+        self._measured_at = 0.0
 
     def cancel(self) -> None:
         """Give the attempt up."""
         task, self.task = self.task, None
         if task is not None and not task.cancel() and not task.cancelled():
             task.exception()  # marks the exception as retrieved
-        self.response.abort("attempt ended")
+        self.abort("attempt ended")
 
     @property
     def retry_after_s(self) -> float | None:
         """Seconds of the replica's `Retry-After` header, a number or a date (RFC 9110, 10.2.3)."""
-        value = self.response.headers.get(b"retry-after", b"").decode("latin-1")
+        value = self.headers.get(b"retry-after", b"").decode("latin-1")
         if not value:
             return None
         try:
@@ -88,6 +106,51 @@ class UpstreamCall:
         except (ValueError, OverflowError):
             return None
         return max(0.0, seconds)
+
+    def build_first_token(self, delivered: DeliveredOutput, fields: RequestFields) -> FirstToken:
+        """Build the report of the first token, with what the replica reports about the prompt."""
+        self.has_token = True
+        if fields.choice_count == 1:
+            self._measured_tokens, self._measured_at = (
+                delivered.output_tokens,
+                self.last_activity_at,
+            )
+        decision, replica = self.attempt.decision, self.replica
+        uncached_tokens: int | None = None
+        cache_report: CacheHitReport | PromptTokensReport | None = None
+        if replica.is_native:  # other servers report usage at the end, if at all
+            uncached_tokens = delivered.prompt_tokens - delivered.cached_tokens
+            if decision.block_keys:
+                cache_report = CacheHitReport(
+                    decision.block_keys,
+                    decision.cached_blocks,
+                    decision.prompt_blocks,
+                    delivered.prompt_tokens - count_resume_tokens(fields),
+                    delivered.cached_tokens,
+                    unpack_block_names(a2b_base64(delivered.prompt_blocks)),
+                )
+        elif delivered.prompt_token_ids is not None and decision.block_keys:
+            salt = derive_cache_salt(fields, replica.adapter)
+            cache_report = PromptTokensReport(
+                decision.block_keys, decision.prompt_blocks, salt, delivered.prompt_token_ids
+            )
+        return FirstToken(
+            self.attempt,
+            self.last_activity_at,
+            uncached_tokens,
+            is_resumed=self.start_tokens > 0,
+            cache_report=cache_report,
+        )
+
+    def measure(self, tokens: int, now: float) -> SpeedMeasured | None:
+        """Return the rate since the last call, at `tokens` output tokens now; None if it is not known."""
+        if self._measured_tokens is None:
+            return None
+        new_tokens, duration_s = tokens - self._measured_tokens, now - self._measured_at
+        self._measured_tokens, self._measured_at = tokens, now
+        if duration_s <= 0 or self.is_client_limited:
+            return None
+        return SpeedMeasured(self.attempt, new_tokens, duration_s)
 
 
 def ending_of(error: CallError) -> AttemptEnding:
