@@ -38,7 +38,7 @@ def fleet(generation: int) -> DesiredFleet:
         pools=tuple(
             DesiredPool(
                 name=f"pool-{number}",
-                launcher="simulated",
+                launcher="local",
                 generation=generation,
                 replicas=REPLICAS - 1,
                 spares=1,
@@ -56,7 +56,7 @@ def replicas(crashed_every: int = 0) -> tuple[ObservedReplica, ...]:
             pool=f"pool-{number}",
             generation=1,
             ordinal=ordinal,
-            launcher="simulated",
+            launcher="local",
             state=LaunchState.EXITED if has_crashed else LaunchState.RUNNING,
             attempt=1,
             started_at=NOW - 500.0,

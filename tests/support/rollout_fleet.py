@@ -37,10 +37,6 @@ from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReadin
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchState,
-    SimulatedBehaviour,
-    SimulatedCluster,
-    SimulatedLauncher,
-    SimulatedNode,
 )
 from argosy.gateway import (
     DemandReport,
@@ -68,6 +64,7 @@ from argosy.policy.traffic import PoolRoute
 from argosy.store import FleetEvent, GatewayRecord
 from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import open_migrated_store
+from tests.support.simulated_cluster import SimulatedBehaviour, SimulatedCluster, SimulatedLauncher
 
 FLEET = "demo"
 POOL = "chat"
@@ -226,11 +223,10 @@ class RolloutFleet:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = FakeClock(1_000_000.0)
-        nodes = {"node-0": SimulatedNode(), "node-1": SimulatedNode()}
         behaviour = SimulatedBehaviour(
             provisioning_s=(0.0, 0.0), loading_s=(4.0, 5.0), drain_s=(0.0, 1.0)
         )
-        self.cluster = SimulatedCluster(self.clock, nodes=nodes, behaviour=behaviour)
+        self.cluster = SimulatedCluster(self.clock, behaviour=behaviour)
         self.gateways = ScriptedGateways(self.clock)
         self.url = f"sqlite:///{folder / 'argosy.db'}"
         self.store = open_migrated_store(self.url)

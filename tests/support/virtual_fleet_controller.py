@@ -20,11 +20,6 @@ from argosy.fleet.launchers import (
     LaunchError,
     LaunchSpec,
     LaunchState,
-    SimulatedBehaviour,
-    SimulatedCluster,
-    SimulatedHealth,
-    SimulatedLauncher,
-    SimulatedNode,
     StaleEpochError,
 )
 from argosy.policy.reconciliation import (
@@ -49,6 +44,13 @@ from argosy.policy.reconciliation import (
     reconcile,
 )
 from tests.support.fake_clock import FakeClock
+from tests.support.simulated_cluster import (
+    NODES,
+    SimulatedBehaviour,
+    SimulatedCluster,
+    SimulatedHealth,
+    SimulatedLauncher,
+)
 
 LAUNCHER = "simulated"
 OBSERVATION_INTERVAL_S = 2.0
@@ -107,9 +109,7 @@ class VirtualFleet:
     ) -> None:
         self.random = Random(seed)
         self.clock = FakeClock(1000.0)
-        node = SimulatedNode(accelerators=accelerators)
-        nodes = {f"node-{number}": node for number in range(2)}
-        self.cluster = SimulatedCluster(self.clock, seed, nodes)
+        self.cluster = SimulatedCluster(self.clock, seed, accelerators)
         self.store = VirtualStore()
         self.gateways = [VirtualGateway(self.random.uniform(0.0, 3.0)) for _ in range(gateways)]
         self.pools: dict[str, DesiredPool] = {}
@@ -478,8 +478,8 @@ class FleetSimulation:
         fleet.cluster.unreachable_reason = ""
         fleet.health_fails_since = math.inf
         fleet.broken.clear()
-        for number in range(2):
-            fleet.cluster.restore_node(f"node-{number}")
+        for node in NODES:
+            fleet.cluster.restore_node(node)
         for gateway in fleet.gateways:
             gateway.is_reachable = True
             gateway.syncs_at = fleet.now + gateway.lag_s

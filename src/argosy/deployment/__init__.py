@@ -38,7 +38,6 @@ from argosy.deployment.declaration.loading import (
 )
 from argosy.deployment.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.deployment.declaration.replica_command import (
-    ON_THIS_MACHINE,
     LaunchResources,
     build_command,
     build_resources,
@@ -132,7 +131,6 @@ __all__ = [
     "BUILT_IN_ENGINES",
     "FLEET_OPTIONS",
     "GATEWAY_POOL",
-    "ON_THIS_MACHINE",
     "RELOADABLE_SETTINGS",
     "RENAMED_SETTINGS",
     "REPLICA_PREFIX",

@@ -12,7 +12,6 @@ import msgspec
 
 from argosy.deployment import (
     ARGOSY_ENGINE,
-    ON_THIS_MACHINE,
     EngineKind,
     FleetConfig,
     PoolConfig,
@@ -48,7 +47,7 @@ def build_launch_spec(
         LaunchError: A secret does not exist. The message says which.
     """
     command = build_command(config, pool)
-    if pool.engine == ARGOSY_ENGINE and pool.launcher in ON_THIS_MACHINE:
+    if pool.engine == ARGOSY_ENGINE and pool.launcher == "local":
         command = (
             sys.executable,
             "-P",

@@ -173,7 +173,10 @@ async def test_records_of_an_earlier_leader_are_not_as_declared(fleet: Fleet) ->
     assert not fleet.status.is_as_declared
 
 
-async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
+async def test_status_says_why_replicas_do_not_run(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/none")
     fleet.apply(declare(engine="broken", replicas=1))
     fleet.start_controller("first")
     await fleet.wait_for_reason(
@@ -185,8 +188,8 @@ async def test_status_says_why_replicas_do_not_run(fleet: Fleet) -> None:
     assert "cannot open the model" in latest.reason
     fleet.apply(declare(replicas=1, environment={"KEY": {"env": "NO_SUCH_VARIABLE"}}))
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
-    fleet.apply(declare(replicas=1, launcher="simulated"))
-    await fleet.wait_for_reason(lambda reason: "no launcher 'simulated'" in reason)
+    fleet.apply(declare(replicas=1, launcher="kubernetes", image="none"))
+    await fleet.wait_for_reason(lambda reason: "no Kubernetes cluster is configured" in reason)
     fleet.apply(declare(engine="files", replicas=1, warm_up=False, ready_path="/none"))
     await fleet.wait_for_reason(lambda reason: "/none answers 404, see `ready_path`" in reason)
     fleet.apply(declare(engine="files", replicas=1))

@@ -146,9 +146,12 @@ def test_full_disk(store_exists: bool, state: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_launcher_that_is_not_installed(command: str, state: Path) -> None:
-    declare(launcher="simulated")
-    assert "use `launcher: local`" in refuse(command)
+def test_launcher_without_its_cluster(
+    command: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/none")
+    declare(launcher="kubernetes, image: none")
+    assert "no Kubernetes cluster is configured" in refuse(command)
     assert not (state / "argosy/fleets/demo").exists()
     assert list_fleets(f"sqlite:///{state}/argosy/argosy.db") == []
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.rollout_fleet import PLAN, POOL, RolloutFleet, declare, digest_of
+from tests.support.simulated_cluster import SimulatedBehaviour
 
 from argosy.deployment import stop_everything
-from argosy.fleet.launchers import SimulatedBehaviour
 from argosy.policy.reconciliation import ObservedFleet
 from argosy.policy.rollout import CommandKind, RollbackCause, RolloutState
 

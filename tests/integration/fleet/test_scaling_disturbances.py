@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.rollout_fleet import PLAN, RolloutFleet, declare
+from tests.support.simulated_cluster import SimulatedBehaviour
 
 from argosy.deployment import FleetConfig, set_replicas
-from argosy.fleet.launchers import SimulatedBehaviour
 from argosy.policy.reconciliation import ObservedFleet
 from argosy.policy.rollout import CommandKind, RolloutState
 from argosy.store import FleetEvent

@@ -186,7 +186,7 @@ def test_refuses_what_no_cluster_could_run(config: FleetConfig) -> None:
         with pytest.raises(ValueError, match=expected):
             parse_fleet(text.replace(old, new, 1))
     for old, new, expected in [
-        ("launcher: kubernetes", "launcher: simulated", r"pools\[0\].launcher: the pool 'llama'"),
+        ("launcher: kubernetes", "launcher: ray", r"pools\[0\].launcher: the pool 'llama'"),
         ("  image: registry.internal/argosy:0.1.0\n  sec", "  sec", "kubernetes.image: gateways"),
         ("postgresql://argosy@postgres/argosy", "sqlite:///a.db", "store.url: pods share a store"),
     ]:

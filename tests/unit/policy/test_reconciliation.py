@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.support import virtual_fleet_controller
+from tests.support.simulated_cluster import SimulatedBehaviour, SimulatedCluster
 from tests.support.virtual_fleet_controller import (
     LAUNCHER,
     FleetSimulation,
@@ -28,12 +29,7 @@ from tests.support.virtual_fleet_controller import (
     VirtualStore,
 )
 
-from argosy.fleet.launchers import (
-    LaunchError,
-    SimulatedBehaviour,
-    SimulatedCluster,
-    StaleEpochError,
-)
+from argosy.fleet.launchers import LaunchError, StaleEpochError
 from argosy.policy.reconciliation import DesiredPool, ObservedReplica, pool_reconciler
 from argosy.policy.reconciliation import member as member_module
 from argosy.policy.reconciliation.disruption_budget import DisruptionBudget

@@ -25,7 +25,7 @@ Share = (
 )
 """Number of replicas, or a share of the pool's replicas such as `25%`."""
 VariableName = Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-LauncherName = Literal["local", "ray", "kubernetes", "simulated"]
+LauncherName = Literal["local", "ray", "kubernetes"]
 LabelText = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$", max_length=253)
 ]
@@ -152,7 +152,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Number of further replicas that are started and warm, and serve when another one is lost."""
     launcher: LauncherName = "local"
     """Where the replicas run: `local` are processes on the controller's machine, `ray` are nodes of a Ray cluster, and
-    `kubernetes` are pods. This version has no others."""
+    `kubernetes` are pods."""
     zones: tuple[LabelText, ...] = ()
     """Zones over which the replicas are spread. Empty for any."""
     labels: dict[LabelText, LabelText] = {}

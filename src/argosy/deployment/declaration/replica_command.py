@@ -15,9 +15,6 @@ from argosy.deployment.declaration.engine_catalog import find_engine
 from argosy.deployment.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
 from argosy.model_store import DIGEST_PREFIX
 
-ON_THIS_MACHINE = frozenset({"local", "simulated"})
-"""Launchers whose replicas run on the controller's machine."""
-
 
 class LaunchResources(msgspec.Struct, frozen=True, kw_only=True):
     """Needs of one replica on its machine or node."""
@@ -96,7 +93,7 @@ def _placeholder_values(model: FleetModelConfig, pool: PoolConfig) -> dict[str, 
 def _fill_command(
     engine: EngineKind, pool: PoolConfig, values: Mapping[str, str | None]
 ) -> Iterator[str]:
-    listens_on_socket = engine.socket_arguments and pool.launcher in ON_THIS_MACHINE
+    listens_on_socket = engine.socket_arguments and pool.launcher == "local"
     groups = (
         engine.command,
         *engine.optional_arguments,

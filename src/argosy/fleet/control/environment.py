@@ -42,11 +42,7 @@ def open_launcher(name: str, folder: Path, config: FleetConfig | None = None) ->
     if name == "ray":
         ray = config.ray
         return RayLauncher(ray.namespace or f"argosy-{folder.name}", ray.address)
-    if name == "kubernetes":
-        return KubernetesLauncher(config.fleet or "", config.kubernetes)
-    raise LaunchError(
-        f"this version has no launcher {name!r}; use `launcher: local`, `ray` or `kubernetes`"
-    )
+    return KubernetesLauncher(config.fleet or "", config.kubernetes)
 
 
 async def check_launchers(config: FleetConfig, folder: Path) -> None:

@@ -12,13 +12,6 @@ from argosy.fleet.launchers.launcher import (
 )
 from argosy.fleet.launchers.local import LocalProcessLauncher
 from argosy.fleet.launchers.ray import RayLauncher
-from argosy.fleet.launchers.simulated import SimulatedLauncher
-from argosy.fleet.launchers.simulated_cluster import (
-    SimulatedBehaviour,
-    SimulatedCluster,
-    SimulatedHealth,
-    SimulatedNode,
-)
 from argosy.policy.reconciliation import LaunchState
 
 __all__ = [
@@ -33,10 +26,5 @@ __all__ = [
     "Launcher",
     "LocalProcessLauncher",
     "RayLauncher",
-    "SimulatedBehaviour",
-    "SimulatedCluster",
-    "SimulatedHealth",
-    "SimulatedLauncher",
-    "SimulatedNode",
     "StaleEpochError",
 ]

@@ -1,32 +1,31 @@
-"""Simulated machines: replicas that start, load, crash, hang and drain at random times under a virtual clock."""
+"""Simulated machines and their launcher: replicas start, load, crash, hang and drain under a virtual clock.
+
+Never compared with a real cluster: the contract of launchers needs processes. Each attempt to start a replica draws its
+random times from the seed and its own name, so that they do not depend on the order of the calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
 
-from argosy.fleet.launchers.launcher import (
+from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
     LaunchSpec,
-    refuse_stale_epoch,
+    LaunchState,
+    StaleEpochError,
 )
-from argosy.policy.reconciliation import LaunchState
 
-
-class SimulatedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulated machine."""
-
-    accelerators: float = math.inf
-    zone: str = ""
-    labels: Mapping[str, str] = {}
+NODES = ("node-0", "node-1")
+_ALIVE = (LaunchState.RUNNING, LaunchState.DRAINING)
 
 
 class SimulatedBehaviour(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,55 +55,46 @@ class SimulatedHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class _Replica:
-    """A replica that was started and not removed."""
-
     spec: LaunchSpec
-    attempt: int = 0
+    attempt: int
+    started_at: float
+    random: Random
     state: LaunchState = LaunchState.PROVISIONING
     reason: str = ""
     node: str = ""
-    started_at: float = 0.0
     exited_at: float | None = None
     exit_status: int | None = None
-    random: Random = field(default_factory=Random)
     is_loaded: bool = False
     unresponsive_since: float = math.inf
-    """When its HTTP server stopped responding."""
     stepless_since: float = math.inf
-    """When its engine stopped stepping."""
 
 
 class SimulatedCluster:
-    """A set of simulated machines, which remembers the replicas on them and the highest epoch of a controller.
-
-    Each attempt to start a replica draws its random times from the seed and its own name, so that they do not depend on
-    the order of the calls.
+    """Two machines, which remember the replicas on them and the highest epoch of a controller.
 
     Args:
         clock: Returns the virtual time in seconds since the epoch.
         seed: Decides all random times.
-        nodes: Machines by name. By default there is one without limits.
-        behaviour: Random behaviour of the replicas.
+        accelerators: GPUs of each machine.
+        behaviour: Random behaviour of the attempts that start from now on.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         seed: int = 0,
-        nodes: Mapping[str, SimulatedNode] | None = None,
+        accelerators: float = math.inf,
         behaviour: SimulatedBehaviour | None = None,
     ) -> None:
         self._clock = clock
         self._seed = seed
-        self._nodes = dict(nodes or {"node-0": SimulatedNode()})
+        self._accelerators = accelerators
         self.behaviour = behaviour or SimulatedBehaviour()
-        """Behaviour of the attempts that start from now on."""
         self.unreachable_reason = ""
         """Why the cluster cannot be reached; empty if it can."""
         self._lost_nodes: set[str] = set()
         self._epoch = 0
         self._replicas: dict[str, _Replica] = {}
-        self._logs = defaultdict[str, list[str]](list)
         self._waiting: dict[str, None] = {}
         """Replicas that wait for a machine, in the order of their starts."""
         self._timers: list[tuple[float, int, str, int, Callable[[_Replica], None]]] = []
@@ -120,7 +110,6 @@ class SimulatedCluster:
         return self._timers[0][0] if self._timers else math.inf
 
     def list_replicas(self) -> Mapping[str, LaunchedReplica]:
-        """Return all replicas by name."""
         self._advance()
         return {
             name: LaunchedReplica(
@@ -132,7 +121,6 @@ class SimulatedCluster:
                 reason=replica.reason,
                 url=f"http://{name}.simulated" if replica.node else None,
                 node=replica.node,
-                zone=self._nodes[replica.node].zone if replica.node else "",
                 attempt=replica.attempt,
                 started_at=replica.started_at,
                 exited_at=replica.exited_at,
@@ -145,8 +133,7 @@ class SimulatedCluster:
         """Return what a health check of the replica finds."""
         self._advance()
         replica = self._replicas.get(name)
-        is_running = replica is not None and replica.state in _ALIVE
-        if replica is None or not is_running:
+        if replica is None or replica.state not in _ALIVE:
             return SimulatedHealth()
         return SimulatedHealth(
             last_response_at=min(self._now, replica.unresponsive_since),
@@ -156,52 +143,41 @@ class SimulatedCluster:
             and self._now < replica.unresponsive_since,
         )
 
-    def read_log(self, name: str) -> str:
-        """Return what happened to a replica. It outlives the replica."""
-        self._advance()
-        return "\n".join(self._logs[name])
-
     def check_epoch(self, epoch: int) -> None:
-        """Remember the epoch of an action.
-
-        Raises:
-            StaleEpochError: A controller with a higher epoch has acted already.
-        """
-        refuse_stale_epoch(epoch, self._epoch)
+        """Remember the epoch of an action. Raises StaleEpochError if a controller with a higher one has acted."""
+        if epoch < self._epoch:
+            raise StaleEpochError(str(epoch))
         self._epoch = epoch
 
     def start(self, spec: LaunchSpec) -> None:
         """Start a replica unless it runs."""
         self._advance()
-        replica = self._replicas.get(spec.name)
-        if replica is not None and replica.state is not LaunchState.EXITED:
+        last = self._replicas.get(spec.name)
+        if last is not None and last.state is not LaunchState.EXITED:
             return
-        attempt = 1 if replica is None else replica.attempt + 1
-        random = Random(f"{self._seed} {spec.name} {attempt}")  # noqa: S311 - a simulation
-        replica = self._replicas[spec.name] = _Replica(
-            spec=spec, attempt=attempt, random=random, started_at=self._now
-        )
-        self._log(replica, f"attempt {attempt} starts")
+        attempt = 1 if last is None else last.attempt + 1
+        random = Random(f"{self._seed} {spec.name} {attempt}")
+        replica = _Replica(spec=spec, attempt=attempt, started_at=self._now, random=random)
+        self._replicas[spec.name] = replica
         self._set_timer(replica, random.uniform(*self.behaviour.provisioning_s), self._provision)
+        self._notify()
 
     def drain(self, name: str) -> None:
         """Let a running replica exit when its requests have ended, or at its drain deadline."""
         self._advance()
         replica = self._replicas.get(name)
-        if replica is None or replica.state in (LaunchState.EXITED, LaunchState.DRAINING):
+        if replica is None or replica.state in {LaunchState.EXITED, LaunchState.DRAINING}:
             return
         if replica.state is LaunchState.PROVISIONING:
             self._exit(replica, "it was drained before it ran", 0)
             return
         replica.state = LaunchState.DRAINING
-        self._log(replica, "it drains")
         deadline_s = replica.spec.drain_deadline_s
         drain_s = replica.random.uniform(*self.behaviour.drain_s)
-        if drain_s < deadline_s and replica.unresponsive_since == math.inf:
-            self._set_timer(replica, drain_s, lambda each: self._exit(each, "it was drained", 0))
-        else:
-            message = f"it was killed at its drain deadline of {deadline_s:g} s"
-            self._set_timer(replica, deadline_s, lambda each: self._exit(each, message, -9))
+        is_killed = drain_s >= deadline_s or replica.unresponsive_since != math.inf
+        end_s, status = (deadline_s, -9) if is_killed else (drain_s, 0)
+        self._set_timer(replica, end_s, lambda each: self._exit(each, "it was drained", status))
+        self._notify()
 
     def kill(self, name: str, reason: str) -> None:
         """Let a replica exit now, unless it has exited."""
@@ -211,11 +187,7 @@ class SimulatedCluster:
             self._exit(replica, reason, -9)
 
     def remove(self, name: str) -> None:
-        """Forget a replica that has exited.
-
-        Raises:
-            LaunchError: It has not exited.
-        """
+        """Forget a replica that has exited. Raises LaunchError if it has not."""
         self._advance()
         replica = self._replicas.get(name)
         if replica is None:
@@ -223,7 +195,7 @@ class SimulatedCluster:
         if replica.state is not LaunchState.EXITED:
             raise LaunchError(f"Replica {name} has not exited; stop it first")
         del self._replicas[name]
-        self._log(replica, "it is removed")
+        self._notify()
 
     def hang(self, name: str, *, engine_only: bool = False) -> None:
         """Let a running replica stop responding, or only its engine stop stepping."""
@@ -268,39 +240,29 @@ class SimulatedCluster:
         self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Place the waiting replicas for which a machine has room."""
+        """Place each waiting replica on the machine with room that has the fewest, if there is one."""
         for name in list(self._waiting):
-            replica = self._replicas[name]
-            node = self._select_node(replica.spec)
-            if node is None:
-                replica.reason = _waiting_reason(replica.spec)
-            else:
+            used, replicas = Counter[str](), Counter[str]()
+            for each in self._replicas.values():
+                if each.state in _ALIVE:
+                    used[each.node] += each.spec.resources.accelerators
+                    replicas[each.node] += 1
+            wanted = self._replicas[name].spec.resources.accelerators
+            nodes = [
+                node
+                for node in NODES
+                if node not in self._lost_nodes and used[node] + wanted <= self._accelerators
+            ]
+            if nodes:
                 del self._waiting[name]
-                self._run(replica, node)
-
-    def _select_node(self, spec: LaunchSpec) -> str | None:
-        """Return the machine with room in the best zone that has the fewest replicas; None if there is none."""
-        resources = spec.resources
-        accelerators, replicas = Counter[str](), Counter[str]()
-        for replica in self._replicas.values():
-            if replica.state in _ALIVE:
-                accelerators[replica.node] += replica.spec.resources.accelerators
-                replicas[replica.node] += 1
-        candidates = [
-            (resources.zones.index(node.zone) if resources.zones else 0, replicas[name], name)
-            for name, node in self._nodes.items()
-            if name not in self._lost_nodes
-            and (not resources.zones or node.zone in resources.zones)
-            and resources.labels.items() <= node.labels.items()
-            and accelerators[name] + resources.accelerators <= node.accelerators
-        ]
-        return min(candidates)[-1] if candidates else None
+                self._run(self._replicas[name], min(nodes, key=replicas.__getitem__))
+            else:
+                self._replicas[name].reason = "waiting for a GPU on any node"
 
     def _run(self, replica: _Replica, node: str) -> None:
         behaviour, random = self.behaviour, replica.random
         replica.state, replica.node, replica.reason = LaunchState.RUNNING, node, ""
         replica.started_at = self._now
-        self._log(replica, f"it runs on {node}")
         loading_s = random.uniform(*behaviour.loading_s)
         if random.random() < behaviour.slow_start_share:
             loading_s *= 10.0
@@ -309,10 +271,11 @@ class SimulatedCluster:
             self._set_timer(replica, loading_s, lambda each: self._exit(each, message, 1))
         else:
             self._set_timer(replica, loading_s, self._finish_loading)
+        self._notify()
 
     def _finish_loading(self, replica: _Replica) -> None:
         replica.is_loaded = True
-        self._log(replica, "it serves")
+        self._notify()
         if math.isinf(self.behaviour.lifetime_s):
             return
         random = replica.random
@@ -333,26 +296,61 @@ class SimulatedCluster:
             replica.stepless_since = min(replica.stepless_since, self._now)
         else:
             replica.unresponsive_since = min(replica.unresponsive_since, self._now)
-        self._log(replica, "its engine hangs" if engine_only else "it hangs")
+        self._notify()
 
     def _exit(self, replica: _Replica, reason: str, status: int | None) -> None:
         replica.state, replica.reason = LaunchState.EXITED, reason
         replica.exited_at, replica.exit_status = self._now, status
         self._waiting.pop(replica.spec.name, None)
-        self._log(replica, reason)
         self._place_waiting()
+        self._notify()
 
-    def _log(self, replica: _Replica, message: str) -> None:
-        self._logs[replica.spec.name].append(f"{self._now:.3f} {message}")
+    def _notify(self) -> None:
         for listener in self.listeners:
             listener.set()
 
 
-_ALIVE = (LaunchState.RUNNING, LaunchState.DRAINING)
+@dataclass
+class SimulatedLauncher:
+    """Launches replicas in a `SimulatedCluster`, which outlives the launcher. Several controllers may share it."""
 
+    cluster: SimulatedCluster
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-def _waiting_reason(spec: LaunchSpec) -> str:
-    resources = spec.resources
-    wanted = f"{resources.accelerators} GPUs" if resources.accelerators > 1 else "a GPU"
-    what = wanted if resources.accelerators else "room"
-    return f"waiting for {what} on any node{resources.place}"
+    def __post_init__(self) -> None:
+        self.cluster.listeners.append(self.changed)
+
+    async def list_replicas(self) -> Mapping[str, LaunchedReplica]:
+        self._check_reachable()
+        return self.cluster.list_replicas()
+
+    async def start(self, spec: LaunchSpec, epoch: int) -> None:
+        self._check(epoch)
+        self.cluster.start(spec)
+
+    async def drain(self, name: str, epoch: int) -> None:
+        self._check(epoch)
+        self.cluster.drain(name)
+
+    async def stop(self, name: str, epoch: int) -> None:
+        self._check(epoch)
+        self.cluster.kill(name, "it was stopped")
+
+    async def remove(self, name: str, epoch: int) -> None:
+        self._check(epoch)
+        self.cluster.remove(name)
+
+    async def read_log(self, name: str, max_bytes: int) -> bytes:
+        del name, max_bytes
+        return b""
+
+    async def close(self) -> None:
+        self.cluster.listeners.remove(self.changed)
+
+    def _check(self, epoch: int) -> None:
+        self._check_reachable()
+        self.cluster.check_epoch(epoch)
+
+    def _check_reachable(self) -> None:
+        if self.cluster.unreachable_reason:
+            raise LaunchError(self.cluster.unreachable_reason)
