@@ -67,9 +67,10 @@ def is_replica(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def run_serve(*arguments: str) -> Iterator[ServeProcess]:
+def run_serve(*arguments: str, program: str = ARGOSY) -> Iterator[ServeProcess]:
     """Run `argosy serve`, and yield it when it is ready. Kill it at the end, which leaves no process of it."""
-    command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB", *arguments]
+    small = ("--port", "0", "--threads", "1", "--kv-memory", "64MiB")
+    command = [program, "serve", *small, *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = []
