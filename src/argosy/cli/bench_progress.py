@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
+
+from argosy.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from argosy.bench import RequestRow
 
 
-class BenchProgress:
-    """Progress bar on standard error, shown only on a terminal."""
+class BenchProgress(ProgressBar):
+    """Progress bar of the current run, with the numbers of requests."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-            console=console,
-            # Each refresh takes processor time from a server on the same machine.
-            refresh_per_second=2,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("probing the server", total=None, now="")
-        self._failed_requests = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        # Each refresh takes processor time from a server on the same machine.
+        super().__init__("probing the server", refresh_per_second=2)
+        self._requests = self._failed = 0
 
     def on_run_start(self, label: str, requests: int) -> None:
-        """Show a new bar for the run."""
-        self._failed_requests = 0
-        self._task = self._bar.add_task(label, total=requests, now="")
+        """Show the bar of a run."""
+        self._requests, self._failed = requests, 0
+        self.restart(label, requests)
 
     def on_request_end(self, row: RequestRow, in_flight: int) -> None:
         """Advance the bar by one request."""
-        self._failed_requests += row.outcome == "error"
-        failed = f", [red]{self._failed_requests} failed[/red]" if self._failed_requests else ""
-        self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")
+        self._failed += row.outcome == "error"
+        failed = f", {self._failed} failed" if self._failed else ""
+        self.update(advance=1)
+        self.update(note=f"{self.completed:.0f}/{self._requests}, {in_flight} in flight{failed}")

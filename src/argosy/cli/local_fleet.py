@@ -219,7 +219,7 @@ class LocalFleet:
         loading = [replica for replica in replicas if replica.activity and not _is_ready(replica)]
         if loading:
             furthest = max(loading, key=lambda replica: replica.progress)
-            self._display.update_progress(furthest.activity, furthest.progress)
+            self._display.update(description=furthest.activity, completed=furthest.progress)
 
     async def _drain_replicas(self, fleet: ReplicaFleet, keep_task: asyncio.Task[None]) -> None:
         """Drain the idle replicas. A forced stop does not wait for them."""

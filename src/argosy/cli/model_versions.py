@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import msgspec
 import typer
@@ -30,6 +30,7 @@ from argosy.model_store import (
     pull_model,
     verify_model,
 )
+from argosy.progress_bar import ProgressBar
 
 SHOWN_DIGITS = 12
 """Digits of a digest that lists show. Commands accept as many."""
@@ -75,7 +76,7 @@ def pull(
 ) -> None:
     """Download a model into the store of this machine, or continue to. Its files are verified and kept once."""
     try:
-        with _Progress() as progress:
+        with _PullProgress() as progress:
             version = pull_model(
                 open_model_store(),
                 source,
@@ -250,42 +251,21 @@ def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-class _Progress(PullObserver):
-    """Progress of a download on a terminal, on standard error."""
+class _PullProgress(ProgressBar, PullObserver):
+    """Progress of a download."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TransferSpeedColumn,
-        )
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._progress.add_task("looking for files", total=None)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        super().__init__("looking for files")
+        self._total_bytes = 0
 
     def on_wait(self) -> None:
-        self._progress.console.print("argosy: another process downloads this model; waiting for it")
+        self.console.print("argosy: another process downloads this model; waiting for it")
 
     def on_files(self, files: Iterable[SourceFile]) -> None:
         sizes = [file.size for file in files]
-        self._progress.update(self._task, description=f"{len(sizes)} files", total=sum(sizes))
+        self._total_bytes = sum(sizes)
+        self.restart(f"{len(sizes)} files", self._total_bytes)
 
     def on_bytes(self, count: int) -> None:
-        self._progress.advance(self._task, count)
+        self.update(advance=count)
+        self.update(note=f"{format_size(self.completed)} of {format_size(self._total_bytes)}")

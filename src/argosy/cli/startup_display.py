@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from argosy.cli.client_commands import api_url, client_url, key_hint, usage_hint
+from argosy.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from argosy.http_server import TlsConfig
 
 
-class StartupDisplay:
-    """Start-up messages on standard error. The progress bar is shown only on a terminal."""
+class StartupDisplay(ProgressBar):
+    """Start-up messages on standard error."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting the engine", total=None)
+        super().__init__("starting the engine", total=1.0)
         self._first_key_shown = False
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def update_progress(self, description: str, fraction: float) -> None:
-        """Move the bar to `fraction`, from 0 to 1."""
-        self._bar.update(self._task, description=description, completed=fraction, total=1.0)
 
     def show_first_key(self, key: str) -> None:
         """Show the administrator key that was just created. The store keeps only its digest."""
@@ -71,11 +50,11 @@ class StartupDisplay:
             store_url: Store URL, unless it is the default.
             has_console: Whether the server has a console for browsers.
         """
-        self._bar.stop()
+        self.stop()
         headline = Text.assemble(
             (model, "bold"), " is ready at ", (api_url(url, tls), "bold green")
         )
-        self._console.print(Panel(headline, title="Argosy", expand=False))
+        self.console.print(Panel(headline, title="Argosy", expand=False))
         if key_required and not self._first_key_shown:
             self._print(key_hint(store_url))
         self._print(usage_hint(client_url(url, tls), model, key_required=key_required, tls=tls))
@@ -92,4 +71,4 @@ class StartupDisplay:
         )
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False)

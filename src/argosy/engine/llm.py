@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
@@ -39,15 +40,10 @@ from argosy.engine.pooling_outputs import (
     PoolingRequestOutput,
     ScoringOutput,
 )
-from argosy.engine.progress_bar import (
-    CallerProgressBar,
-    NoProgressBar,
-    ProgressBar,
-    RichProgressBar,
-)
 from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.pooling.pooling_processor import read_vector
 from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
+from argosy.progress_bar import ProgressBar
 from argosy.protocol import ApiError, SamplingParams
 
 if TYPE_CHECKING:
@@ -62,6 +58,8 @@ ErrorMode = Literal["raise", "return"]
 """Reaction to a prompt that cannot be served: an exception, or an output with `error` beside those of the others."""
 CreateBar = bool | Callable[..., Any]
 """Whether to display the progress, or a function such as `tqdm.tqdm` that creates the bar."""
+ReportProgress = Callable[[int, int], object]
+"""Adds finished prompts and generated tokens to what is displayed."""
 
 T = TypeVar("T")
 
@@ -384,31 +382,43 @@ class LLM:
             for request in collector.requests:
                 core.add(request)
         try:
-            with self._create_progress_bar(use_tqdm, len(collectors)) as progress_bar:
+            with self._open_progress_bar(use_tqdm, len(collectors)) as report_progress:
                 while collectors_by_id:
-                    self._step(core, collectors_by_id, progress_bar)
+                    self._step(core, collectors_by_id, report_progress)
         finally:
             core.abort(list(collectors_by_id))
             while core.has_work:
                 self._stats = core.step().stats
 
-    def _create_progress_bar(
-        self, use_tqdm: CreateBar, total: int
-    ) -> RichProgressBar | CallerProgressBar | NoProgressBar:
+    @contextlib.contextmanager
+    def _open_progress_bar(self, use_tqdm: CreateBar, total: int) -> Iterator[ReportProgress]:
+        """Show the progress of `total` prompts. Yields a function that counts finished prompts and tokens."""
         if not isinstance(use_tqdm, bool):
-            return CallerProgressBar(use_tqdm, total)
-        return RichProgressBar(total) if use_tqdm and self._progress == "auto" else NoProgressBar()
+            with contextlib.closing(use_tqdm(total=total, desc="generating")) as callers_bar:
+                yield lambda prompts, _tokens: callers_bar.update(prompts) if prompts else None
+            return
+        is_shown = use_tqdm and self._progress == "auto"
+        started_at, finished, generated = time.monotonic(), 0, 0
+        with ProgressBar("generating", total, is_shown=is_shown) as bar:
+
+            def report(prompts: int, tokens: int) -> None:
+                nonlocal finished, generated
+                finished, generated = finished + prompts, generated + tokens
+                rate = generated / max(time.monotonic() - started_at, 1e-3)
+                bar.update(advance=prompts, note=f"{finished}/{total} prompts, {rate:.0f} tokens/s")
+
+            yield report
 
     def _step(
         self,
         core: EngineCore,
         collectors_by_id: dict[str, RequestOutputCollector],
-        progress_bar: ProgressBar,
+        report_progress: ReportProgress,
     ) -> None:
         stopped_ids = []
         outputs = core.step()
         self._stats = outputs.stats
-        progress_bar.add_tokens(sum(len(delta.tokens) for delta in outputs.deltas))
+        report_progress(0, sum(len(delta.tokens) for delta in outputs.deltas))
         for delta in outputs.deltas:
             collector = collectors_by_id.get(delta.id)
             if collector is None:
@@ -418,6 +428,6 @@ class LLM:
                 if delta.finish_reason is None:  # a stop string, which the core does not check
                     stopped_ids.append(delta.id)
                 if collector.is_done:
-                    progress_bar.advance(1)
+                    report_progress(1, 0)
         if stopped_ids:
             core.abort(stopped_ids)
