@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import (
@@ -19,10 +20,21 @@ import msgspec
 import typer
 from prometheus_client.metrics_core import Metric
 from tools.code_map import code_map
-from tools.settings_docs import json_schema, settings, table
+from tools.settings_docs import (
+    attribute_docs,
+    default_text,
+    describe_range,
+    description,
+    json_schema,
+    settings,
+    table,
+    type_name,
+)
 
 from argosy.cli.app import app
 from argosy.deployment import BUILT_IN_ENGINES, ArgosyOptions, FleetConfig
+from argosy.engine import REPLICA_OPTIONS, EngineConfig
+from argosy.engine.llm_options import VLLM_NAMES
 from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.output_parsing import FORMATS
 from argosy.gateway import GatewayConfig, ModelConfig
@@ -123,6 +135,34 @@ def fleet_schema() -> str:
         "properties": {"options": {"$ref": "#/$defs/ArgosyOptions"}}
     }
     return msgspec.json.format(msgspec.json.encode(schema)).decode() + "\n"
+
+
+def engine_options() -> str:
+    """Return the page of the engine's options."""
+    hints = typing.get_type_hints(EngineConfig, include_extras=True)
+    flags = {each.field: f"`--{name.replace('_', '-')}`" for name, each in REPLICA_OPTIONS.items()}
+    flags["model"] = "`MODEL`"
+    vllm_names = {name: f"`{given}`" for given, name in VLLM_NAMES.items()}
+    docs = attribute_docs(EngineConfig)
+    rows = [
+        (
+            f"`{field.name}`",
+            flags.get(field.name, ""),
+            vllm_names.get(field.name, ""),
+            " ".join((type_name(hints[field.name]), describe_range(hints[field.name]))).strip(),
+            default_text(field),
+            " ".join((description(hints[field.name]), docs.get(field.name, ""))).strip(),
+        )
+        for field in msgspec.structs.fields(EngineConfig)
+    ]
+    header = ("argument of `LLM`", "command", "vLLM", "type", "default", "meaning")
+    return (
+        "# Options of the engine\n\n"
+        "`LLM(...)` and `AsyncLLM(...)` take these arguments, also under vLLM's names.\n\n"
+        "`argosy serve`, `argosy replica` and pools of a [fleet file](fleet-file.md) have options for most of them.\n"
+        "Their names have no unit. A size has its own: `--kv-memory 8GiB`.\n\n"
+        + table(header, rows)
+    )
 
 
 def option_rows(command: Any) -> Iterator[tuple[str, ...]]:  # noqa: ANN401 - as imported above
@@ -246,6 +286,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/fleet-file.md": fleet_file,
     "reference/fleet.schema.json": fleet_schema,
     "reference/cli.md": cli,
+    "reference/engine-options.md": engine_options,
     "reference/metrics.md": metrics,
     "reference/errors.md": errors,
     "reference/tool-formats.md": tool_formats,

@@ -41,6 +41,24 @@ def attribute_docs(struct: type) -> dict[str, str]:
     return found
 
 
+def description(annotation: Any) -> str:  # noqa: ANN401 - any type
+    """Return the description in the annotation of a type or of a member of a union. Empty without one."""
+    for part in (annotation, *typing.get_args(annotation)):
+        for meta in getattr(part, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.description:
+                return meta.description
+    return ""
+
+
+def describe_range(annotation: Any) -> str:  # noqa: ANN401 - any type
+    """Return the range in the annotation of a number: `1 to 1024`. Empty without one."""
+    for part in (annotation, *typing.get_args(annotation)):
+        for meta in getattr(part, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.ge is not None:
+                return f">= {meta.ge}" if meta.le is None else f"{meta.ge} to {meta.le}"
+    return ""
+
+
 def type_name(annotation: object) -> str:
     """Format a type as a reader of a YAML file would say it."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -94,7 +112,8 @@ def settings(
         name = field.encode_name
         if (f"{path}.{name}" if path else name) in omitted:
             continue
-        rows.append((f"`{name}`", type_name(hint), default_text(field), docs.get(field.name, "")))
+        about = docs.get(field.name) or description(hint)
+        rows.append((f"`{name}`", type_name(hint), default_text(field), about))
         if inner is not None:
             shown = type_name(hint)
             item = "[]" if shown.startswith("list") else ".NAME" if shown == "mapping" else ""
@@ -113,6 +132,12 @@ def json_schema(struct: type[msgspec.Struct], title: str) -> dict[str, Any]:
     structs = {inner.__name__: inner for inner in _structs_in(struct)}
     for name, definition in schema["$defs"].items():
         docs = attribute_docs(structs[name])
+        # Editors show the description beside a type, but none of a member of a union.
+        docs |= {
+            key: about
+            for key, hint in typing.get_type_hints(structs[name], include_extras=True).items()
+            if (about := description(hint))
+        }
         for key, setting in definition.get("properties", {}).items():
             if key in docs:
                 setting["description"] = docs[key].replace("`", "")

@@ -1,8 +1,8 @@
 """Command-line interface: the `argosy` command.
 
 The module `app` registers one module per command. The account commands open the store directly through
-`account_lookup`. The commands `serve`, `gateway` and `replica` run servers, and share options through `serve_options`,
-`serve_settings` and `tls_options`. The commands `chat`, `explain` and `bench` are HTTP clients of a running server.
+`account_lookup`. The commands `serve`, `gateway` and `replica` run servers. `replica_options` makes the options of
+replicas from the settings that declare them. The commands `chat`, `explain` and `bench` are HTTP clients of a server.
 The module `output` prints records as tables or JSON, and `failure` ends a command with a message and an exit status.
 Modules import heavy packages inside functions, so that `argosy --help` stays fast.
 """

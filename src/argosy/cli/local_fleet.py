@@ -54,7 +54,7 @@ class LocalFleet:
             groups: Groups of the model's replicas.
             auth_bootstrap: Authentication settings.
             display: Output on the terminal.
-            replica_options: Options of the command line that apply to replicas, by name.
+            replica_options: Options on the command line, by name.
             log_content: Whether explanations contain prompts and outputs.
             embedding_models: Path or hub name of each embedding model by its public name.
         """
@@ -96,7 +96,7 @@ class LocalFleet:
                 model,
                 embedding_models,
                 self._groups,
-                self._server,
+                self._server.drain_deadline_s,
                 self._replica_options,
                 {"TMPDIR": str(folder)},  # so that no file of a killed replica is left
             )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.cli.serve_pools import ServedModel, ServePool, declare_fleet
+from argosy.deployment import FleetConfig, FleetControl, dump_fleet, pool_digests, stop_everything
+from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchedReplica, LocalProcessLauncher
 from argosy.policy.reconciliation import (
     LaunchState,
@@ -19,11 +21,11 @@ from argosy.policy.reconciliation import (
 )
 
 if TYPE_CHECKING:
-    from argosy.deployment import FleetConfig, FleetControl
     from argosy.gateway import ReplicaLogs
     from argosy.store import Store
 
 FLEET = "serve"
+FIRST_GENERATION = 1
 FIRST_EPOCH = 1
 """Epoch of the only controller, and of the starts before it leads."""
 MAX_LOG_BYTES = 1024 * 1024
@@ -45,11 +47,12 @@ class ReplicaFleet:
 
     Raises:
         LaunchError: The folder cannot be used.
+        ValueError: A setting is invalid; the message says what to change.
     """
 
     def __init__(self, pools: Sequence[ServePool], folder: Path) -> None:
-        self._pools = pools
-        self._models = {pool.name: pool.model for pool in pools}
+        self._declaration = declare_fleet(pools)
+        self._models = {pool.config.name: pool.model for pool in pools}
         self._launcher = LocalProcessLauncher(
             folder, die_with_launcher=True, forwards_output=True, max_log_bytes=MAX_LOG_BYTES
         )
@@ -63,7 +66,11 @@ class ReplicaFleet:
         Raises:
             LaunchError: A replica cannot be started.
         """
-        specs = [spec for pool in self._pools for spec in pool.launch_specs()]
+        specs = [
+            build_launch_spec(self._declaration, pool, FIRST_GENERATION, ordinal)
+            for pool in self._declaration.pools
+            for ordinal in range(pool.initial_replicas)
+        ]
         await asyncio.gather(*(self._launcher.start(spec, FIRST_EPOCH) for spec in specs))
 
         from argosy.gateway import ReplicaLogs
@@ -74,8 +81,6 @@ class ReplicaFleet:
 
     def open_control(self) -> FleetControl:
         """Return the fleet as the gateway's admin API shows it. Requires `start`."""
-        from argosy.deployment import FleetControl
-
         assert self._store is not None  # noqa: S101 - `start` opened it
         return FleetControl(FLEET, self._store.fleets, is_embedded=True)
 
@@ -84,12 +89,11 @@ class ReplicaFleet:
 
         Raises:
             FleetFailedError: No replica of a model is left that can be started.
-            ValueError: A setting is invalid; the message says what to change.
         """
         from argosy.fleet.control import Controller, FleetContext, process_holder
 
         assert self._store is not None and self.logs is not None  # noqa: S101, PT018 - `start` opened them
-        self._apply(declare_fleet(self._pools))
+        self._apply(self._declaration)
         context = FleetContext(
             store=self._store,
             store_url="",
@@ -103,9 +107,7 @@ class ReplicaFleet:
 
     def drain(self) -> None:
         """Declare that nothing shall run. `keep` then drains the replicas, and returns."""
-        from argosy.deployment import stop_everything
-
-        self._apply(stop_everything(declare_fleet(self._pools)))
+        self._apply(stop_everything(self._declaration))
         self._launcher.changed.set()  # wakes the controller
 
     async def list_replicas(self) -> Mapping[ServedModel, Sequence[LaunchedReplica]]:
@@ -124,8 +126,6 @@ class ReplicaFleet:
             self._store.close()
 
     def _apply(self, declaration: FleetConfig) -> None:
-        from argosy.deployment import dump_fleet, pool_digests
-
         if self._store is not None:
             self._store.fleets.apply(
                 FLEET,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import typer
@@ -13,8 +14,9 @@ from argosy.cli import serve_options
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.console_options import AllowedHosts, ConsoleInsecureHttp, ServeConsole
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
-from argosy.cli.serve_settings import given_replica_options, with_shared_options
-from argosy.engine import EngineConfig, ReplicaServerConfig
+from argosy.cli.replica_options import with_replica_options
+from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.engine import ReplicaServerConfig
 from argosy.process import format_os_error
 
 
@@ -41,12 +43,16 @@ def parse_embedding_models(values: Sequence[str], taken_names: Sequence[str]) ->
     return models
 
 
-@with_shared_options
+@with_replica_options(
+    omitted=("colocated_replicas", "digest", "log_name"), defaults={"log_level": "warning"}
+)
 def serve(
-    server: ReplicaServerConfig,
-    engine: EngineConfig,
+    options: Mapping[str, Any],
     *,
-    context: typer.Context,
+    context: typer.Context,  # noqa: ARG001 - every command with these options gets it
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     replicas: serve_options.ReplicaCount = 1,
     embedding_model: serve_options.EmbeddingModels = None,
     gpus: serve_options.GpuSharingOption = "own",
@@ -57,20 +63,22 @@ def serve(
     allowed_host: AllowedHosts = None,
     console_insecure_http: ConsoleInsecureHttp = False,
     log_content: serve_options.LogContent = False,
-    log_level: serve_options.LogLevel = "warning",
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
     from argosy.cli.auth_bootstrap import AuthBootstrap
     from argosy.cli.local_fleet import LocalFleet
     from argosy.cli.replica_fleet import FleetFailedError
     from argosy.cli.startup_display import StartupDisplay
+    from argosy.engine import build_replica_settings
     from argosy.fleet import group_replicas, usable_gpus
     from argosy.fleet.launchers import LaunchError
 
-    server = msgspec.structs.replace(server, log_level=log_level)
     with StartupDisplay() as display:
-        host = "localhost" if server.uds is not None else server.host
         try:
+            server, engine = build_replica_settings(options)
+            tls = build_tls_config(tls_cert, tls_key, tls_client_ca)
+            server = msgspec.structs.replace(server, tls=tls)
+            host = "localhost" if server.uds is not None else server.host
             groups = group_replicas(replicas, usable_gpus(engine.device, os.environ), gpus)
             auth_bootstrap = AuthBootstrap(
                 store,
@@ -88,7 +96,7 @@ def serve(
                 groups,
                 auth_bootstrap,
                 display,
-                replica_options=given_replica_options(context),
+                replica_options=options,
                 log_content=log_content,
                 embedding_models=parse_embedding_models(embedding_model or (), names),
             )

@@ -1,32 +1,39 @@
-"""Pools of replicas of `argosy serve`, first as launch specifications and later as a declaration.
-
-The replicas start by their launch specifications, before the slow imports of declarations and of the gateway. The
-controller, which the same pools are declared to, finds them running.
-"""
+"""Declaration of `argosy serve`: a pool for each group of replicas of its model, and one for each embedding model."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from argosy.cli.serve_settings import format_options
-from argosy.deployment import LaunchResources
-from argosy.engine import ReplicaServerConfig
+import msgspec
+
+from argosy.deployment import (
+    EngineKind,
+    FleetConfig,
+    FleetModelConfig,
+    PoolConfig,
+    validate_fleet,
+)
 from argosy.fleet import VISIBLE_DEVICES_VARIABLE, ReplicaGroup
-from argosy.fleet.launchers import LaunchSpec
-from argosy.policy.reconciliation import replica_name
 
-if TYPE_CHECKING:
-    from argosy.deployment import FleetConfig
-
-FIRST_GENERATION = 1
 START_TIMEOUT_S = 120.0
 MODEL_POOL = "replica"
 EMBEDDING_POOL = "embedding"
+GATEWAY_OPTIONS = frozenset({"host", "model", "port", "revision", "served_model_name", "uds"})
+"""Options of `argosy serve` that its replicas do not have, or not as they are."""
 EMBEDDING_OPTIONS = frozenset(
-    {"label", "pack_cache", "request_timeout", "threads", "unknown_fields", "vllm_metrics", "zone"}
+    {
+        "drain_deadline",
+        "label",
+        "log_level",
+        "pack_cache",
+        "request_timeout",
+        "threads",
+        "unknown_fields",
+        "vllm_metrics",
+        "zone",
+    }
 )
 """Options that also apply to embedding models. All others have their defaults."""
 
@@ -40,52 +47,19 @@ class ServedModel(NamedTuple):
     """Path of its weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServePool:
+class ServePool(NamedTuple):
     """Replicas of one model that are started alike."""
 
-    name: str
     model: ServedModel
-    num_replicas: int
-    options: Mapping[str, Any]
-    """Options of `argosy replica`, besides those of every pool."""
-    drain_deadline_s: float
-    environment: Mapping[str, str] = field(default_factory=dict)
-    accelerators: int = 0
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """Command line, in which the launcher replaces `{name}` and `{socket}`."""
-        options = {
-            "served_model_name": self.model.names,
-            "uds": "{socket}",
-            "drain_deadline": self.drain_deadline_s,
-            "log_name": "{name}",
-            **self.options,
-        }
-        program = (sys.executable, "-P", "-m", "argosy.cli", "replica", self.model.source)
-        return (*program, *format_options(options))
-
-    def launch_specs(self) -> Iterator[LaunchSpec]:
-        """Yield the specifications that the controller derives from the declaration too."""
-        for ordinal in range(self.num_replicas):
-            yield LaunchSpec(
-                name=replica_name(self.name, FIRST_GENERATION, ordinal),
-                pool=self.name,
-                generation=FIRST_GENERATION,
-                ordinal=ordinal,
-                command=self.command,
-                environment=self.environment,
-                resources=LaunchResources(accelerators=self.accelerators),
-                drain_deadline_s=self.drain_deadline_s,
-            )
+    engine: EngineKind
+    config: PoolConfig
 
 
 def plan_pools(
     model: ServedModel,
     embedding_models: Sequence[ServedModel],
     groups: Sequence[ReplicaGroup],
-    server: ReplicaServerConfig,
+    drain_deadline_s: float,
     options: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> list[ServePool]:
@@ -95,42 +69,62 @@ def plan_pools(
         model: The model.
         embedding_models: Embedding models beside it.
         groups: Groups of replicas of the model.
-        server: Settings of the command line.
-        options: Options of `argosy replica` on the command line, by name.
+        drain_deadline_s: Time that running requests have to finish.
+        options: Options on the command line, by name.
         environment: Variables of all replicas.
     """
-    common = {"log_level": server.log_level}
-    pools = [
-        ServePool(
-            name=MODEL_POOL if len(groups) == 1 else f"{MODEL_POOL}-{number}",
+
+    def plan(
+        name: str,
+        model: ServedModel,
+        options: Mapping[str, Any],
+        **settings: Any,  # noqa: ANN401 - those of a pool
+    ) -> ServePool:
+        document = {
+            "model": model.source,
+            "served_model_name": model.names,
+            "log_name": "{name}",
+            **options,
+        }
+        program = (sys.executable, "-P", "-m", "argosy.cli", "replica", "--uds", "{socket}")
+        command = (*program, "--options", msgspec.json.encode(document).decode())
+        return ServePool(
             model=model,
-            num_replicas=group.num_replicas,
-            options={**options, **common, "colocated_replicas": group.colocated_replicas},
-            drain_deadline_s=server.drain_deadline_s,
-            environment=environment
+            engine=EngineKind(command=command, kind="argosy", ready_path="/ready"),
+            config=PoolConfig(
+                name=name,
+                model=model.names[0],
+                engine=name,
+                drain_deadline_s=drain_deadline_s,
+                start_timeout_s=START_TIMEOUT_S,
+                warm_up=False,  # a replica warms up before it is ready, and the gateway does not wait
+                **settings,
+            ),
+        )
+
+    shared = {name: value for name, value in options.items() if name not in GATEWAY_OPTIONS}
+    pools = [
+        plan(
+            MODEL_POOL if len(groups) == 1 else f"{MODEL_POOL}-{number}",
+            model,
+            shared | {"colocated_replicas": group.colocated_replicas},
+            replicas=group.num_replicas,
+            accelerators=group.accelerators,
+            environment={**environment}
             if group.shared_gpu is None
             else {**environment, VISIBLE_DEVICES_VARIABLE: group.shared_gpu},
-            accelerators=group.accelerators,
         )
         for number, group in enumerate(groups)
     ]
     colocated = sum(group.num_replicas for group in groups) + len(embedding_models) - 1
-    embedding_options = {
-        name: value for name, value in options.items() if name in EMBEDDING_OPTIONS
-    }
+    shared = {name: value for name, value in options.items() if name in EMBEDDING_OPTIONS}
     return pools + [
-        ServePool(
-            name=f"{EMBEDDING_POOL}-{number}",
-            model=embedding_model,
-            num_replicas=1,
-            options={
-                **embedding_options,
-                **common,
-                "device": "cpu",
-                "colocated_replicas": colocated,
-            },
-            drain_deadline_s=server.drain_deadline_s,
-            environment=environment,
+        plan(
+            f"{EMBEDDING_POOL}-{number}",
+            embedding_model,
+            shared | {"device": "cpu", "colocated_replicas": colocated},
+            replicas=1,
+            environment={**environment},
         )
         for number, embedding_model in enumerate(embedding_models)
     ]
@@ -142,37 +136,13 @@ def declare_fleet(pools: Sequence[ServePool]) -> FleetConfig:
     Raises:
         ValueError: A setting is invalid; the message says what to change.
     """
-    from argosy.deployment import (
-        EngineKind,
-        FleetConfig,
-        FleetModelConfig,
-        PoolConfig,
-        validate_fleet,
-    )
-
     config = FleetConfig(
         models=[
             FleetModelConfig(name=model.names[0], aliases=model.names[1:], source=model.source)
             for model in dict.fromkeys(pool.model for pool in pools)
         ],
-        engines={
-            pool.name: EngineKind(command=pool.command, kind="argosy", ready_path="/ready")
-            for pool in pools
-        },
-        pools=tuple(
-            PoolConfig(
-                name=pool.name,
-                model=pool.model.names[0],
-                engine=pool.name,
-                environment=dict(pool.environment),
-                accelerators=pool.accelerators,
-                replicas=pool.num_replicas,
-                drain_deadline_s=pool.drain_deadline_s,
-                start_timeout_s=START_TIMEOUT_S,
-                warm_up=False,  # a replica warms up before it is ready, and the gateway does not wait
-            )
-            for pool in pools
-        ),
+        engines={pool.config.name: pool.engine for pool in pools},
+        pools=tuple(pool.config for pool in pools),
         gateways=0,
     )
     validate_fleet(config)

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from argosy.cli.serve_options import ACCESS_PANEL
-
 if TYPE_CHECKING:
     from argosy.http_server import TlsConfig
 
@@ -16,21 +14,19 @@ TlsCert = Annotated[
     Option(
         help="PEM file with the server's certificate; enables TLS.",
         metavar="FILE",
-        rich_help_panel=ACCESS_PANEL,
+        rich_help_panel="Access",
     ),
 ]
 TlsKey = Annotated[
     str | None,
-    Option(
-        help="PEM file with the certificate's key.", metavar="FILE", rich_help_panel=ACCESS_PANEL
-    ),
+    Option(help="PEM file with the certificate's key.", metavar="FILE", rich_help_panel="Access"),
 ]
 TlsClientCa = Annotated[
     str | None,
     Option(
         help="PEM file with the authority that must have signed the clients' certificates.",
         metavar="FILE",
-        rich_help_panel=ACCESS_PANEL,
+        rich_help_panel="Access",
     ),
 ]
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
     from argosy.engine.engine_config import (
         DEFAULT_KV_MEMORY_FRACTION,
-        DEFAULT_PACK_CACHE_BYTES,
         EngineConfig,
     )
     from argosy.engine.engine_request import EngineRequest
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
     )
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
+    from argosy.engine.replica_options import (
+        REPLICA_OPTIONS,
+        build_replica_settings,
+    )
     from argosy.engine.serving.api_server.replica_server import serve_replica
     from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
     from argosy.engine.serving.engine_core.core_start import PrestartedCore
@@ -44,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_KV_MEMORY_FRACTION",
-    "DEFAULT_PACK_CACHE_BYTES",
     "LLM",
+    "REPLICA_OPTIONS",
     "AnyArchitecture",
     "AsyncLLM",
     "CompletionOutput",
@@ -57,6 +60,7 @@ __all__ = [
     "ReplicaServerConfig",
     "RequestOutput",
     "StoredIntegers",
+    "build_replica_settings",
     "find_stored_integers",
     "prebuild_kernels",
     "read_any_architecture",
@@ -71,7 +75,6 @@ __all__ = [
 _MODULE_BY_NAME = {
     "DEFAULT_KV_MEMORY_FRACTION": "engine_config",
     "LLM": "llm",
-    "DEFAULT_PACK_CACHE_BYTES": "engine_config",
     "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
@@ -80,7 +83,9 @@ _MODULE_BY_NAME = {
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
     "EngineRequest": "engine_request",
+    "REPLICA_OPTIONS": "replica_options",
     "RequestOutput": "outputs",
+    "build_replica_settings": "replica_options",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.architectures.model_summary",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",

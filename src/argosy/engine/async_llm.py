@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.llm_options import LLMOptions, build_engine_config
+from argosy.engine.llm_options import build_engine_config
 from argosy.engine.offline_prompts import Conversation, PromptInput
 from argosy.engine.offline_request_processor import (
     ChatOptions,
@@ -42,10 +42,10 @@ class AsyncLLM:
         *,
         chat_template: str | Path | None = None,
         seed: int | None = None,
-        **options: Unpack[LLMOptions],
+        **options: Any,  # noqa: ANN401 - fields of `EngineConfig`
     ) -> None:
         configure_quiet_logging()
-        self._config = build_engine_config(model, dict(options))
+        self._config = build_engine_config(model, options)
         self._chat_template = chat_template
         self._seed = seed
         self._client = EngineClient(self._config, log_level="warning")

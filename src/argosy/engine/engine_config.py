@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 
 from argosy.engine.pooling import ModelTask
 from argosy.engine.scheduling import KvCacheGroups
+from argosy.settings import check_fields, option
 
 BatchingMode = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
@@ -24,8 +24,6 @@ QuantizeSetting = Literal["int8", "int4", "fp8", "none"]
 
 DEFAULT_BLOCK_SIZE = 16
 """Default number of tokens per KV block."""
-DEFAULT_PACK_CACHE_BYTES = 32 << 30
-"""Default limit of the disk space for packed weights of all checkpoints, in bytes."""
 
 
 VERIFYING_MODEL = "verifying the model"
@@ -35,110 +33,181 @@ WARMING_UP = "warming up"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one engine. The loader replaces None and "auto" by values for the model and the device."""
+    """Settings of one engine, each declared once. The loader replaces None and "auto" by values for model and device.
 
-    model: str
-    """Directory in Hugging Face layout, GGUF file, or repository name on the hub."""
-    revision: str | None = None
-    digest: str | None = None
-    """SHA-256 digest that the model must have (`argosy models show`). It is checked before anything is loaded."""
-    generation_config: str = "auto"
-    """Source of sampling defaults and end-of-sequence ids: `auto` is the model's generation_config.json, `none` (or
-    `vllm`) only its end-of-sequence ids, and anything else a folder with such a file."""
-    override_generation_config: dict[str, float | None] = {}
-    """Sampling defaults that replace those of the generation config; null removes one."""
-    task: ModelTask = "auto"
-    """Use of the model: `generate`, `embed` or `score`. `auto` follows the layout of the checkpoint."""
-    model_impl: ModelImpl = "auto"
-    """Implementation of the model. "auto" prefers Argosy's own decoder."""
-    trust_remote_code: bool = False
-    """Whether Python code in the checkpoint may be run, for models that transformers does not know."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: DType = "auto"
-    quantize: QuantizeSetting | None = None
-    """Format to which weights are rounded while they are loaded. "none" is `dtype`.
+    All of them are arguments of `LLM`. Those with `option` are also options of `argosy serve` and `argosy replica`, and
+    of a pool in a fleet file.
+    """
 
-    None computes with the integers of a quantized checkpoint as they are stored, and keeps other weights in `dtype`."""
-    threads: int | None = None
-    colocated_replicas: int = 0
-    """Number of other replicas on the same CPUs or GPU. By default the replicas share CPUs and free memory equally."""
-    max_model_len: int | None = None
-    """Maximum tokens of one sequence, prompt and output together. Must not exceed the model's context length."""
-    max_seqs: int = 64
-    """Maximum number of sequences running at once."""
-    max_step_tokens: int = 1024
-    """Token budget of one step."""
-    max_prefill_fraction: float = 0.25
+    model: Annotated[
+        str,
+        option(
+            "A directory in Hugging Face layout, a GGUF file, a name on the hub (owner/name, owner/name:Q4_K_M), or"
+            " the name of a bundled model (argosy-mini). Also store:NAME or sha256:DIGEST for a model of the store, or"
+            " a URL (s3://...)."
+        ),
+    ]
+    revision: Annotated[str, option("Branch, tag or commit.", "Model")] | None = None
+    digest: (
+        Annotated[
+            str,
+            option(
+                "Digest that the model must have (sha256:...). Its files are verified before they are loaded.",
+                "Model",
+                pattern="^sha256:[0-9a-f]{64}$",
+            ),
+        ]
+        | None
+    ) = None
+    dtype: Annotated[DType, option("Data type of weights and KV cache.", "Model")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        option("Device that runs the model; auto selects a GPU if there is one.", "Model"),
+    ] = "auto"
+    quantize: (
+        Annotated[
+            QuantizeSetting,
+            option(
+                "Quantize weights while they are loaded; fp8 needs a CUDA device. By default, a quantized checkpoint"
+                " computes with its own integers, and `none` dequantizes it.",
+                "Model",
+            ),
+        ]
+        | None
+    ) = None
+    task: Annotated[
+        ModelTask,
+        option(
+            "Use of the model: generate text, embed texts or score pairs of texts. auto follows the files of the"
+            " checkpoint.",
+            "Model",
+        ),
+    ] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        option(
+            "Implementation of the model: Argosy's own decoder, that of transformers, or auto: the own one for the"
+            " families that it knows.",
+            "Model",
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        option(
+            "Run Python code in the model's directory, if transformers does not know it. It may do anything.",
+            "Model",
+        ),
+    ] = False
+    generation_config: Annotated[
+        str,
+        option(
+            "Source of sampling defaults: the model's generation_config.json (auto), none, or that of a folder.",
+            "Model",
+            metavar="auto|none|FOLDER",
+        ),
+    ] = "auto"
+    """`none` (or `vllm`) keeps the end-of-sequence ids of the model's file."""
+    override_generation_config: Annotated[
+        dict[str, float | None],
+        option(
+            'Sampling defaults that replace those of the generation config, like {"temperature": 0.6}.',
+            "Model",
+            metavar="JSON",
+        ),
+    ] = {}
+    """None removes a default."""
+    max_model_len: (
+        Annotated[int, option("Maximum tokens of prompt and output.", "Model", ge=1)] | None
+    ) = None
+    """Must not exceed the model's context length, which is the default."""
+
+    max_seqs: Annotated[int, option("Maximum number of running sequences.", "Memory", ge=1)] = 64
+    kv_memory_bytes: (
+        Annotated[
+            int,
+            option(
+                "KV cache memory of each replica, like 8GiB; by default a part of the free memory.",
+                "Memory",
+                ge=1,
+            ),
+        ]
+        | None
+    ) = None
+    kv_dtype: Annotated[
+        Literal["auto", "fp8"],
+        option("Data type of the KV cache: auto is the model's, fp8 needs a GPU.", "Memory"),
+    ] = "auto"
+    host_kv_bytes: Annotated[
+        int, option("Host memory for evicted KV blocks; by default none.", "Memory", ge=0)
+    ] = 0
+    pack_cache_bytes: Annotated[
+        int,
+        option(
+            "Disk space for packed weights, which make starts fast and let replicas share memory;"
+            " 32GiB by default, 0 disables it.",
+            "Memory",
+            ge=0,
+        ),
+    ] = 32 << 30
+    colocated_replicas: Annotated[
+        int,
+        option(
+            "Number of other replicas on the same CPUs or GPU, with which it shares cores and memory.",
+            "Memory",
+            ge=0,
+        ),
+    ] = 0
+
+    threads: (
+        Annotated[
+            int,
+            option(
+                "CPU threads of each replica. By default OMP_NUM_THREADS, or else as many as other processes leave"
+                " free.",
+                "Advanced",
+                ge=1,
+                le=1024,
+            ),
+        ]
+        | None
+    ) = None
+    max_step_tokens: Annotated[int, option("Token budget of an engine step.", "Advanced", ge=1)] = (
+        1024
+    )
+    batching: Annotated[
+        BatchingMode,
+        option("How requests share steps; dynamic and static are for comparison.", "Advanced"),
+    ] = "continuous"
+    prefix_cache: Annotated[
+        bool, option("Reuse the KV blocks of prompts with a common prefix.", "Advanced")
+    ] = True
+    request_timeout_s: (
+        Annotated[float, option("Timeout of one request in seconds.", "Advanced", ge=0.001)] | None
+    ) = None
+    """None sets no deadline."""
+
+    max_prefill_fraction: Annotated[float, msgspec.Meta(ge=0)] = 0.25
     """Maximum fraction of the token budget for prefills while decodes run."""
-    batching: BatchingMode = "continuous"
     max_batch_wait_s: float = 0.05
     """Maximum time for which `dynamic` batching waits for a full batch."""
     max_steps_in_flight: int | None = None
     """Number of steps in flight while the next one is planned. None takes the device's default."""
-    block_size: int = DEFAULT_BLOCK_SIZE
-    num_blocks: int | None = None
-    kv_dtype: Literal["auto", "fp8"] = "auto"
-    """Format of cached keys and values. "auto" is the model's dtype, "fp8" rounds to 8 bits (CUDA only)."""
-    kv_memory_bytes: int | None = None
-    """Memory for the KV cache. None takes a fraction of the free memory."""
-    host_kv_bytes: int = 0
-    """Host memory for evicted KV blocks. 0 disables the host tier."""
-    pack_cache_bytes: int = DEFAULT_PACK_CACHE_BYTES
-    """Disk space for packed weights, which replicas share and later starts reuse. 0 disables the pack cache."""
-    prefix_cache: bool = True
-    watermark: float = 0.01
+    block_size: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_BLOCK_SIZE
+    """Tokens of a KV block."""
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """KV blocks. None takes as many as `kv_memory_bytes` has room for."""
+    watermark: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     """Fraction of the blocks that stays free for the growth of running sequences."""
-    request_timeout_s: float | None = None
-    """Longest time from the arrival of a request to its end. None sets no deadline."""
     stall_timeout_s: float = 60.0
     """Time without a finished step after which a busy engine core is restarted."""
     max_load_attempts: int = 3
+    """Number of times that the model is tried to load."""
     warmup: bool = True
+    """Whether to compute some tokens before the engine is ready."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a value is out of range or unknown."""
-        for name, minimum in MINIMUM_SETTINGS.items():
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and value >= minimum
-            if not is_number and not (value is None and name in OPTIONAL_NUMBERS):
-                raise ValueError(f"{name} is {value!r}; set it to {minimum} or more")
-        for name, choices in SETTING_CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                names = ", ".join(str(choice) for choice in choices)
-                raise ValueError(f"{name} is {value!r}; choose one of {names}")
-        if self.digest is not None and re.fullmatch("sha256:[0-9a-f]{64}", self.digest) is None:
-            raise ValueError(f"digest is {self.digest!r}; give sha256: and 64 hexadecimal digits")
-
-
-OPTIONAL_NUMBERS = frozenset(
-    {"threads", "max_model_len", "num_blocks", "kv_memory_bytes", "request_timeout_s"}
-)
-"""Numbers that may be None."""
-MINIMUM_SETTINGS = {
-    "threads": 1,
-    "max_model_len": 1,
-    "max_seqs": 1,
-    "max_step_tokens": 1,
-    "block_size": 1,
-    "num_blocks": 1,
-    "kv_memory_bytes": 1,
-    "host_kv_bytes": 0,
-    "pack_cache_bytes": 0,
-    "max_prefill_fraction": 0,
-    "watermark": 0,
-    "request_timeout_s": 0,
-}
-"""Smallest values of the numbers."""
-SETTING_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "task": get_args(ModelTask),
-    "model_impl": get_args(ModelImpl),
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": get_args(DType),
-    "quantize": (None, *get_args(QuantizeSetting)),
-    "batching": get_args(BatchingMode),
-    "kv_dtype": ("auto", "fp8"),
-}
+        """Raise ValueError if a value has another type or is out of its range."""
+        check_fields(self)
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

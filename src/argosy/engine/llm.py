@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
 from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.llm_options import LLMOptions, build_engine_config
+from argosy.engine.llm_options import build_engine_config
 from argosy.engine.offline_metrics import Metric, read_metrics
 from argosy.engine.offline_pooling import OfflinePooling
 from argosy.engine.offline_prompts import (
@@ -74,7 +74,7 @@ class LLM:
         chat_template: Jinja source or file of a chat template that replaces that of the checkpoint.
         seed: Seed from which requests without a seed get theirs, so that runs repeat. None takes random seeds.
         progress: Progress display of `generate` and `chat`.
-        options: Options of the engine (`LLMOptions`), also under vLLM's names. Options of vLLM that would only
+        options: Fields of `EngineConfig`, also under vLLM's names. Options of vLLM that would only
             change speed or memory are ignored with a warning.
 
     Raises:
@@ -89,10 +89,10 @@ class LLM:
         chat_template: str | Path | None = None,
         seed: int | None = None,
         progress: ProgressMode = "auto",
-        **options: Unpack[LLMOptions],
+        **options: Any,  # noqa: ANN401 - fields of `EngineConfig`
     ) -> None:
         configure_quiet_logging()
-        config = build_engine_config(model, dict(options))
+        config = build_engine_config(model, options)
         for name, value in COMPUTE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from argosy.engine.serving.engine_core.core import EngineCore  # imports torch

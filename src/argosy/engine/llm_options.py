@@ -3,77 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import structlog
 
-from argosy.engine.engine_config import EngineConfig, QuantizeSetting
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.offline_prompts import to_plain
-from argosy.engine.pooling import ModelTask
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import unknown_argument_error
 
 log = structlog.get_logger(__name__)
 
 
-class EngineOptions(TypedDict, total=False):
-    """Options of the engine."""
-
-    task: ModelTask
-    """Use of the model: `generate`, `embed` or `score`. `auto` follows the layout of the checkpoint."""
-
-    revision: str | None
-    """Branch, tag or commit of a hub model."""
-    model_impl: str
-    """Implementation of the model: `auto`, `argosy` (as vLLM's `vllm`) or `transformers`."""
-    trust_remote_code: bool
-    """Whether Python code in the checkpoint may be run, for models that transformers does not know."""
-    device: str
-    """`auto`, `cpu` or `cuda`."""
-    dtype: Any
-    """Data type of weights and activations: `auto`, `bfloat16`, `float16` (`half`), `float32` or a dtype of torch."""
-    quantize: QuantizeSetting | None
-    """Format of quantized weights: `int8`, `int4` or `fp8`. `none` dequantizes a quantized checkpoint."""
-    threads: int | None
-    """CPU threads. None takes OMP_NUM_THREADS, or else the CPUs that other processes leave free."""
-    max_model_len: int | None
-    """Maximum tokens of one sequence, prompt and output together."""
-    max_seqs: int
-    """Maximum number of sequences running at once. vLLM: `max_num_seqs`."""
-    max_step_tokens: int
-    """Token budget of one step. vLLM: `max_num_batched_tokens`."""
-    kv_memory_bytes: int | None
-    """Memory for the KV cache. None takes a fraction of the free memory. vLLM: `kv_cache_memory_bytes`."""
-    kv_dtype: str
-    """Format of cached keys and values, `auto` or `fp8`. vLLM: `kv_cache_dtype`."""
-    host_kv_bytes: int
-    """Host memory for evicted KV blocks."""
-    block_size: int
-    """Tokens of one KV block."""
-    num_blocks: int | None
-    """Number of KV blocks. vLLM: `num_gpu_blocks_override`."""
-    prefix_cache: bool
-    """Whether prompts share the KV of common beginnings. vLLM: `enable_prefix_caching`."""
-    request_timeout_s: float | None
-    """Longest time of a request. None sets no deadline."""
-    warmup: bool
-    """Whether to compute some tokens before the constructor returns."""
-
-
-class LLMOptions(EngineOptions, total=False):
-    """Options of the engine, also under the names that vLLM has for them."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int | None
-    kv_cache_memory_bytes: int | None
-    kv_cache_dtype: str
-    num_gpu_blocks_override: int | None
-    enable_prefix_caching: bool | None
-    quantization: str | None
-
-
-_ENGINE_FIELDS = frozenset(EngineOptions.__annotations__)
-_VLLM_NAMES = {
+_ENGINE_FIELDS = frozenset(EngineConfig.__struct_fields__) - {"model"}
+VLLM_NAMES = {
     "max_num_seqs": "max_seqs",
     "max_num_batched_tokens": "max_step_tokens",
     "kv_cache_memory_bytes": "kv_memory_bytes",
@@ -145,8 +88,6 @@ _REFUSED_OPTIONS = {
     "limit_mm_per_prompt": _OtherOption(({},), "Models take text only."),
     "mm_processor_kwargs": _OtherOption(({},), "Models take text only."),
     "pooler_config": _OtherOption((), "The checkpoint states the pooling."),
-    "generation_config": _OtherOption(("auto",), "Set SamplingParams."),
-    "override_generation_config": _OtherOption(({},), "Set SamplingParams."),
     "logprobs_mode": _OtherOption(("raw_logprobs",), "Log-probabilities are those of raw logits."),
 }
 """Options that change the outputs or ask for what does not exist."""
@@ -174,7 +115,7 @@ def build_engine_config(
     """
     settings: dict[str, Any] = {}
     for given_name, value in options.items():
-        name = _VLLM_NAMES.get(given_name, given_name)
+        name = VLLM_NAMES.get(given_name, given_name)
         if name in settings:
             raise ValueError(f"{given_name} and {name} are the same option; give one of them")
         if name in _ENGINE_FIELDS:
@@ -203,7 +144,7 @@ def _check_other_option(name: str, value: object, model: str | Path | EngineConf
     refused, ignored = _REFUSED_OPTIONS.get(name), _IGNORED_OPTIONS.get(name)
     option = refused or ignored
     if option is None:
-        raise unknown_argument_error("LLM", name, (*_ENGINE_FIELDS, *_VLLM_NAMES))
+        raise unknown_argument_error("LLM", name, (*_ENGINE_FIELDS, *VLLM_NAMES))
     is_model_itself = name == "tokenizer" and str(value) == str(model)
     if value in (*_ALWAYS_NEUTRAL, *option.neutral_values) or is_model_itself:
         return

@@ -4,24 +4,40 @@
 parses a file within limits, so that no file can exhaust memory. The document converts its value into a struct
 (`conversion`). Then it runs the caller's validation, which raises `SettingError` for a setting. `secret_names`
 recognises settings that hold secrets, and `sizes` parses sizes such as `8GiB`.
+
+The module `options` turns fields of a struct into options of commands.
 """
 
 from argosy.settings.conversion import SettingError, SettingPath, convert_settings, format_path
 from argosy.settings.document import SettingsDocument
+from argosy.settings.options import (
+    DeclaredOption,
+    Panel,
+    check_fields,
+    declared_options,
+    define_options,
+    option,
+)
 from argosy.settings.secret_names import is_secret_name, is_secret_value
 from argosy.settings.sizes import Size, parse_size
 from argosy.settings.yaml_nodes import MAX_SETTINGS_BYTES, dump_yaml
 
 __all__ = [
     "MAX_SETTINGS_BYTES",
+    "DeclaredOption",
+    "Panel",
     "SettingError",
     "SettingPath",
     "SettingsDocument",
     "Size",
+    "check_fields",
     "convert_settings",
+    "declared_options",
+    "define_options",
     "dump_yaml",
     "format_path",
     "is_secret_name",
     "is_secret_value",
+    "option",
     "parse_size",
 ]

@@ -12,6 +12,7 @@ from msgspec.inspect import (
     DictType,
     ListType,
     LiteralType,
+    Metadata,
     StructType,
     Type,
     UnionType,
@@ -76,10 +77,12 @@ def _struct_fields(node: Type | None) -> dict[str, Type]:
 
 
 def _find_type(node: Type | None, wanted_type: type[InspectType]) -> InspectType | None:
-    """Find a type of the wanted kind: the node itself, a union member or a list item."""
+    """Find a type of the wanted kind: the node itself, an annotated type, a union member or a list item."""
     if isinstance(node, wanted_type):
         return node
     match node:
+        case Metadata():
+            return _find_type(node.type, wanted_type)
         case ListType() | VarTupleType() | CollectionType():
             return _find_type(node.item_type, wanted_type)
         case UnionType():

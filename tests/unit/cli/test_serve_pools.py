@@ -1,52 +1,47 @@
-"""Pools of `argosy serve`: its options reach the replicas, and the declaration describes what was started first."""
+"""Pools of `argosy serve`: its options reach the replicas, and its groups of replicas become pools."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 import typer
 import typer.main
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.cli.replica_options import with_replica_options
 from argosy.cli.serve_pools import ServedModel, declare_fleet, plan_pools
-from argosy.cli.serve_settings import given_replica_options, with_shared_options
-from argosy.deployment import dump_fleet, parse_fleet, pool_digests
-from argosy.engine import EngineConfig, ReplicaServerConfig
+from argosy.deployment import dump_fleet, parse_fleet
+from argosy.engine import build_replica_settings
 from argosy.fleet import ReplicaGroup
 from argosy.fleet.launch_spec import build_launch_spec
-from argosy.fleet.launchers import LaunchSpec
 
-SERVER = ReplicaServerConfig(served_model_names=("chat", "other name"), drain_deadline_s=2.5)
-MODEL = ServedModel(SERVER.served_model_names, "/models/a folder")
+MODEL = ServedModel(("chat", "other name"), "/models/a folder")
 EMBEDDING = ServedModel(("minilm",), "/models/minilm")
 
-Settings = tuple[ReplicaServerConfig, EngineConfig, dict[str, Any]]
 
+def parse_options(arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Return the options that a command with those of a replica gets."""
+    parsed: list[Mapping[str, Any]] = []
 
-def parse_options(arguments: Sequence[str]) -> Settings:
-    """Return the settings that a command with the shared options gets, and the options for its replicas."""
-    parsed: list[Settings] = []
-
-    @with_shared_options
-    def command(
-        server: ReplicaServerConfig,
-        engine: EngineConfig,
-        *,
-        context: typer.Context,
-        log_name: str = "",
-        log_level: str = "",
-        colocated_replicas: int = 0,
-    ) -> None:
-        del log_name, log_level, colocated_replicas
-        parsed.append((server, engine, given_replica_options(context)))
+    @with_replica_options()
+    def command(options: Mapping[str, Any], *, context: typer.Context) -> None:
+        del context
+        parsed.append(options)
 
     app = typer.Typer()
     app.command()(command)
     typer.main.get_command(app)(list(arguments), standalone_mode=False)
     return parsed[0]
+
+
+def options_of(command: Sequence[str]) -> dict[str, Any]:
+    """Return the options that a replica's command line passes as one document."""
+    document: dict[str, Any] = msgspec.json.decode(command[command.index("--options") + 1])
+    return document
 
 
 OPTIONS = {
@@ -79,46 +74,55 @@ def test_options_of_serve_reach_its_replicas(options: list[list[str]], flags: li
         *flags,
         *(part for pair in options for part in pair),
     ]
-    server, engine, replica_options = parse_options(arguments)
-    (pool,) = plan_pools(MODEL, [], [ReplicaGroup(1)], SERVER, replica_options, {})
-    replica_server, replica_engine, _ = parse_options(pool.command[5:])
+    given_options = parse_options(arguments)
+    server, engine = build_replica_settings(given_options)
+    (pool,) = plan_pools(MODEL, [], [ReplicaGroup(1)], 30.0, given_options, {})
+    replica_server, replica_engine = build_replica_settings(options_of(pool.engine.command))
     assert replica_engine == msgspec.structs.replace(engine, model=MODEL.source)
     assert replica_server == msgspec.structs.replace(
-        server,
-        host="127.0.0.1",
-        port=8000,
-        uds="{socket}",
-        served_model_names=SERVER.served_model_names,
-        drain_deadline_s=SERVER.drain_deadline_s,
+        server, host="127.0.0.1", port=8000, served_model_names=MODEL.names, log_name="{name}"
     )
 
 
-def test_declaration_describes_first_replicas() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seqs": 0}, "`int` >= 1 - at `\\$.max_seqs`, but it is 0"),
+        ({"dtype": "int3"}, "at `\\$.dtype`; write auto, bfloat16, float16 or float32"),
+        ({"kv_memory": "x"}, "at `\\$.kv_memory`, but it is 'x'"),
+        ({"max_seq": 1}, "`max_seq`; did you mean `max_seqs`"),
+    ],
+)
+def test_invalid_option_is_named_with_its_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_replica_settings(options)
+
+
+def test_groups_of_replicas_and_embedding_models_are_pools() -> None:
     groups = [ReplicaGroup(2, shared_gpu="0"), ReplicaGroup(1, shared_gpu="GPU-7")]
     options = {"max_seqs": 4, "threads": 2}
-    pools = plan_pools(MODEL, [EMBEDDING], groups, SERVER, options, {"TMPDIR": "/run/x"})
-    config = parse_fleet(dump_fleet(declare_fleet(pools), "json"))
-    declared: dict[str, LaunchSpec] = {}
-    for pool in config.pools:
-        for ordinal in range(pool.initial_replicas):
-            spec = build_launch_spec(config, pool, 1, ordinal)
-            declared[spec.name] = spec
-    assert declared == {spec.name: spec for pool in pools for spec in pool.launch_specs()}
-    assert list(declared) == ["replica-0-1-0", "replica-0-1-1", "replica-1-1-0", "embedding-0-1-0"]
-    assert declared["replica-0-1-1"].environment == {
-        "TMPDIR": "/run/x",
-        "CUDA_VISIBLE_DEVICES": "0",
+    pools = plan_pools(MODEL, [EMBEDDING], groups, 2.5, options, {"TMPDIR": "/run/x"})
+    config = declare_fleet(pools)
+    assert parse_fleet(dump_fleet(config, "json")) == config
+    specs = {
+        spec.name: spec
+        for pool in config.pools
+        for spec in (
+            build_launch_spec(config, pool, 1, ordinal) for ordinal in range(pool.initial_replicas)
+        )
     }
-    assert declared["replica-1-1-0"].environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
-    assert "--max-seqs" not in declared["embedding-0-1-0"].command
-    _, engine, _ = parse_options(declared["embedding-0-1-0"].command[5:])
-    assert (engine.device, engine.threads) == ("cpu", 2)
-    assert [model.name for model in config.models] == ["chat", "minilm"]
-    assert config.models[0].aliases == ("other name",)
-    assert pool_digests(config).keys() == {pool.name for pool in pools}
+    assert list(specs) == ["replica-0-1-0", "replica-0-1-1", "replica-1-1-0", "embedding-0-1-0"]
+    assert specs["replica-0-1-1"].environment == {"TMPDIR": "/run/x", "CUDA_VISIBLE_DEVICES": "0"}
+    assert specs["replica-1-1-0"].environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert options_of(specs["replica-1-1-0"].command)["max_seqs"] == 4
+    _, engine = build_replica_settings(options_of(specs["embedding-0-1-0"].command))
+    assert (engine.device, engine.threads, engine.max_seqs) == ("cpu", 2, 64)
+    assert [(model.name, model.aliases) for model in config.models] == [
+        ("chat", ("other name",)),
+        ("minilm", ()),
+    ]
 
 
 def test_replicas_with_own_gpus_are_one_pool() -> None:
-    (pool,) = plan_pools(MODEL, [], [ReplicaGroup(2, accelerators=1)], SERVER, {}, {})
-    assert [spec.resources.accelerators for spec in pool.launch_specs()] == [1, 1]
-    assert [spec.name for spec in pool.launch_specs()] == ["replica-1-0", "replica-1-1"]
+    (pool,) = plan_pools(MODEL, [], [ReplicaGroup(2, accelerators=1)], 30.0, {}, {})
+    assert (pool.config.name, pool.config.replicas, pool.config.accelerators) == ("replica", 2, 1)

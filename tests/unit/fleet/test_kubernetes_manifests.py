@@ -95,7 +95,8 @@ def test_replica_has_what_its_pool_declares(config: FleetConfig) -> None:
         "memory": str(64 << 30),
         "nvidia.com/gpu": "1",
     }
-    assert container["command"][:3] == ["argosy", "replica", "/models/llama-3.1-8b"]
+    assert container["command"][:2] == ["argosy", "replica"]
+    assert '"model":"/models/llama-3.1-8b"' in container["command"][-1]
     command = " ".join(container["command"])
     assert "--host $(POD_IP) --port 8000" in command
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}

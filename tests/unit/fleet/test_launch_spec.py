@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import typer.main
 from tests.support.small_models import write_small_model
 
-from argosy.cli.app import app
 from argosy.deployment import (
-    FLEET_OPTIONS,
-    ArgosyOptions,
     FleetConfig,
     PoolConfig,
     build_gateway_config,
@@ -48,12 +44,12 @@ def command_of(text: str) -> str:
 
 
 COMMANDS = {
-    """{name: p, model: chat, drain_deadline_s: 5, options: {max_seqs: 4, prefix_cache: false, trust_remote_code: true,
-    override_generation_config: {top_p: 0.5}}}""": """PYTHON replica /models/chat --served-model-name chat
-    --drain-deadline 5 --revision v1 --uds {socket} --max-seqs 4 --override-generation-config {"top_p":0.5}
-    --no-prefix-cache --trust-remote-code""",
-    "{name: p, model: hub, launcher: ray}": """argosy replica owner/name --served-model-name hub
-    --drain-deadline 30 --host {host} --port {port}""",
+    """{name: p, model: chat, drain_deadline_s: 5, options: {max_seqs: 4, prefix_cache: false, kv_memory: 1GiB,
+    override_generation_config: {top_p: 0.5}}}""": """PYTHON replica --uds {socket} --options
+    {"model":"/models/chat","revision":"v1","served_model_name":["chat"],"drain_deadline":5.0,"kv_memory":"1GiB","""
+    """"max_seqs":4,"override_generation_config":{"top_p":0.5},"prefix_cache":false}""",
+    "{name: p, model: hub, launcher: ray}": """argosy replica --host {host} --port {port} --options
+    {"model":"owner/name","served_model_name":["hub"],"drain_deadline":30.0}""",
     """{name: p, model: chat, engine: vllm, options: {enable_prefix_caching: false, max_num_seqs: 8,
     lora_modules: [a=b, c=d], async_scheduling: true}}""": """vllm serve /models/chat --served-model-name chat
     --shutdown-timeout 30 --revision v1 --host {host} --port {port} --async-scheduling --no-enable-prefix-caching
@@ -69,18 +65,6 @@ COMMANDS = {
 @pytest.mark.parametrize(("pool", "command"), COMMANDS.items(), ids=range(len(COMMANDS)))
 def test_command_line_of_built_in_engine(pool: str, command: str) -> None:
     assert command_of(pool) == " ".join(command.split())
-
-
-def test_argosy_options_are_those_of_the_command() -> None:
-    command: Any = typer.main.get_command(app)
-    replica = command.get_command(command.context_class(command, info_name="argosy"), "replica")
-    names = {parameter.name: parameter for parameter in replica.params}
-    declared = {field.name for field in msgspec.structs.fields(ArgosyOptions)}
-    assert declared | FLEET_OPTIONS.keys() == names.keys() - {"help"}
-    for name in declared:
-        assert f"--{name.replace('_', '-')}" in names[name].opts
-        if getattr(ArgosyOptions(), name) is False:
-            assert not names[name].secondary_opts  # `--no-x` does not exist
 
 
 def test_secrets_are_resolved_when_a_replica_starts(tmp_path: Path) -> None:
@@ -183,7 +167,8 @@ def test_stored_model_is_a_digest_for_argosy_and_a_path_for_others(
         digests.add(replica_digest(config, config.pools[0]))
     assert len(digests) == 1
     if engine == "argosy":
-        assert command[command.index("--digest") + 1] == version.digest in command[:6]
+        options = json.loads(command[command.index("--options") + 1])
+        assert options["digest"] == options["model"] == version.digest
         return
     assert str(open_model_store().model_path(version.digest)) in command
     monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "empty"))

@@ -13,16 +13,7 @@ ARGOSY_ENGINE = "argosy"
 BUILT_IN_ENGINES: Mapping[str, EngineKind] = MappingProxyType(
     {
         ARGOSY_ENGINE: EngineKind(
-            command=(
-                "argosy",
-                "replica",
-                "{model}",
-                "--served-model-name",
-                "{served_name}",
-                "--drain-deadline",
-                "{drain_deadline_s}",
-            ),
-            optional_arguments=(("--revision", "{revision}"), ("--digest", "{digest}")),
+            command=("argosy", "replica"),
             socket_arguments=("--uds", "{socket}"),
             port_arguments=("--host", "{host}", "--port", "{port}"),
             kind="argosy",

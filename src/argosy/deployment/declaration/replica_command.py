@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
-from argosy.deployment.declaration.engine_catalog import find_engine
+from argosy.deployment.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
 from argosy.deployment.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
 from argosy.model_store import DIGEST_PREFIX
 
@@ -73,7 +73,19 @@ def build_resources(pool: PoolConfig) -> LaunchResources:
 def build_command(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
     """Return the command line, in which the launcher's placeholders remain."""
     engine, model = find_engine(config, pool), config.model_of(pool)
-    return tuple(_fill_command(engine, pool, _placeholder_values(model, pool)))
+    command = tuple(_fill_command(engine, pool, _placeholder_values(model, pool)))
+    if pool.engine != ARGOSY_ENGINE:
+        return command
+    options = {
+        "model": model.source,
+        "revision": model.revision,
+        "digest": model.digest,
+        "served_model_name": [model.name],
+        "drain_deadline": pool.drain_deadline_s,
+        **dict(sorted(pool.options.items())),
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return (*command, "--options", msgspec.json.encode(given).decode())
 
 
 def _placeholder_values(model: FleetModelConfig, pool: PoolConfig) -> dict[str, str | None]:
@@ -103,8 +115,9 @@ def _fill_command(
         filled = [fill_placeholders(argument, values) for argument in group]
         if None not in filled:
             yield from (argument for argument in filled if argument is not None)
-    for name, value in sorted(pool.options.items()):
-        yield from _format_option(engine, name, value)
+    if pool.engine != ARGOSY_ENGINE:
+        for name, value in sorted(pool.options.items()):
+            yield from _format_option(engine, name, value)
 
 
 def _format_option(engine: EngineKind, name: str, value: OptionValue) -> Iterator[str]:

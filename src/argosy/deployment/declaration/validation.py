@@ -143,7 +143,8 @@ def _check_references(config: FleetConfig, pool: PoolConfig, path: SettingPath) 
         problem = f"no engine has the name {pool.engine!r}. {_did_you_mean(pool.engine, engines)}"
         raise _fail(path, "engine", problem)
     arguments = " ".join(find_engine(config, pool).arguments())
-    if model.revision is not None and "{revision}" not in arguments:
+    takes_revision = pool.engine == ARGOSY_ENGINE or "{revision}" in arguments
+    if model.revision is not None and not takes_revision:
         raise _fail(
             path,
             "engine",
@@ -336,12 +337,13 @@ def _check_argosy_options(pool: PoolConfig, path: SettingPath) -> None:
             setting = FLEET_OPTIONS[name]
             remedy = f"Use {setting} instead." if setting else "Remove it."
             raise _fail(path, name, f"the fleet sets this option itself. {remedy}")
-    options = convert_settings(pool.options, ArgosyOptions, path=path)
+    convert_settings(pool.options, ArgosyOptions, path=path)
+    device = pool.options.get("device")
     if pool.accelerators > 1:
         raise _fail(path[:-1], "accelerators", "the engine argosy uses one GPU. Write 0 or 1.")
-    if options.device == "cuda" and pool.accelerators == 0:
+    if device == "cuda" and pool.accelerators == 0:
         raise _fail(path, "device", "cuda needs a GPU. Set accelerators of the pool to 1.")
-    if options.device == "cpu" and pool.accelerators:
+    if device == "cpu" and pool.accelerators:
         raise _fail(path, "device", "cpu leaves the GPU unused. Remove accelerators of the pool.")
 
 

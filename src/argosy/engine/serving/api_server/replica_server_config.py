@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from argosy.http_server import TlsConfig
 from argosy.model_store import REFERENCE_PREFIX
+from argosy.settings import option
 
 
 class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Listening address and limits for clients. Times are in seconds."""
+    """Listening address and limits for clients. Times are in seconds. Fields with `option` are options of commands."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """TCP port. 0 selects a free port, which `on_ready` reports."""
-    uds: str | None = None
-    """Path of a Unix domain socket to listen on instead of host and port."""
+    host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, option("Port to listen on; 0 selects a free port.", ge=0, le=65535)] = 8000
+    uds: Annotated[str, option("Listen on this Unix socket instead of host and port.")] | None = (
+        None
+    )
     tls: TlsConfig | None = None
     """TLS settings. None listens without TLS."""
-    served_model_names: tuple[str, ...] = ()
-    """Names that requests may use. Responses use the first one. Empty means the model's own name."""
-    chat_template: str | None = None
-    """File with a Jinja chat template that replaces the checkpoint's template."""
-    tool_format: str = "auto"
-    """Format of the model's tool calls and reasoning. `auto` detects it, and `none` leaves all output as text."""
-    unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """Whether unknown fields of a request body are ignored and named in a response header, or refused."""
+    served_model_names: Annotated[
+        tuple[str, ...],
+        option("Model name for requests; may be given several times.", name="served_model_name"),
+    ] = ()
+    """Responses use the first one. Empty means the model's own name."""
+    chat_template: (
+        Annotated[str, option("Jinja file to use instead of the model's template.", "Model")] | None
+    ) = None
+    tool_format: Annotated[
+        str,
+        option(
+            "Format of tool calls and reasoning: auto (from the chat template), none, or a name that"
+            " `--tool-format list` prints.",
+            "Model",
+        ),
+    ] = "auto"
+    unknown_fields: Annotated[
+        Literal["ignore", "refuse"],
+        option(
+            "Unknown request fields: ignored and named in a response header, or refused.",
+            "Advanced",
+        ),
+    ] = "ignore"
     body_limit_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
     """A request whose body is incomplete after this time is rejected."""
@@ -36,20 +52,42 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """A stream without output for this time gets a keep-alive comment."""
     slow_reader_timeout_s: float = 30.0
     """A client that reads nothing for this time is disconnected."""
-    drain_deadline_s: float = 30.0
-    """Time that running requests have to finish after SIGTERM."""
+    drain_deadline_s: Annotated[
+        float,
+        option("Seconds for running requests to finish after SIGTERM.", "Advanced", ge=0),
+    ] = 30.0
     retry_after_s: float = 1.0
     """`Retry-After` of responses when the replica accepts no requests."""
-    vllm_metrics: bool = False
-    """Whether `/metrics` also includes vLLM's metric names."""
-    zone: str = ""
-    """Failure domain of this replica, such as a rack or an availability zone. Part of the load report."""
-    labels: dict[str, str] = {}
-    """Labels of this replica for operators. Part of the load report."""
+    zone: Annotated[
+        str,
+        option(
+            "Failure domain of the replica, such as a rack or an availability zone, for `argosy replicas list`.",
+            "Advanced",
+        ),
+    ] = ""
+    labels: Annotated[
+        dict[str, str],
+        option(
+            "Label of the replica, for `argosy replicas list`; may be given several times.",
+            "Advanced",
+            name="label",
+            metavar="KEY=VALUE",
+        ),
+    ] = {}
+    vllm_metrics: Annotated[bool, option("Export metrics under vLLM's names too.", "Advanced")] = (
+        False
+    )
     log_format: Literal["json", "console"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_name: str = ""
-    """Name of this replica in the log, if several processes share one log."""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        option("Lowest level that is logged.", "Advanced"),
+    ] = "info"
+    log_name: Annotated[
+        str,
+        option(
+            "Log in the console format instead of JSON, with this name in each line.", "Advanced"
+        ),
+    ] = ""
 
     def model_names_for(self, model: str) -> tuple[str, ...]:
         """Return the configured names, or that of the directory, file, hub repository or stored version."""
