@@ -22,7 +22,7 @@ def _migrated_file() -> bytes:
 
 
 def open_migrated_store(url: str) -> Store:
-    """Open a store and create its tables, in SQLite as a copy of a file, because all migrations take 70 ms."""
+    """Open a store and create its tables, in SQLite as a copy of a file, which is faster."""
     path = Path(url.removeprefix(SQLITE))
     if url.startswith(SQLITE) and not path.exists():
         path.write_bytes(_migrated_file())

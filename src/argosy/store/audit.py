@@ -13,9 +13,7 @@ from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import StoreError
 from argosy.store.numbered_rows import in_time_range
-
-GENESIS_HASH = bytes(32)
-"""Stands in for the previous hash in the first entry."""
+from argosy.store.schema import GENESIS_HASH
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,14 +124,12 @@ class AuditLog:
 def hash_entry(previous: bytes, entry: Mapping[str, Any]) -> bytes:
     """Compute SHA-256 over the previous hash and the entry as JSON.
 
-    The JSON has sorted keys and no spaces, and its `details` are the stored string. An `organisation` of None is left
-    out, as in entries that are older than the column.
+    The JSON has sorted keys and no spaces, and its `details` are the stored string.
     """
     hashed = {
-        name: entry[name] for name in ("entry", "at", "actor", "action", "subject", "details")
+        name: entry[name]
+        for name in ("entry", "at", "actor", "action", "subject", "organisation", "details")
     }
-    if entry["organisation"] is not None:
-        hashed["organisation"] = entry["organisation"]
     return hashlib.sha256(previous + msgspec.json.encode(hashed, order="sorted")).digest()
 
 

@@ -5,26 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from argosy.store.api_keys import generate_id
-from argosy.store.record_tables import ALL_RECORDS, PageRequest, RecordTables
-from argosy.store.records import (
-    Key,
-    Limit,
-    LimitUnit,
-    LimitWindow,
-    Organisation,
-    OwnerKind,
-    Price,
-    Project,
-    User,
-)
+from argosy.store.record_tables import ALL_RECORDS, OWNER_TYPES, PageRequest, RecordTables
+from argosy.store.records import Limit, LimitUnit, LimitWindow, OwnerKind, Price
 from argosy.store.validation import validate_record
-
-_OWNER_TYPES: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
-    "organisation": Organisation,
-    "project": Project,
-    "user": User,
-    "key": Key,
-}
 
 
 class LimitsAndPrices(RecordTables):
@@ -55,10 +38,10 @@ class LimitsAndPrices(RecordTables):
             raise ValueError(
                 "A limit needs a window, such as minute. Only a limit on concurrency has none."
             )
-        if owner_kind not in _OWNER_TYPES:
-            raise ValueError(f"The owner of a limit must be one of {', '.join(_OWNER_TYPES)}.")
+        if owner_kind not in OWNER_TYPES:
+            raise ValueError(f"The owner of a limit must be one of {', '.join(OWNER_TYPES)}.")
         with self._begin_transaction(actor) as transaction:
-            transaction.get_active_record(_OWNER_TYPES[owner_kind], owner)
+            transaction.get_active_record(OWNER_TYPES[owner_kind], owner)
             limit = validate_record(
                 Limit(
                     id=generate_id("limit"),

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET
 from sqlalchemy import (
     Connection,
+    ScalarSelect,
     Select,
     Table,
     delete,
@@ -30,6 +31,7 @@ from argosy.store.records import (
     Key,
     Limit,
     Organisation,
+    OwnerKind,
     Price,
     Project,
     ReplicaSetting,
@@ -65,6 +67,14 @@ _TABLES: dict[type[AccountRecord], Table] = {
 }
 
 
+OWNER_TYPES: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
+    "organisation": Organisation,
+    "project": Project,
+    "user": User,
+    "key": Key,
+}
+"""Record types of the owners of limits."""
+
 ALL_RECORDS = PageRequest()
 
 
@@ -97,7 +107,7 @@ def find_records(
     """
     table = _TABLES[record_type]
     sort_columns = [table.c[name] for name in sort_fields(record_type)]
-    query = select(*(table.c[name].label(name) for name in record_type.__struct_fields__))
+    query = select(*(table.c[name] for name in record_type.__struct_fields__))
     if organisation_id is not None and record_type is not Price:
         query = query.where(ORGANISATION_COLUMNS[record_type] == organisation_id)
     for name, value in fields.items():
@@ -218,6 +228,12 @@ class AccountTransaction:
         record = validate_record(record)
         self._check_unique(record)
         values = msgspec.structs.asdict(record)
+        if isinstance(record, Key):
+            values["organisation"] = _select_organisation(Project, record.project)
+        elif isinstance(record, Limit):
+            values["organisation"] = _select_organisation(
+                OWNER_TYPES[record.owner_kind], record.owner
+            )
         self.connection.execute(insert(_TABLES[type(record)]).values(values))
         self._append_record_entry(action, record, _to_audit_fields(record))
         self._check_record_count(record)
@@ -334,9 +350,7 @@ class AccountTransaction:
     def _find_organisation_id(self, record: AccountRecord) -> str | None:
         """Return the organisation's id of a stored record. Raises ConflictError if the record is out of reach."""
         record_type = type(record)
-        query = select(ORGANISATION_COLUMNS[record_type]).where(
-            _TABLES[record_type].c.id == record.id
-        )
+        query = select(_select_organisation(record_type, record.id))
         organisation: str | None = self.connection.execute(query).scalar_one()
         if self._organisation_id is not None and organisation != self._organisation_id:
             raise ConflictError(
@@ -401,6 +415,12 @@ class RecordTables:
         given = {name: value for name, value in fields.items() if value is not None}
         with self._database.read_transaction() as connection:
             return find_records(connection, record_type, self._organisation_id, page, **given)
+
+
+def _select_organisation(record_type: type[AccountRecord], record_id: str) -> ScalarSelect[str]:
+    table = _TABLES[record_type]
+    query = select(ORGANISATION_COLUMNS[record_type]).where(table.c.id == record_id)
+    return query.scalar_subquery()
 
 
 def _to_audit_fields(record: AccountRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""SQLAlchemy tables of the store, as the newest migration creates them. A test compares the two.
+"""SQLAlchemy tables of the store, with their triggers. `migrations` creates them, or changes older ones to be equal.
 
 Columns have the names and types of the fields in `records.py`. Columns without such a field are documented here.
 """
@@ -12,6 +12,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Double,
     ForeignKey,
     Index,
@@ -21,6 +22,8 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    event,
+    insert,
     text,
 )
 
@@ -45,20 +48,8 @@ class StringTuple(TypeDecorator[tuple[str, ...]]):
         return msgspec.json.decode(value, type=tuple[str, ...])
 
 
-class RoleText(TypeDecorator[str]):
-    """Column type for a role. The role `user` is stored as `caller`, its name in earlier versions."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
-        """Encode a value for the database."""
-        return "caller" if value == "user" else value
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
-        """Decode a stored value."""
-        return "user" if value == "caller" else value
-
+GENESIS_HASH = bytes(32)
+"""Stands in for the previous hash in the first entry of the audit log."""
 
 metadata = MetaData()
 
@@ -70,23 +61,13 @@ def _unique_name_index(table: str, *columns: str, ended_column: str) -> Index:
     return Index(name, *columns, unique=True, sqlite_where=is_active, postgresql_where=is_active)
 
 
-def _scope_column() -> Column[str]:
-    """Where a role is held. Gateways from before this column write no value, which means the whole gateway."""
-    return Column("scope", Text, nullable=False, server_default="gateway")
-
-
-def _flags_column() -> Column[tuple[str, ...]]:
-    """Route flags. Gateways from before this column write no value, which means none."""
-    return Column("flags", StringTuple, nullable=False, server_default="[]")
-
-
 def _list_index(table: str, *columns: str) -> Index:
     """Index for keyset pagination of a list, of all records or of those with the same values in `columns`."""
     return Index("_".join([table, "listed", *columns]), *columns, "created_at", "id")
 
 
 def _organisation_column() -> Column[str]:
-    """Id of the record's organisation, for the lists of one organisation. A trigger writes it; no record has it."""
+    """Id of the record's organisation, for the lists of one organisation. No record has it."""
     return Column("organisation", Text)
 
 
@@ -104,6 +85,14 @@ state = Table(
     Column("audit_head", LargeBinary, nullable=False),
 )
 """Table of one row. Each account change locks it first, so changes and their audit entries are serialised."""
+
+
+@event.listens_for(state, "after_create")
+def _insert_state(table: Table, connection: Connection, **_: object) -> None:
+    connection.execute(
+        insert(table).values(id=1, version=1, audit_entries=0, audit_head=GENESIS_HASH)
+    )
+
 
 organisations = Table(
     "organisations",
@@ -125,11 +114,11 @@ projects = Table(
     Column("tier", Text, nullable=False),
     Column("weight", Double, nullable=False),
     Column("share_cache", Boolean, nullable=False),
-    Column("when_unsure", Text, key="quota_failure_mode", nullable=False),
+    Column("quota_failure_mode", Text, nullable=False),
     Column("networks", StringTuple, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
-    _flags_column(),
+    Column("flags", StringTuple, nullable=False),
     _named_at_column(),
     _unique_name_index("projects", "organisation", "name", ended_column="archived_at"),
     _list_index("projects"),
@@ -142,11 +131,11 @@ users = Table(
     Column("id", Text, primary_key=True),
     Column("organisation", Text, ForeignKey("organisations.id"), nullable=False),
     Column("email", Text, nullable=False),
-    Column("role", RoleText, nullable=False),
+    Column("role", Text, nullable=False),
     Column("project", Text, ForeignKey("projects.id")),
     Column("created_at", Double, nullable=False),
     Column("disabled_at", Double),
-    _scope_column(),
+    Column("scope", Text, nullable=False),
     _named_at_column(),
     _unique_name_index("users", "organisation", "email", ended_column="disabled_at"),
     _list_index("users"),
@@ -162,15 +151,15 @@ keys = Table(
     Column("name", Text, nullable=False),
     Column("prefix", Text, nullable=False),
     Column("digest", LargeBinary, nullable=False, unique=True),
-    Column("role", RoleText, nullable=False),
+    Column("role", Text, nullable=False),
     Column("models", StringTuple, nullable=False),
     Column("networks", StringTuple, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
     Column("replaced_by", Text),
-    _scope_column(),
-    _flags_column(),
+    Column("scope", Text, nullable=False),
+    Column("flags", StringTuple, nullable=False),
     _organisation_column(),
     _list_index("keys"),
     _list_index("keys", "organisation"),
@@ -235,6 +224,33 @@ audit = Table(
 )
 """Append-only table. Triggers reject updates and deletions."""
 
+_APPEND_ONLY_TRIGGERS = {
+    "sqlite": tuple(
+        f"""
+        CREATE TRIGGER audit_no_{change.lower()} BEFORE {change} ON audit
+        BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
+        """
+        for change in ("UPDATE", "DELETE")
+    ),
+    "postgresql": (
+        """
+        CREATE FUNCTION audit_append_only() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$
+        """,
+        """
+        CREATE TRIGGER audit_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON audit
+        FOR EACH STATEMENT EXECUTE FUNCTION audit_append_only()
+        """,
+    ),
+}
+
+
+@event.listens_for(audit, "after_create")
+def _create_triggers(_table: Table, connection: Connection, **_: object) -> None:
+    for statement in _APPEND_ONLY_TRIGGERS[connection.dialect.name]:
+        connection.exec_driver_sql(statement)
+
+
 gateways = Table(
     "gateways",
     metadata,
@@ -244,15 +260,16 @@ gateways = Table(
 )
 """The gateways that run, by their heartbeats. Copies of a store leave them out."""
 
+_USAGE_OWNERS = ("organisation", "project", "key", "user")
+
 usage = Table(
     "usage",
     metadata,
     Column("request", Text, primary_key=True),
     *(
         Column(name, Text, nullable=False)
-        for name in ("organisation", "project", "key", "user", "model", "replica")
+        for name in (*_USAGE_OWNERS, "model", "asked", "route", "replica")
     ),
-    *(Column(name, Text, nullable=False, server_default="") for name in ("asked", "route")),
     Column("started_at", Double, nullable=False),
     Column("ended_at", Double, nullable=False),
     Column("status", Text, nullable=False),
@@ -260,19 +277,12 @@ usage = Table(
     Column("cached_tokens", BigInteger, nullable=False),
     Column("output_tokens", BigInteger, nullable=False),
     Column("nano_dollars", BigInteger, nullable=False),
-    Column("digest", Text, nullable=False, server_default=""),
+    Column("digest", Text, nullable=False),
     Column("day", Integer, nullable=False),
     Index("usage_ended_at", "ended_at"),
-    *(
-        Index(f"usage_{owner}", owner, "ended_at")
-        for owner in ("organisation", "project", "key", "user")
-    ),
+    *(Index(f"usage_{owner}", owner, "ended_at") for owner in _USAGE_OWNERS),
 )
-"""Usage records of single requests. `day` is the day of `ended_at`, in days since the epoch (UTC).
-
-Gateways from before the column `replica` write the replica's name as `route`. In PostgreSQL a trigger moves it to
-`replica`. SQLite rejects such rows, which then stay in the usage log on disk until a newer version drains it.
-"""
+"""Usage records of single requests. `day` is the day of `ended_at`, in days since the epoch (UTC)."""
 
 usage_days = Table(
     "usage_days",
@@ -280,15 +290,14 @@ usage_days = Table(
     Column("day", Integer, primary_key=True, autoincrement=False),
     *(
         Column(name, Text, primary_key=True)
-        for name in ("organisation", "project", "key", "user", "model", "replica")
+        for name in (*_USAGE_OWNERS, "model", "asked", "route", "replica")
     ),
-    *(Column(name, Text, primary_key=True, server_default="") for name in ("asked", "route")),
     Column("requests", BigInteger, nullable=False),
     Column("input_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("output_tokens", BigInteger, nullable=False),
     Column("nano_dollars", BigInteger, nullable=False),
-    Column("unanswered", BigInteger, nullable=False, server_default="0"),
+    Column("unanswered", BigInteger, nullable=False),
 )
 """Daily sums of the usage records that were rolled up. Limits do not count the `unanswered` requests among them."""
 

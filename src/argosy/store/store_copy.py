@@ -35,7 +35,7 @@ def copy_database(source: Database, target: Database) -> int:
             raise ConflictError(
                 f"{target.display_name} is not empty. Give a new or empty database."
             )
-        target_connection.execute(delete(schema.state))  # migrations insert the first row
+        target_connection.execute(delete(schema.state))  # creating the table inserted a row
         copied = 0
         for table in schema.metadata.sorted_tables:
             if table in _PASSING_TABLES:
@@ -50,8 +50,7 @@ def _read_batches(
     source: Database, connection: Connection, table: Table
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield all rows of a table in batches. Errors name the source database, not the target."""
-    columns = (column.label(column.key) for column in table.columns)
-    query = select(*columns).execution_options(yield_per=COPY_BATCH_ROWS)
+    query = select(table).execution_options(yield_per=COPY_BATCH_ROWS)
     with source.translate_errors(), connection.execute(query) as rows:
         for batch in rows.mappings().partitions():
             yield [dict(row) for row in batch]

@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 from tests.support.fake_clock import FakeClock
 from tests.support.services import PostgresServer
 
-from argosy.store import Organisation, Project, Store, User, migrations, open_store
+from argosy.store import Organisation, Project, Store, User, open_store
 
 START = 1_763_750_000.0
 TEMPLATE = "migrated"
@@ -94,14 +91,6 @@ def migrate(url: str) -> None:
     store = open_store(url)
     store.migrate()
     store.close()
-
-
-def migrate_to_revision(connection: sa.Connection, revision: str) -> None:
-    """Create or upgrade the tables as an older version of Argosy did."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    config.attributes["connection"] = connection
-    command.upgrade(config, revision)
 
 
 def run_concurrently(count: int, task: str, url: str, *arguments: object) -> list[str]:

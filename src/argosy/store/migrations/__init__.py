@@ -1,4 +1,7 @@
-"""Migrates a database's tables to those in `schema.py` with Alembic, by the steps in `versions`."""
+"""Creates a database's tables as in `schema.py`, or changes older ones by the steps in `versions`, which Alembic runs.
+
+A change of `schema.py` after a release needs a step for the databases that exist.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import func, select
 
+from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import StoreError
 
@@ -29,12 +33,14 @@ _LOCK_NOT_AVAILABLE = "55P03"
 _ADVISORY_LOCK_ID = 0x4172676F7379
 """Id of the PostgreSQL advisory lock that migrations hold."""
 
+STEP_FOLDERS = (Path(__file__).parent / "versions",)
+
 _alembic_lock = threading.Lock()
 """Serialises migrations, because Alembic's context is global to the process."""
 
 
 def migrate(database: Database) -> None:
-    """Run all pending migrations in one transaction. Concurrent processes wait for each other.
+    """Create the tables or run all pending steps, in one transaction. Concurrent processes wait for each other.
 
     A long user of a table, such as a backup, delays the migration but not other users of the table.
 
@@ -61,7 +67,13 @@ def migrate(database: Database) -> None:
 
 def _run_migrations(database: Database) -> None:
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    folders = "\n".join(map(str, STEP_FOLDERS))
+    for option, value in (
+        ("script_location", str(Path(__file__).parent)),
+        ("version_locations", folders),
+        ("path_separator", "newline"),
+    ):
+        config.set_main_option(option, value.replace("%", "%%"))
     scripts = ScriptDirectory.from_config(config)
     with _alembic_lock, database.write_transaction() as connection:
         is_postgresql = connection.dialect.name == "postgresql"
@@ -79,4 +91,8 @@ def _run_migrations(database: Database) -> None:
         if is_postgresql:
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if revision is None:
+            schema.metadata.create_all(connection, checkfirst=False)
+            command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")

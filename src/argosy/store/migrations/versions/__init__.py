@@ -1,1 +1,1 @@
-"""Migration steps, one for each file. A released step is never changed."""
+"""Migration steps, one for each file. Each changes the tables of the version before. A released one never changes."""
