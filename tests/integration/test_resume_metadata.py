@@ -169,19 +169,19 @@ async def test_invalid_resume_given_header_is_400(real_replica: RunningReplica) 
     )
 
 
-async def test_resume_with_other_model_digest_is_409(real_replica: RunningReplica) -> None:
+async def test_resume_with_other_arithmetic_is_409(real_replica: RunningReplica) -> None:
     path, body = BODIES["chat"]
     metadata_header = {"x-argosy-resume-metadata": "1"}
     first = await real_replica.client.post(
         path, json=body | {"max_tokens": 2}, headers=metadata_header
     )
     assert first.status_code == 200
-    same = {"x-argosy-model-digest": first.headers["x-argosy-model-digest"]}
+    same = {"x-argosy-arithmetic-id": first.headers["x-argosy-arithmetic-id"]}
     repeated = body | {"max_tokens": 2, "stream": True}
     assert (
         await real_replica.client.post(path, json=repeated, headers=metadata_header | same)
     ).status_code == 200
-    other = {"x-argosy-model-digest": "0" * 32}
+    other = {"x-argosy-arithmetic-id": "0" * 32}
     rejected = await real_replica.client.post(path, json=repeated, headers=metadata_header | other)
     assert (rejected.status_code, rejected.json()["error"]["code"]) == (409, "other_model")
 

@@ -136,7 +136,7 @@ def _headline(explanation: dict[str, Any]) -> str:
     )
     # only if changes of the model are rollouts
     version = f" version {escape(explanation['version'])}" if "version" in explanation else ""
-    reason = explanation.get("route_reason")  # gateways of earlier versions give none
+    reason = explanation["route_reason"]
     lines = [
         f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
         _format_target(explanation, f"[bold]{escape(explanation['model'])}[/]{version}{asked}"),

@@ -99,7 +99,6 @@ from argosy.deployment.settings.auth_config import AuthConfig, JwtConfig
 from argosy.deployment.settings.console_config import ConsoleConfig, OidcConfig
 from argosy.deployment.settings.gateway_config import (
     RELOADABLE_SETTINGS,
-    RENAMED_SETTINGS,
     ColdStartConfig,
     ExplainConfig,
     GatewayConfig,
@@ -132,7 +131,6 @@ __all__ = [
     "FLEET_OPTIONS",
     "GATEWAY_POOL",
     "RELOADABLE_SETTINGS",
-    "RENAMED_SETTINGS",
     "REPLICA_PREFIX",
     "ROLLOUTS_PREFIX",
     "ROLLOUT_BASELINE_PREFIX",

@@ -9,7 +9,6 @@ background, `AccountSync` polls the store for accounts, and on SIGHUP `ConfigRel
 
 from argosy.deployment import (
     RELOADABLE_SETTINGS,
-    RENAMED_SETTINGS,
     AuthConfig,
     BackendKind,
     ConsoleConfig,
@@ -47,7 +46,6 @@ from argosy.gateway.upstream import UpstreamError
 
 __all__ = [
     "RELOADABLE_SETTINGS",
-    "RENAMED_SETTINGS",
     "ROUTE_PREFIX",
     "AuthConfig",
     "BackendKind",

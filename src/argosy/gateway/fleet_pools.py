@@ -68,7 +68,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     startups: Mapping[str, ModelStartup] = {}
     """Models that are scaled to zero, or start again, by name. A model that has a replica is not among them."""
     versions: Sequence[PublishedVersions] = ()
-    """Versions of the pools whose changes are rollouts. Gateways of earlier versions route to the stable ones only."""
+    """Versions of the pools whose changes are rollouts."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class PoolsStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     replicas: Sequence[RoutedReplica] = ()
     demand: DemandReport | None = None
-    """None from a gateway of an earlier version."""
+    """None if it is unknown."""
     routes: Mapping[str, int] = {}
     """Version of the route that the gateway follows, by pool."""
     watched_logs: Sequence[str] = ()
@@ -359,7 +359,7 @@ class GatewayPoolsClient:
 
         Raises:
             UpstreamError: The gateway cannot be reached.
-            OtherFleetError: It does not belong to the fleet, or measures nothing because it is of an earlier version.
+            OtherFleetError: It does not belong to the fleet.
         """
         body = msgspec.json.encode(query)
         return await self._send(gateway, "POST", OUTCOMES_PATH, body, OutcomeReport)

@@ -13,7 +13,7 @@ from argosy.protocol.openai_responses import MAX_COUNT
 NonNegativeCount = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
-LOAD_SCHEMA_VERSION = 2
+LOAD_SCHEMA_VERSION = 1
 """Version of `LoadResponse`. Later versions only add fields."""
 
 LoadPhase = Literal[
@@ -54,8 +54,8 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Expected seconds between tokens if one more sequence runs; 0 before the first measurement."""
     other_gateways: list[dict[int, NonNegativeCount]] = []
     """Running requests by tier of each gateway except the one that requests the report."""
-    schema_version: NonNegativeCount = 0
-    """`LOAD_SCHEMA_VERSION` of the replica; 0 if it has none of the fields below."""
+    schema_version: NonNegativeCount = LOAD_SCHEMA_VERSION
+    """`LOAD_SCHEMA_VERSION` of the replica."""
     phase: str = ""
     """`LoadPhase`, finer than `state` during a start."""
     startup: StartupProgress | None = None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +36,6 @@ class SettingError(ValueError):
 def convert_settings(
     value: Any,  # noqa: ANN401 - what a YAML file can hold
     settings_type: type[T],
-    renamed: Mapping[str, str] = MappingProxyType({}),
     path: SettingPath = (),
 ) -> T:
     """Convert a value of dictionaries, lists and scalars into a struct.
@@ -45,7 +43,6 @@ def convert_settings(
     Args:
         value: The value.
         settings_type: A type that msgspec supports.
-        renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
         path: Path of the value, for the error.
 
     Raises:
@@ -62,7 +59,7 @@ def convert_settings(
             below[position] = _find_invalid_key(value, below[:position], settings_type, text)
         is_key = match is not None and match["key"] is not None
         problem = text if match is None else text[: match.start()]
-        fix = suggest_fix(problem, below, settings_type, renamed)
+        fix = suggest_fix(problem, below, settings_type)
         if not fix and not is_key:
             fix = _describe_value(problem, (*path, *below), _find_value(value, below))
         where = format_path((*path, *below))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self, TypeVar
 
 import yaml
@@ -46,7 +45,6 @@ class SettingsDocument:
     def decode(
         self,
         settings_type: type[T],
-        renamed: Mapping[str, str] = MappingProxyType({}),
         validate: Callable[[T], None] | None = None,
         only: Collection[str] | None = None,
     ) -> T:
@@ -54,7 +52,6 @@ class SettingsDocument:
 
         Args:
             settings_type: The msgspec struct of the settings.
-            renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
             validate: Raises SettingError if settings contradict each other.
             only: Names of the settings to decode, so that mistakes in others do not matter; None for all.
 
@@ -66,7 +63,7 @@ class SettingsDocument:
             values = construct_value(self._root)
             if only is not None and isinstance(values, dict):
                 values = {name: value for name, value in values.items() if name in only}
-            settings = convert_settings(values, settings_type, renamed)
+            settings = convert_settings(values, settings_type)
             if validate is not None:
                 validate(settings)
         except SettingError as error:

@@ -1,9 +1,9 @@
-"""Remedies for invalid settings: the intended key, the new name of a renamed one, or the valid values."""
+"""Remedies for invalid settings: the intended key or the valid values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -23,30 +23,20 @@ from msgspec.inspect import (
 InspectType = TypeVar("InspectType", bound=Type)
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`$")
-_INVALID_VALUE = re.compile(r"Invalid enum value '?(.*?)'?$")
 
 
-def suggest_fix(
-    problem: str, path: Sequence[str | int], settings_type: type, renamed: Mapping[str, str]
-) -> str:
+def suggest_fix(problem: str, path: Sequence[str | int], settings_type: type) -> str:
     """Return a remedy to append to the problem: the intended key or the valid values. Empty if none is known.
 
     Args:
         problem: Message of a msgspec.ValidationError, without its path.
         path: Path of the setting.
         settings_type: The msgspec struct of the settings.
-        renamed: New name by path of an old setting (`timeouts.total_s`) or value (`auth.mode=keys`).
     """
-    unknown, invalid = find_unknown_field(problem), _INVALID_VALUE.search(problem)
-    names = [key for key in path if isinstance(key, str)]
-    if unknown is not None:
-        old_name = ".".join([*names, unknown])
-    elif invalid is not None:
-        old_name = f"{'.'.join(names)}={invalid[1]}"
-    else:
+    unknown = find_unknown_field(problem)
+    if unknown is None and not problem.startswith("Invalid enum value"):
         return ""
-    if old_name in renamed:
-        return f"; it is called `{renamed[old_name]}` now"
+    names = [key for key in path if isinstance(key, str)]
     node: Type | None = type_info(settings_type)
     for name in names:
         node = _find_child(node, name)

@@ -210,7 +210,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """Public name of the model that answered."""
     asked: str = ""
-    """Model name in the client's request. Empty for requests from before this field existed."""
+    """Model name in the client's request."""
     route: str = ""
     """Name of the route that chose the model. Empty if no route matched."""
     replica: str = ""

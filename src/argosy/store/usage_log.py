@@ -54,9 +54,7 @@ MIN_SPARE_SLOTS = 1024
 MAX_MEMORY_TABLES = 16
 DRAIN_BATCH_RECORDS = 500
 """Maximum number of records written to the store in one call."""
-MAGIC = int.from_bytes(b"argosy\x00\x02")
-PREVIOUS_MAGIC = int.from_bytes(b"argosy\x00\x01")
-"""Magic number of the previous version, whose slots may have fewer texts. See `UsageSlot.read_record`."""
+MAGIC = int.from_bytes(b"argosy\x00\x01")
 
 
 class UsageLogError(ValueError):
@@ -236,7 +234,6 @@ class UsageLog:
 
     def _adopt_table(self, table: UsageSlotTable) -> list[UsageRecord]:
         """Adopt the table of a dead owner. Returns the records of slots that were running."""
-        table.words[0] = MAGIC  # older versions cannot read the slots that begin now
         interrupted = []
         died_at = table.owner_alive_at if is_valid_time(table.owner_alive_at) else self._clock()
         for number in range(table.slot_count, 0, -1):
@@ -321,7 +318,7 @@ def _open_abandoned_file(path: Path) -> UsageSlotTable | None:
             return None
         magic = int.from_bytes(os.pread(file, 8, 0), sys.byteorder)
         size = os.fstat(file).st_size
-        if magic in {MAGIC, PREVIOUS_MAGIC} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
+        if magic == MAGIC and size > SLOT_BYTES and size % SLOT_BYTES == 0:
             table = UsageSlotTable(mmap.mmap(file, size), path, file)
             cleanup.pop_all()
             return table

@@ -133,8 +133,7 @@ class UsageSlot:
         """Decode the record of an ended request."""
         words, times, base = self._words, self.table.times, self._first_word
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
-        request, organisation, project, key, user, model, *model_names = texts
-        asked, route = model_names or ("", "")  # the previous version wrote neither
+        request, organisation, project, key, user, model, asked, route = texts
         ending = self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace")
         replica, _, digest = ending.partition("\0")
         usage = TokenUsage(

@@ -135,7 +135,7 @@ async def test_whole_response_restarts_on_replica_with_other_model(tokenizer: To
 )
 def test_invalid_arithmetic_id_of_replica_counts_as_none(header: bytes, expected: str) -> None:
     """A replica that received an invalid id would refuse to resume, or reject every request."""
-    assert parse_arithmetic_id({b"x-argosy-model-digest": header}) == expected
+    assert parse_arithmetic_id({b"x-argosy-arithmetic-id": header}) == expected
 
 
 async def test_mixed_pool_is_logged_and_counted(tokenizer: Tokenizer) -> None:

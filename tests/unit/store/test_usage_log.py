@@ -7,12 +7,10 @@ import math
 import shutil
 import struct
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -327,46 +325,6 @@ def test_interrupted_record_of_an_owner_without_drain_ends_at_its_start(tmp_path
     second = UsageLog(tmp_path, clock=lambda: NOW + 5000)
     assert [record.ended_at for record in second.recover()] == [NOW]
     second.close()
-
-
-def test_files_of_the_previous_version_are_read_and_reused(tmp_path: Path) -> None:
-    """Their slots have no `asked` and `route`. A reused slot has both."""
-    path = tmp_path / "before.usage"
-    path.write_bytes(
-        struct.pack("=Qd", int.from_bytes(b"argosy\0\1"), NOW + 60).ljust(SLOT_BYTES, b"\0")
-        + build_previous_slot(2, "ended", b"unix:/a.sock", NOW + 2)
-        + build_previous_slot(1, "running", b"", 0.0)
-        + build_previous_slot(0, "free", b"unix:/b.sock", NOW + 1)
-    )
-    log = UsageLog(tmp_path, clock=lambda: NOW)
-    counts = {"input_tokens": 100, "cached_tokens": 40, "output_tokens": 7}
-    record = new_record(
-        "running", **OWNERS, **counts, nano_dollars=RATES.cost_nano_dollars(TokenUsage(100, 40, 7))
-    )
-    replace = msgspec.structs.replace
-    running = replace(record, ended_at=NOW + 60)
-    ended = replace(
-        record, request="ended", status="completed", replica="unix:/a.sock", ended_at=NOW + 2
-    )
-    assert log.recover() == [running]
-    slot = log.allocate_slot(new_record("new", asked="next", route="canary"))
-    assert b"next\0canary" in path.read_bytes(), "the slot is in the same file"
-    assert path.read_bytes().startswith(struct.pack("=Q", int.from_bytes(b"argosy\0\2")))
-    slot.finish("completed", "", NOW)
-    records = {record.request: record for record in drain(log)}
-    assert (records["ended"], records["running"]) == (ended, running)
-    assert (records["new"].asked, records["new"].route) == ("next", "canary")
-    assert len(records) == 3
-    log.close()
-
-
-def build_previous_slot(state: int, request: str, replica: bytes, ended_at: float) -> bytes:
-    """Build a slot of the version before `asked` and `route`."""
-    text = f"{request}\0acme\0web\0k\0ann\0m".encode()
-    counts = struct.pack("=7q", state, 100, 40, 7, 3, 1, 5)
-    times = struct.pack("=2d", NOW, ended_at)
-    sizes = struct.pack("=3q", zlib.crc32(text), len(text), len(replica))
-    return ((counts + times + sizes + text).ljust(896, b"\0") + replica).ljust(SLOT_BYTES, b"\0")
 
 
 # --- damaged files -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import msgspec
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig
 from argosy.deployment.declaration.remote_change import check_remote_change
 from argosy.deployment.declaration.validation import validate_fleet
-from argosy.deployment.settings.gateway_config import RENAMED_SETTINGS
 from argosy.model_store import (
     DIGEST_PREFIX,
     REFERENCE_PREFIX,
@@ -42,7 +41,7 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
         ValueError: A file cannot be read or a setting is invalid. The message names the file and the setting.
     """
     document = SettingsDocument.read(paths)
-    config = document.decode(FleetConfig, RENAMED_SETTINGS, validate_fleet)
+    config = document.decode(FleetConfig, validate_fleet)
     models = []
     for index, model in enumerate(config.models):
         file = Path(document.file_of(("models", index, "source")))
@@ -72,7 +71,7 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
         validate_fleet(config)
 
     document = SettingsDocument.parse(text.encode(), name)
-    config = document.decode(FleetConfig, RENAMED_SETTINGS, validate)
+    config = document.decode(FleetConfig, validate)
     models = [
         _resolve_stored(model, f"{name}: models[{index}]")
         for index, model in enumerate(config.models)
@@ -88,9 +87,7 @@ def locate_fleet(paths: Sequence[Path]) -> tuple[str, str | None]:
     Raises:
         ValueError: A file cannot be read, is not valid YAML, or one of the two settings is invalid.
     """
-    location = SettingsDocument.read(paths).decode(
-        _Location, RENAMED_SETTINGS, only=_Location.__struct_fields__
-    )
+    location = SettingsDocument.read(paths).decode(_Location, only=_Location.__struct_fields__)
     store = location.store
     return location.fleet or _name_from(paths[0]), None if store is None else store.url
 
@@ -106,9 +103,7 @@ def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig
         ValueError: The declaration is invalid.
     """
     content = text.encode() if isinstance(text, str) else text
-    return SettingsDocument.parse(content, name).decode(
-        FleetConfig, RENAMED_SETTINGS, validate_fleet
-    )
+    return SettingsDocument.parse(content, name).decode(FleetConfig, validate_fleet)
 
 
 def _name_fleet(config: FleetConfig, name: str | None) -> FleetConfig:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,36 +24,6 @@ from argosy.store import IdempotencyConfig, StoreConfig
 
 ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
 PositiveFloat = Annotated[float, Meta(gt=0)]
-
-RENAMED_SETTINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "attempts": "max_failed_attempts",
-        "auth.mode=keys": "required",
-        "auth.mode=off": "disabled",
-        "auth.networks": "allowed_networks",
-        "connection_age_s": "max_connection_age_s",
-        "connection_idle_s": "connection_idle_timeout_s",
-        "drain_idle_s": "drain_keepalive_s",
-        "explain.requests": "max_requests",
-        "explain.seconds": "retention_s",
-        "idempotency.answer_bytes": "max_response_bytes",
-        "idempotency.bytes": "max_bytes",
-        "idempotency.seconds": "retention_s",
-        "keep_alive_s": "sse_keepalive_interval_s",
-        "models.replicas.carry": "resume_mode",
-        "queue.bytes": "max_bytes",
-        "queue.requests": "max_requests",
-        "queue.wait_s": "timeout_s",
-        "routes.to": "target_model",
-        "timeouts.between_tokens_s": "stream_idle_timeout_s",
-        "timeouts.connect_s": "connect_timeout_s",
-        "timeouts.first_token_s": "first_token_timeout_s",
-        "timeouts.recovery_s": "failover_timeout_s",
-        "timeouts.request_s": "request_timeout_s",
-        "timeouts.total_s": "non_streaming_timeout_s",
-    }
-)
-"""New name by path of each renamed setting, or of a renamed value as `path=value`. Used in error messages."""
 
 
 class GivingWayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -291,7 +260,7 @@ def load_config(path: Path) -> GatewayConfig:
         ValueError: The file cannot be read or a setting is invalid. The message names the file and the key.
     """
     document = SettingsDocument.read([path])
-    return document.decode(GatewayConfig, RENAMED_SETTINGS, validate_config)
+    return document.decode(GatewayConfig, validate_config)
 
 
 RELOADABLE_SETTINGS = frozenset({"models", "routes"})

@@ -93,32 +93,17 @@ class GatewayPublisher:
         """Return the smallest version of a pool's route that a gateway follows that can be reached.
 
         Without gateways it is that of the stored route. It is 0 if none can be reached, or before the first answers.
-        One of an earlier version of Argosy, which knows no routes, follows a route to the stable version once it has
-        the replicas.
 
         Args:
             route: The stored route of the pool.
         """
         if not self._statuses:
             return route.version if math.isfinite(self._updated_at) else 0
-        return min((self._followed_version(status, route) for status in self._answers), default=0)
+        return min((status.routes.get(route.pool, 0) for status in self._answers), default=0)
 
     def latest_version(self, pool: str) -> int:
         """Return the largest version of a pool's route that a gateway follows that can be reached."""
         return max((status.routes.get(pool, 0) for status in self._answers), default=0)
-
-    def _followed_version(self, status: PoolsStatus, route: PoolRoute) -> int:
-        version = status.routes.get(route.pool)
-        if version is not None:
-            return version
-        pools = self._pools
-        has_replicas = (
-            pools is not None
-            and (status.epoch, status.version) == pools.order
-            and any(each.route == route for each in pools.versions)
-        )
-        serves_stable = not route.variants and route.shadow is None
-        return route.version if has_replicas and serves_stable else 0
 
     def publish(self, pools: FleetPools) -> None:
         """Replace the pools. Sent at once by `run`."""

@@ -29,7 +29,7 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     served: Sequence[float]
     """Tokens of the prompts and outputs that were served in each of these seconds."""
     active_requests: int = 0
-    """Requests in the queue or at replicas. 0 from a gateway of an earlier version."""
+    """Requests in the queue or at replicas."""
     queued_requests: int = 0
     queued_tokens: float = 0.0
     """Expected tokens of the requests in the queue."""

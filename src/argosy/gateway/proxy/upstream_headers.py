@@ -19,7 +19,7 @@ from argosy.protocol import (
 )
 
 _COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
-_ARITHMETIC_HEADER = b"x-argosy-model-digest"
+_ARITHMETIC_HEADER = b"x-argosy-arithmetic-id"
 """Header in which a native replica reports its arithmetic identity, and by which a resume requires the same one."""
 _MAX_GIVEN_CHOICES = 1000
 """Maximum choices in `x-argosy-resume-given`, since headers are limited in size."""

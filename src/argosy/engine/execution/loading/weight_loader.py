@@ -82,7 +82,6 @@ def load_decoder(
         device,
         dtype,
         keeps_stored_format=quantize is None and device.has_group_linear,
-        head_differs=head_differs,
         pack_cache=pack_cache or PackCache(),
     )
     loader.load(decoder, progress)
@@ -120,7 +119,6 @@ def load_encoder(
         device,
         dtype,
         keeps_stored_format=False,
-        head_differs=False,
         pack_cache=pack_cache or PackCache(),
     )
     loader.load(encoder, progress)
@@ -161,8 +159,6 @@ class _Loader:
     dtype: torch.dtype
     keeps_stored_format: bool
     """Whether matrices are computed with as they are stored, if the kernels can."""
-    head_differs: bool
-    """Whether there is a head although the configuration says that it is the embedding."""
     pack_cache: PackCache
     formats: Counter[str] = field(default_factory=Counter)
     """Number of matrices in each format."""
@@ -191,7 +187,7 @@ class _Loader:
             self._set_stored_linear(weight, module)
         else:
             self.formats[module.weight_format or str(self.dtype).removeprefix("torch.")] += 1
-            get_packed = partial(self.pack_cache.get, self._pack_key(weight))
+            get_packed = partial(self.pack_cache.get, weight)
             module.process_weights_after_loading(self.device, get_packed)
 
     def _is_kept(self, weight: str, module: Projection) -> bool:
@@ -209,7 +205,7 @@ class _Loader:
             self.device,
             dtype=module.dtype or self.dtype,
             pack_cache=self.pack_cache,
-            pack_key=self._pack_key(weight),
+            pack_key=weight,
             row_order=module.row_order,
         )
         self.formats.update(linear.formats)
@@ -218,7 +214,7 @@ class _Loader:
     def _read(self, parameter: str, declared: nn.Parameter, module: LoadableModule) -> nn.Parameter:
         """Read a parameter. It stays on `meta` if the pack cache has it."""
         dtype = module.dtype or self.dtype
-        if self._pack_key(parameter) in self.pack_cache:
+        if parameter in self.pack_cache:
             return nn.Parameter(declared.to(dtype), requires_grad=False)
         parts = self.parts[parameter]
         stored = self.checkpoint.read_tensor(parts, tuple(declared.shape))
@@ -226,10 +222,6 @@ class _Loader:
         if not self.pack_cache.is_stored:
             self.checkpoint.check_finite(parts, tensor)
         return nn.Parameter(tensor, requires_grad=False)
-
-    def _pack_key(self, parameter: str) -> str:
-        """Return the key in the pack cache. Earlier versions packed the embedding as `head.weight`."""
-        return "head.stored_weight" if self.head_differs and parameter == HEAD else parameter
 
 
 def _warn_of_long_factors(architecture: ModelArchitecture) -> None:

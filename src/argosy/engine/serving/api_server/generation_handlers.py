@@ -60,8 +60,8 @@ from argosy.protocol import (
 MIN_THREADED_BODY_BYTES = 32 * 1024
 """Bodies of at least this size, and all chats, are prepared in a thread, so that streams are not delayed."""
 
-ARITHMETIC_HEADER = b"x-argosy-model-digest"
-"""Header with the id of an arithmetic identity. The name is from versions that identified only the model's files."""
+ARITHMETIC_HEADER = b"x-argosy-arithmetic-id"
+"""Header with the id of an arithmetic identity."""
 RESUME_METADATA_HEADER = b"x-argosy-resume-metadata"
 CACHED_TOKENS_HEADER = b"x-argosy-cached-tokens"
 RESUME_GIVEN_HEADER = b"x-argosy-resume-given"

@@ -24,7 +24,6 @@ from argosy.engine.serving.pooling import PoolingProcessor, PoolingService
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.protocol import (
-    LOAD_SCHEMA_VERSION,
     ApiError,
     ArithmeticIdentity,
     LoadPhase,
@@ -329,7 +328,6 @@ class ReplicaState:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_s=stats.inter_token_s,
             other_gateways=self._other_gateways(gateway),
-            schema_version=LOAD_SCHEMA_VERSION,
             phase=self.phase,
             startup=None
             if progress is None

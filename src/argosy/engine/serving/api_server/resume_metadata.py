@@ -13,8 +13,8 @@ comment. The ids go into the body's `resume`, the cached tokens into the header 
 then missing or sent twice.
 
 The header `x-argosy-resume-given` contains, comma-separated, how many ids of each choice the client itself supplied. No
-stream has delivered those. The header `x-argosy-model-digest` identifies the model. A request that sends it back gets
-409 from a replica of another model.
+stream has delivered those. The header `x-argosy-arithmetic-id` identifies the arithmetic. A request that sends it back
+gets 409 from a replica of another model.
 """
 
 from __future__ import annotations
