@@ -8,7 +8,7 @@ import msgspec
 
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.api_server.chat_output import has_visible_output, render_deltas
-from argosy.engine.serving.api_server.response_spec import ResponseSpec
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice, ChoiceOutput
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import ChatLogprobs, format_event

@@ -30,7 +30,6 @@ from argosy.engine.serving.api_server.replica_state import (
 )
 from argosy.engine.serving.api_server.report_writer import ReportWriter
 from argosy.engine.serving.api_server.request_metrics import RequestMetrics, abort_reason
-from argosy.engine.serving.api_server.response_spec import ResponseSpec, new_response_id
 from argosy.engine.serving.api_server.responses import build_chat_completion, build_completion
 from argosy.engine.serving.api_server.resume_metadata import ResumeMetadataWriter
 from argosy.engine.serving.preprocessing.request_processor import (
@@ -38,6 +37,7 @@ from argosy.engine.serving.preprocessing.request_processor import (
     PreparedRequest,
     RequestProcessor,
 )
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec, new_response_id
 from argosy.http_server import HttpExchange, SlowReaderError
 from argosy.protocol import (
     REPORT_CONTENT,

@@ -35,9 +35,9 @@ from argosy.engine.serving.api_server.pooling_endpoints import (
 )
 from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.api_server.request_metrics import abort_reason
-from argosy.engine.serving.api_server.response_spec import new_response_id
 from argosy.engine.serving.pooling import PoolingService
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, salt_cache_domain
+from argosy.engine.serving.preprocessing.response_spec import new_response_id
 from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError, PoolingUsage, parse_request_body, unsupported_task_error
 from argosy.telemetry import SequenceTimes

@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 
 from argosy.engine.serving.api_server.event_writers import EventWriter
-from argosy.engine.serving.api_server.response_spec import ResponseSpec
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from argosy.engine.serving.api_server.chat_output import build_message
-from argosy.engine.serving.api_server.response_spec import ResponseSpec
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import (

@@ -22,7 +22,7 @@ from __future__ import annotations
 from binascii import b2a_base64
 
 from argosy.engine.serving.api_server.event_writers import EventWriter
-from argosy.engine.serving.api_server.response_spec import ResponseSpec
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice
 from argosy.protocol import format_comment
 

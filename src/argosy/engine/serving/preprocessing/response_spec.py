@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.engine.serving.api_server.logprob_formatter import LogprobFormatter
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, PreparedRequest
 from argosy.engine.serving.text.choice import Choice, PromptState
+from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
