@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from argosy.constraints import json_type
 from argosy.engine.serving.output_parsing import MarkerToken, OutputFormat, Piece
 from argosy.engine.serving.output_parsing.harmony import HarmonySyntax
 from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
 from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
 from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
-from argosy.engine.serving.output_parsing.tools import json_type
 
 Call = tuple[str, Mapping[str, Any]]
 

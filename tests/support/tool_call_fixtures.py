@@ -15,13 +15,13 @@ from typing import Any
 from canitoolcall.fixtures import Fixture, load_families, load_fixtures
 from canitoolcall.results import ParsedToolCall, ParseResult
 
+from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing import (
     FORMATS,
     MarkerToken,
     OutputFormat,
     OutputParser,
     Piece,
-    Tool,
     prompt_opens_reasoning,
 )
 from argosy.engine.serving.output_parsing.events import (

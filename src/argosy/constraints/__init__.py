@@ -13,11 +13,13 @@ from argosy.constraints.limits import MAX_GRAMMAR_TEXT_BYTES, PARSER_LIMITS
 from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint, Relaxation
 from argosy.constraints.request_constraint import read_constraint
 from argosy.constraints.schema_compiler import ANSWER_WHITESPACE, schema_grammar
+from argosy.constraints.schema_types import json_type, schema_types
 from argosy.constraints.tools import (
     CUSTOM_INPUT,
     TOOL_FIELDS,
+    Tool,
     ToolChoice,
-    ToolDefinition,
+    ToolChoiceMode,
     ToolRequest,
     read_tools,
 )
@@ -31,12 +33,15 @@ __all__ = [
     "JsonWhitespace",
     "OutputConstraint",
     "Relaxation",
+    "Tool",
     "ToolChoice",
-    "ToolDefinition",
+    "ToolChoiceMode",
     "ToolRequest",
     "check_grammar",
+    "json_type",
     "read_constraint",
     "read_tools",
     "schema_grammar",
+    "schema_types",
     "validate_document",
 ]

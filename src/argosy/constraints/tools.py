@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from argosy.constraints.schema_types import schema_types
 from argosy.protocol import ApiError, invalid_request
 
 MAX_TOOLS = 1024
@@ -34,12 +36,14 @@ ToolChoiceMode = Literal["none", "auto", "required", "named"]
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolDefinition:
+@dataclass(frozen=True, kw_only=True)
+class Tool:
     """Function or custom tool that a request offers to the model."""
 
     name: str
+    """Name by which the model calls it."""
     kind: ToolKind = "function"
+    """`function` takes JSON arguments. `custom` takes free text, which the model writes as one string argument."""
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=_ANY_OBJECT.copy)
     """JSON Schema of the arguments. A custom tool has the one string argument `CUSTOM_INPUT`."""
@@ -51,6 +55,20 @@ class ToolDefinition:
     """Path of the tool in the request."""
     schema_param: str = "tools"
     """Path of its schema in the request."""
+
+    @cached_property
+    def parameter_types(self) -> Mapping[str, frozenset[str]]:
+        """JSON types that each declared parameter may have. An empty set means any type."""
+        properties = self.parameters.get("properties")
+        if not isinstance(properties, dict):
+            return {}
+        return {key: schema_types(schema, self.parameters) for key, schema in properties.items()}
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Names of the parameters that every call needs."""
+        required = self.parameters.get("required")
+        return frozenset(required) if isinstance(required, list) else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +85,7 @@ class ToolChoice:
 class ToolRequest:
     """Tool fields of a request."""
 
-    tools: tuple[ToolDefinition, ...] = ()
+    tools: tuple[Tool, ...] = ()
     choice: ToolChoice = field(default_factory=ToolChoice)
     parallel: bool = True
     """Whether one message may have several calls."""
@@ -82,7 +100,7 @@ class ToolRequest:
         return [tool.template_value for tool in self.tools]
 
     @property
-    def callable_tools(self) -> tuple[ToolDefinition, ...]:
+    def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that the model may call."""
         choice = self.choice
         if choice.mode == "none":
@@ -105,7 +123,7 @@ def read_tools(fields: Mapping[str, Any]) -> ToolRequest:
     _check_exclusive(fields, is_legacy=is_legacy)
     items = _optional(fields.get(list_name), list, list_name) or []
     _check_size(items, list_name)
-    tools: list[ToolDefinition] = []
+    tools: list[Tool] = []
     ignored: list[str] = []
     for index, item in enumerate(items):
         path = f"{list_name}[{index}]"
@@ -141,7 +159,7 @@ def _check_exclusive(fields: Mapping[str, Any], *, is_legacy: bool) -> None:
 # --- definitions ---------------------------------------------------------------------------------
 
 
-def _read_tool(item: dict[str, Any], path: str) -> ToolDefinition | None:
+def _read_tool(item: dict[str, Any], path: str) -> Tool | None:
     """Read one item of `tools`. Return None for a type that only other services can run."""
     kind = item.get("type", "function")
     if kind == "function":
@@ -153,7 +171,7 @@ def _read_tool(item: dict[str, Any], path: str) -> ToolDefinition | None:
     return None
 
 
-def _read_function(body: dict[str, Any], path: str, body_path: str) -> ToolDefinition:
+def _read_function(body: dict[str, Any], path: str, body_path: str) -> Tool:
     schema_param = f"{body_path}.parameters"
     parameters = _optional(body.get("parameters"), dict, schema_param)
     if parameters is not None and parameters.get("type", "object") != "object":
@@ -170,7 +188,7 @@ def _read_function(body: dict[str, Any], path: str, body_path: str) -> ToolDefin
             if key in _RENDERED_FIELDS and value is not None
         },
     }
-    return ToolDefinition(
+    return Tool(
         name=_read_name(body, body_path),
         description=_optional(body.get("description"), str, f"{body_path}.description") or "",
         parameters=_NO_ARGUMENTS if _takes_no_arguments(parameters) else parameters or _ANY_OBJECT,
@@ -189,7 +207,7 @@ def _takes_no_arguments(parameters: dict[str, Any] | None) -> bool:
     return is_empty and parameters.keys() <= _CLOSABLE_KEYS
 
 
-def _read_custom(body: dict[str, Any], path: str) -> ToolDefinition:
+def _read_custom(body: dict[str, Any], path: str) -> Tool:
     """Read a custom tool, which is offered to the model as a function with one string argument."""
     body_path = f"{path}.custom"
     name = _read_name(body, body_path)
@@ -203,7 +221,7 @@ def _read_custom(body: dict[str, Any], path: str) -> ToolDefinition:
         "additionalProperties": False,
     }
     function = {"name": name, "description": description, "parameters": parameters}
-    return ToolDefinition(
+    return Tool(
         name=name,
         kind="custom",
         description=description,
@@ -246,8 +264,8 @@ def _read_name(body: dict[str, Any], path: str) -> str:
     return name
 
 
-def _check_names(tools: Sequence[ToolDefinition]) -> None:
-    first: dict[str, ToolDefinition] = {}
+def _check_names(tools: Sequence[Tool]) -> None:
+    first: dict[str, Tool] = {}
     for tool in tools:
         other = first.setdefault(tool.name, tool)
         if other is not tool:
@@ -281,7 +299,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _read_choice(
-    fields: Mapping[str, Any], tools: Sequence[ToolDefinition], *, is_legacy: bool
+    fields: Mapping[str, Any], tools: Sequence[Tool], *, is_legacy: bool
 ) -> ToolChoice:
     param = "function_call" if is_legacy else "tool_choice"
     value = fields.get(param)

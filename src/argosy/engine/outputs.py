@@ -12,8 +12,8 @@ from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.api_server.chat_output import build_message
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing.events import OutputEvent
-from argosy.engine.serving.preprocessing.request_processor import PreparedRequest
-from argosy.engine.serving.text.choice import Choice, PromptState
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
+from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, FinishReason, ResponseWarning, ToolCall
@@ -145,25 +145,20 @@ class RequestOutputCollector:
         self,
         request_id: str,
         prompt_text: str | None,
-        prepared: PreparedRequest,
+        spec: ResponseSpec,
         tokenizer: Tokenizer,
     ) -> None:
-        first = prepared.requests[0]
         self._request_id = request_id
-        self._prompt_state = PromptState(first.prompt, None)
-        self._has_prompt_logprobs = first.params.prompt_logprobs is not None
-        token_ids = first.prompt
+        self._prompt = spec.prompts[0]
+        self._has_prompt_logprobs = spec.requests[0].params.prompt_logprobs is not None
         self._prompt_text = (
-            tokenizer.decode(token_ids, skip_special_tokens=False)
+            tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
             if prompt_text is None
             else prompt_text
         )
-        self._warnings = prepared.warnings
+        self._warnings = tuple(spec.plan.warnings)
         self._completions = {
-            request.id: _CompletionState(
-                request, prepared.create_choice(index, self._prompt_state, tokenizer)
-            )
-            for index, request in enumerate(prepared.requests)
+            choice.request.id: _CompletionState(choice.request, choice) for choice in spec.choices
         }
 
     @property
@@ -191,11 +186,9 @@ class RequestOutputCollector:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt_text,
-            prompt_token_ids=self._prompt_state.token_ids,
-            prompt_logprobs=list(self._prompt_state.logprobs)
-            if self._has_prompt_logprobs
-            else None,
-            cached_tokens=self._prompt_state.cached_tokens,
+            prompt_token_ids=self._prompt.token_ids,
+            prompt_logprobs=list(self._prompt.logprobs) if self._has_prompt_logprobs else None,
+            cached_tokens=self._prompt.cached_tokens,
             outputs=[completion.to_output() for completion in self._completions.values()],
             warnings=self._warnings,
         )

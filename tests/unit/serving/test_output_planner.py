@@ -11,9 +11,10 @@ from tests.support.vocabularies import byte_level_backend
 
 from argosy.constraints import read_constraint, read_tools
 from argosy.engine.serving.output_parsing import FORMATS
-from argosy.engine.serving.preprocessing.output_planner import OutputPlanner, PlannedOutput
-from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
+from argosy.engine.serving.preprocessing.output_planner import OutputPlanner
+from argosy.engine.serving.preprocessing.reasoning_options import template_variables
 from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.output_plan import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, ChatCompletionRequest, ReasoningBlock
 
@@ -45,12 +46,14 @@ def planner(source: str, tool_format: str = "hermes") -> OutputPlanner:
     return OutputPlanner(tokenizer(), ChatTemplate(source, {}), output_format, lambda *_: 0.0)
 
 
-def plan(source: str, **fields: Any) -> PlannedOutput:  # noqa: ANN401 - any field of a chat
+def plan(source: str, **fields: Any) -> OutputPlan:  # noqa: ANN401 - any field of a chat
     body = ChatCompletionRequest(model="m", messages=[], **fields)
     template = ChatTemplate(source, {})
-    options = ReasoningOptions.from_body(body, template)
-    text = template.render([{"role": "user", "content": "Hi"}], variables=options.variables)
-    return planner(source).plan(read_tools(fields), options, read_constraint(fields), text)
+    variables = template_variables(body, template)
+    text = template.render([{"role": "user", "content": "Hi"}], variables=variables)
+    return planner(source).plan(
+        body, read_tools(fields), read_constraint(fields), variables=variables, prompt_text=text
+    )
 
 
 OPEN, CLOSE = (token("<think>"),), (token("</think>"),)
@@ -97,8 +100,7 @@ def test_tools_that_must_not_be_called_are_shown_if_their_trigger_can_be_masked(
     planned = plan(PLAIN, tools=[TOOL], tool_choice="none")
     assert planned.banned_token_ids == (token("<tool_call>"),)
     assert planned.grammar == ""
-    assert planned.plan is not None
-    assert not planned.plan.parse_calls
+    assert not planned.parse_calls
 
 
 def test_a_model_that_sees_no_tools_refuses_them() -> None:

@@ -19,12 +19,13 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
-    PreparedRequest,
     RequestProcessor,
 )
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.preprocessing.sampling_params import choice_seed
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.choice import Choice, Prompt, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import (
@@ -88,18 +89,22 @@ def make_processor(
 PROCESSOR = make_processor()
 
 
-def chat(processor: RequestProcessor = PROCESSOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
+def chat(processor: RequestProcessor = PROCESSOR, **body: Any) -> ResponseSpec:  # noqa: ANN401 - any JSON
     raw = msgspec.json.encode({"model": "m", "messages": USER, **body})
     return processor.prepare_chat(parse_body(ChatCompletionRequest, raw), HEADERS)
 
 
-def complete(processor: RequestProcessor = PROCESSOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
+def complete(processor: RequestProcessor = PROCESSOR, **body: Any) -> ResponseSpec:  # noqa: ANN401 - any JSON
     raw = msgspec.json.encode({"model": "m", "prompt": IDS, **body})
     return processor.prepare_completion(parse_body(CompletionRequest, raw), HEADERS)
 
 
-def params(prepared: PreparedRequest) -> SamplingParams:
+def params(prepared: ResponseSpec) -> SamplingParams:
     return prepared.requests[0].params
+
+
+def echo_texts(prepared: ResponseSpec) -> list[str]:
+    return [prompt.text for prompt in prepared.prompts if prompt.is_echoed]
 
 
 def rejection(call: Any, **body: Any) -> ApiError:  # noqa: ANN401 - any JSON
@@ -130,13 +135,9 @@ def test_chat_becomes_one_engine_request() -> None:
         )
     ]
     assert TOKENIZER.decode(prompt, skip_special_tokens=False) == rendered
-    assert (prepared.n, prepared.logprobs, prepared.echo_texts, prepared.is_scoring) == (
-        1,
-        None,
-        [],
-        False,
-    )
-    assert prepared.prompt_tokens == len(prompt)
+    assert prepared.logprob_formatter is None
+    assert prepared.prompts == [Prompt(prompt)]
+    assert prepared.usage().prompt_tokens == len(prompt)
 
 
 def test_completion_defaults_to_16_tokens_within_the_context() -> None:
@@ -209,7 +210,7 @@ def test_choices_are_siblings_with_own_seeds() -> None:
     seeds = [r.params.seed for r in prepared.requests]
     assert seeds == [choice_seed(11, i) for i in range(3)] * 2
     assert [r.params.prompt_logprobs for r in prepared.requests] == [1, None, None] * 2
-    assert prepared.prompt_tokens == 3
+    assert prepared.usage().prompt_tokens == 3
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1))
@@ -253,19 +254,18 @@ def test_cache_salt_divides_the_tenants_cache_domain() -> None:
 
 def test_scoring_request_of_lm_eval() -> None:
     prepared = complete(prompt=[[1, 2, 3]], echo=True, max_tokens=0, logprobs=1)
-    assert (params(prepared).max_tokens, params(prepared).prompt_logprobs, prepared.is_scoring) == (
-        1,
-        1,
-        True,
-    )
-    assert prepared.echo_texts == [TOKENIZER.decode([1, 2, 3])]
+    assert (params(prepared).max_tokens, params(prepared).prompt_logprobs) == (1, 1)
+    assert type(prepared.choices[0]) is ScoringChoice
+    assert echo_texts(prepared) == [TOKENIZER.decode([1, 2, 3])]
     prepared = complete(prompt=[[40, 41]], echo=True, max_tokens=1, logprobs=1)
-    assert (params(prepared).max_tokens, prepared.is_scoring) == (1, False)
+    assert params(prepared).max_tokens == 1
+    assert type(prepared.choices[0]) is Choice
 
 
 def test_echo_returns_the_prompt_text_as_sent() -> None:
-    assert complete(prompt=["<|user|>the", "cat"], echo=True).echo_texts == ["<|user|>the", "cat"]
-    assert complete(prompt="the").echo_texts == []
+    prompts = ["<|user|>the", "cat"]
+    assert echo_texts(complete(prompt=prompts, echo=True)) == prompts
+    assert echo_texts(complete(prompt="the")) == []
 
 
 def test_truncation_keeps_the_end_or_the_beginning() -> None:
@@ -273,7 +273,7 @@ def test_truncation_keeps_the_end_or_the_beginning() -> None:
     assert complete(prompt=ids, truncate_prompt_tokens=3).requests[0].prompt == [37, 38, 39]
     right = complete(prompt=ids, truncate_prompt_tokens=3, truncation_side="right", echo=True)
     assert right.requests[0].prompt == [20, 21, 22]
-    assert right.echo_texts == [TOKENIZER.decode([20, 21, 22])]
+    assert echo_texts(right) == [TOKENIZER.decode([20, 21, 22])]
     text = "hello world, " * 10_000 + "the cat"
     truncated = complete(prompt=text, truncate_prompt_tokens=5).requests[0].prompt
     assert truncated == TOKENIZER.encode("hello world, hello world, the cat")[-5:]
@@ -456,7 +456,7 @@ METADATA = {
 @pytest.mark.parametrize("name", sorted({*NEUTRAL_VALUES, *NEUTRAL_PARAMETERS}))
 def test_neutral_value_of_unsupported_parameter_is_accepted(name: str) -> None:
     body: dict[str, Any] = {name: (NEUTRAL_VALUES | METADATA)[name]}
-    assert chat(seed=1, **body) == chat(seed=1)
+    assert chat(seed=1, **body).requests == chat(seed=1).requests
 
 
 IGNORED_VALUES = {
@@ -473,7 +473,7 @@ IGNORED_VALUES = {
 @pytest.mark.parametrize("name", sorted(IGNORED_PARAMETERS))
 def test_parameter_without_effect_is_accepted_and_named(name: str) -> None:
     body: dict[str, Any] = {name: IGNORED_VALUES[name]}
-    assert chat(seed=1, **body) == chat(seed=1)
+    assert chat(seed=1, **body).requests == chat(seed=1).requests
     assert ignored_parameters(body | {"user": "u"}) == (name,)
 
 

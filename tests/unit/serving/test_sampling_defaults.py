@@ -13,9 +13,9 @@ from tests.unit.serving.test_request_processor import chat, complete, params, re
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.preprocessing.request_processor import (
-    PreparedRequest,
     RequestProcessor,
 )
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.preprocessing.sampling_defaults import (
     SamplingDefaults,
     read_sampling_defaults,
@@ -57,7 +57,7 @@ def processor(tmp_path: Path) -> RequestProcessor:
 
 @pytest.mark.parametrize("send", [chat, complete])
 def test_requests_get_the_defaults_that_they_leave_open(
-    processor: RequestProcessor, send: Callable[..., PreparedRequest]
+    processor: RequestProcessor, send: Callable[..., ResponseSpec]
 ) -> None:
     sampling = params(send(processor, top_p=0.5, seed=1))
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.5, 20)

@@ -19,17 +19,15 @@ from tests.support.tool_call_fixtures import (
 )
 
 from argosy import constraints
-from argosy.constraints import OutputConstraint
+from argosy.constraints import OutputConstraint, Tool, ToolChoice, ToolChoiceMode, ToolRequest
 from argosy.engine.serving.output_parsing import (
     FORMATS,
     OutputFormat,
     OutputParser,
     Piece,
-    Tool,
     build_output_grammar,
     prompt_opens_reasoning,
 )
-from argosy.engine.serving.output_parsing.output_grammar import Mode
 from argosy.protocol import ApiError
 
 MARKER = "A special token within an argument. Arguments hold text only."
@@ -131,21 +129,17 @@ def grammar_of(
     output_format: OutputFormat,
     tools: list[Tool] = TOOLS,
     *,
-    mode: Mode = "auto",
+    mode: ToolChoiceMode = "auto",
     allowed: list[str] | None = None,
     parallel: bool = True,
     answer: OutputConstraint | None = None,
 ) -> str:
     """Return the grammar of an output."""
-    return build_output_grammar(
-        output_format,
-        tools,
-        mode=mode,
-        allowed=allowed,
-        parallel=parallel,
-        answer=answer,
-        marker_id=matcher.marker_id,
-    ).text
+    names = None if allowed is None else tuple(allowed)
+    request = ToolRequest(
+        tools=tuple(tools), choice=ToolChoice(mode=mode, allowed=names), parallel=parallel
+    )
+    return build_output_grammar(output_format, request, answer, matcher.marker_id).text
 
 
 def behind_reasoning(fixture: Fixture) -> list[Piece]:
@@ -195,7 +189,7 @@ def test_accepts_every_complete_fixture_that_it_should(fixture_id: str) -> None:
 @pytest.mark.parametrize("vocabulary", ["tokens", "text"])
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_accepts_a_call_as_the_family_writes_it_and_masks_what_is_wrong(
-    name: str, vocabulary: str, mode: Mode
+    name: str, vocabulary: str, mode: ToolChoiceMode
 ) -> None:
     tokens = FORMATS[name].tokens if vocabulary == "tokens" else ()
     output_format = FORMATS[name].with_vocabulary(frozenset(tokens).__contains__)
@@ -224,7 +218,11 @@ def test_demands_a_call_only_in_the_modes_that_do(name: str) -> None:
     text = CallRenderer(output_format).syntax(
         "<|channel|>final<|message|>Hello!" if name == "gpt-oss" else "Hello!"
     )
-    modes: list[tuple[Mode, bool]] = [("auto", True), ("required", False), ("named", False)]
+    modes: list[tuple[ToolChoiceMode, bool]] = [
+        ("auto", True),
+        ("required", False),
+        ("named", False),
+    ]
     for mode, accepted in modes:
         grammar = grammar_of(matcher, output_format, mode=mode)
         assert matcher.accepts(grammar, text) == accepted
@@ -233,7 +231,9 @@ def test_demands_a_call_only_in_the_modes_that_do(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_allows_one_call_and_the_end_if_calls_are_not_parallel(name: str, mode: Mode) -> None:
+def test_allows_one_call_and_the_end_if_calls_are_not_parallel(
+    name: str, mode: ToolChoiceMode
+) -> None:
     output_format = special(name)
     matcher = GrammarMatcher(output_format)
     grammar = grammar_of(matcher, output_format, mode=mode, parallel=False)
@@ -245,7 +245,9 @@ def test_allows_one_call_and_the_end_if_calls_are_not_parallel(name: str, mode: 
 
 @pytest.mark.parametrize("mode", ["auto", "none"])
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_an_answer_with_a_schema_is_an_alternative_to_calls(name: str, mode: Mode) -> None:
+def test_an_answer_with_a_schema_is_an_alternative_to_calls(
+    name: str, mode: ToolChoiceMode
+) -> None:
     output_format = special(name)
     matcher = GrammarMatcher(output_format)
     schema = {
@@ -309,7 +311,7 @@ def test_reasoning_that_begins_with_ordinary_text_is_part_of_the_grammar(name: s
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_grammars_pass_the_check_that_a_gateway_makes(name: str, mode: Mode) -> None:
+def test_grammars_pass_the_check_that_a_gateway_makes(name: str, mode: ToolChoiceMode) -> None:
     output_format = special(name)
     grammar = grammar_of(GrammarMatcher(output_format), output_format, mode=mode)
     constraints.check_grammar(grammar, "tools")

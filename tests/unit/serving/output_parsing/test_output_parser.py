@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.support.call_renderer import Call, CallRenderer
 from tests.support.tool_call_fixtures import FIXTURES, format_of, pieces_of, to_result
 
+from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing import (
     FORMATS,
     MarkerToken,
     OutputFormat,
     OutputParser,
     Piece,
-    Tool,
 )
 from argosy.engine.serving.output_parsing.events import CallEnd, CallStart, OutputEvent
 

@@ -172,8 +172,8 @@ class CompletionEventWriter:
             return b""
         output = choice.drain()
         text, tokens, token_logprobs = output.text, output.tokens, output.logprobs
-        if is_first and choice.prompt.echo_text is not None:
-            text = choice.prompt.echo_text + text
+        if is_first and choice.prompt.is_echoed:
+            text = choice.prompt.text + text
             tokens = choice.prompt.token_ids + tokens
             token_logprobs = choice.prompt.logprobs + token_logprobs
         has_token_fields = self._spec.include_token_ids or self._spec.logprob_formatter is not None
@@ -218,7 +218,7 @@ class CompletionEventWriter:
     def _delivered_chars(self, choice: Choice) -> int:
         """Return the number of characters that the resumed stream delivered of the choice."""
         formatter = self._spec.logprob_formatter
-        echoed = choice.prompt.token_ids if choice.prompt.echo_text is not None else []
+        echoed = choice.prompt.token_ids if choice.prompt.is_echoed else []
         delivered = choice.request.resumed_tokens[-self._spec.delivered_tokens[choice.index] :]
         return 0 if formatter is None else formatter.text_width(echoed + delivered)
 
@@ -226,7 +226,7 @@ class CompletionEventWriter:
         """Return whether prompt log-probabilities, which must be sent first, are still incomplete."""
         prompt = choice.prompt
         if (
-            prompt.echo_text is None
+            not prompt.is_echoed
             or self._spec.logprob_formatter is None
             or choice.finish_reason is not None
         ):

@@ -34,7 +34,6 @@ from argosy.engine.serving.api_server.responses import build_chat_completion, bu
 from argosy.engine.serving.api_server.resume_metadata import ResumeMetadataWriter
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
-    PreparedRequest,
     RequestProcessor,
 )
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec, new_response_id
@@ -86,7 +85,7 @@ class GenerationEndpoint(Generic[Body]):
 
     request_type: type[Body]
     id_prefix: str
-    prepare_request: Callable[[RequestProcessor, Body, GatewayHeaders], PreparedRequest]
+    prepare_request: Callable[[RequestProcessor, Body, GatewayHeaders], ResponseSpec]
     build_response: Callable[[ResponseSpec], ChatCompletion | Completion]
     writer_type: Callable[[ResponseSpec], EventWriter]
     renders_template: bool
@@ -179,12 +178,12 @@ class GenerationHandlers:
             and len(raw) < MIN_THREADED_BODY_BYTES
             and not _GRAMMAR_FIELDS.search(raw)
         )
-        body, spec, ignored, relaxed = (
+        body, spec, ignored = (
             prepare() if is_quick else await self._replica.preparation_threads.run(prepare)
         )
         self._replica.require_ready()  # the replica may have begun to drain meanwhile
         report_ignored_fields(exchange, ignored)
-        report_relaxed_keywords(exchange, relaxed)
+        report_relaxed_keywords(exchange, [item.keyword for _, item in spec.plan.relaxations])
         return body, spec
 
     def _prepare_in_thread(
@@ -194,18 +193,15 @@ class GenerationHandlers:
         raw: bytes,
         headers: GatewayHeaders,
         refuse_unknown: bool,  # noqa: FBT001 - a partial call
-    ) -> tuple[Body, ResponseSpec, tuple[str, ...], tuple[str, ...]]:
-        """Return the body, the specification of its response, the ignored fields and the relaxed keywords."""
+    ) -> tuple[Body, ResponseSpec, tuple[str, ...]]:
+        """Return the body, the specification of its response, and the ignored fields."""
         body, unknown = parse_request_body(
             endpoint.request_type, raw, refuse_unknown=refuse_unknown
         )
         self._replica.check_model(body.model)
-        prepared = endpoint.prepare_request(model.processor, body, headers)
-        ignored = (
-            unknown + ignored_parameters(msgspec.structs.asdict(body)) + prepared.ignored_fields
-        )
-        spec = ResponseSpec.from_request(body, prepared, model.text_processing.tokenizer, headers)
-        return body, spec, ignored, prepared.relaxed_keywords
+        spec = endpoint.prepare_request(model.processor, body, headers)
+        parameters = ignored_parameters(msgspec.structs.asdict(body))
+        return body, spec, unknown + parameters + spec.plan.ignored_fields
 
     async def _generate(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.http_server import HttpExchange
 from argosy.protocol import IGNORED_FIELDS_HEADER, RELAXED_SCHEMA_HEADER, format_names
@@ -23,8 +25,8 @@ def report_ignored_fields(exchange: HttpExchange, names: tuple[str, ...]) -> Non
         exchange.extra_headers.append((IGNORED_FIELDS_HEADER, format_names(names)))
 
 
-def report_relaxed_keywords(exchange: HttpExchange, keywords: tuple[str, ...]) -> None:
+def report_relaxed_keywords(exchange: HttpExchange, keywords: Iterable[str]) -> None:
     """Add the response header that names the schema keywords that are not enforced, if there are any."""
-    if keywords:
-        unique = dict.fromkeys(keywords)
+    unique = dict.fromkeys(keywords)
+    if unique:
         exchange.extra_headers.append((RELAXED_SCHEMA_HEADER, format_names(unique)))

@@ -52,7 +52,7 @@ class ReportWriter:
         return self._writer.encode_usage()
 
     def _build_report(self) -> ReplicaReport:
-        spec = self._spec
+        spec, compile_s = self._spec, self._spec.plan.compile_s
         parsed = [choice for choice in spec.choices if isinstance(choice, ParsedChoice)]
         events: Counter[str] = Counter()
         for choice in parsed:
@@ -60,7 +60,7 @@ class ReportWriter:
         has_grammar = bool(spec.choices[0].request.params.grammar)
         output_tokens = sum(choice.output_tokens for choice in spec.choices)
         return ReplicaReport(
-            grammar_compile_ms=None if spec.compile_s is None else 1000 * spec.compile_s,
+            grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
             masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,
             reasoning_tokens=spec.reasoning_tokens,
             tool_calls=sum(choice.ended_calls for choice in parsed),

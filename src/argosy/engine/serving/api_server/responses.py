@@ -70,11 +70,11 @@ def _build_completion_choice(spec: ResponseSpec, choice: Choice) -> CompletionCh
     output = choice.drain()
     prompt = choice.prompt
     tokens, logprobs = output.tokens, output.logprobs
-    if prompt.echo_text is not None:
+    if prompt.is_echoed:
         tokens, logprobs = prompt.token_ids + tokens, prompt.logprobs + logprobs
     return CompletionChoice(
         index=choice.index,
-        text=(prompt.echo_text or "") + output.text,
+        text=prompt.text + output.text,
         logprobs=spec.logprob_formatter.format_completion(tokens, logprobs, 0)
         if spec.logprob_formatter
         else None,

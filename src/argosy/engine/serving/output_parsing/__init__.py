@@ -12,7 +12,6 @@ from argosy.engine.serving.output_parsing.output_grammar import OutputGrammar, b
 from argosy.engine.serving.output_parsing.output_parser import OutputParser
 from argosy.engine.serving.output_parsing.pieces import MarkerToken, Piece
 from argosy.engine.serving.output_parsing.prompt_reasoning import prompt_opens_reasoning
-from argosy.engine.serving.output_parsing.tools import Tool
 
 __all__ = [
     "FORMATS",
@@ -21,7 +20,6 @@ __all__ = [
     "OutputGrammar",
     "OutputParser",
     "Piece",
-    "Tool",
     "build_output_grammar",
     "detect_format",
     "prompt_opens_reasoning",

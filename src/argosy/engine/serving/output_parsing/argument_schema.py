@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from argosy import constraints
-from argosy.constraints import OutputConstraint, Relaxation
+from argosy.constraints import OutputConstraint, Relaxation, Tool
 from argosy.engine.serving.output_parsing.grammar_writer import GrammarWriter
-from argosy.engine.serving.output_parsing.tools import Tool
 from argosy.protocol import ApiError, invalid_request
 
 _ANNOTATIONS = frozenset(

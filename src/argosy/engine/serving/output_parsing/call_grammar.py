@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing.argument_schema import (
     Parameter,
     SchemaGrammars,
@@ -21,7 +22,6 @@ from argosy.engine.serving.output_parsing.literal_grammar import MappingValues, 
 from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
 from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
-from argosy.engine.serving.output_parsing.tools import Tool
 
 _JSON_KINDS = ("array", "boolean", "null", "number", "object")
 
@@ -45,7 +45,9 @@ class JsonArguments:
         self.tools = tools
         schemas = SchemaGrammars(writer)
         self.references = [
-            schemas.add(tool.parameters or {"type": "object"}, strict=tool.strict, param=tool.param)
+            schemas.add(
+                tool.parameters or {"type": "object"}, strict=tool.strict, param=tool.schema_param
+            )
             for tool in tools
         ]
 
@@ -163,7 +165,7 @@ class TaggedCallGrammar:
         self._syntax = syntax
         self._schemas = SchemaGrammars(writer)
         self._space = f"{quote(syntax.separator)}?" if syntax.separator else ""
-        calls = [self._call_of(tool, tool.param) for tool in tools]
+        calls = [self._call_of(tool, tool.schema_param) for tool in tools]
         self._call = writer.rule("call", alternatives(calls))
         self._call_open = syntax.wrapper_open or syntax.name_open
         self.opener = syntax.section_open or self._call_open
@@ -306,7 +308,7 @@ class PythonCallGrammar:
         self.opener = "[" if syntax.is_bare else syntax.open + "["
         self._names = [tool.name for tool in tools]
         self._arguments = [
-            writer.rule("arguments", values.members(tool, tool.param, '"="') + ' ")"')
+            writer.rule("arguments", values.members(tool, tool.schema_param, '"="') + ' ")"')
             for tool in tools
         ]
         self._call = writer.rule(
@@ -351,7 +353,7 @@ class MappingCallGrammar:
         values = MappingValues(writer, syntax.quote)
         calls = []
         for tool in tools:
-            arguments = values.members(tool, tool.param, '":"')
+            arguments = values.members(tool, tool.schema_param, '":"')
             calls.append(f'{quote(f"call:{tool.name}{{")} {arguments} "}}"')
         self._call = writer.rule("call", f"{alternatives(calls)} {writer.literal(syntax.close)}")
         self._writer = writer

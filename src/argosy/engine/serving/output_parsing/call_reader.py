@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing.cursor import (
     WHITE_SPACE,
     Cursor,
@@ -18,7 +19,6 @@ from argosy.engine.serving.output_parsing.cursor import (
 )
 from argosy.engine.serving.output_parsing.json_text import MalformedJsonError, read_structure
 from argosy.engine.serving.output_parsing.sink import EventSink
-from argosy.engine.serving.output_parsing.tools import Tool
 
 _NAME = re.compile(r"[^\s\"'{}<>()\ud800-\udfff]{1,256}")
 

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
+from argosy.constraints import Tool, json_type, schema_types
 from argosy.engine.serving.output_parsing.grammar_writer import (
     GrammarWriter,
     alternatives,
     quote,
 )
-from argosy.engine.serving.output_parsing.tools import Tool, json_type, schema_types
 from argosy.protocol import invalid_request
 
 _MAX_DEPTH = 8

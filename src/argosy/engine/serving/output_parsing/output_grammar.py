@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from argosy.constraints import OutputConstraint, Relaxation
+from argosy.constraints import OutputConstraint, Relaxation, Tool, ToolChoiceMode, ToolRequest
 from argosy.engine.serving.output_parsing import harmony
 from argosy.engine.serving.output_parsing.argument_schema import unenforced_keywords
 from argosy.engine.serving.output_parsing.call_grammar import (
@@ -27,9 +27,7 @@ from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
 from argosy.engine.serving.output_parsing.output_format import AnswerFrame, OutputFormat
 from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
-from argosy.engine.serving.output_parsing.tools import Tool
 
-Mode = Literal["auto", "required", "named", "none"]
 _LEADING_SPACE = r"/[ \n]{1,2}/"
 
 
@@ -44,11 +42,7 @@ class OutputGrammar(NamedTuple):
 
 def build_output_grammar(
     output_format: OutputFormat,
-    tools: Sequence[Tool],
-    *,
-    mode: Mode,
-    allowed: Collection[str] | None,
-    parallel: bool,
+    request: ToolRequest,
     answer: OutputConstraint | None,
     marker_id: Callable[[str], int | None],
 ) -> OutputGrammar:
@@ -56,10 +50,8 @@ def build_output_grammar(
 
     Args:
         output_format: Format of the model.
-        tools: All tools of the request.
-        mode: `auto` allows text and calls, `required` and `named` demand calls, `none` forbids them.
-        allowed: Names of the tools that may be called. None means all.
-        parallel: Whether there may be several calls.
+        request: Tools of the request. `auto` allows text and calls, `required` and `named` demand calls, `none`
+            forbids them.
         answer: Constraint of the answer if there is no call.
         marker_id: Id of a marker that is a special token of the model, or None.
 
@@ -68,10 +60,8 @@ def build_output_grammar(
     """
     ids = {text: marker_id(text) for text in output_format.tokens}
     writer = GrammarWriter({text: token for text, token in ids.items() if token is not None})
-    callable_tools = [
-        tool for tool in tools if mode != "none" and (allowed is None or tool.name in allowed)
-    ]
-    parallel = parallel and mode != "named"
+    mode, callable_tools = request.choice.mode, request.callable_tools
+    parallel = request.parallel and mode != "named"
     if isinstance(output_format.syntax, HarmonySyntax):
         text = _harmony_grammar(writer, callable_tools, mode, answer)
         return OutputGrammar(text, tuple(writer.relaxations))
@@ -80,7 +70,7 @@ def build_output_grammar(
         return OutputGrammar(_answer_grammar(writer, output_format, answer))
     if not isinstance(output_format.syntax, JsonSyntax | NamedJsonSyntax):
         writer.relaxations += [
-            (tool.param, item)
+            (tool.schema_param, item)
             for tool in callable_tools
             if not tool.strict
             for item in unenforced_keywords(tool)
@@ -199,7 +189,7 @@ def _bare_triggers(output_format: OutputFormat, writer: GrammarWriter) -> Sequen
 def _harmony_grammar(
     writer: GrammarWriter,
     tools: Sequence[Tool],
-    mode: Mode,
+    mode: ToolChoiceMode,
     answer: OutputConstraint | None,
 ) -> str:
     """Return the grammar of messages. The prompt has opened the first one, and its channel follows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing.call_reader import CallContext, CallReader
 from argosy.engine.serving.output_parsing.cursor import (
     Cursor,
@@ -26,7 +27,6 @@ from argosy.engine.serving.output_parsing.python_calls import PythonCallReader, 
 from argosy.engine.serving.output_parsing.sink import EventSink
 from argosy.engine.serving.output_parsing.tagged_calls import TaggedCallReader, TagSyntax
 from argosy.engine.serving.output_parsing.text_reader import TextReader
-from argosy.engine.serving.output_parsing.tools import Tool
 
 
 class OutputParser:

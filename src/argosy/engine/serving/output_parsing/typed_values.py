@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 import msgspec
 
+from argosy.constraints import json_type
 from argosy.engine.serving.output_parsing.cursor import MarkerCodec, NotACallError
 from argosy.engine.serving.output_parsing.json_text import Write, quote_string
 from argosy.engine.serving.output_parsing.python_literals import convert_literal
-from argosy.engine.serving.output_parsing.tools import json_type
 
 _MAX_LITERAL_CHARS = 65_536
 _NULLS = ("null", "None")

@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from argosy.constraints import OutputConstraint, Relaxation, ToolDefinition, ToolRequest
+from argosy.constraints import OutputConstraint, ToolRequest
 from argosy.engine.serving.output_parsing import (
     OutputFormat,
-    OutputGrammar,
-    Tool,
     build_output_grammar,
     prompt_opens_reasoning,
 )
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
-from argosy.engine.serving.preprocessing.reasoning_options import SWITCHES, ReasoningOptions
+from argosy.engine.serving.preprocessing.reasoning_options import (
+    SWITCHES,
+    disables_reasoning,
+    ignores_effort,
+    reasoning_budget,
+)
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.parsed_choice import OutputPlan
+from argosy.engine.serving.text.output_plan import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, ReasoningBlock, ResponseWarning, unsupported_parameter
+from argosy.protocol import ApiError, ChatCompletionRequest, ReasoningBlock, unsupported_parameter
 
 GrammarCheck = Callable[[str, str], float]
 """Compiles a grammar for the model's tokenizer and returns the seconds, 0 if it was compiled before.
 
 Raises `ApiError` (400) for the named parameter.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedOutput:
-    """Constraints of a chat's output, and the plan by which it is parsed."""
-
-    plan: OutputPlan | None
-    """None if the output is plain text."""
-    grammar: str = ""
-    reasoning: ReasoningBlock | None = None
-    compile_s: float | None = None
-    """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
-    banned_token_ids: tuple[int, ...] = ()
-    relaxations: tuple[tuple[str, Relaxation], ...] = ()
-    """Request field and keyword of each part of a schema that is not enforced."""
-    ignored_fields: tuple[str, ...] = ()
-    """Fields without effect on this model."""
-
-    @property
-    def warnings(self) -> tuple[ResponseWarning, ...]:
-        """A warning for each keyword that is not enforced."""
-        return tuple(
-            ResponseWarning(
-                code="schema_relaxed",
-                message=f"The keyword '{item.keyword}' at {item.pointer} is not enforced: {item.reason}.",
-                param=param,
-            )
-            for param, item in self.relaxations
-        )
 
 
 class OutputPlanner:
@@ -108,65 +81,62 @@ class OutputPlanner:
 
     def plan(
         self,
-        request: ToolRequest,
-        reasoning: ReasoningOptions,
+        body: ChatCompletionRequest,
+        tools: ToolRequest,
         answer: OutputConstraint | None,
+        *,
+        variables: Mapping[str, Any],
         prompt_text: str,
-    ) -> PlannedOutput:
-        """Plan the output of a chat whose prompt is rendered to `prompt_text`.
+    ) -> OutputPlan:
+        """Plan the output of a chat whose template rendered `variables` and `tools` to `prompt_text`.
 
         Raises:
-            ApiError: 400 if a constraint cannot be compiled.
+            ApiError: 400 if a constraint cannot be compiled, or for a negative reasoning budget.
         """
-        output_format = self._format
+        output_format, mode = self._format, tools.choice.mode
+        budget = reasoning_budget(body)
+        relaxations = () if answer is None else tuple((answer.param, r) for r in answer.relaxations)
         if output_format is None:
             text = "" if answer is None else answer.grammar_text
-            compile_s = self._compile(text, request, answer)
-            return PlannedOutput(
-                plan=None,
+            return OutputPlan(
                 grammar=text,
-                compile_s=compile_s,
-                relaxations=_relaxations(answer),
-                ignored_fields=() if reasoning.budget is None else ("thinking_token_budget",),
+                compile_s=self._compile(text, tools, answer),
+                relaxations=relaxations,
+                ignored_fields=self._ignored_fields(body, tools, ignores_budget=budget is not None),
             )
         in_reasoning = prompt_opens_reasoning(output_format, prompt_text)
-        grammar = self._build_grammar(output_format, request, answer)
-        compile_s = self._compile(grammar.text, request, answer)
-        block = self._reasoning_block(output_format, reasoning, in_reasoning=in_reasoning)
-        has_budget = reasoning.budget is not None
-        plan = OutputPlan(
+        is_disabled = disables_reasoning(body, variables)
+        block = self._reasoning_block(
+            output_format, budget, is_disabled=is_disabled, in_reasoning=in_reasoning
+        )
+        grammar = build_output_grammar(output_format, tools, answer, self._marker_ids.get)
+        return OutputPlan(
             output_format=output_format,
             markers=self._markers,
-            tools=tuple(map(_to_tool, request.tools)),
-            parse_calls=request.choice.mode != "none",
+            tools=tools.tools,
+            parse_calls=mode != "none",
             in_reasoning=in_reasoning,
-            include_reasoning=reasoning.include,
-            is_named_call=request.choice.mode == "named",
-            is_legacy=request.is_legacy,
-            document=answer if answer is not None and answer.relaxations else None,
-        )
-        return PlannedOutput(
-            plan=plan,
+            include_reasoning=body.include_reasoning is not False,
+            is_named_call=mode == "named",
+            is_legacy=tools.is_legacy,
+            document=answer if relaxations else None,
             grammar=grammar.text,
-            compile_s=compile_s,
+            compile_s=self._compile(grammar.text, tools, answer),
             reasoning=block,
-            ignored_fields=("thinking_token_budget",) if has_budget and block is None else (),
-            banned_token_ids=self._banned_ids(request, reasoning),
-            relaxations=(*_relaxations(answer), *grammar.relaxations),
+            banned_token_ids=self._banned_ids(tools, is_disabled=is_disabled),
+            relaxations=(*relaxations, *grammar.relaxations),
+            ignored_fields=self._ignored_fields(
+                body, tools, ignores_budget=budget is not None and block is None
+            ),
         )
 
-    def _build_grammar(
-        self, output_format: OutputFormat, request: ToolRequest, answer: OutputConstraint | None
-    ) -> OutputGrammar:
-        return build_output_grammar(
-            output_format,
-            [_to_tool(tool) for tool in request.tools],
-            mode=request.choice.mode,
-            allowed=request.choice.allowed,
-            parallel=request.parallel,
-            answer=answer,
-            marker_id=self._marker_ids.get,
-        )
+    def _ignored_fields(
+        self, body: ChatCompletionRequest, tools: ToolRequest, *, ignores_budget: bool
+    ) -> tuple[str, ...]:
+        names = ["reasoning_effort"] if ignores_effort(body, self._template) else []
+        if ignores_budget:
+            names.append("thinking_token_budget")
+        return (*names, *tools.ignored)
 
     def _compile(
         self, grammar: str, request: ToolRequest, answer: OutputConstraint | None
@@ -179,7 +149,12 @@ class OutputPlanner:
         )
 
     def _reasoning_block(
-        self, output_format: OutputFormat, options: ReasoningOptions, *, in_reasoning: bool
+        self,
+        output_format: OutputFormat,
+        budget: int | None,
+        *,
+        is_disabled: bool,
+        in_reasoning: bool,
     ) -> ReasoningBlock | None:
         """Return the reasoning block, or None if the output has none that its tokens show."""
         opener, closer = output_format.reasoning_open, output_format.reasoning_close
@@ -188,8 +163,8 @@ class OutputPlanner:
         opener_id = self._marker_ids.get(opener)
         if not in_reasoning and (
             opener_id is None  # ordinary text, whose tokens depend on what follows
-            or options.is_disabled
-            or (self._opens_on_request and options.budget is None)
+            or is_disabled
+            or (self._opens_on_request and budget is None)
         ):
             return None
         closer_id = self._marker_ids.get(closer)
@@ -199,8 +174,9 @@ class OutputPlanner:
             else (closer_id,)
         )
         start_ids = () if in_reasoning or opener_id is None else (opener_id,)
-        budget = 0 if options.is_disabled else options.budget
-        return ReasoningBlock(end_ids=end_ids, start_ids=start_ids, budget=budget)
+        return ReasoningBlock(
+            end_ids=end_ids, start_ids=start_ids, budget=0 if is_disabled else budget
+        )
 
     def _find_switched_block(self) -> bool:
         """Return whether the template opens a reasoning block only if a variable switches it on.
@@ -222,7 +198,7 @@ class OutputPlanner:
             return False
         return opened == [True, False]
 
-    def _banned_ids(self, request: ToolRequest, options: ReasoningOptions) -> tuple[int, ...]:
+    def _banned_ids(self, request: ToolRequest, *, is_disabled: bool) -> tuple[int, ...]:
         """Return the special tokens that would begin what the request does not want."""
         banned: tuple[int, ...] = ()
         if request.tools and request.choice.mode == "none":
@@ -230,7 +206,7 @@ class OutputPlanner:
         opener_id = self._marker_ids.get(
             "" if self._format is None else self._format.reasoning_open
         )
-        if options.is_disabled and opener_id is not None:
+        if is_disabled and opener_id is not None:
             banned = (*banned, opener_id)
         return banned
 
@@ -255,19 +231,3 @@ class OutputPlanner:
                 "This model's chat template does not show tools to the model. Start the server with a "
                 "--chat-template that does.",
             )
-
-
-def _to_tool(tool: ToolDefinition) -> Tool:
-    return Tool(
-        name=tool.name,
-        kind=tool.kind,
-        parameters=tool.parameters,
-        strict=tool.strict,
-        description=tool.description,
-        param=tool.schema_param,
-    )
-
-
-def _relaxations(answer: OutputConstraint | None) -> tuple[tuple[str, Relaxation], ...]:
-    """Return what is not enforced of an answer's schema, with the field of the schema."""
-    return () if answer is None else tuple((answer.param, item) for item in answer.relaxations)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing import chat_messages, token_id_rules
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
 from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.choice import Prompt
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ApiError,
@@ -26,14 +26,6 @@ _PROBE_CHARS_PER_TOKEN = 8
 _PROBE_MARGIN_TOKENS = 8
 _MAX_TOKENIZE_CONTEXTS = 4
 """Longest text that `/tokenize` accepts, in multiples of the model's context."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """Token ids of a prompt, and its text as the client sent it."""
-
-    token_ids: list[int]
-    text: str
 
 
 class PromptTokenizer:
@@ -63,7 +55,7 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         created_at: int | None,
-    ) -> TokenizedPrompt:
+    ) -> Prompt:
         """Render and encode a conversation.
 
         Args:
@@ -76,7 +68,7 @@ class PromptTokenizer:
         ids = self._encode(text, "messages", body, add_special_tokens=bool(body.add_special_tokens))
         return self._truncate(ids, text, body)
 
-    def tokenize_completion(self, body: CompletionRequest) -> list[TokenizedPrompt]:
+    def tokenize_completion(self, body: CompletionRequest) -> list[Prompt]:
         """Encode text prompts and validate prompts of token ids. Returns them in order."""
         prompts = _split_prompts(body.prompt)
         if len(prompts) * (body.n or 1) > MAX_SEQUENCES_PER_REQUEST:
@@ -108,7 +100,7 @@ class PromptTokenizer:
             add_special_tokens=add_special_tokens,
         )
 
-    def remaining_tokens(self, prompts: list[TokenizedPrompt], param: str) -> int:
+    def remaining_tokens(self, prompts: list[Prompt], param: str) -> int:
         """Return the number of context tokens left after the longest prompt, at least 1.
 
         Raises:
@@ -121,7 +113,7 @@ class PromptTokenizer:
             raise self._context_length_error(param, longest)
         return self.max_context_tokens - longest
 
-    def check_fit(self, prompts: list[TokenizedPrompt], max_tokens: int, param: str) -> None:
+    def check_fit(self, prompts: list[Prompt], max_tokens: int, param: str) -> None:
         """Raise `ApiError` (400) if a prompt leaves less than `max_tokens` of the context."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         if longest + max_tokens > self.max_context_tokens:
@@ -156,31 +148,29 @@ class PromptTokenizer:
             created_at=created_at,
         )
 
-    def _tokenize_prompt(self, prompt: str | list[int], body: CompletionRequest) -> TokenizedPrompt:
+    def _tokenize_prompt(self, prompt: str | list[int], body: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
             add_special_tokens = body.add_special_tokens is not False
-            return self._truncate(
-                self._encode(prompt, "prompt", body, add_special_tokens=add_special_tokens),
-                prompt,
-                body,
-            )
+            ids = self._encode(prompt, "prompt", body, add_special_tokens=add_special_tokens)
+            tokenized = self._truncate(ids, prompt, body)
+            tokenized.is_echoed = bool(body.echo)
+            return tokenized
         if body.truncate_prompt_tokens is None and len(prompt) > self.max_context_tokens:
             raise self._context_length_error("prompt", len(prompt))
         tokenized = self._truncate(prompt, "", body)
         token_id_rules.check_token_ids("prompt", tokenized.token_ids, self._vocab_size)
-        return (
-            TokenizedPrompt(tokenized.token_ids, self._tokenizer.decode(tokenized.token_ids))
-            if body.echo
-            else tokenized
-        )
+        if body.echo:
+            tokenized.is_echoed = True
+            tokenized.text = self._tokenizer.decode(tokenized.token_ids)
+        return tokenized
 
-    def _truncate(self, ids: list[int], text: str, body: GenerationRequest) -> TokenizedPrompt:
+    def _truncate(self, ids: list[int], text: str, body: GenerationRequest) -> Prompt:
         """Keep the last (or first) tokens if the body limits the prompt."""
         max_tokens = body.truncate_prompt_tokens
         if max_tokens is None or len(ids) <= max_tokens:
-            return TokenizedPrompt(ids, text)
+            return Prompt(ids, text)
         kept = ids[:max_tokens] if body.truncation_side == "right" else ids[-max_tokens:]
-        return TokenizedPrompt(kept, self._tokenizer.decode(kept))
+        return Prompt(kept, self._tokenizer.decode(kept))
 
     def _encode(
         self, text: str, param: str, body: GenerationRequest, *, add_special_tokens: bool

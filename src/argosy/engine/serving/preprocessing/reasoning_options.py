@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from argosy.engine.serving.text.chat_template import ChatTemplate
@@ -14,62 +14,47 @@ SWITCHES = ("enable_thinking", "thinking")
 MAX_BUDGET = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningOptions:
-    """Wishes of a request about the model's reasoning."""
+def template_variables(body: ChatCompletionRequest, template: ChatTemplate) -> dict[str, Any]:
+    """Return the body's template variables. What it sets in `chat_template_kwargs` wins over its reasoning effort.
 
-    variables: dict[str, Any] = field(default_factory=dict)
-    """Template variables, which include the request's own `chat_template_kwargs`."""
-    budget: int | None = None
-    """Number of reasoning tokens after which the block is closed; None for no limit."""
-    is_disabled: bool = False
-    """Whether the request asks for an answer without reasoning."""
-    include: bool = True
-    """Whether the response contains the reasoning."""
-    ignored_fields: tuple[str, ...] = ()
-    """Fields without effect on this model."""
-
-    @classmethod
-    def from_body(cls, body: ChatCompletionRequest, template: ChatTemplate) -> ReasoningOptions:
-        """Read the reasoning fields of a body. What the request sets in `chat_template_kwargs` wins.
-
-        Raises:
-            ApiError: 400 for an unknown effort or a negative budget.
-        """
-        variables = dict(body.chat_template_kwargs or {})
-        ignored: list[str] = []
-        effort = body.reasoning_effort
-        if effort is not None:
-            if effort not in EFFORTS:
-                raise invalid_request(
-                    f"'reasoning_effort' must be one of {', '.join(EFFORTS)}.", "reasoning_effort"
-                )
-            switches = [name for name in SWITCHES if template.reads(name)]
-            known = [name for name in ("reasoning_effort", *SWITCHES) if template.reads(name)]
-            for name in switches:
-                variables.setdefault(name, effort != "none")
-            if template.reads("reasoning_effort") and (effort != "none" or not switches):
-                variables.setdefault("reasoning_effort", _supported_effort(effort, template))
-            if not known:
-                ignored.append("reasoning_effort")
-        return cls(
-            variables=variables,
-            budget=_read_budget(body.thinking_token_budget),
-            is_disabled=effort == "none" or any(variables.get(name) is False for name in SWITCHES),
-            include=body.include_reasoning is not False,
-            ignored_fields=tuple(ignored),
+    Raises:
+        ApiError: 400 for an unknown effort.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is None:
+        return variables
+    if effort not in EFFORTS:
+        raise invalid_request(
+            f"'reasoning_effort' must be one of {', '.join(EFFORTS)}.", "reasoning_effort"
         )
+    switches = [name for name in SWITCHES if template.reads(name)]
+    for name in switches:
+        variables.setdefault(name, effort != "none")
+    if template.reads("reasoning_effort") and (effort != "none" or not switches):
+        variables.setdefault("reasoning_effort", _supported_effort(effort, template))
+    return variables
 
 
-def _supported_effort(effort: str, template: ChatTemplate) -> str:
-    """Return the effort, or the nearest of low, medium and high for templates that know only these."""
-    if template.reads(effort):
-        return effort
-    order = EFFORTS.index(effort)
-    return "low" if order < EFFORTS.index("medium") else "medium" if effort == "medium" else "high"
+def ignores_effort(body: ChatCompletionRequest, template: ChatTemplate) -> bool:
+    """Return whether the body asks for an effort that the template does not read."""
+    return body.reasoning_effort is not None and not any(
+        map(template.reads, ("reasoning_effort", *SWITCHES))
+    )
 
 
-def _read_budget(budget: int | None) -> int | None:
+def disables_reasoning(body: ChatCompletionRequest, variables: Mapping[str, Any]) -> bool:
+    """Return whether a body with these template variables asks for an answer without reasoning."""
+    return body.reasoning_effort == "none" or any(variables.get(name) is False for name in SWITCHES)
+
+
+def reasoning_budget(body: ChatCompletionRequest) -> int | None:
+    """Return the number of reasoning tokens after which the block is closed, or None for no limit.
+
+    Raises:
+        ApiError: 400 for a negative budget.
+    """
+    budget = body.thinking_token_budget
     if budget is None or budget == -1:
         return None
     if not 0 <= budget <= MAX_BUDGET:
@@ -78,3 +63,11 @@ def _read_budget(budget: int | None) -> int | None:
             "thinking_token_budget",
         )
     return budget
+
+
+def _supported_effort(effort: str, template: ChatTemplate) -> str:
+    """Return the effort, or the nearest of low, medium and high for templates that know only these."""
+    if template.reads(effort):
+        return effort
+    order = EFFORTS.index(effort)
+    return "low" if order < EFFORTS.index("medium") else "medium" if effort == "medium" else "high"

@@ -1,9 +1,10 @@
-"""Request processor: validates a request body and converts it to engine requests."""
+"""Request processor: validates a request body and converts it to engine requests and the choices of the response."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,19 @@ from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import OutputFormat
 from argosy.engine.serving.preprocessing import sampling_params, token_id_rules
 from argosy.engine.serving.preprocessing.output_planner import GrammarCheck, OutputPlanner
-from argosy.engine.serving.preprocessing.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
-from argosy.engine.serving.preprocessing.reasoning_options import ReasoningOptions
+from argosy.engine.serving.preprocessing.prompt_tokenizer import PromptTokenizer
+from argosy.engine.serving.preprocessing.reasoning_options import template_variables
+from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.preprocessing.sampling_defaults import (
     NO_SAMPLING_DEFAULTS,
     SamplingDefaults,
 )
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
+from argosy.engine.serving.text.choice import Choice, Prompt, ScoringChoice
 from argosy.engine.serving.text.detokenizer import Detokenizer
-from argosy.engine.serving.text.parsed_choice import OutputPlan, ParsedChoice
+from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
+from argosy.engine.serving.text.output_plan import OutputPlan
+from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ApiError,
@@ -34,8 +38,8 @@ from argosy.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     NumericRange,
-    ResponseWarning,
     SamplingParams,
+    StreamOptions,
     TokenizeRequest,
     check_parameters,
     check_range,
@@ -76,57 +80,12 @@ class GatewayHeaders:
         return max(0, resumed_tokens - given_tokens) if self.wants_resume_metadata else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """Engine requests of one HTTP request, and the options that its response needs."""
-
-    requests: list[EngineRequest]
-    """Requests of all choices. Choice i of prompt p is at p * n + i, which is also its `index` in the response.
-
-    The first unfinished choice of a prompt reports the prompt's log-probabilities.
-    """
-    n: int
-    logprobs: int | None
-    """Number of top log-probabilities to list for each token. None for no log-probabilities."""
-    echo_texts: list[str]
-    """Text of each prompt if the response begins with it (`echo`), else empty."""
-    completed_choices: frozenset[int]
-    """Choices that the resumed stream already delivered completely."""
-    is_scoring: bool
-    """Whether `max_tokens` is 0. The one token that the engine samples is then dropped."""
-    plan: OutputPlan | None = None
-    """Plan by which the output is parsed; None if it is plain text."""
-    warnings: tuple[ResponseWarning, ...] = ()
-    """Differences between what the request asked for and what is done."""
-    relaxed_keywords: tuple[str, ...] = ()
-    """Keywords of the answer's schema that are not enforced."""
-    compile_s: float | None = None
-    """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
-    ignored_fields: tuple[str, ...] = ()
-    """Fields of the request without effect on this model."""
-
-    def create_choice(self, index: int, prompt: PromptState, tokenizer: Tokenizer) -> Choice:
-        """Create the state of choice `index`, which belongs to `prompt`."""
-        request, is_complete = self.requests[index], index in self.completed_choices
-        if self.plan is not None:
-            return ParsedChoice(
-                index, request, prompt, tokenizer, plan=self.plan, is_complete=is_complete
-            )
-        choice_type = ScoringChoice if self.is_scoring else Choice
-        return choice_type(index, request, prompt, tokenizer, is_complete=is_complete)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens as counted in the usage. Each prompt counts once, however many choices it has."""
-        return sum(len(request.prompt) for request in self.requests[:: self.n])
-
-
 class RequestProcessor:
     """Validates request bodies for one model and converts them to engine requests.
 
-    The methods are pure except for the random seed of a body without one. They render and tokenize, so call them in a
-    worker thread. Their run time is bounded by the model's context, whatever the size of the body. Each invalid body
-    raises an `ApiError` (400) that names the parameter. Immutable and thread-safe.
+    The methods are pure except for the random seed of a body without one and the time of a new response. They render
+    and tokenize, so call them in a worker thread. Their run time is bounded by the model's context, whatever the size
+    of the body. Each invalid body raises an `ApiError` (400) that names the parameter. Immutable and thread-safe.
     """
 
     def __init__(
@@ -164,7 +123,7 @@ class RequestProcessor:
         """Maximum number of tokens of one sequence, prompt and output together."""
         return self._prompt_tokenizer.max_context_tokens
 
-    def prepare_chat(self, body: ChatCompletionRequest, headers: GatewayHeaders) -> PreparedRequest:
+    def prepare_chat(self, body: ChatCompletionRequest, headers: GatewayHeaders) -> ResponseSpec:
         """Convert a chat body. Its one prompt is rendered by the model's template."""
         self._check_parameters(body)
         body = self.sampling_defaults.apply(body)
@@ -173,49 +132,26 @@ class RequestProcessor:
         logprobs = sampling_params.chat_logprobs(body)
         fields = _set_fields(body)
         tools, answer = read_tools(fields), read_constraint(fields)
-        reasoning = ReasoningOptions.from_body(body, self._template)
+        variables = template_variables(body, self._template)
         prompt = self._prompt_tokenizer.tokenize_chat(
             body,
             tools=self._output_planner.template_tools(tools),
-            variables=reasoning.variables,
+            variables=variables,
             created_at=headers.created_at,
         )
-        prompts = [prompt]
         max_tokens = sampling_params.chat_max_tokens(
             body,
-            self._prompt_tokenizer.remaining_tokens(prompts, "messages"),
+            self._prompt_tokenizer.remaining_tokens([prompt], "messages"),
             self.sampling_defaults.max_tokens,
         )
-        self._prompt_tokenizer.check_fit(prompts, max_tokens, "messages")
-        planned = self._output_planner.plan(tools, reasoning, answer, prompt.text)
-        params = msgspec.structs.replace(
-            self._sampling_params(body, max_tokens, logprobs, body.prompt_logprobs),
-            grammar=planned.grammar,
-            reasoning=planned.reasoning,
-            banned_token_ids=planned.banned_token_ids,
+        self._prompt_tokenizer.check_fit([prompt], max_tokens, "messages")
+        plan = self._output_planner.plan(
+            body, tools, answer, variables=variables, prompt_text=prompt.text
         )
-        requests = self._build_engine_requests(body, headers, prompts, params)
-        return PreparedRequest(
-            requests=requests,
-            n=body.n or 1,
-            logprobs=logprobs,
-            echo_texts=[],
-            completed_choices=self._completed_choices(requests, headers),
-            is_scoring=False,
-            plan=planned.plan,
-            warnings=planned.warnings,
-            relaxed_keywords=tuple(item.keyword for _, item in planned.relaxations),
-            compile_s=planned.compile_s,
-            ignored_fields=(
-                *reasoning.ignored_fields,
-                *planned.ignored_fields,
-                *tools.ignored,
-            ),
-        )
+        params = self._sampling_params(body, plan, max_tokens, logprobs, body.prompt_logprobs)
+        return self._build_spec(body, headers, [prompt], plan, params)
 
-    def prepare_completion(
-        self, body: CompletionRequest, headers: GatewayHeaders
-    ) -> PreparedRequest:
+    def prepare_completion(self, body: CompletionRequest, headers: GatewayHeaders) -> ResponseSpec:
         """Convert a completion body with one or several prompts of text or token ids."""
         self._check_parameters(body)
         body = self.sampling_defaults.apply(body)
@@ -234,20 +170,9 @@ class RequestProcessor:
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "prompt")
         requested = [body.prompt_logprobs, logprobs if body.echo else None]
         prompt_logprobs = max((k for k in requested if k is not None), default=None)
-        params = msgspec.structs.replace(
-            self._sampling_params(body, max(max_tokens, 1), logprobs, prompt_logprobs),
-            grammar=self._completion_grammar(body),
-        )
-        requests = self._build_engine_requests(body, headers, prompts, params)
-        completed_choices = self._completed_choices(requests, headers)
-        return PreparedRequest(
-            requests=_reassign_parents(requests, completed_choices, n),
-            n=n,
-            logprobs=logprobs,
-            echo_texts=[prompt.text for prompt in prompts] if body.echo else [],
-            completed_choices=completed_choices,
-            is_scoring=max_tokens == 0,
-        )
+        plan = self._plan_completion(body)
+        params = self._sampling_params(body, plan, max(max_tokens, 1), logprobs, prompt_logprobs)
+        return self._build_spec(body, headers, prompts, plan, params, is_scoring=max_tokens == 0)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids that a completion or a chat would have for the prompt or the messages."""
@@ -282,11 +207,11 @@ class RequestProcessor:
                 "truncation_side",
             )
 
-    def _completion_grammar(self, body: CompletionRequest) -> str:
-        """Return the grammar of a completion's output. Schemas must be enforced completely, as if they were strict."""
+    def _plan_completion(self, body: CompletionRequest) -> OutputPlan:
+        """Plan a completion's output. Schemas must be enforced completely, as if they were strict."""
         answer = read_constraint(_set_fields(body))
         if answer is None:
-            return ""
+            return OutputPlan()
         if answer.relaxations:
             item = answer.relaxations[0]
             raise invalid_request(
@@ -295,12 +220,13 @@ class RequestProcessor:
                 answer.param,
                 "unsupported_schema",
             )
-        self._check_grammar(answer.grammar_text, answer.param)
-        return answer.grammar_text
+        grammar = answer.grammar_text
+        return OutputPlan(grammar=grammar, compile_s=self._check_grammar(grammar, answer.param))
 
     def _sampling_params(
         self,
         body: GenerationRequest,
+        plan: OutputPlan,
         max_tokens: int,
         logprobs: int | None,
         prompt_logprobs: int | None,
@@ -313,16 +239,82 @@ class RequestProcessor:
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
         )
-        if params.ignore_eos or not self._eos_unknown_to_core:
-            return params
-        stops = sorted(self._eos_unknown_to_core.union(params.stop_token_ids))
-        return msgspec.structs.replace(params, stop_token_ids=tuple(stops))
+        stop_token_ids = params.stop_token_ids
+        if self._eos_unknown_to_core and not params.ignore_eos:
+            stop_token_ids = tuple(sorted(self._eos_unknown_to_core.union(stop_token_ids)))
+        return msgspec.structs.replace(
+            params,
+            stop_token_ids=stop_token_ids,
+            grammar=plan.grammar,
+            reasoning=plan.reasoning,
+            banned_token_ids=plan.banned_token_ids,
+        )
+
+    def _build_spec(
+        self,
+        body: GenerationRequest,
+        headers: GatewayHeaders,
+        prompts: list[Prompt],
+        plan: OutputPlan,
+        params: SamplingParams,
+        *,
+        is_scoring: bool = False,
+    ) -> ResponseSpec:
+        """Build the engine requests and the choices of a valid body.
+
+        If `is_scoring`, `max_tokens` is 0, and the one token that the engine samples is dropped.
+        """
+        n = body.n or 1
+        requests = self._build_engine_requests(body, headers, prompts, params)
+        completed = self._completed_choices(requests, headers)
+        requests = _reassign_parents(requests, completed, n)
+        delivered = [
+            headers.delivered_tokens(index, len(request.resumed_tokens))
+            for index, request in enumerate(requests)
+        ]
+        if headers.resumed_cached_tokens is not None:
+            for index, tokens in enumerate(delivered):
+                prompts[index // n].is_resumed |= tokens > 0
+        for prompt in prompts:
+            if not prompt.is_echoed:
+                prompt.text = ""  # it may be long, and nothing reads it any more
+        tokenizer = self._tokenizer
+
+        def create_choice(index: int) -> Choice:
+            request, prompt, done = requests[index], prompts[index // n], index in completed
+            if plan.output_format is not None:
+                return ParsedChoice(index, request, prompt, tokenizer, plan=plan, is_complete=done)
+            choice_type = ScoringChoice if is_scoring else Choice
+            return choice_type(index, request, prompt, tokenizer, is_complete=done)
+
+        formatter = LogprobFormatter(
+            tokenizer,
+            tokenizer.special_ids if params.skip_special_tokens else frozenset(),
+            "token_id:{}".format if body.return_tokens_as_token_ids else tokenizer.token_text,
+        )
+        options = body.stream_options or StreamOptions()
+        return ResponseSpec(
+            id=headers.request_id,
+            created_at=int(time.time()) if headers.created_at is None else headers.created_at,
+            model=body.model,
+            choices=[create_choice(index) for index in range(len(requests))],
+            prompts=prompts,
+            plan=plan,
+            logprob_formatter=None if params.logprobs is None else formatter,
+            prompt_logprob_formatter=None if body.prompt_logprobs is None else formatter,
+            include_token_ids=bool(body.return_token_ids),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            include_resume_metadata=headers.wants_resume_metadata,
+            resumed_cached_tokens=headers.resumed_cached_tokens or 0,
+            delivered_tokens=delivered,
+        )
 
     def _build_engine_requests(
         self,
         body: GenerationRequest,
         headers: GatewayHeaders,
-        prompts: list[TokenizedPrompt],
+        prompts: list[Prompt],
         params: SamplingParams,
     ) -> list[EngineRequest]:
         n = body.n or 1

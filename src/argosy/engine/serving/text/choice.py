@@ -20,12 +20,14 @@ _REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
 
 
 @dataclass(slots=True)
-class PromptState:
+class Prompt:
     """A prompt and the data that the engine reports about it, shared by the prompt's choices."""
 
     token_ids: list[int]
-    echo_text: str | None
-    """Text of the prompt if the response begins with it (`echo`), else None."""
+    text: str = ""
+    """Text as the client sent it, or as the chat template rendered it. Dropped after the preparation unless echoed."""
+    is_echoed: bool = False
+    """Whether the response begins with the prompt (`echo`)."""
     logprobs: list[Logprob] = field(default_factory=list)
     """Log-probabilities of prompt positions 1, 2, ..., as far as they are known."""
     cached_tokens: int = 0
@@ -56,7 +58,7 @@ class Choice:
         self,
         index: int,
         request: EngineRequest,
-        prompt: PromptState,
+        prompt: Prompt,
         tokenizer: Tokenizer,
         *,
         is_complete: bool = False,
@@ -142,11 +144,15 @@ class Choice:
         """Complete the output after its last piece. `finish_reason` is set already."""
 
     def _add_tokens(self, delta: Delta) -> None:
-        text_delta = self._detokenizer.push(delta.tokens)
-        self._add_pieces(text_delta.pieces)
-        self._tokens += delta.tokens[: text_delta.used_tokens]
-        self._logprobs += delta.logprobs[: text_delta.used_tokens]
-        self.generated_tokens += text_delta.used_tokens
+        pieces, used_tokens = self._detokenizer.push(delta.tokens)
+        self._add_pieces(pieces)
+        self._count_tokens(delta, used_tokens)
+
+    def _count_tokens(self, delta: Delta, used_tokens: int) -> None:
+        """Count the leading tokens of a delta that belong to the choice."""
+        self._tokens += delta.tokens[:used_tokens]
+        self._logprobs += delta.logprobs[:used_tokens]
+        self.generated_tokens += used_tokens
 
     def drain(self) -> ChoiceOutput:
         """Return everything that is new since the last call."""

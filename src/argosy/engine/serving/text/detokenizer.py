@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from argosy.engine.reasoning_gate import ReasoningGate
 from argosy.engine.serving.output_parsing import MarkerToken, Piece
@@ -15,22 +14,6 @@ from argosy.protocol import SamplingParams
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _NO_MARKERS: Mapping[int, str] = MappingProxyType({})
-
-
-class TextDelta(NamedTuple):
-    """Output that some tokens added."""
-
-    pieces: list[Piece]
-    """Text and markers that can be sent now."""
-    used_tokens: int
-    """Number of pushed tokens that belong to the choice. Smaller than pushed after a stop string."""
-    stop_string: str | None
-    """Stop string that ended the text."""
-
-    @property
-    def text(self) -> str:
-        """The text without markers."""
-        return "".join([piece for piece in self.pieces if isinstance(piece, str)])
 
 
 class Detokenizer:
@@ -87,8 +70,13 @@ class Detokenizer:
         """Stop string that ended the text, or None."""
         return self._stop_string
 
-    def push(self, token_ids: Iterable[int]) -> TextDelta:
-        """Add tokens. Tokens after a stop string are ignored."""
+    def push(self, token_ids: Iterable[int]) -> tuple[list[Piece], int]:
+        """Add tokens.
+
+        Returns:
+            Text and markers that can be sent now, and the number of tokens that belong to the choice. Those after a
+            stop string do not.
+        """
         pieces: list[Piece] = []
         used = 0
         for token_id in token_ids:
@@ -106,7 +94,7 @@ class Detokenizer:
                 continue
             text = self._decoder.decode(self._token_to_bytes(token_id))
             pieces.append(text if in_reasoning else self._append_text(text))
-        return TextDelta(pieces, used, self._stop_string)
+        return pieces, used
 
     def flush(self) -> str:
         """Return the text that is held back. An incomplete character becomes U+FFFD."""

@@ -26,7 +26,7 @@ def clamp_logprob(logprob: float) -> float:
 
 
 class LogprobFormatter:
-    """Formats log-probabilities, with tokens named by their text or as `token_id:123`.
+    """Formats log-probabilities. The function `token_name` names tokens by their text, or as `token_id:123`.
 
     The `hidden_token_ids` have no text in the response and do not advance the text offset.
     """
@@ -40,16 +40,6 @@ class LogprobFormatter:
         self._tokenizer = tokenizer
         self._hidden_token_ids = hidden_token_ids
         self._token_name = token_name
-
-    @classmethod
-    def by_text(cls, tokenizer: Tokenizer, hidden_token_ids: frozenset[int]) -> LogprobFormatter:
-        """Create a formatter that names tokens by their text."""
-        return cls(tokenizer, hidden_token_ids, tokenizer.token_text)
-
-    @classmethod
-    def by_id(cls, tokenizer: Tokenizer, hidden_token_ids: frozenset[int]) -> LogprobFormatter:
-        """Create a formatter that names tokens by their id (`return_tokens_as_token_ids`)."""
-        return cls(tokenizer, hidden_token_ids, "token_id:{}".format)
 
     def format_chat(self, logprobs: list[Logprob]) -> ChatLogprobs:
         """Format log-probabilities for the chat API."""

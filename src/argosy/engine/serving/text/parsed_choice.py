@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-from argosy.constraints import OutputConstraint, validate_document
+from argosy.constraints import validate_document
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.output_parsing import OutputFormat, OutputParser, Piece, Tool
+from argosy.engine.serving.output_parsing import OutputParser, Piece
 from argosy.engine.serving.output_parsing.events import (
     CallArguments,
     CallEnd,
@@ -18,9 +16,10 @@ from argosy.engine.serving.output_parsing.events import (
     OutputEvent,
     ReasoningText,
 )
-from argosy.engine.serving.text.choice import Choice, ChoiceOutput, PromptState
+from argosy.engine.serving.text.choice import Choice, ChoiceOutput, Prompt
 from argosy.engine.serving.text.custom_tool_input import CustomInputDecoder
 from argosy.engine.serving.text.detokenizer import Detokenizer
+from argosy.engine.serving.text.output_plan import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 _EVENT_NAMES: dict[type[OutputEvent], str] = {
@@ -30,36 +29,6 @@ _EVENT_NAMES: dict[type[OutputEvent], str] = {
     CallArguments: "call_arguments",
     CallEnd: "call_end",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputPlan:
-    """How the output of a chat is parsed and presented."""
-
-    output_format: OutputFormat
-    markers: Mapping[int, str]
-    """Text of each special token that structures the output."""
-    tools: tuple[Tool, ...] = ()
-    parse_calls: bool = False
-    in_reasoning: bool = False
-    """Whether the prompt has opened the reasoning block."""
-    include_reasoning: bool = True
-    """Whether the response contains the reasoning."""
-    is_named_call: bool = False
-    """Whether the request forced one named tool. Its finish reason is then `stop`, as with OpenAI's API."""
-    is_legacy: bool = False
-    """Whether the request used `functions`, whose one call is a `function_call`."""
-    document: OutputConstraint | None = None
-    """Constraint that is not enforced completely, so that the finished content is validated."""
-
-    def create_parser(self) -> OutputParser:
-        """Create the parser of one choice."""
-        return OutputParser(
-            self.output_format,
-            self.tools,
-            in_reasoning=self.in_reasoning,
-            parse_calls=self.parse_calls,
-        )
 
 
 class ParsedChoice(Choice):
@@ -72,7 +41,7 @@ class ParsedChoice(Choice):
         self,
         index: int,
         request: EngineRequest,
-        prompt: PromptState,
+        prompt: Prompt,
         tokenizer: Tokenizer,
         *,
         plan: OutputPlan,
@@ -92,7 +61,14 @@ class ParsedChoice(Choice):
         """Why the finished content does not match its schema, which was relaxed. None if it does."""
         self._document: list[str] = []
         self._custom_tools = {tool.name for tool in plan.tools if tool.kind == "custom"}
-        self._parser = plan.create_parser()
+        if plan.output_format is None:
+            raise ValueError("the plan has no output format; use a Choice")
+        self._parser = OutputParser(
+            plan.output_format,
+            plan.tools,
+            in_reasoning=plan.in_reasoning,
+            parse_calls=plan.parse_calls,
+        )
         self._events: list[OutputEvent] = []
         super().__init__(index, request, prompt, tokenizer, is_complete=is_complete)
         self._push_tokens(request.resumed_tokens)
@@ -107,10 +83,7 @@ class ParsedChoice(Choice):
         return Detokenizer(tokenizer, self.request.params, [], self.plan.markers)
 
     def _add_tokens(self, delta: Delta) -> None:
-        used_tokens = self._push_tokens(delta.tokens)
-        self._tokens += delta.tokens[:used_tokens]
-        self._logprobs += delta.logprobs[:used_tokens]
-        self.generated_tokens += used_tokens
+        self._count_tokens(delta, self._push_tokens(delta.tokens))
 
     def _push_tokens(self, tokens: list[int]) -> int:
         """Parse tokens and return how many belong to the choice.
@@ -120,9 +93,9 @@ class ParsedChoice(Choice):
         used_tokens = 0
         for token in tokens:
             was_reasoning = self._parser.in_reasoning
-            delta = self._detokenizer.push([token])
-            used_tokens += delta.used_tokens
-            self._add_pieces(delta.pieces)
+            pieces, used = self._detokenizer.push([token])
+            used_tokens += used
+            self._add_pieces(pieces)
             self.reasoning_tokens += was_reasoning and self._parser.in_reasoning
         return used_tokens
 

@@ -1,11 +1,9 @@
-"""Tools that a request offers to the model."""
+"""JSON types that a schema allows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 MAX_REFERENCES = 16
 """Depth to which references and alternatives of a schema are followed to find its types."""
@@ -19,41 +17,6 @@ _TYPES_OF_VALUES: tuple[tuple[type, str], ...] = (
     (dict, "object"),
     (type(None), "null"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tool:
-    """Function or custom tool that the model may call.
-
-    Args:
-        name: Name by which the model calls it.
-        kind: `function` takes JSON arguments. `custom` takes free text, which the model writes as one string argument.
-        parameters: JSON Schema of the arguments, as the model sees it.
-        strict: Whether the arguments must be valid by construction.
-        description: Description for the model.
-        param: Path of the schema in the request, for errors.
-    """
-
-    name: str
-    kind: Literal["function", "custom"] = "function"
-    parameters: dict[str, Any] = field(default_factory=dict)
-    strict: bool = False
-    description: str = ""
-    param: str = "tools"
-
-    @cached_property
-    def parameter_types(self) -> Mapping[str, frozenset[str]]:
-        """JSON types that each declared parameter may have. An empty set means any type."""
-        properties = self.parameters.get("properties")
-        if not isinstance(properties, dict):
-            return {}
-        return {key: schema_types(schema, self.parameters) for key, schema in properties.items()}
-
-    @property
-    def required(self) -> frozenset[str]:
-        """Names of the parameters that every call needs."""
-        required = self.parameters.get("required")
-        return frozenset(required) if isinstance(required, list) else frozenset()
 
 
 def schema_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
