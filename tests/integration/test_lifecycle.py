@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import httpx2
 import msgspec
@@ -20,7 +21,7 @@ from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP, EngineConfi
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import LoadProgress
-from argosy.engine.serving.engine_core.engine_client import EngineFailedError
+from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
 from argosy.models import BUNDLED_MODEL
 
 
@@ -28,7 +29,7 @@ def make_server(engine: FakeEngine, config: ReplicaServerConfig, ready: list[str
     return ReplicaServer(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
-        engine=engine,
+        engine=cast("EngineClient", engine),
         load_text_processing=load_text_processing,
         on_ready=ready.append,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from typing import cast
 
 import msgspec
 import uvloop
@@ -17,6 +18,7 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.models import BUNDLED_MODEL
 from argosy.telemetry import configure_logging
 from tests.support.fake_engine import FakeEngine, Script, reply_script
@@ -42,7 +44,7 @@ async def run(config: ReplicaServerConfig) -> None:
     server = ReplicaServer(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
-        engine=engine,
+        engine=cast("EngineClient", engine),
         load_text_processing=lambda: text_processing,
         on_ready=announce,
     )

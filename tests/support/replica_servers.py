@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import msgspec
@@ -17,11 +17,12 @@ import msgspec
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
-from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
+from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import EventParser
+from tests.support.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 MODEL = "test-model"
@@ -55,7 +56,7 @@ def bundled_model_engine(blocks: int = 512) -> EngineClient:
 
 @contextlib.asynccontextmanager
 async def serve(
-    engine: ReplicaEngine,
+    engine: EngineClient | FakeEngine,
     config: ReplicaServerConfig = CONFIG,
     load_text: Callable[[], TextProcessing] = load_text_processing,
 ) -> AsyncIterator[RunningReplica]:
@@ -64,7 +65,7 @@ async def serve(
     server = ReplicaServer(
         config,
         EngineConfig(model=str(BUNDLED_MODEL)),
-        engine=engine,
+        engine=cast("EngineClient", engine),  # a `FakeEngine` has the same methods
         load_text_processing=load_text,
         on_ready=url.set_result,
     )

@@ -41,7 +41,7 @@ from argosy.engine.pooling_outputs import (
     ScoringOutput,
 )
 from argosy.engine.serving.core_messages import CoreStats
-from argosy.engine.serving.pooling.pooling_processor import read_vector
+from argosy.engine.serving.pooling import read_vector
 from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
 from argosy.progress_bar import ProgressBar
 from argosy.protocol import ApiError, SamplingParams

@@ -49,25 +49,20 @@ class OfflinePooling:
         truncate_tokens: int | None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Embed texts or token ids."""
-        headers = self._next_headers()
-        prepared = self._processor.prepare_embed(
+        job = self._processor.prepare_embed(
             [parse_prompt(each).content for each in prompts],
-            headers,
+            self._next_headers(),
             prompt_name=prompt_name,
             prompt=prompt,
             dimensions=dimensions,
+            normalizes=normalize,
             truncate_tokens=truncate_tokens,
             param="prompts",
         )
-        embeddings = self._processor.to_embeddings(
-            prepared,
-            self._run(prepared.requests),
-            dimensions=dimensions,
-            normalize_vectors=normalize,
-        )
+        embeddings = job.finish(self._run(job.requests))
         return [
             PoolingRequestOutput(request.id, EmbeddingOutput(vector), request.prompt)
-            for request, vector in zip(prepared.requests, embeddings.vectors, strict=True)
+            for request, vector in zip(job.requests, embeddings.values, strict=True)
         ]
 
     def score(
@@ -80,21 +75,20 @@ class OfflinePooling:
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Score pairs of query and document."""
         headers = self._next_headers()
-        prepared = self._processor.prepare_score(
-            pairs, headers, instruction=instruction, truncate_tokens=truncate_tokens
+        job = self._processor.prepare_score(
+            pairs,
+            headers,
+            instruction=instruction,
+            use_activation=use_activation,
+            truncate_tokens=truncate_tokens,
         )
-        requests = prepared.pooling.requests
-        scores = self._processor.to_scores(
-            prepared, self._run(requests), use_activation=use_activation
-        )
+        scores = job.finish(self._run(job.requests))
         return [
             PoolingRequestOutput(
-                f"{headers.request_id}-{number}",
-                ScoringOutput(float(value)),
-                [token for index in indices for token in requests[index].prompt],
+                f"{headers.request_id}-{number}", ScoringOutput(float(value)), prompt
             )
-            for number, (value, indices) in enumerate(
-                zip(scores.values, prepared.pair_indices, strict=True)
+            for number, (value, prompt) in enumerate(
+                zip(scores.values, scores.prompts, strict=True)
             )
         ]
 
@@ -106,20 +100,19 @@ class OfflinePooling:
         truncate_tokens: int | None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Classify texts or token ids."""
-        prepared = self._processor.prepare_classify(
+        job = self._processor.prepare_classify(
             [parse_prompt(each).content for each in prompts],
             self._next_headers(),
+            use_activation=use_activation,
             truncate_tokens=truncate_tokens,
         )
-        classes = self._processor.to_classes(
-            prepared, self._run(prepared.requests), use_activation=use_activation
-        )
+        classes = job.finish(self._run(job.requests))
         labels = self._processor.info.labels or ()
         return [
             PoolingRequestOutput(
                 request.id, ClassificationOutput(row, labels[int(row.argmax())]), request.prompt
             )
-            for request, row in zip(prepared.requests, classes.probabilities, strict=True)
+            for request, row in zip(job.requests, classes.values, strict=True)
         ]
 
     def _next_headers(self) -> GatewayHeaders:

@@ -6,44 +6,17 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 
-from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import Delta
+from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.text.choice import Choice
 from argosy.protocol import ApiError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
-
-
-class DeltaSource(Protocol):
-    """Deltas of one request."""
-
-    def set_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever a delta is available or the request has ended."""
-        ...
-
-    def drain(self) -> Delta | None:
-        """Return everything since the last call as one delta, or None if nothing is new."""
-        ...
-
-    def close(self) -> None:
-        """Abort the request, unless it has ended."""
-        ...
-
-
-class TokenGenerator(Protocol):
-    """Interface for submitting requests to the engine."""
-
-    def generate(self, request: EngineRequest) -> DeltaSource:
-        """Submit a request at once.
-
-        Raises:
-            ApiError: No engine can serve the request.
-        """
-        ...
 
 
 class Generation:
@@ -55,7 +28,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: TokenGenerator,
+        engine: EngineClient,
         choices: list[Choice],
         on_delta: Callable[[Choice, Delta], None],
     ) -> None:
@@ -63,7 +36,7 @@ class Generation:
         self.tier = choices[0].request.tier
         self._engine = engine
         self._delta_callback = on_delta
-        self._streams: dict[int, DeltaSource] = {}
+        self._streams: dict[int, DeltaStream] = {}
         """Streams of unfinished choices by choice index."""
         self._pending_choices: dict[int, Choice] = {}
         """Choices with unread deltas by choice index."""

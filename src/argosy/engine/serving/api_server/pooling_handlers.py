@@ -21,21 +21,15 @@ from argosy.engine.serving.api_server.ignored_fields import (
     report_ignored_fields,
 )
 from argosy.engine.serving.api_server.pooling_endpoints import (
-    CLASSIFY,
-    COHERE_RERANK,
-    EMBEDDINGS,
-    POOLING,
-    RERANK,
-    SCORE,
+    POOLING_ENDPOINTS,
     Body,
     Inputs,
-    PooledOutput,
     PoolingEndpoint,
     ResponseHead,
 )
 from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.api_server.request_metrics import abort_reason
-from argosy.engine.serving.pooling import PoolingService
+from argosy.engine.serving.pooling import PoolingJob, PoolingProcessor, PoolingResult
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, salt_cache_domain
 from argosy.engine.serving.preprocessing.response_spec import new_response_id
 from argosy.http_server import HttpExchange
@@ -54,10 +48,32 @@ class PoolingCall(Generic[Body, Inputs]):
 
     model_name: str
     """Name under which the client knows the model."""
-    service: PoolingService
+    processor: PoolingProcessor
+    endpoint: PoolingEndpoint[Body, Inputs]
     body: Body
     inputs: Inputs
     headers: GatewayHeaders
+
+    def prepare(self) -> PoolingJob:
+        """Tokenize the inputs.
+
+        Raises:
+            ApiError: An input is invalid for the model.
+        """
+        return self.endpoint.prepare(self.processor, self.body, self.inputs, self.headers)
+
+    def encode_response(self, result: PoolingResult) -> bytes:
+        """Encode the response."""
+        num_tokens = sum(result.prompt_tokens)
+        head: ResponseHead = {
+            "id": self.headers.request_id,
+            "model": self.model_name,
+            "usage": PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        }
+        created = self.headers.created_at
+        created = int(time.time()) if created is None else created
+        info = self.processor.info
+        return _encode(self.endpoint.build(info, self.body, self.inputs, result, head, created))
 
 
 class PoolingRun:
@@ -65,10 +81,10 @@ class PoolingRun:
 
     def __init__(self, tier: int) -> None:
         self.tier = tier
-        self._task: asyncio.Future[PooledOutput] | None = None
+        self._task: asyncio.Future[PoolingResult] | None = None
         self._error: ApiError | None = None
 
-    async def wait(self, computing: Awaitable[PooledOutput]) -> PooledOutput:
+    async def wait(self, computing: Awaitable[PoolingResult]) -> PoolingResult:
         """Return the result.
 
         Raises:
@@ -96,18 +112,9 @@ class PoolingHandlers:
 
     def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
-        endpoints: dict[str, PoolingEndpoint[Any, Any]] = {
-            "/v1/embeddings": EMBEDDINGS,
-            "/pooling": POOLING,
-            "/classify": CLASSIFY,
-            "/score": SCORE,
-            "/v1/score": SCORE,
-            "/rerank": RERANK,
-            "/v1/rerank": RERANK,
-            "/v2/rerank": COHERE_RERANK,
-        }
         self.handlers: dict[str, Callable[[HttpExchange], Awaitable[None]]] = {
-            path: partial(self._handle, endpoint=endpoint) for path, endpoint in endpoints.items()
+            path: partial(self._handle, endpoint=endpoint)
+            for path, endpoint in POOLING_ENDPOINTS.items()
         }
         """Handler of `POST` by path."""
 
@@ -123,9 +130,9 @@ class PoolingHandlers:
             except ApiError as error:
                 replica.metrics.record_rejection(error.status)
                 raise
-            output = await self._compute(exchange, endpoint, call)
-            encode = partial(_encode_response, call, output)
-            is_quick = output.num_values < MIN_THREADED_VALUES
+            result = await self._compute(exchange, call)
+            encode = partial(call.encode_response, result)
+            is_quick = sum(values.size for values in result.values) < MIN_THREADED_VALUES
             body = encode() if is_quick else await replica.preparation_threads.run(encode)
             await exchange.send_response(200, body)
 
@@ -164,14 +171,9 @@ class PoolingHandlers:
             tier=headers.tier + (body.priority or 0),
             cache_domain=salt_cache_domain(headers.cache_domain, body.cache_salt),
         )
-        return PoolingCall(name, model.pooling, body, inputs, headers)
+        return PoolingCall(name, model.pooling, endpoint, body, inputs, headers)
 
-    async def _compute(
-        self,
-        exchange: HttpExchange,
-        endpoint: PoolingEndpoint[Body, Inputs],
-        call: PoolingCall[Body, Inputs],
-    ) -> PooledOutput:
+    async def _compute(self, exchange: HttpExchange, call: PoolingCall[Any, Any]) -> PoolingResult:
         """Compute the result, until the client disconnects.
 
         Raises:
@@ -182,9 +184,7 @@ class PoolingHandlers:
         replica.on_generation_start(run, exchange.get_header(b"x-argosy-gateway"))
         watch = exchange.listen_for_disconnect(partial(end_disconnected, run))
         try:
-            output = await run.wait(
-                endpoint.compute(call.service, call.body, call.inputs, call.headers)
-            )
+            result = await run.wait(self._run_job(call))
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, ApiError) and error.status == 400:
                 replica.metrics.record_rejection(error.status)
@@ -196,19 +196,12 @@ class PoolingHandlers:
             replica.on_generation_end(run)
         now = time.monotonic()
         times = SequenceTimes(exchange.arrived_at, None, submitted_at, None, None, now)
-        for tokens in output.prompt_tokens:
+        for tokens in result.prompt_tokens:
             replica.metrics.record_sequence_end(
                 "stop", times, prompt_tokens=tokens, output_tokens=0, max_tokens=0
             )
-        return output
+        return result
 
-
-def _encode_response(call: PoolingCall[Any, Any], output: PooledOutput) -> bytes:
-    num_tokens = sum(output.prompt_tokens)
-    head: ResponseHead = {
-        "id": call.headers.request_id,
-        "model": call.model_name,
-        "usage": PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-    }
-    created = call.headers.created_at
-    return _encode(output.build(head, int(time.time()) if created is None else created))
+    async def _run_job(self, call: PoolingCall[Any, Any]) -> PoolingResult:
+        job = await self._replica.preparation_threads.run(call.prepare)
+        return await job.run(self._replica.engine)

@@ -14,7 +14,7 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.checkpoint_formats.checkpoint import model_revision, resolve_model_path
 from argosy.engine.serving.api_server.replica_app import ReplicaApp
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
-from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
+from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.engine_core.core_start import PrestartedCore
 from argosy.engine.serving.engine_core.engine_client import (
     EngineClient,
@@ -51,7 +51,7 @@ class ReplicaServer:
         config: ReplicaServerConfig,
         engine_config: EngineConfig,
         *,
-        engine: ReplicaEngine,
+        engine: EngineClient,
         load_text_processing: Callable[[], TextProcessing],
         on_ready: Callable[[str], None],
         model_revision: str = "",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -15,12 +15,11 @@ from typing import Literal, Protocol
 import msgspec
 
 from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
-from argosy.engine.serving.api_server.generation import TokenGenerator
 from argosy.engine.serving.api_server.preparation_threads import PreparationThreads
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
-from argosy.engine.serving.core_messages import CoreReady, CoreStats, LoadProgress
-from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
-from argosy.engine.serving.pooling import PoolingProcessor, PoolingService
+from argosy.engine.serving.core_messages import CoreReady
+from argosy.engine.serving.engine_core.engine_client import EngineClient
+from argosy.engine.serving.pooling import PoolingProcessor
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.protocol import (
@@ -44,37 +43,6 @@ def _build() -> str:
     return f"argosy {version('argosy')}"
 
 
-class ReplicaEngine(TokenGenerator, Protocol):
-    """Interface of the engine client that the server requires."""
-
-    @property
-    def state(self) -> Literal["starting", "ready", "restarting", "failed", "stopped"]:
-        """State of the core."""
-
-    @property
-    def info(self) -> CoreReady:
-        """Properties that the core reported when it became ready."""
-
-    @property
-    def load_progress(self) -> LoadProgress | None:
-        """Start-up progress of the core; None while it serves."""
-
-    @property
-    def stats(self) -> CoreStats:
-        """State of the core after its last step."""
-
-    @property
-    def kv_cache_view(self) -> KvCacheView:
-        """KV blocks in the core's prefix cache."""
-
-    async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
-        """Start the core and wait until it serves. Calls `on_step` after each step. Raises if it cannot serve."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the core."""
-
-
 class RunningRequest(Protocol):
     """Request that the engine computes."""
 
@@ -93,7 +61,7 @@ class LoadedModel:
     ready: CoreReady
     created_at: int
     """Unix time in seconds at which serving began."""
-    pooling: PoolingService | None = None
+    pooling: PoolingProcessor | None = None
     """Service of a model that computes vectors. None for one that generates."""
 
     @property
@@ -109,7 +77,7 @@ class ReplicaState:
         self,
         config: ReplicaServerConfig,
         model_names: tuple[str, ...],
-        engine: ReplicaEngine,
+        engine: EngineClient,
         model_revision: str = "",
         model_digest: str = "",
     ) -> None:
@@ -186,11 +154,9 @@ class ReplicaState:
         pooling_processor: PoolingProcessor | None = None,
     ) -> None:
         """Store the loaded model and begin to accept requests."""
-        pooling = None
-        if pooling_processor is not None:
-            run_in_thread = self.preparation_threads.run
-            pooling = PoolingService(self.engine, pooling_processor, run_in_thread)
-        self._model = LoadedModel(processor, text_processing, ready, int(time.time()), pooling)
+        self._model = LoadedModel(
+            processor, text_processing, ready, int(time.time()), pooling_processor
+        )
         self.metrics.set_kv_layout(ready.block_size, ready.num_blocks)
 
     def require_loaded(self) -> LoadedModel:

@@ -1,20 +1,18 @@
 """Pooling requests: embeddings of texts, scores of pairs of texts, and probabilities of labels.
 
-The `PoolingProcessor` validates and tokenizes inputs and turns the vectors of the core into results. The
-`PoolingService` runs its requests on an `EngineClient`, beside any others. Both need no torch.
+The `PoolingProcessor` validates and tokenizes the inputs of a call. It returns a `PoolingJob`, whose requests run on an
+`EngineClient` beside any others, and which computes a `PoolingResult` from their vectors. No part needs torch.
 """
 
 from argosy.engine.pooling import PoolingInfo, PoolingTask
+from argosy.engine.serving.pooling.pooling_job import PoolingJob, PoolingResult, read_vector
 from argosy.engine.serving.pooling.pooling_processor import PoolingProcessor
-from argosy.engine.serving.pooling.pooling_service import PoolingService
-from argosy.engine.serving.pooling.results import Classes, Embeddings, Scores
 
 __all__ = [
-    "Classes",
-    "Embeddings",
     "PoolingInfo",
+    "PoolingJob",
     "PoolingProcessor",
-    "PoolingService",
+    "PoolingResult",
     "PoolingTask",
-    "Scores",
+    "read_vector",
 ]

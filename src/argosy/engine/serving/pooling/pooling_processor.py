@@ -1,22 +1,19 @@
-"""Processor of pooling requests: validates inputs, builds engine requests and assembles results."""
+"""Processor of pooling requests: validates and tokenizes inputs, and says how their results are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.pooling import PoolingInfo, PoolingParams, PoolingTask
-from argosy.engine.serving.core_messages import CoreReady, Delta
+from argosy.engine.pooling import PoolingActivation, PoolingInfo, PoolingParams, PoolingTask
+from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.pooling.input_encoder import InputEncoder, InputLimits
+from argosy.engine.serving.pooling.pooling_job import PoolingJob, PoolingResult
 from argosy.engine.serving.pooling.results import (
-    Classes,
-    Embeddings,
-    Scores,
     activate,
     compute_similarity,
     normalize,
@@ -38,29 +35,8 @@ _TASK_NAMES: dict[PoolingTask, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPooling:
-    """Engine requests of one pooling request."""
-
-    requests: list[EngineRequest]
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """Number of tokens of each request."""
-        return [len(request.prompt) for request in self.requests]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedScores:
-    """Engine requests that score pairs."""
-
-    pooling: PreparedPooling
-    pair_indices: list[tuple[int, ...]]
-    """Requests of each pair, which is one for a reranker, and one for each text of an embedding model."""
-
-
 class PoolingProcessor:
-    """Validates pooling requests for one model, and computes their results from the core's vectors.
+    """Prepares pooling jobs for one model.
 
     Tokenizing takes time, so call the `prepare_*` methods in a worker thread. They raise `ApiError` (400) naming the
     parameter before anything is computed. Immutable and thread-safe.
@@ -84,49 +60,79 @@ class PoolingProcessor:
         prompt_name: str | None = None,
         prompt: str | None = None,
         dimensions: int | None = None,
+        normalizes: bool | None = None,
         truncate_tokens: int | None = None,
         is_token_level: bool = False,
         timeout_s: float | None = None,
         param: str = "input",
-    ) -> PreparedPooling:
-        """Build the engine requests that embed texts or token ids."""
+    ) -> PoolingJob:
+        """Prepare the embedding of texts or token ids.
+
+        Args:
+            inputs: Texts, or their token ids, which are taken as they are.
+            headers: Request id, tenant, cache domain, tier and weight.
+            prompt_name: Name of the model's prompt that precedes each text. None takes the default prompt.
+            prompt: Text that precedes each text, instead of a prompt of the model.
+            dimensions: Number of leading elements that are kept (Kusupati et al. 2022).
+            normalizes: Whether vectors are scaled to length 1. None does what the model does.
+            truncate_tokens: Limit to which longer inputs are truncated, -1 for the model's. None refuses inputs
+                that exceed the model's limit.
+            is_token_level: Whether to return a vector for each token.
+            timeout_s: Seconds after which the request fails.
+            param: Name of the inputs in errors.
+        """
         self._require("token_embed" if is_token_level else "embed")
         self._check_dimensions(dimensions)
-        _check_count(inputs, param)
         text_prompt = self._resolve_prompt(prompt_name, prompt)
-        limits = InputLimits(truncate_tokens)
-        encoded = [
-            EncodedInput(self._encoder.encode_text(each, text_prompt, limits, param), None)
-            for each in inputs
-        ]
         skipped = 0
         if text_prompt and not self.info.includes_prompt:
             skipped = self._encoder.count_prompt_tokens(text_prompt)
-        return self._build(
-            encoded,
+        requests = self._build_requests(
+            self._encode_inputs(inputs, text_prompt, truncate_tokens, param),
             headers,
             timeout_s,
             [skipped if isinstance(each, str) else 0 for each in inputs],
             is_token_level=is_token_level,
         )
+        if normalizes is None:
+            normalizes = self.info.is_normalized
+
+        def finish(vectors: Sequence[NDArray[np.float32]]) -> PoolingResult:
+            results = []
+            for request, vector in zip(requests, vectors, strict=True):
+                if is_token_level:
+                    vector = vector.reshape(len(request.prompt), -1)  # noqa: PLW2901 - the same values
+                kept = vector[..., :dimensions]
+                results.append(normalize(kept) if normalizes else kept)
+            return PoolingResult(results, [request.prompt for request in requests])
+
+        return PoolingJob(requests, finish)
 
     def prepare_classify(
         self,
         inputs: Sequence[str | Sequence[int]],
         headers: GatewayHeaders,
         *,
+        use_activation: bool | None = None,
         truncate_tokens: int | None = None,
         timeout_s: float | None = None,
-    ) -> PreparedPooling:
-        """Build the engine requests that classify texts or token ids."""
+    ) -> PoolingJob:
+        """Prepare the classification of texts or token ids.
+
+        The result are the probabilities of the model's labels, or its raw outputs if `use_activation` is False.
+        """
         self._require("classify")
-        _check_count(inputs, "input")
-        prompt, limits = self._resolve_prompt(None, None), InputLimits(truncate_tokens)
-        encoded = [
-            EncodedInput(self._encoder.encode_text(each, prompt, limits, "input"), None)
-            for each in inputs
-        ]
-        return self._build(encoded, headers, timeout_s)
+        prompt = self._resolve_prompt(None, None)
+        requests = self._build_requests(
+            self._encode_inputs(inputs, prompt, truncate_tokens, "input"), headers, timeout_s
+        )
+        activation = self._activation(use_activation)
+
+        def finish(vectors: Sequence[NDArray[np.float32]]) -> PoolingResult:
+            rows = [activate(vector, activation) for vector in vectors]
+            return PoolingResult(rows, [request.prompt for request in requests])
+
+        return PoolingJob(requests, finish)
 
     def prepare_score(
         self,
@@ -134,108 +140,116 @@ class PoolingProcessor:
         headers: GatewayHeaders,
         *,
         instruction: str | None = None,
+        use_activation: bool | None = None,
         truncate_tokens: int | None = None,
         max_tokens_per_query: int | None = None,
         max_tokens_per_doc: int | None = None,
         timeout_s: float | None = None,
         param: str = "documents",
-    ) -> PreparedScores:
-        """Build the engine requests that score the relevance of documents (second) to queries (first).
+    ) -> PoolingJob:
+        """Prepare the scores of the relevance of the second text of each pair, a document, to the first, a query.
 
-        A text that occurs several times is embedded once.
+        A reranker computes pairs. The score of an embedding model is the similarity of both embeddings, and a text that
+        occurs several times is embedded once.
+
+        Args:
+            pairs: Pairs of query and document.
+            headers: Request id, tenant, cache domain, tier and weight.
+            instruction: Description of the task, instead of the model's prompt for queries.
+            use_activation: Whether the model's activation, such as the sigmoid, is applied. None applies it.
+            truncate_tokens: Limit of a pair, as of `prepare_embed`.
+            max_tokens_per_query: Limit to which queries are truncated.
+            max_tokens_per_doc: Limit to which documents are truncated.
+            timeout_s: Seconds after which the request fails.
+            param: Name of the texts in errors.
         """
         self._require("score")
         _check_count(pairs, param)
-        limits = InputLimits(truncate_tokens, max_tokens_per_query, max_tokens_per_doc)
-        if "embed" not in self.info.tasks:
-            prompt = self._resolve_prompt(None, instruction)
-            encoded = [
-                self._encoder.encode_pair(query, document, prompt, limits, param)
-                for query, document in pairs
+        if "embed" in self.info.tasks:
+            limits = [
+                InputLimits(_smaller(truncate_tokens, each))
+                for each in (max_tokens_per_query, max_tokens_per_doc)
             ]
-            prepared = self._build(encoded, headers, timeout_s)
-            return PreparedScores(prepared, [(index,) for index in range(len(pairs))])
+            return self._prepare_similarities(pairs, headers, instruction, limits, timeout_s, param)
+        limits_of_pair = InputLimits(truncate_tokens, max_tokens_per_query, max_tokens_per_doc)
+        prompt = self._resolve_prompt(None, instruction)
+        encoded = [
+            self._encoder.encode_pair(query, document, prompt, limits_of_pair, param)
+            for query, document in pairs
+        ]
+        requests = self._build_requests(encoded, headers, timeout_s)
+        activation = self._activation(use_activation)
+
+        def finish(vectors: Sequence[NDArray[np.float32]]) -> PoolingResult:
+            scores = [activate(vector, activation)[0] for vector in vectors]
+            return PoolingResult(
+                [np.asarray(score) for score in scores], [request.prompt for request in requests]
+            )
+
+        return PoolingJob(requests, finish)
+
+    def _prepare_similarities(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        headers: GatewayHeaders,
+        instruction: str | None,
+        limits: Sequence[InputLimits],
+        timeout_s: float | None,
+        param: str,
+    ) -> PoolingJob:
+        """Prepare the similarities of pairs of texts, whose two sides have prompts and limits of their own."""
         prompts = (
             self._find_prompt(QUERY_PROMPTS) if instruction is None else instruction,
             self._find_prompt(DOCUMENT_PROMPTS),
         )
-        sides = (
-            InputLimits(_smaller(truncate_tokens, max_tokens_per_query)),
-            InputLimits(_smaller(truncate_tokens, max_tokens_per_doc)),
-        )
         index_by_text: dict[tuple[int, str], int] = {}
         texts: list[EncodedInput] = []
         skipped: list[int] = []
-        indices: list[tuple[int, ...]] = []
+        indices: list[list[int]] = []
         for pair in pairs:
-            pair_index = []
             for side, text in enumerate(pair):
-                key = (side, text)
-                if key not in index_by_text:
-                    index_by_text[key] = len(texts)
-                    ids = self._encoder.encode_text(text, prompts[side], sides[side], param)
-                    texts.append(EncodedInput(ids, None))
-                    has_prompt = bool(prompts[side]) and not self.info.includes_prompt
-                    skipped.append(
-                        self._encoder.count_prompt_tokens(prompts[side]) if has_prompt else 0
-                    )
-                pair_index.append(index_by_text[key])
-            indices.append(tuple(pair_index))
-        return PreparedScores(self._build(texts, headers, timeout_s, skipped), indices)
+                if (side, text) in index_by_text:
+                    continue
+                index_by_text[side, text] = len(texts)
+                ids = self._encoder.encode_text(text, prompts[side], limits[side], param)
+                texts.append(EncodedInput(ids, None))
+                has_prompt = bool(prompts[side]) and not self.info.includes_prompt
+                skipped.append(
+                    self._encoder.count_prompt_tokens(prompts[side]) if has_prompt else 0
+                )
+            indices.append([index_by_text[side, text] for side, text in enumerate(pair)])
+        requests = self._build_requests(texts, headers, timeout_s, skipped)
 
-    def to_embeddings(
-        self,
-        prepared: PreparedPooling,
-        vectors: Sequence[NDArray[np.float32]],
-        *,
-        dimensions: int | None,
-        normalize_vectors: bool | None,
-    ) -> Embeddings:
-        """Truncate and normalize the core's vectors."""
-        is_normalized = self.info.is_normalized if normalize_vectors is None else normalize_vectors
-        results = []
-        for request, vector in zip(prepared.requests, vectors, strict=True):
-            if request.pooling is not None and request.pooling.is_token_level:
-                vector = vector.reshape(len(request.prompt), -1)  # noqa: PLW2901 - the same values
-            kept = vector[..., :dimensions]
-            results.append(normalize(kept) if is_normalized else kept)
-        return Embeddings(results, prepared.prompt_tokens)
+        def finish(vectors: Sequence[NDArray[np.float32]]) -> PoolingResult:
+            if self.info.is_normalized:
+                vectors = [normalize(vector) for vector in vectors]
+            scores = [
+                compute_similarity(vectors[first], vectors[second], self.info.similarity)
+                for first, second in indices
+            ]
+            return PoolingResult(
+                [np.asarray(score, np.float32) for score in scores],
+                [requests[first].prompt + requests[second].prompt for first, second in indices],
+            )
 
-    def to_scores(
-        self,
-        prepared: PreparedScores,
-        vectors: Sequence[NDArray[np.float32]],
-        *,
-        use_activation: bool | None,
-    ) -> Scores:
-        """Compute the scores of pairs, which are the similarities of embeddings or the outputs of a reranker."""
-        counts = prepared.pooling.prompt_tokens
-        values = []
-        for indices in prepared.pair_indices:
-            if len(indices) == 1:
-                activation = "identity" if use_activation is False else self.info.activation
-                values.append(float(activate(vectors[indices[0]], activation)[0]))
-            else:
-                first, second = (vectors[index] for index in indices)
-                if self.info.is_normalized:
-                    first, second = normalize(first), normalize(second)
-                values.append(compute_similarity(first, second, self.info.similarity))
-        return Scores(
-            np.array(values, dtype=np.float32),
-            [sum(counts[index] for index in indices) for indices in prepared.pair_indices],
-        )
+        return PoolingJob(requests, finish)
 
-    def to_classes(
+    def _encode_inputs(
         self,
-        prepared: PreparedPooling,
-        vectors: Sequence[NDArray[np.float32]],
-        *,
-        use_activation: bool | None,
-    ) -> Classes:
-        """Compute the probabilities of labels."""
-        activation = "identity" if use_activation is False else self.info.activation
-        rows = [activate(vector, activation) for vector in vectors]
-        return Classes(np.stack(rows), prepared.prompt_tokens)
+        inputs: Sequence[str | Sequence[int]],
+        prompt: str,
+        truncate_tokens: int | None,
+        param: str,
+    ) -> list[EncodedInput]:
+        _check_count(inputs, param)
+        limits = InputLimits(truncate_tokens)
+        return [
+            EncodedInput(self._encoder.encode_text(each, prompt, limits, param), None)
+            for each in inputs
+        ]
+
+    def _activation(self, use_activation: bool | None) -> PoolingActivation:  # noqa: FBT001 - a value of the request
+        return "identity" if use_activation is False else self.info.activation
 
     def _require(self, task: PoolingTask) -> None:
         if task not in self.info.tasks:
@@ -282,7 +296,7 @@ class PoolingProcessor:
                 "dimensions",
             )
 
-    def _build(
+    def _build_requests(
         self,
         encoded: Sequence[EncodedInput],
         headers: GatewayHeaders,
@@ -290,8 +304,8 @@ class PoolingProcessor:
         first_tokens: Sequence[int] | None = None,
         *,
         is_token_level: bool = False,
-    ) -> PreparedPooling:
-        requests = [
+    ) -> list[EngineRequest]:
+        return [
             EngineRequest(
                 id=f"{headers.request_id}-{index}",
                 prompt=each.token_ids,
@@ -310,31 +324,6 @@ class PoolingProcessor:
             )
             for index, each in enumerate(encoded)
         ]
-        return PreparedPooling(requests)
-
-
-def read_vector(delta: Delta) -> NDArray[np.float32]:
-    """Return the vector of a request's last delta.
-
-    Raises:
-        ApiError: The request failed, was cancelled or has timed out.
-    """
-    if delta.finish_reason == "error":
-        reason = delta.error or "the engine gave no reason"
-        raise ApiError(
-            500,
-            delta.error_code or "engine_error",
-            f"The engine could not finish the request: {reason}.",
-        )
-    if delta.finish_reason == "cancelled":
-        raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
-    if delta.finish_reason == "timeout":
-        raise ApiError(
-            408,
-            "timeout",
-            "The request was not computed before its deadline. Send fewer inputs, or raise timeout_s.",
-        )
-    return np.frombuffer(delta.pooled, dtype=np.float32)
 
 
 def _check_count(inputs: Sequence[object], param: str) -> None:

@@ -1,11 +1,10 @@
-"""Results of pooling requests, and their computation from the vectors of the core.
+"""Computation of pooling results from the vectors of the core.
 
 Each vector is processed alone in float32, so that it does not depend on the other inputs of its request.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,36 +16,6 @@ if TYPE_CHECKING:
 
 MIN_NORM = 1e-12
 """Smallest length by which a vector is divided."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embeddings:
-    """Embeddings in the order of the inputs."""
-
-    vectors: list[NDArray[np.float32]]
-    """Vector of each input, [size], or one for each of its tokens, [tokens, size]."""
-    prompt_tokens: list[int]
-    """Number of tokens of each input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Scores of pairs in their order."""
-
-    values: NDArray[np.float32]
-    """[n]."""
-    prompt_tokens: list[int]
-    """Number of tokens of each pair."""
-
-
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """Outputs of a classifier in the order of the inputs."""
-
-    probabilities: NDArray[np.float32]
-    """[n, labels]. These are the raw outputs without an activation."""
-    prompt_tokens: list[int]
-    """Number of tokens of each input."""
 
 
 def normalize(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.engine.serving.pooling import PoolingService
+from argosy.engine.serving.pooling import PoolingProcessor
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 
@@ -29,7 +29,7 @@ HEADERS = GatewayHeaders(request_id="r", tenant="t", cache_domain="d", tier=0, w
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(
     tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[tuple[EngineClient, PoolingService]]:
+) -> AsyncIterator[tuple[EngineClient, PoolingProcessor]]:
     model = tmp_path_factory.mktemp("bert")
     save_transformer(model, EMBEDDERS["bert, mean"])
     config = EngineConfig(
@@ -39,68 +39,76 @@ async def engine(
     ready = await client.start()
     processor = TextProcessing.load(model).create_pooling_processor(ready, config)
     assert processor is not None
-    yield client, PoolingService(client, processor)
+    yield client, processor
     await client.close()
 
 
-async def test_service_computes_vectors_scores_and_vectors_of_tokens(
-    engine: tuple[EngineClient, PoolingService],
+async def test_jobs_compute_vectors_scores_and_vectors_of_tokens(
+    engine: tuple[EngineClient, PoolingProcessor],
 ) -> None:
-    _, service = engine
+    client, processor = engine
     texts = [text for text in TEXTS if text]
-    embedded = await service.embed(texts, HEADERS, truncate_tokens=-1)
-    tokens = await service.embed(
-        texts, HEADERS, truncate_tokens=-1, token_level=True, normalize=False
-    )
-    scores = await service.score([(texts[0], texts[0]), (texts[0], texts[1])], HEADERS)
-    assert service.info.tasks == ("embed", "token_embed", "score")
-    assert embedded.prompt_tokens == tokens.prompt_tokens == [len(rows) for rows in tokens.vectors]
-    for vector, rows in zip(embedded.vectors, tokens.vectors, strict=True):
-        assert vector.shape == (service.info.output_size,)
+    embedded = await processor.prepare_embed(texts, HEADERS, truncate_tokens=-1).run(client)
+    tokens = await processor.prepare_embed(
+        texts, HEADERS, truncate_tokens=-1, is_token_level=True, normalizes=False
+    ).run(client)
+    scores = await processor.prepare_score(
+        [(texts[0], texts[0]), (texts[0], texts[1])], HEADERS
+    ).run(client)
+    assert processor.info.tasks == ("embed", "token_embed", "score")
+    assert embedded.prompt_tokens == tokens.prompt_tokens == [len(rows) for rows in tokens.values]
+    for vector, rows in zip(embedded.values, tokens.values, strict=True):
+        assert vector.shape == (processor.info.output_size,)
         np.testing.assert_allclose(vector, rows.mean(0), rtol=0, atol=1e-5)
-    first, second = (vector / np.linalg.norm(vector) for vector in embedded.vectors[:2])
-    assert scores.values.tolist() == pytest.approx([1, float(first @ second)], abs=1e-5)
+    first, second = (vector / np.linalg.norm(vector) for vector in embedded.values[:2])
+    assert [float(score) for score in scores.values] == pytest.approx(
+        [1, float(first @ second)], abs=1e-5
+    )
 
 
 async def test_largest_request_is_embedded_in_the_order_of_its_inputs(
-    engine: tuple[EngineClient, PoolingService],
+    engine: tuple[EngineClient, PoolingProcessor],
 ) -> None:
-    _, service = engine
-    embedded = await service.embed((["a", "b c", "d e f"] * 683)[:2048], HEADERS)
-    first = embedded.vectors[:3]
+    client, processor = engine
+    embedded = await processor.prepare_embed((["a", "b c", "d e f"] * 683)[:2048], HEADERS).run(
+        client
+    )
+    first = embedded.values[:3]
     assert len({vector.tobytes() for vector in first}) == 3
     assert all(
-        np.array_equal(vector, first[index % 3]) for index, vector in enumerate(embedded.vectors)
+        np.array_equal(vector, first[index % 3]) for index, vector in enumerate(embedded.values)
     )
 
 
 async def test_requests_run_again_after_their_core_was_killed(
-    engine: tuple[EngineClient, PoolingService],
+    engine: tuple[EngineClient, PoolingProcessor],
 ) -> None:
-    client, service = engine
-    expected = await service.embed(TEXTS, HEADERS, truncate_tokens=-1)
+    client, processor = engine
+    expected = await processor.prepare_embed(TEXTS, HEADERS, truncate_tokens=-1).run(client)
     assert client.core_pid is not None
     os.kill(client.core_pid, signal.SIGSTOP)  # so that the request is in flight when it is killed
-    running = asyncio.create_task(service.embed(TEXTS, HEADERS, truncate_tokens=-1))
+    running = asyncio.create_task(
+        processor.prepare_embed(TEXTS, HEADERS, truncate_tokens=-1).run(client)
+    )
     await until(lambda: client.in_flight == len(TEXTS))
     os.kill(client.core_pid, signal.SIGKILL)
     actual = await running
     assert client.restarts_total == 1
-    assert all(map(np.array_equal, actual.vectors, expected.vectors))
+    assert all(map(np.array_equal, actual.values, expected.values))
 
 
 async def test_cancelled_call_aborts_its_requests(
-    engine: tuple[EngineClient, PoolingService],
+    engine: tuple[EngineClient, PoolingProcessor],
 ) -> None:
-    client, service = engine
+    client, processor = engine
     assert client.core_pid is not None
     os.kill(client.core_pid, signal.SIGSTOP)
-    running = asyncio.create_task(service.embed(["a"] * 100, HEADERS))
+    running = asyncio.create_task(processor.prepare_embed(["a"] * 100, HEADERS).run(client))
     await until(lambda: client.in_flight == 100)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert client.in_flight == 0
     os.kill(client.core_pid, signal.SIGCONT)
-    embedded = await service.embed(["a"], HEADERS)
-    assert len(embedded.vectors) == 1
+    embedded = await processor.prepare_embed(["a"], HEADERS).run(client)
+    assert len(embedded.values) == 1

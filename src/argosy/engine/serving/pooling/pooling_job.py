@@ -1,0 +1,103 @@
+"""Pooling job: engine requests of one call, and the computation of its result from their vectors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from argosy.protocol import ApiError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from argosy.engine.engine_request import EngineRequest
+    from argosy.engine.serving.core_messages import Delta
+    from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+    from argosy.engine.serving.engine_core.engine_client import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingResult:
+    """Result of each input of a call, in their order."""
+
+    values: list[NDArray[np.float32]]
+    """Embedding [size], embeddings of its tokens [tokens, size], probabilities of labels [labels], or score []."""
+    prompts: list[list[int]]
+    """Token ids of each input. Those of a pair are joined."""
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """Number of tokens of each input."""
+        return [len(prompt) for prompt in self.prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingJob:
+    """Engine requests of one call, which may run beside any others."""
+
+    requests: list[EngineRequest]
+    finish: Callable[[Sequence[NDArray[np.float32]]], PoolingResult]
+    """Returns the result, given the vector of each request."""
+
+    async def run(self, engine: EngineClient) -> PoolingResult:
+        """Run the requests. If one fails or the caller is cancelled, abort the others.
+
+        A core that restarts computes them again. Call it on the engine's event loop.
+
+        Raises:
+            ApiError: A request failed, was cancelled or has timed out.
+        """
+        streams: list[DeltaStream] = []
+        vectors: dict[int, NDArray[np.float32]] = {}
+        has_delta = asyncio.Event()
+        updated: list[int] = []
+
+        def on_delta(index: int) -> None:
+            updated.append(index)
+            has_delta.set()
+
+        try:
+            for index, request in enumerate(self.requests):
+                streams.append(engine.generate(request))
+                streams[-1].set_listener(partial(on_delta, index))
+            while len(vectors) < len(self.requests):
+                await has_delta.wait()
+                has_delta.clear()
+                while updated:
+                    index = updated.pop()
+                    delta = streams[index].drain()
+                    if delta is not None and delta.finish_reason is not None:
+                        vectors[index] = read_vector(delta)
+        finally:
+            for stream in streams:
+                stream.close()
+        return self.finish([vectors[index] for index in range(len(self.requests))])
+
+
+def read_vector(delta: Delta) -> NDArray[np.float32]:
+    """Return the vector of a request's last delta.
+
+    Raises:
+        ApiError: The request failed, was cancelled or has timed out.
+    """
+    if delta.finish_reason == "error":
+        reason = delta.error or "the engine gave no reason"
+        raise ApiError(
+            500,
+            delta.error_code or "engine_error",
+            f"The engine could not finish the request: {reason}.",
+        )
+    if delta.finish_reason == "cancelled":
+        raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
+    if delta.finish_reason == "timeout":
+        raise ApiError(
+            408,
+            "timeout",
+            "The request was not computed before its deadline. Send fewer inputs, or raise timeout_s.",
+        )
+    return np.frombuffer(delta.pooled, dtype=np.float32)
