@@ -2,7 +2,7 @@
 
 The scheduler (`scheduling`) plans each step, and an executor (`execution`) computes it on the CPU or a GPU. The
 replica server (`serving`) makes both available over HTTP. `LLM` and `AsyncLLM` run the same engine loop from Python.
-Their prompts (`offline_prompts`), parameters (`offline_sampling_params`) and options (`llm_options`) have the shapes
+Their prompts (`offline_prompts`), parameters (`SamplingParams`) and options (`llm_options`) have the shapes
 that vLLM accepts. They pass the same validation as HTTP requests (`offline_request_processor`), and `outputs` assembles
 token deltas into results. `engine_config` holds the settings. A public name is imported from its module on first
 use, so that reading settings does not load torch.

@@ -32,7 +32,7 @@ class ResponseSpec:
     """
     prompts: list[Prompt]
     plan: OutputPlan
-    """What the output may be, and how it is parsed."""
+    """Constraints of the output, and the way in which it is parsed."""
     logprob_formatter: LogprobFormatter | None
     """None if no log-probabilities are wanted."""
     prompt_logprob_formatter: LogprobFormatter | None
