@@ -13,8 +13,7 @@ from argosy.constraints.value_rules import TYPES
 
 def normalize_reference(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Refer to the rewritten target."""
-    if not isinstance(value, str):
-        node.reject("The value must be a string.", keyword)
+    node.require_text(keyword, value)
     normalizer = node.normalizer
     try:
         target = normalizer.references.resolve(value, node.location)
@@ -27,26 +26,19 @@ def normalize_reference(node: SchemaNode, keyword: str, value: Any) -> None:  # 
     schema = normalizer.define(target)
     if schema is False:
         node.is_unsatisfiable = True
-    elif schema and "$ref" in node.output:
-        node.conjuncts.append(schema)
-    else:
-        node.output.update(schema)
+    elif schema:
+        node.add("$ref", schema["$ref"])
 
 
 def normalize_dynamic_reference(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Drop a reference whose target depends on the path that leads to it."""
-    if not isinstance(value, str):
-        node.reject("The value must be a string.", keyword)
+    node.require_text(keyword, value)
     node.relax(keyword, "grammars resolve references before they are generated")
 
 
 def normalize_combination(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Rewrite the subschemas of `allOf` and `anyOf`."""
-    schemas = _normalize_options(node, keyword, value)
-    if keyword == "anyOf" and "anyOf" in node.output:
-        node.conjuncts.append({keyword: schemas})
-    else:
-        node.output[keyword] = schemas
+    node.add(keyword, _normalize_options(node, keyword, value))
 
 
 def normalize_one_of(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
@@ -55,10 +47,7 @@ def normalize_one_of(node: SchemaNode, keyword: str, value: Any) -> None:  # noq
     if len(schemas) > MAX_ONE_OF:
         node.reject(f"The list has more than {MAX_ONE_OF} items. Use 'anyOf'.", keyword)
     node.normalizer.defer(lambda: _require_disjointness(node, keyword, schemas))
-    if "anyOf" in node.output:
-        node.conjuncts.append({"anyOf": schemas})
-    else:
-        node.output["anyOf"] = schemas
+    node.add("anyOf", schemas)
 
 
 def _require_disjointness(node: SchemaNode, keyword: str, schemas: list[Any]) -> None:

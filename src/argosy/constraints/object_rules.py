@@ -22,8 +22,7 @@ from argosy.constraints.value_rules import CONTROL_CHARACTER, read_count
 
 def normalize_properties(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Rewrite the schemas of declared properties."""
-    if not isinstance(value, dict):
-        node.reject("The value must be an object.", keyword)
+    node.require_object(keyword, value)
     node.normalizer.count_properties(len(value), node.pointer(keyword))
     node.output[keyword] = {
         name: node.normalize(schema, keyword, name) for name, schema in value.items()
@@ -32,8 +31,7 @@ def normalize_properties(node: SchemaNode, keyword: str, value: Any) -> None:  #
 
 def normalize_pattern_properties(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Rewrite schemas by expressions of names, which must be disjoint."""
-    if not isinstance(value, dict):
-        node.reject("The value must be an object.", keyword)
+    node.require_object(keyword, value)
     rewritten: dict[str, Any] = {}
     for pattern, schema in value.items():
         try:
@@ -75,8 +73,7 @@ def normalize_required(node: SchemaNode, keyword: str, value: Any) -> None:  # n
 
 def normalize_dependencies(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Drop dependencies that are empty."""
-    if not isinstance(value, dict):
-        node.reject("The value must be an object.", keyword)
+    node.require_object(keyword, value)
     if any(condition not in ([], {}, True) for condition in value.values()):
         node.relax(keyword, "grammars do not make one property depend on another")
 

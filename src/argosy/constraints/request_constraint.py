@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.constraints.grammar_text import choice_grammar, regex_grammar, user_grammar
-from argosy.constraints.object_closing import close_objects
 from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint
 from argosy.constraints.schema_compiler import ANSWER_WHITESPACE, schema_grammar
+from argosy.constraints.schema_dialects import close_objects
 from argosy.constraints.schema_errors import invalid_schema, quote
 from argosy.constraints.structural_tags import structural_tag_grammar
 from argosy.constraints.whitespace_patterns import translate_whitespace_pattern

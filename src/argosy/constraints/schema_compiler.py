@@ -21,7 +21,6 @@ from argosy.constraints.array_rules import (
     normalize_unevaluated_items,
     normalize_unique_items,
 )
-from argosy.constraints.document_schema import prepare_document_schema
 from argosy.constraints.grammar_check import find_first_mask_error
 from argosy.constraints.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from argosy.constraints.object_rules import (
@@ -39,9 +38,9 @@ from argosy.constraints.output_constraint import (
     OutputConstraint,
     encode_grammar,
 )
+from argosy.constraints.schema_dialects import expand_nullable, prepare_document_schema
 from argosy.constraints.schema_errors import invalid_schema, unsupported_schema
 from argosy.constraints.schema_normalizer import Finisher, Rule, SchemaNormalizer
-from argosy.constraints.schema_nullability import expand_nullable
 from argosy.constraints.schema_recursion import remove_infinite_parts
 from argosy.constraints.string_rules import finish_string, normalize_format, normalize_pattern
 from argosy.constraints.value_rules import (

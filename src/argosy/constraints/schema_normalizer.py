@@ -57,6 +57,13 @@ class SchemaNode:
         schema: dict[str, Any] = self.location.schema
         return schema
 
+    def add(self, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+        """Require a keyword of the library, beside the same keyword if the output already has it."""
+        if keyword in self.output:
+            self.conjuncts.append({keyword: value})
+        else:
+            self.output[keyword] = value
+
     def has(self, keyword: str) -> bool:
         """Return whether the source has a keyword that its draft knows."""
         return keyword in self.source and is_known(keyword, self.location.draft)
@@ -74,6 +81,16 @@ class SchemaNode:
     def relax(self, keyword: str, reason: str, *tokens: str | int) -> None:
         """Record that a keyword is not enforced. Raises `ApiError` with `strict`."""
         self.normalizer.relax(keyword, self.pointer(keyword, *tokens), reason)
+
+    def require_text(self, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+        """Reject a keyword whose value is no string."""
+        if not isinstance(value, str):
+            self.reject("The value must be a string.", keyword)
+
+    def require_object(self, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
+        """Reject a keyword whose value is no object."""
+        if not isinstance(value, dict):
+            self.reject("The value must be an object.", keyword)
 
     def reject(self, message: str, *tokens: str | int) -> NoReturn:
         """Raise the error for an invalid schema."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from argosy.constraints.json_pointer import child_pointer
@@ -92,6 +92,19 @@ def find_draft(schema: object) -> int:
 def is_known(keyword: str, draft: int) -> bool:
     """Return whether a draft has the keyword, if any draft has it."""
     return INTRODUCED.get(keyword, DRAFT_4) <= draft
+
+
+def map_subschemas(schema: dict[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a copy of a schema whose direct subschemas, including definitions, are replaced by `function`."""
+    mapped = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in SCHEMA_MAPS and isinstance(value, dict):
+            mapped[keyword] = {name: function(subschema) for name, subschema in value.items()}
+        elif keyword in SCHEMA_LISTS and isinstance(value, list):
+            mapped[keyword] = [function(subschema) for subschema in value]
+        elif keyword in SINGLE_SCHEMAS:
+            mapped[keyword] = function(value)
+    return mapped
 
 
 def iterate_subschemas(schema: dict[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:

@@ -20,8 +20,7 @@ LENGTHS = ("minLength", "maxLength")
 
 def normalize_pattern(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Translate a regular expression into the library's syntax."""
-    if not isinstance(value, str):
-        node.reject("The value must be a string.", keyword)
+    node.require_text(keyword, value)
     if value:
         try:
             add_pattern(node, translate_schema_pattern(value), keyword)
@@ -31,8 +30,7 @@ def normalize_pattern(node: SchemaNode, keyword: str, value: Any) -> None:  # no
 
 def normalize_format(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Replace a format by its regular expression."""
-    if not isinstance(value, str):
-        node.reject("The value must be a string.", keyword)
+    node.require_text(keyword, value)
     pattern = FORMAT_PATTERNS.get(value)
     if pattern is None:
         node.relax(keyword, f"the format {quote(value)} is not one of {', '.join(FORMAT_PATTERNS)}")
@@ -43,10 +41,7 @@ def normalize_format(node: SchemaNode, keyword: str, value: Any) -> None:  # noq
 def add_pattern(node: SchemaNode, pattern: str, keyword: str) -> None:
     """Add a translated expression to the conditions of a node."""
     node.normalizer.count_pattern(pattern, node.pointer(keyword))
-    if "pattern" in node.output:
-        node.conjuncts.append({"pattern": pattern})
-    else:
-        node.output["pattern"] = pattern
+    node.add("pattern", pattern)
 
 
 def finish_string(node: SchemaNode) -> None:
