@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,22 @@ PORTS = ("8000", "8001", "8002")
 FIRST_SERVER = "make serve\n"
 """Command of the server that most tutorials use."""
 SMALL = "--threads 1 --kv-memory 64MiB"
+LOOK = re.compile(
+    r"ask|curl|tail|\.venv/bin/argosy (events|explain|replicas list|rollout status|status|usage)"
+)
+"""Start of a command that a reader repeats until it prints what the page shows."""
+MAX_LOOKS = 600
+LOOK_INTERVAL_S = 0.1
+BUSY_REPLICA = """$(
+    until grep -q '"text":"' interrupted.txt; do sleep 0.1; done
+    curl -s http://127.0.0.1:8000/metrics | sed -n 's/.*replica_requests_in_flight.*replica="\\(.*\\)"} 1.0/\\1/p'
+)"""
+AS_SEEN = {
+    "$(cat left.pid)": f'$(cat "{BUSY_REPLICA}.pid")',
+    "kill $(cat right.pid)": "kill $(cat left.pid right.pid) 2> /dev/null || true",
+    "pkill -9 -f chat-1-0.sock": "kill -9 $(pgrep -f first/replicas/chat-1-0.sock)",
+}
+"""Commands that depend on what a reader has seen, or could find processes of others, as a program does the same."""
 END_OF_BLOCK = "end-of-block"
 CHECKER = doctest.OutputChecker()
 
@@ -69,8 +86,8 @@ class Terminal:
 
     process: subprocess.Popen[str]
 
-    def run(self, commands: str) -> str:
-        """Run the commands of a block and return what they print."""
+    def run(self, commands: str) -> tuple[str, str]:
+        """Run the commands of a block and return what they print, and the status of the last one."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{commands}\necho {END_OF_BLOCK} $?\n")
@@ -80,8 +97,7 @@ class Terminal:
             before, marker, status = line.partition(END_OF_BLOCK)
             printed.append(before)
             if marker:
-                assert status.strip() == "0", "".join(printed)
-                return "".join(printed)
+                return "".join(printed), status.strip()
         pytest.fail(f"the shell ended: {''.join(printed)}")
 
 
@@ -130,6 +146,8 @@ class TutorialEnvironment:
 
     def adapt(self, text: str) -> str:
         """Use free ports, and servers that are small."""
+        for command, replacement in AS_SEEN.items():
+            text = text.replace(command, replacement)
         text = text.replace("make serve", ".venv/bin/argosy serve --port 8000")
         text = text.replace("sentence-transformers/all-MiniLM-L6-v2", str(minilm_path()))
         text = re.sub(r"argosy (serve|replica) ", rf"argosy \1 {SMALL} ", text)
@@ -184,7 +202,6 @@ def test_tutorial_commands_print_the_shown_output(
 ) -> None:
     blocks = read_blocks(page)
     link_programs(tmp_path)
-    printed = ""
     with ExitStack() as running:
         environment: TutorialEnvironment = (
             request.getfixturevalue("first_server")
@@ -204,15 +221,37 @@ def test_tutorial_commands_print_the_shown_output(
         running.enter_context(shell)
         running.callback(lambda: os.killpg(shell.pid, signal.SIGKILL))
         terminal = Terminal(shell)
-        for language, title, text in blocks:
+        following = [*blocks[1:], Block("", "", "")]
+        for (language, title, text), shown in zip(blocks, following, strict=True):
             adapted = environment.adapt(text)
             if title == "Server" and text != FIRST_SERVER:
                 running.enter_context(serving(adapted, environment.variables, tmp_path))
-            elif language == "yaml":
+            elif title.startswith("Change in "):
+                change_line(tmp_path / title.removeprefix("Change in "), adapted)
+            elif language in {"yaml", "json"}:
                 (tmp_path / title).write_text(adapted)
             elif language == "sh" and title != "Server":
-                printed = terminal.run(adapted)
-            elif title == "Output":
-                expected = adapted.rstrip() + "..."
-                flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-                assert CHECKER.check_output(expected, printed + "\n.", flags), printed
+                expected = environment.adapt(shown.text) if shown.title == "Output" else None
+                run_block(terminal, adapted, expected)
+
+
+def change_line(file: Path, line: str) -> None:
+    """Replace the line of a file with the same key."""
+    key = line.partition(":")[0]
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line if old.startswith(f"{key}:") else old for old in lines))
+
+
+def run_block(terminal: Terminal, commands: str, expected: str | None) -> None:
+    """Run the commands of a block and check what they print. Commands that only look are repeated for a minute."""
+    for _ in range(MAX_LOOKS if LOOK.match(commands) and expected is not None else 1):
+        printed, status = terminal.run(commands)
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        is_shown = expected is None or CHECKER.check_output(
+            expected.rstrip() + "...", printed + "\n.", flags
+        )
+        if status == "0" and is_shown:
+            return
+        time.sleep(LOOK_INTERVAL_S)
+    assert status == "0", printed
+    assert is_shown, printed
