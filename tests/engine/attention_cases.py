@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
-from argosy.engine.execution.kernels.rope import apply_rope, build_rope_table, gather_rope_rotation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.rope import RopeRotation
+from argosy.engine.execution.kernels.rope import (
+    RopeRotation,
+    apply_rope,
+    build_rope_table,
+    gather_rope_rotation,
+)
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BackendName = Literal["native", "torch"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.core import EngineCore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.kernels.batch import Batch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from argosy.engine.execution.layers.model import Model
-
+from argosy.engine.execution.layers.model import Model
 
 BLOCK_SIZE = 16
 MAX_SEQUENCES = 256

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Case = tuple[int, ...]
 """Index of the value of each axis."""

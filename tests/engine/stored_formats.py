@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.engine.transformers_reference import Reference
+from tests.engine.transformers_reference import Reference
 
 Array = Any
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

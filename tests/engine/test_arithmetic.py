@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.rope_params import RopeParams
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE
 from argosy.engine.execution.loading.arithmetic import describe_arithmetic
 from argosy.models import BUNDLED_MODEL
-
-if TYPE_CHECKING:
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.protocol import ArithmeticIdentity
+from argosy.protocol import ArithmeticIdentity
 
 
 def describe(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
 from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME
@@ -25,11 +27,6 @@ from tests.engine.attention_cases import (
     assert_same_bits,
 )
 from tests.engine.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.execution.kernels.attention import Attention
 
 
 def native_or_skip() -> Kernels:

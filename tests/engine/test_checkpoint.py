@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
@@ -27,11 +27,9 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
     tensor_files,
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.weight_loader import load_decoder
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.decoders.decoder import Decoder
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import structlog
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from argosy.cli.models import compute_model_fit
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_config import EngineConfig, QuantizeSetting
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
     CheckpointReader,
@@ -19,6 +21,7 @@ from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
 )
 from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import GptqTensor
+from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
@@ -40,14 +43,6 @@ from tests.engine.stored_formats import (
 )
 from tests.engine.test_families import DELTA_NET, MODELS
 from tests.engine.transformers_reference import VOCAB, make_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import QuantizeSetting
-    from argosy.engine.execution.decoders.decoder import Decoder
 
 SHAPE = (24, 192)
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(length)] for length in (3, 18, 40)]

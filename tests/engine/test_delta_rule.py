@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,11 +12,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
-from argosy.engine.execution.kernels.operations import DeltaRuleWeights
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from tests.engine.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.kernels.operations import DeltaRule
 
 LENGTHS = (1, 3, 23)
 LAYER = 1

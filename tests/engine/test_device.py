@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,10 +24,6 @@ from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.models import BUNDLED_MODEL
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def test_loading_reports_its_activities() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from argosy.engine.execution.kernels.operations import ElementwiseOps
 from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
 from argosy.native import NativeUnavailableError
 from tests.engine.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SIZES = (320, 128, 70, 16, 7)
 DTYPES = (torch.float32, torch.bfloat16)

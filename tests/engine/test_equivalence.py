@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME
+from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from _pytest.mark.structures import ParameterSet
-
-    from argosy.engine.serving.engine_core.core import EngineCore
 
 DEFAULT_ISA = "default"
 """The instruction set that the engine selects itself."""

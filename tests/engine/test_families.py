@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
 from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-    from argosy.engine.execution.decoders.decoder import Decoder
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import KvCacheGroups
+from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.generic_cases import GENERIC_FAMILIES
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import VOCAB, make_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.serving.engine_core.core import EngineCore
 
 OUTPUT_TOKENS = 24
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.architectures.model_summary import summarize_model
+from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.model_selection import (
@@ -33,16 +39,6 @@ from tests.engine.core_driver import create_core, run_requests
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.generic_cases import EVERY_CHANGE, GENERIC_FAMILIES, GENERIC_MODELS, MULTIMODAL
 from tests.engine.transformers_reference import SIZES, VOCAB, Reference, make_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
 
 LENGTHS = (1, 7, 17, 40)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,6 @@ from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.gguf_reference import dequantize, random_blocks, write_gguf
 from tests.engine.transformers_reference import VOCAB, make_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BLOCK_TYPES = [each.name for each in GGUF_TYPES.values() if each.block_size > 1]
 PROMPTS = [[(7 * i + 3) % VOCAB for i in range(length)] for length in (3, 18, 40)]

@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema_rs
 import msgspec
@@ -26,13 +26,11 @@ from argosy.engine.grammar import (
     build_grammar_tokenizer,
 )
 from argosy.engine.grammar.token_mask import build_mask
+from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
-
-if TYPE_CHECKING:
-    from argosy.engine.serving.engine_core.core import EngineCore
 
 VOCAB_SIZE = 4108
 """The bundled vocabulary with four padding ids."""

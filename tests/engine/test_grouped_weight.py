@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GROUP_SIZES,
@@ -19,11 +20,6 @@ from argosy.engine.execution.kernels.cpu.linear_group import TorchGroupLinear
 from argosy.engine.execution.kernels.pack_cache import pack_in_memory
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 SHAPES = [(100, 96), (33, 320), (64, 256), (1, 16), (130, 500)]
 BATCHES = (1, 2, 3, 5, 9, 70)

@@ -14,17 +14,19 @@ import warnings
 import zipfile
 from base64 import b64encode
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
@@ -45,12 +47,7 @@ from tests.engine.stored_formats import (
 )
 from tests.engine.test_checkpoint import CONFIG, create_tensors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    Change = Callable[[Path], object]
+Change = Callable[[Path], object]
 
 HUGE = 1 << 60
 MAX_GROWTH_BYTES = 300 << 20

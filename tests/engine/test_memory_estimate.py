@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,16 +12,16 @@ from safetensors.torch import load_file
 from argosy.engine.engine_config import EngineConfig, resolve_limits
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.kv_cache_layout import arrange_layers
-from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.model_architecture import (
+    DeltaNetArchitecture,
+    ModelArchitecture,
+)
 from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
 from argosy.engine.execution.kernels.cpu import cgroup
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.engine.execution.loading.memory_estimate import MemoryNeeds, check_memory
 from argosy.models import BUNDLED_MODEL
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
 
 GIB = 1 << 30
 

@@ -6,16 +6,17 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from torch import Tensor
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import checkpoint_fingerprint
@@ -24,11 +25,6 @@ from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cach
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import create_core, run_requests
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 LIMIT = 1 << 24
 PAYLOADS = {"a": b"some weights" * 700, "b": b"", "c": b"x" * 4096}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from argosy.engine.execution.architectures.pooling_layout import PoolingLayout, read_pooling_layout
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.pooling import ModelTask
+from argosy.engine.pooling import ModelTask
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.sentence_transformer.modules"
 POOLING = {"1_Pooling": {"pooling_mode": "mean"}}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks import quality
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from argosy.engine.engine_config import EngineConfig, IntFormat
 from argosy.engine.execution.architectures.architecture_config import read_architecture
@@ -28,12 +31,6 @@ from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
 from tests.engine.transformers_reference import VOCAB, make_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
 
 FORMATS: list[IntFormat] = ["int8", "int4"]
 SHAPES = [(896, 896), (100, 70), (17, 33), (33, 320), (64, 256), (1, 1), (130, 1000)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,9 +23,6 @@ from argosy.engine.execution.kernels.torch.sampling_ops import (
     compute_weights,
 )
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NEG_INF = float("-inf")
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 VOCAB = 160
 SIZES: dict[str, Any] = {

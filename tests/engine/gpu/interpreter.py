@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from numpy.typing import NDArray
 from triton.runtime import interpreter
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _TORCH_DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,

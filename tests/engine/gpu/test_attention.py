@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8, TritonAttention
+from argosy.engine.execution.kernels.rope import RopeRotation
 from tests.engine.attention_cases import (
     TORCH_DTYPES,
     AttentionCase,
+    BackendName,
+    Chunk,
     assert_blocks_can_be_moved,
     assert_matches_reference,
     assert_same_bits,
 )
 from tests.engine.gpu.device import DEVICE
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.rope import RopeRotation
-    from tests.engine.attention_cases import BackendName, Chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
 

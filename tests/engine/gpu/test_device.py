@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,6 +14,7 @@ from argosy.engine.execution.kernels.gpu import memory_profile
 from argosy.engine.execution.kernels.gpu.cuda_device import create_cuda_device
 from argosy.engine.execution.loading import executor_loader
 from argosy.engine.scheduling import KvCacheGroups
+from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
@@ -20,11 +22,6 @@ from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_device import HostDevice
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import make_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.serving.engine_core.core import EngineCore
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the host device needs interpreted kernels")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -11,9 +12,6 @@ from argosy.engine.execution.architectures.model_architecture import Activation,
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
 from tests.engine.pairwise import pairwise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
 SIZES = (2560, 1024, 320, 128, 70, 7)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,11 +14,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from argosy.constraints import MAX_GRAMMAR_TEXT_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from argosy.engine.grammar.grammar_tokenizer import GrammarTokenizer
+from argosy.engine.grammar.grammar_tokenizer import GrammarTokenizer
 
 COMPILE_THREADS = 2
 """Threads that compile. With two, a slow grammar does not block the next one."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
 
 from argosy.engine.grammar.token_mask import build_mask
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 END_TOKEN_NAME = b"<|end-of-grammar|>"
 """Name of the token id that stands for the end of the output in masks. It is no token of the model."""

@@ -8,24 +8,20 @@ meanwhile.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from numpy.typing import NDArray
 
+from argosy.engine.grammar.grammar_compiler import CompiledGrammar
 from argosy.engine.grammar.token_constraint import TokenConstraint, is_constrained
 from argosy.engine.grammar.token_mask import count_mask_words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from argosy.engine.grammar.grammar_compiler import CompiledGrammar
-    from argosy.engine.scheduling import AdmittedSequence
+from argosy.engine.scheduling import AdmittedSequence
 
 
 @dataclass(frozen=True, slots=True)

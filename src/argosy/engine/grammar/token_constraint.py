@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
 
-from argosy.engine.grammar.grammar_compiler import describe_matcher_error
+from argosy.engine.grammar.grammar_compiler import CompiledGrammar, describe_matcher_error
 from argosy.engine.grammar.token_mask import (
     ALL_TOKENS,
     clear_bits,
@@ -15,15 +17,7 @@ from argosy.engine.grammar.token_mask import (
     set_bits,
 )
 from argosy.engine.reasoning_gate import ReasoningGate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from llguidance import LLMatcher
-    from numpy.typing import NDArray
-
-    from argosy.engine.grammar.grammar_compiler import CompiledGrammar
-    from argosy.protocol import SamplingParams
+from argosy.protocol import SamplingParams
 
 DEAD_END_CODE = "grammar_dead_end"
 """Error code of a sequence that no token can continue."""

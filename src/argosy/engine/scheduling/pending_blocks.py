@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from argosy.engine.scheduling.sequence import Sequence
+from argosy.engine.scheduling.sequence import Sequence
 
 
 class PendingBlocks:

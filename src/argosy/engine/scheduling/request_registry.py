@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from argosy.engine.scheduling.sequence import Sequence
+from argosy.engine.scheduling.sequence import Sequence
 
 
 class RequestRegistry:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from argosy.engine.scheduling.batching_policy import BatchingPolicy, OutputFractionEstimator
+from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
+from argosy.engine.scheduling.request_registry import RequestRegistry
 from argosy.engine.scheduling.sequence import NEVER, Sequence
 from argosy.engine.scheduling.step_plan import AdmittedSequence, StepPlan
 from argosy.engine.scheduling.ttft_guard import AdmissionCandidate
-
-if TYPE_CHECKING:
-    from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
-    from argosy.engine.scheduling.request_registry import RequestRegistry
-    from argosy.engine.scheduling.waiting_queue import WaitingQueue
+from argosy.engine.scheduling.waiting_queue import WaitingQueue
 
 _priority_key = attrgetter("priority_order")
 _tier_key = attrgetter("tier")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling.batching_policy import BatchingPolicy, ContinuousBatching
 from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
 from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
@@ -22,9 +23,6 @@ from argosy.engine.scheduling.token_budget import TokenBudget
 from argosy.engine.scheduling.ttft_guard import TtftGuard
 from argosy.engine.scheduling.waiting_queue import WaitingQueue
 from argosy.policy import VirtualTokenCounters
-
-if TYPE_CHECKING:
-    from argosy.engine.engine_request import EngineRequest
 
 SequenceFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 AGEING_TOKENS_PER_S = 256.0

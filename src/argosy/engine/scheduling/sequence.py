@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import TYPE_CHECKING
 
-from argosy.policy import INPUT_TOKEN_WEIGHT, OUTPUT_TOKEN_WEIGHT
-
-if TYPE_CHECKING:
-    from argosy.engine.engine_request import EngineRequest
-    from argosy.policy import TenantCounter
+from argosy.engine.engine_request import EngineRequest
+from argosy.policy import INPUT_TOKEN_WEIGHT, OUTPUT_TOKEN_WEIGHT, TenantCounter
 
 NEVER = 1 << 62
 

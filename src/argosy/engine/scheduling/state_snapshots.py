@@ -8,11 +8,10 @@ and those at the end of its prompt and of a prefix that it shares with an earlie
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from argosy.engine.scheduling.sequence import Sequence
-    from argosy.engine.scheduling.step_plan import StepPlan
+from argosy.engine.scheduling.sequence import Sequence
+from argosy.engine.scheduling.step_plan import StepPlan
 
 
 class _PendingSave(NamedTuple):

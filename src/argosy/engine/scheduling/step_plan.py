@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from argosy.engine.pooling import PoolingParams
-    from argosy.protocol import SamplingParams
-
+from argosy.engine.pooling import PoolingParams
+from argosy.protocol import SamplingParams
 
 NO_BLOCK = -1
 """Entry of a block table for a block that has left the window. It is never read."""

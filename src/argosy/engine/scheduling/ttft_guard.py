@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from argosy.engine.scheduling.sequence import NEVER
+from argosy.engine.scheduling.sequence import NEVER, Sequence
 from argosy.policy import OUTPUT_TOKEN_WEIGHT
-
-if TYPE_CHECKING:
-    from argosy.engine.scheduling.sequence import Sequence
 
 YIELD_INTERVAL_STEPS = 8
 """Number of steps per yield. In the long run, lower tiers yield at most one step in this many."""

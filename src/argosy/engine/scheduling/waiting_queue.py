@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from argosy.engine.scheduling.sequence import NEVER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from argosy.engine.scheduling.sequence import Sequence
+from argosy.engine.scheduling.sequence import NEVER, Sequence
 
 _arrival_key = attrgetter("arrived_at")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from argosy.engine.execution.architectures.model_architecture import (
     Activation,
@@ -29,9 +29,6 @@ from argosy.engine.execution.config.checkpoint_config import (
     CheckpointConfig,
 )
 from argosy.engine.execution.config.generation_config import AUTO_CONFIG, read_generation_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
+from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
 from argosy.engine.execution.architectures.model_families import (
     checkpoint_tensor_names,
     unused_tensor_patterns,
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredPart
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
-    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-
-    OwnArchitecture = ModelArchitecture | EncoderArchitecture
+OwnArchitecture = ModelArchitecture | EncoderArchitecture
 
 EMBEDDING = "embed.weight"
 HEAD = "head.weight"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from pathlib import Path
+from typing import Literal, cast, get_args
 
 from argosy.engine.execution.architectures.architecture import Architecture
 from argosy.engine.execution.architectures.encoder_families import (
@@ -12,6 +13,7 @@ from argosy.engine.execution.architectures.encoder_families import (
     split_architecture,
 )
 from argosy.engine.execution.architectures.rope_config import max_supported_len, parse_ropes
+from argosy.engine.execution.architectures.rope_params import RopeParams
 from argosy.engine.execution.checkpoint_formats import parse_quantization
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
 from argosy.engine.execution.config.checkpoint_config import (
@@ -20,11 +22,6 @@ from argosy.engine.execution.config.checkpoint_config import (
     MAX_WIDTH,
     CheckpointConfig,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.execution.architectures.rope_params import RopeParams
 
 EncoderActivation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh"]
 

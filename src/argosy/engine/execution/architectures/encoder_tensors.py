@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.architectures.encoder_families import ENCODER_FAMILIES
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
 
 
 def encoder_tensor_names(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from argosy.engine.execution.architectures.architecture import Architecture
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope_params import RopeParams
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """Activation of a gate, x * sigmoid(x), the tanh approximation of GELU, that of gpt-oss, or sigmoid(x).

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.architectures.encoder_families import ENCODER_FAMILIES
 from argosy.engine.execution.architectures.encoder_tensors import encoder_tensor_names
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.architectures.model_architecture import (
-        Activation,
-        ModelArchitecture,
-        NormKind,
-        NormPosition,
-        QkNorm,
-    )
+from argosy.engine.execution.architectures.model_architecture import (
+    Activation,
+    ModelArchitecture,
+    NormKind,
+    NormPosition,
+    QkNorm,
+)
 
 WeightNames = dict[str, tuple[tuple[str, ...], ...]]
 """Module name in the decoder -> alternatives in which checkpoints store its parameters.

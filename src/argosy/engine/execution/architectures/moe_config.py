@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from argosy.engine.execution.architectures.model_architecture import MoeArchitecture, RoutingGroups
-from argosy.engine.execution.config.checkpoint_config import MAX_LAYERS, MAX_WIDTH
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.architectures.model_families import ModelFamily
-    from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
+from argosy.engine.execution.architectures.model_families import ModelFamily
+from argosy.engine.execution.config.checkpoint_config import MAX_LAYERS, MAX_WIDTH, CheckpointConfig
 
 MAX_EXPERTS = 8192
 """Largest accepted number of experts of a layer."""

@@ -7,16 +7,21 @@ and decoders without a language-model head. A chat model whose `modules.json` li
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import msgspec
 
 from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.architectures.encoder_architecture import read_encoder_architecture
+from argosy.engine.execution.architectures.encoder_architecture import (
+    EncoderArchitecture,
+    read_encoder_architecture,
+)
 from argosy.engine.execution.architectures.encoder_families import (
     ENCODER_FAMILIES,
     split_architecture,
 )
+from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
 from argosy.engine.execution.architectures.model_families import FAMILIES, find_decoder_family
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
 from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
@@ -32,14 +37,7 @@ from argosy.engine.execution.config.sentence_transformers_files import (
     read_score_tokens,
     read_transformer_settings,
 )
-from argosy.engine.pooling import PoolingActivation, PoolingInfo, PoolingTask
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-    from argosy.engine.pooling import ModelTask
+from argosy.engine.pooling import ModelTask, PoolingActivation, PoolingInfo, PoolingTask
 
 PoolingHead = Literal["embedding", "classification", "logit_score"]
 """Computation on the hidden states: a pooled vector, the outputs of a classifier, or the logit of a token."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from argosy.engine.execution.architectures.rope_params import RopeKind, RopeParams
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
+from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
 
 MAX_POSITIONS = 1 << 24
 """Largest accepted context, for which the tables of rotations are built."""

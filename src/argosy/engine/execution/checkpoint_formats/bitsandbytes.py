@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor, TensorSource
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedWeight,
     GroupFormat,
     choose_group_size,
     create_grouped_weight,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import TensorSource
 
 QUANT_STATE_PREFIX = "quant_state.bitsandbytes__"
 _NF4_SCALE = 127

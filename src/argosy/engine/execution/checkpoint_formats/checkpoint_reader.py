@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats import QuantizationConfig, parse_quantization
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+    EncodedTensor,
+    GroupedTensor,
+    TensorSource,
+)
 from argosy.engine.execution.checkpoint_formats.find_encoded import find_encoded_tensors
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import GgufSource
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 from argosy.engine.execution.checkpoint_formats.tensor_sources import open_tensor_source
 from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
-        EncodedTensor,
-        TensorSource,
-    )
-    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 HEAD_NAME = "lm_head.weight"
 EMBEDDING_SUFFIX = "embed_tokens.weight"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import unpack_integers
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+    EncodedTensor,
+    TensorSource,
+    unpack_integers,
+)
 from argosy.engine.execution.checkpoint_formats.float_formats import Fp8Tensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import ZeroPointTensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
-        EncodedTensor,
-        TensorSource,
-    )
-    from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
+from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
 
 _WORD_BITS = 32
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 
 class TensorSource(Protocol):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from argosy.engine.execution.checkpoint_formats.bitsandbytes import (
     QUANT_STATE_PREFIX,
@@ -12,17 +12,13 @@ from argosy.engine.execution.checkpoint_formats.bitsandbytes import (
     Bnb8Tensor,
 )
 from argosy.engine.execution.checkpoint_formats.compressed import create_compressed_tensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+    EncodedTensor,
+    TensorSource,
+)
 from argosy.engine.execution.checkpoint_formats.float_formats import Fp8Tensor, Mxfp4Tensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import AwqTensor, GptqTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
-        EncodedTensor,
-        TensorSource,
-    )
-    from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
+from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
 
 _ACTIVATION_SCALES = re.compile(
     r".+\.(input_scale|output_scale|activation_scale|input_zero_point|input_global_scale|input_scale_ub"

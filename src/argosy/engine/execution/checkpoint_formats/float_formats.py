@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import EncodedTensor, GroupedTensor
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+    EncodedTensor,
+    GroupedTensor,
+    TensorSource,
+)
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import TensorSource
 
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of FP4 (e2m1), which are integers."""

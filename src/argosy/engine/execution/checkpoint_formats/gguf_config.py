@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from argosy.engine.execution.checkpoint_formats.gguf_file import GgufFile, read_gguf
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 END_OF_TURN_TOKENS = frozenset(
     {

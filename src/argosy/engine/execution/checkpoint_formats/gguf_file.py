@@ -10,14 +10,10 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
 from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED, power_of_two
@@ -13,16 +16,8 @@ from argosy.engine.execution.checkpoint_formats.gguf_config import (
     checkpoint_name,
     find_gguf_family,
 )
-from argosy.engine.execution.checkpoint_formats.gguf_file import read_gguf
+from argosy.engine.execution.checkpoint_formats.gguf_file import GgufFile, GgufTensor, read_gguf
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.gguf_file import GgufFile, GgufTensor
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SIGNED_NIBBLES = tuple(range(-8, 8))

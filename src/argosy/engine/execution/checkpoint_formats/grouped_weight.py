@@ -8,18 +8,14 @@ give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.engine.execution.checkpoint_formats.quantization import CHUNK_SIZE, quantize_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 GROUP_SIZES = (256, 128, 64, 32, 16)
 """Group sizes of the kernels. Larger groups are split."""

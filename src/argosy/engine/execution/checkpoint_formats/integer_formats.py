@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
     GroupedTensor,
+    TensorSource,
     unpack_integers,
 )
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
@@ -18,12 +20,7 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     choose_group_size,
     create_grouped_weight,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import TensorSource
-    from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
+from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble of a word that holds each of eight neighbouring outputs."""

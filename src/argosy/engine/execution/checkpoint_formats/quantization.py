@@ -8,18 +8,14 @@ them exactly in any order. The vector unit, the matrix unit and torch give the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import IntFormat
+from argosy.engine.engine_config import IntFormat
 
 CHUNK_SIZE = 256
 """Number of elements along K that share a scale."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
+from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
 
 LOADABLE_FORMATS = (
     "GPTQ, AWQ, compressed-tensors, FP8, MXFP4, bitsandbytes or GGUF, or unquantized weights"

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats.checkpoint import tensor_files, torch_archives
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.encoded_tensor import TensorSource
+from argosy.engine.execution.checkpoint_formats.encoded_tensor import TensorSource
 
 _DTYPES = {
     "F64": torch.float64,

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 MAX_INTEGER = 2**31 - 1
 """Largest accepted integer. No size of a model comes near it."""

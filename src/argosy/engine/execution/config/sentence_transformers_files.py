@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 import tokenizers
 
@@ -15,9 +16,6 @@ from argosy.engine.execution.config.checkpoint_config import (
     read_json,
 )
 from argosy.engine.pooling import Similarity
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 """Reduction of a text's hidden states to a vector. Several are concatenated."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.engine.engine_config import WeightFormat
+from argosy.engine.execution.architectures.model_architecture import (
+    LayerArchitecture,
+    ModelArchitecture,
+)
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
 from argosy.engine.execution.layers.gated_delta_net import GatedDeltaNet
@@ -22,20 +30,6 @@ from argosy.engine.execution.layers.modules import (
 )
 from argosy.engine.execution.layers.moe import MixtureOfExperts
 from argosy.engine.execution.layers.self_attention import SelfAttention
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.architectures.model_architecture import (
-        LayerArchitecture,
-        ModelArchitecture,
-    )
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
 
 
 class Embedding(LoadableModule):

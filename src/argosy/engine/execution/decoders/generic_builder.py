@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
 from argosy.engine.execution.decoders.generic_config import (
@@ -33,13 +38,6 @@ from argosy.engine.execution.decoders.transformers_library import (
     read_model_config,
     register_functions,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import torch
-    from torch import nn
 
 
 def build_generic_model(

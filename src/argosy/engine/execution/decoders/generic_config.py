@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from argosy.engine.execution.decoders.generic_trace import ModelTrace
 
 _ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k")

@@ -8,22 +8,19 @@ packed ones while it reads the weights.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
+from argosy.engine.execution.decoders.generic_trace import ModelTrace
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.layers.model import Model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
-    from argosy.engine.execution.decoders.generic_trace import ModelTrace
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.checkpoint_tensors import MAX_LISTED_TENSORS
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
     CheckpointReader,
@@ -31,16 +33,9 @@ from argosy.engine.execution.decoders.transformers_library import (
     materialize_buffers,
     merges_experts,
 )
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.kernels.torch.rowwise_ops import use_rowwise_ops
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.kernels.device import Device
 
 _UNUSED_BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.(original_)?inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
+from argosy.engine.engine_config import WeightFormat
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 
 UNQUANTIZED_NAMES = {"gate", "router", "shared_expert_gate"}
 """Last names of linear layers that select experts. They are small, and are never quantized."""

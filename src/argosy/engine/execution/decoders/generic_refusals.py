@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import read_quantization
 from argosy.engine.execution.config.checkpoint_config import MAX_LAYERS
 from argosy.engine.execution.decoders.transformers_library import generating_architectures
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STATE_REASON = "keeps a state between calls (such as a recurrence or linear attention)"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}

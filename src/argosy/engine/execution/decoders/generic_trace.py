@@ -6,19 +6,15 @@ cannot compute is refused with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.kernels.torch.rowwise_ops import InexactCallRecorder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 NUM_TOKENS = 3
 """Number of tokens of the run."""

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from argosy.engine.execution.decoders.generic_decoder import GenericModel
 from argosy.engine.execution.decoders.generic_trace import (
     OWN_ATTENTION,
+    AttentionTracer,
     UnsupportedModelError,
     first_line,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.decoders.generic_decoder import GenericModel
-    from argosy.engine.execution.decoders.generic_trace import AttentionTracer
 
 IMPLEMENTATION = "argosy"
 """Name of Argosy's attention and experts in transformers' registries."""

@@ -5,34 +5,31 @@ Every result depends only on its own sequence, bit for bit, whatever else is in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.attention_params import AttentionParams
-from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
+from argosy.engine.execution.architectures.encoder_architecture import (
+    ClassifierArchitecture,
+    EncoderActivation,
+    EncoderArchitecture,
+)
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.rope import (
+    RopeRotation,
+    build_rope_table,
+    gather_rope_rotation,
+)
 from argosy.engine.execution.kernels.torch.rowwise_ops import gelu, silu
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.layers.modules import IdentityNorm, LoadableModule, Projection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.architectures.encoder_architecture import (
-        ClassifierArchitecture,
-        EncoderActivation,
-        EncoderArchitecture,
-    )
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.rope import RopeRotation
 
 ACTIVATIONS: dict[EncoderActivation, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.executor.persistent_batch import PackedStep, PersistentBatch
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device, GraphCapture
 from argosy.engine.scheduling import StepPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.executor.persistent_batch import PackedStep, PersistentBatch
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device, GraphCapture
 
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Captured batch sizes. A step of another size is padded to the next larger one."""

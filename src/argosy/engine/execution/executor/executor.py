@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from argosy.engine.engine_config import EngineLimits
 from argosy.engine.execution.executor.decode_graphs import DecodeGraphs
 from argosy.engine.execution.executor.host_block_store import HostBlockStore
-from argosy.engine.execution.executor.output_stage import CompletedStep, LaunchedStep
+from argosy.engine.execution.executor.output_stage import (
+    CompletedStep,
+    LaunchedStep,
+    OutputStage,
+    StepHandle,
+)
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device, GraphCapture
+from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import EngineLimits
-    from argosy.engine.execution.executor.output_stage import OutputStage, StepHandle
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device, GraphCapture
-    from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
-    from argosy.engine.execution.layers.model import Model
 
 
 class Executor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.engine.scheduling import AdmittedSequence, StepPlan, StepResult
+
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from argosy.engine.execution.executor.persistent_batch import PackedStep
     from argosy.engine.execution.kernels.device import DeviceEvent
-    from argosy.engine.scheduling import AdmittedSequence, StepPlan, StepResult
 
 
 class StepHandle(Protocol):

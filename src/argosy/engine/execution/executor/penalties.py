@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from argosy.engine.execution.executor.logit_edits import LogitEdits
-    from argosy.engine.scheduling import AdmittedSequence
+from argosy.engine.execution.executor.logit_edits import LogitEdits
+from argosy.engine.scheduling import AdmittedSequence
 
 MIN_TOKEN_CAPACITY = 1024
 """Initial token capacity of a row, which doubles when a longer sequence arrives."""

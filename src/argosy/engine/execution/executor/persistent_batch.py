@@ -8,10 +8,11 @@ itself, which the host may not know yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from argosy.engine.execution.executor.array_packing import (
@@ -21,12 +22,7 @@ from argosy.engine.execution.executor.array_packing import (
     unpack_arrays,
 )
 from argosy.engine.execution.kernels.batch import Batch
-from argosy.engine.scheduling import NO_BLOCK
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from argosy.engine.scheduling import AdmittedSequence, StepPlan
+from argosy.engine.scheduling import NO_BLOCK, AdmittedSequence, StepPlan
 
 TABLE_ALIGNMENT = ARRAY_ALIGNMENT_BYTES // 4
 """Multiple of integers to which rows of block tables and of slots are padded."""

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.architectures.checkpoint_tensors import EMBEDDING, HEAD, find_parts
 from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredPart
+from argosy.engine.execution.architectures.pooling_layout import PoolingLayout
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
+    CheckpointReader,
+    StoredPart,
+)
 from argosy.engine.execution.checkpoint_formats.tensor_sources import open_tensor_source
+from argosy.engine.execution.config.sentence_transformers_files import (
+    DenseActivation,
+    DenseLayout,
+    PoolingMode,
+)
+from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.encoders.encoder import Encoder
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.torch.rowwise_ops import gelu, silu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.pooling_layout import PoolingLayout
-    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
-    from argosy.engine.execution.config.sentence_transformers_files import (
-        DenseActivation,
-        DenseLayout,
-        PoolingMode,
-    )
-    from argosy.engine.execution.decoders.decoder import Decoder
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.pooling import PoolingParams
+from argosy.engine.pooling import PoolingParams
 
 _ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from argosy.engine.execution.executor.output_stage import CompletedStep
+from argosy.engine.execution.executor.output_stage import CompletedStep, LaunchedStep, StepHandle
+from argosy.engine.execution.executor.pooler import Pooler
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.pooling import PoolingParams
-from argosy.engine.scheduling import SequenceFailure, StepDurations, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
-    from argosy.engine.execution.executor.pooler import Pooler
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.scheduling import AdmittedSequence
+from argosy.engine.scheduling import (
+    AdmittedSequence,
+    SequenceFailure,
+    StepDurations,
+    StepPlan,
+    StepResult,
+)
 
 NON_FINITE_VECTOR = SequenceFailure("the model produced values that are not finite")
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from argosy.engine.execution.executor.logit_edits import LogitEdits
 from argosy.engine.execution.executor.penalties import Penalties
 from argosy.engine.execution.executor.persistent_batch import RaggedTable
 from argosy.engine.execution.executor.random_numbers import uniform_random
+from argosy.engine.execution.executor.token_masks import TokenMasks
 from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
 from argosy.engine.execution.kernels.torch.sampling_ops import LOG2E, SamplingMetadata, SamplingOps
 from argosy.engine.grammar import is_constrained
-from argosy.engine.scheduling import Logprob
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from argosy.engine.execution.executor.token_masks import TokenMasks
-    from argosy.engine.scheduling import AdmittedSequence
+from argosy.engine.scheduling import AdmittedSequence, Logprob
 
 NEG_INF = float("-inf")
 MAX_LOGIT_SCALE = float(np.finfo(np.float32).max)

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
+from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.executor.sampler import Sampler, create_sampling_ops
 from argosy.engine.execution.executor.token_masks import TokenMasks
-from argosy.engine.grammar import DEAD_END_CODE, RowMasks, end_token_ids
-from argosy.engine.scheduling import Logprob, SequenceFailure, StepDurations, StepResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
-    from argosy.engine.execution.executor.persistent_batch import PersistentBatch
-    from argosy.engine.execution.kernels.device import Device, DeviceEvent
-    from argosy.engine.grammar import CompiledGrammar, MaskBatch, PendingMasks
-    from argosy.engine.scheduling import AdmittedSequence, StepPlan
+from argosy.engine.execution.kernels.device import Device, DeviceEvent
+from argosy.engine.grammar import (
+    DEAD_END_CODE,
+    CompiledGrammar,
+    MaskBatch,
+    PendingMasks,
+    RowMasks,
+    end_token_ids,
+)
+from argosy.engine.scheduling import (
+    AdmittedSequence,
+    Logprob,
+    SequenceFailure,
+    StepDurations,
+    StepPlan,
+    StepResult,
+)
 
 NON_FINITE_LOGITS = SequenceFailure("the model produced logits that are not finite")
 

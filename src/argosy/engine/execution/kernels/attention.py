@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.huge_pages import PagePrefaulter
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.rope import RopeRotation
+from argosy.engine.execution.kernels.rope import RopeRotation
 
 
 class Attention(ABC):

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Callable
+from typing import Protocol, Self
 
 import torch
+from torch import Tensor
 
-from argosy.engine.execution.kernels.pack_cache import pack_in_memory
+from argosy.engine.engine_config import WeightFormat
+from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import KvCacheShape
+from argosy.engine.execution.kernels.operations import (
+    DeltaRule,
+    DeltaRuleWeights,
+    ElementwiseOps,
+)
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
-    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import KvCacheShape
-    from argosy.engine.execution.kernels.operations import (
-        DeltaRule,
-        DeltaRuleWeights,
-        ElementwiseOps,
-    )
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
-
-    GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
+GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class DeviceEvent(Protocol):

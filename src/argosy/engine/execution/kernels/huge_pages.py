@@ -12,15 +12,11 @@ import ctypes
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a huge page."""

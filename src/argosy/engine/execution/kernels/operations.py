@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.kernels.batch import Batch, BatchStates
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
-    from argosy.engine.execution.kernels.batch import Batch, BatchStates
 
 
 class Norm(Protocol):

@@ -8,11 +8,13 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import structlog
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.kernels.pack_file import (
     DamagedPackFileError,
@@ -22,15 +24,10 @@ from argosy.engine.execution.kernels.pack_file import (
 )
 from argosy.folders import cache_folder
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    PackFunction = Callable[[Tensor], None]
-    """Function that writes a packed weight into a uint8 tensor."""
-    PackedWeightProvider = Callable[[int, PackFunction], Tensor]
-    """Function of (nbytes, pack) that returns a packed weight, from the cache or by calling `pack`."""
+PackFunction = Callable[[Tensor], None]
+"""Function that writes a packed weight into a uint8 tensor."""
+PackedWeightProvider = Callable[[int, PackFunction], Tensor]
+"""Function of (nbytes, pack) that returns a packed weight, from the cache or by calling `pack`."""
 
 PACK_SUFFIX = ".packed"
 PARTIAL_SUFFIX = ".partial"

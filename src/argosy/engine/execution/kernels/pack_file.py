@@ -16,17 +16,14 @@ import os
 import struct
 import warnings
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
+from torch import Tensor
 
 PACK_FILE_MAGIC = b"ArgoPak1"
 HEADER = struct.Struct("<8sQQI")

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.kernels.batch import BatchStates
+from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
-
-if TYPE_CHECKING:
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.scheduling import StepPlan
+from argosy.engine.scheduling import StepPlan
 
 
 class RecurrentStates:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope_params import RopeParams
 
 RopeRotation = tuple["Tensor", "Tensor"]
 """Rotation of a batch's tokens, as (cos, cos) and (-sin, sin), each float32 [T, 1, rotary_dim]."""

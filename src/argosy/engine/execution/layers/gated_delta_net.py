@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from argosy.engine.execution.kernels.operations import DeltaRuleWeights
+from argosy.engine.execution.architectures.model_architecture import (
+    DeltaNetArchitecture,
+    ModelArchitecture,
+)
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
+from argosy.engine.execution.kernels.rope import RopeRotation
 from argosy.engine.execution.layers.modules import (
     GatedActivation,
     LoadableModule,
     Projection,
     RmsNorm,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import (
-        DeltaNetArchitecture,
-        ModelArchitecture,
-    )
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.operations import DeltaRule
-    from argosy.engine.execution.kernels.rope import RopeRotation
 
 
 class GatedDeltaNet(nn.Module):

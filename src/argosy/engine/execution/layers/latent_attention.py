@@ -6,29 +6,23 @@ expanded. The expansion of keys is applied to the queries instead, and the expan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
+from argosy.engine.execution.architectures.model_architecture import (
+    LatentArchitecture,
+    LayerArchitecture,
+    ModelArchitecture,
+)
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.rope import RopeRotation
 from argosy.engine.execution.layers.modules import LoadableModule, Projection, RmsNorm
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
-    from argosy.engine.execution.architectures.model_architecture import (
-        LatentArchitecture,
-        LayerArchitecture,
-        ModelArchitecture,
-    )
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.rope import RopeRotation
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latents, which config.json does not state."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
-from argosy.engine.execution.kernels.batch import KvCacheShape
+import torch
+from torch import Tensor
+
+from argosy.engine.execution.architectures.architecture import Architecture
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.kernels.torch.bidirectional_attention import BidirectionalAttention
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.architecture import Architecture
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 
 
 class Model(ABC):

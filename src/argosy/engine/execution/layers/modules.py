@@ -5,31 +5,24 @@ Every result depends only on its own token's row, bit for bit, whatever else is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from argosy.engine.execution.kernels.pack_cache import pack_in_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.architectures.model_architecture import (
-        Activation,
-        ModelArchitecture,
-        NormKind,
-        NormPosition,
-    )
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.operations import Norm
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
-    from argosy.engine.execution.kernels.rope import RopeRotation
+from argosy.engine.engine_config import WeightFormat
+from argosy.engine.execution.architectures.model_architecture import (
+    Activation,
+    ModelArchitecture,
+    NormKind,
+    NormPosition,
+)
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.operations import Norm
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
+from argosy.engine.execution.kernels.rope import RopeRotation
 
 
 class LoadableModule(nn.Module):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from argosy.engine.execution.architectures.model_architecture import (
+    Activation,
+    MoeArchitecture,
+    RoutingGroups,
+)
 from argosy.engine.execution.layers.modules import GatedActivation, Mlp, Projection
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import (
-        Activation,
-        MoeArchitecture,
-        RoutingGroups,
-    )
 
 
 class Router(Projection):

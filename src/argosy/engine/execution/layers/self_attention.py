@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
+from argosy.engine.execution.architectures.model_architecture import (
+    LayerArchitecture,
+    ModelArchitecture,
+)
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.rope import RopeRotation
 from argosy.engine.execution.layers.modules import (
     GatedActivation,
     LoadableModule,
     Projection,
     RmsNorm,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
-    from argosy.engine.execution.architectures.model_architecture import (
-        LayerArchitecture,
-        ModelArchitecture,
-    )
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.rope import RopeRotation
 
 
 class NoQkNorm(nn.Module):

@@ -6,21 +6,18 @@ import hashlib
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from argosy.engine.engine_config import WeightFormat
+from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
 from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
+from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
 from argosy.engine.execution.checkpoint_formats.checkpoint import checkpoint_digest
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.rope import rope_frequencies
+from argosy.engine.execution.loading.model_selection import AnyArchitecture
 from argosy.protocol import ArithmeticIdentity
-
-if TYPE_CHECKING:
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.loading.model_selection import AnyArchitecture
 
 SOURCE_FOLDER = Path(__file__).parents[1]
 """Folder with all code that computes: kernels, layers and samplers."""

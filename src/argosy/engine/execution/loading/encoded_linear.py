@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
+    CheckpointReader,
+    EncodedMatrix,
+    StoredPart,
+)
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedSource,
+    GroupedWeight,
     concatenate,
     select_rows,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-        CheckpointReader,
-        EncodedMatrix,
-        StoredPart,
-    )
-    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.kernels.pack_cache import PackCache
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.pack_cache import PackCache
 
 
 @dataclass(frozen=True, slots=True)

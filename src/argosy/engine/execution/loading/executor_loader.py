@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import structlog
 import torch
@@ -16,6 +17,8 @@ from argosy.engine.engine_config import (
     WARMING_UP,
     EngineConfig,
     EngineLimits,
+    SelectedImpl,
+    WeightFormat,
     resolve_limits,
 )
 from argosy.engine.execution.architectures.architecture_config import read_architecture
@@ -65,12 +68,6 @@ from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.model_store import stored_digest, verify_model
 from argosy.protocol import ArithmeticIdentity, SamplingParams
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from argosy.engine.engine_config import SelectedImpl, WeightFormat
-
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)

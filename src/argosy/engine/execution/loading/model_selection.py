@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from argosy.engine.engine_config import ModelImpl, SelectedImpl
 from argosy.engine.execution.architectures.architecture_config import (
     read_architecture,
     read_eos_token_ids,
@@ -24,11 +26,8 @@ from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
 from argosy.engine.execution.config.generation_config import AUTO_CONFIG
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
-    from argosy.engine.engine_config import ModelImpl, SelectedImpl
     from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
     from argosy.engine.execution.decoders.generic_decoder import GenericModel
 

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import StepPlan
 from argosy.folders import cache_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from argosy.engine.execution.kernels.device import Device
-    from argosy.engine.execution.layers.model import Model
 
 BLOCK_SIZE = 16
 SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)

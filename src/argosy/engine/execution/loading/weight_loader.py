@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
 from torch import nn
 
+from argosy.engine.engine_config import QuantizeSetting, WeightFormat
 from argosy.engine.execution.architectures.checkpoint_tensors import (
     EMBEDDING,
     HEAD,
+    TensorAssignment,
     assign_tensors,
     find_parts,
 )
+from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
+from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
+    CheckpointReader,
+    StoredPart,
+)
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.encoders.encoder import Encoder
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.layers.modules import LoadableModule, Projection
 from argosy.engine.execution.loading.encoded_linear import create_encoded_linear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from argosy.engine.engine_config import QuantizeSetting, WeightFormat
-    from argosy.engine.execution.architectures.checkpoint_tensors import TensorAssignment
-    from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-    from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-        CheckpointReader,
-        StoredPart,
-    )
-    from argosy.engine.execution.kernels.device import Device
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import structlog
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
+from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.cpu.native_calls import AttentionCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
+from argosy.engine.execution.kernels.rope import RopeRotation
 from argosy.engine.execution.kernels.torch.attention import TorchAttention
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
-    from argosy.engine.execution.kernels.rope import RopeRotation
 
 AttentionBackend = Literal["auto", "native", "torch"]
 

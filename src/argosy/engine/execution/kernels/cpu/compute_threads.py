@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -12,9 +12,6 @@ from argosy.engine.execution.kernels.cpu import cgroup
 from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes, read_cpu_times
 from argosy.engine.execution.kernels.cpu.native_kernels import limit_kernel_threads
 from argosy.policy import MEASURE_INTERVAL_S, ThreadCountPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Environment variable that sets the number of threads, as for OpenMP programs, if the settings do not."""

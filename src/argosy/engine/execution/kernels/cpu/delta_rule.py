@@ -7,23 +7,18 @@ bit, however they are divided into chunks.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.cpu.native_calls import DeltaRuleCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.torch.delta_rule import TorchDeltaRule
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
-    from argosy.engine.execution.kernels.batch import Batch, BatchStates
-    from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 
 
 def create_cpu_delta_rule(

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION
+from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, WeightFormat
+from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
+from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import KvCacheShape
 from argosy.engine.execution.kernels.cpu import cgroup
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
-from argosy.engine.execution.kernels.cpu.compute_threads import create_compute_threads
+from argosy.engine.execution.kernels.cpu.compute_threads import (
+    ComputeThreads,
+    create_compute_threads,
+)
 from argosy.engine.execution.kernels.cpu.delta_rule import create_cpu_delta_rule
 from argosy.engine.execution.kernels.cpu.elementwise import create_cpu_elementwise_ops
 from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME, available_isas, cpu_features
@@ -19,22 +27,9 @@ from argosy.engine.execution.kernels.cpu.linear_group import create_group_linear
 from argosy.engine.execution.kernels.cpu.linear_int import create_int_linear
 from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name, load_kernels
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.pack_cache import pack_in_memory
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.native import NativeUnavailableError, compiler_version
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import WeightFormat
-    from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
-    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
-    from argosy.engine.execution.kernels.attention import Attention
-    from argosy.engine.execution.kernels.batch import KvCacheShape
-    from argosy.engine.execution.kernels.cpu.compute_threads import ComputeThreads
-    from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 
 ONEDNN_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 """Environment variable that limits the instruction set of oneDNN, which torch uses for float32 linears."""

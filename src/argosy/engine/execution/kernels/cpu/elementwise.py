@@ -6,24 +6,18 @@ Every result depends only on its own token's row, bit for bit, whatever else is 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
 from argosy.engine.execution.kernels.cpu.native_calls import GatedActivationCall, NormCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.kernels.operations import norm_scale
+from argosy.engine.execution.kernels.operations import ElementwiseOps, Norm, norm_scale
 from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps, TorchNorm
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
-    from argosy.engine.execution.kernels.operations import ElementwiseOps, Norm
 
 
 def create_cpu_elementwise_ops(

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.engine.execution.kernels.cpu.native_calls import LinearCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.kernels.pack_cache import pack_in_memory
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 
 
 def create_cpu_linear(

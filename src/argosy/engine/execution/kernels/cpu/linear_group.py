@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, grouped_linear
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
+    GroupedSource,
+    GroupedWeight,
+    grouped_linear,
+)
 from argosy.engine.execution.kernels.cpu.linear import NativeMatmul
 from argosy.engine.execution.kernels.cpu.native_calls import LinearGroupCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 
 
 def create_group_linear(

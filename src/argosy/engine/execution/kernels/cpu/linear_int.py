@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from argosy.engine.engine_config import IntFormat
 from argosy.engine.execution.checkpoint_formats.quantization import (
     NON_FINITE_WEIGHT,
     quantize_weight,
@@ -13,16 +15,8 @@ from argosy.engine.execution.checkpoint_formats.quantization import (
 )
 from argosy.engine.execution.kernels.cpu.linear import NativeMatmul
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.kernels.pack_cache import pack_in_memory
+from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.engine_config import IntFormat
-    from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 
 
 def create_int_linear(

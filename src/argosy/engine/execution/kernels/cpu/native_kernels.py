@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import structlog
 import torch
@@ -20,9 +21,6 @@ from argosy.native import (
     build_library,
     prebuild_library,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KERNEL_SOURCES = Path(__file__).parent / "csrc"
 NO_THREAD_LIMIT = 2**31 - 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from argosy.engine.execution.kernels.cpu.native_calls import LogprobCall, SampleCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
@@ -19,12 +21,6 @@ from argosy.engine.execution.kernels.torch.sampling_ops import (
     log_probability,
 )
 from argosy.native import NativeUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 
 def create_cpu_sampling_ops(

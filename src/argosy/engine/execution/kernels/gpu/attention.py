@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
+from torch import Tensor
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
+from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.gpu.attention_kernels import (
     RANGE_SIZE,
     attend,
     merge_ranges,
     store_kv,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
-    from argosy.engine.execution.kernels.rope import RopeRotation
+from argosy.engine.execution.kernels.rope import RopeRotation
 
 KV_FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0

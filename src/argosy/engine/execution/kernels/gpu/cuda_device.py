@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import Self
 
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.execution.kernels.gpu.device import MIN_CAPABILITY, GpuDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.kernels.device import Device, DeviceEvent
-
 
 DRIVER_LIBRARY = "libcuda.so.1"
 """Library that the NVIDIA driver installs."""

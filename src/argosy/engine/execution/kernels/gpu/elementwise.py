@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from argosy.engine.execution.kernels.operations import norm_scale
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
-    from argosy.engine.execution.kernels.operations import Norm
+from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.kernels.operations import Norm, norm_scale
 
 NORM_TILE_ELEMENTS = 1024
 """Minimum number of elements of a norm's program. Several short rows share one program."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from torch import Tensor
 
 LinearFormat = Literal["plain", "float8"]
 """Format of the weights: unchanged, or e4m3 with a scale per output, and inputs in e4m3 with a scale per token."""

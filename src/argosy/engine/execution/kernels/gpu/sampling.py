@@ -7,25 +7,21 @@ multiply-adds, so that the weights equal those of the CPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
 
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     EXP2_COEFFICIENTS,
     FRACTION_BITS,
     MIN_EXPONENT,
+    LogprobResult,
+    SamplingMetadata,
     TorchSamplingOps,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from argosy.engine.execution.kernels.torch.sampling_ops import LogprobResult, SamplingMetadata
 
 VOCAB_TILE = 2048
 """Number of logits per program. A vocabulary of 128,000 gives 63 programs, so that two rows keep a GPU busy."""

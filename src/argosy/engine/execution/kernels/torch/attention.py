@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention
+from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
-from argosy.engine.execution.kernels.rope import apply_rope
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
-    from argosy.engine.execution.kernels.rope import RopeRotation
+from argosy.engine.execution.kernels.rope import RopeRotation, apply_rope
 
 
 class TorchAttention(Attention):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.engine.execution.architectures.attention_params import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention
-from argosy.engine.execution.kernels.rope import apply_rope
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.attention_params import AttentionParams
-    from argosy.engine.execution.kernels.batch import Batch
-    from argosy.engine.execution.kernels.rope import RopeRotation
+from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.rope import RopeRotation, apply_rope
 
 
 class BidirectionalAttention(Attention):

@@ -6,17 +6,13 @@ bit, however they are divided into chunks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
-    from argosy.engine.execution.kernels.batch import Batch, BatchStates
-    from argosy.engine.execution.kernels.operations import DeltaRuleWeights
+from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.kernels.batch import Batch, BatchStates
+from argosy.engine.execution.kernels.operations import DeltaRuleWeights
 
 NORM_EPS = 1e-6
 """Epsilon of the norm of queries and keys."""

@@ -8,21 +8,15 @@ that treat all elements alike.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.kernels.operations import norm_scale
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
-    from argosy.engine.execution.kernels.operations import Norm
+from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.kernels.operations import Norm, norm_scale
 
 GATE_CHUNK_ROWS = 32
 """Number of rows that a torch gate computes at a time, so that its float32 intermediates stay in the CPU cache."""

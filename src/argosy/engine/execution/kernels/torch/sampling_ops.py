@@ -8,14 +8,12 @@ the same tokens, on any device and in any batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor
 
 LOG2E = 1.4426950408889634
 FRACTION_BITS = 40
