@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from argosy.engine.engine_config import EngineConfig, resolve_limits
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.kv_cache_layout import arrange_layers
 from argosy.engine.execution.architectures.model_architecture import (
@@ -20,6 +20,7 @@ from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
 from argosy.engine.execution.kernels.cpu import cgroup
 from argosy.engine.execution.loading.executor_loader import load_executor
+from argosy.engine.execution.loading.limits import resolve_limits, step_limits
 from argosy.engine.execution.loading.memory_estimate import MemoryNeeds, check_memory
 from argosy.models import BUNDLED_MODEL
 
@@ -107,10 +108,12 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
 
     def max_model_len(architecture: ModelArchitecture) -> int:
         layout = architecture.kv_layout
+        config = EngineConfig(model="m", kv_memory_bytes=GIB)
         limits = resolve_limits(
-            EngineConfig(model="m", kv_memory_bytes=GIB),
-            model_max_len=architecture.max_model_len,
-            kv_windows=layout.windows,
+            config,
+            step_limits(
+                config, max_model_len=architecture.max_model_len, kv_windows=layout.windows
+            ),
             block_bytes=layout.block_bytes(architecture.kv_bytes_per_token(2), 16),
             free_bytes=0,
             kv_memory_fraction=0.0,
@@ -139,10 +142,10 @@ def test_recurrent_states_leave_less_memory_for_the_kv_cache(large: ModelArchite
 
     def resolve(**settings: object) -> tuple[int, int | None]:
         layout = hybrid.kv_layout
+        config = EngineConfig(model="m", max_seqs=4, **settings)  # type: ignore[arg-type]
         limits = resolve_limits(
-            EngineConfig(model="m", max_seqs=4, **settings),  # type: ignore[arg-type]
-            model_max_len=hybrid.max_model_len,
-            kv_windows=layout.windows,
+            config,
+            step_limits(config, max_model_len=hybrid.max_model_len, kv_windows=layout.windows),
             block_bytes=layout.block_bytes(hybrid.kv_bytes_per_token(2), 16),
             state_bytes=state_bytes,
             free_bytes=4 * state_bytes + 2 * GIB,

@@ -1,4 +1,4 @@
-"""Engine settings, and the pure function `resolve_limits`, which computes the limits they leave open."""
+"""Engine settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import msgspec
 
 from argosy.engine.pooling import ModelTask
-from argosy.engine.scheduling import KvCacheGroups
 from argosy.settings import check_fields, option
 
 BatchingMode = Literal["continuous", "dynamic", "static"]
@@ -24,6 +23,8 @@ QuantizeSetting = Literal["int8", "int4", "fp8", "none"]
 
 DEFAULT_BLOCK_SIZE = 16
 """Default number of tokens per KV block."""
+DEFAULT_KV_MEMORY_FRACTION = 0.4
+"""Default fraction of a CPU's free memory for the KV cache. The rest stays for activations."""
 
 
 VERIFYING_MODEL = "verifying the model"
@@ -208,109 +209,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         """Raise ValueError if a value has another type or is out of its range."""
         check_fields(self)
-
-
-class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that `resolve_limits` computed for one model on one device."""
-
-    max_model_len: int
-    max_seqs: int
-    max_step_tokens: int
-    block_size: int
-    num_blocks: int
-    host_blocks: int
-    kv_windows: tuple[int | None, ...] = (None,)
-    """Sliding window of each KV cache group, see `KvCacheGroups`. Empty for a model without a KV cache."""
-    state_snapshots: int | None = None
-    """Number of snapshots of recurrent states for prefix hits. None for a model without recurrent layers."""
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """Number of tokens that fit into the KV cache, if there is one, when all sequences have `max_model_len`."""
-        groups = KvCacheGroups(self.kv_windows, self.block_size)
-        if not self.kv_windows:
-            return 0
-        return self.num_blocks * self.max_model_len // groups.count_blocks(self.max_model_len)
-
-
-MAX_SNAPSHOT_FRACTION = 0.5
-"""Largest fraction of the memory of the KV cache that snapshots of recurrent states take."""
-MAX_SNAPSHOTS_PER_SEQUENCE = 4
-"""Largest number of snapshots for each of `max_seqs`: the newest one, the prompt's, and those of earlier turns."""
-DEFAULT_KV_MEMORY_FRACTION = 0.4
-"""Default fraction of a CPU's free memory for the KV cache. The rest stays for activations."""
-
-
-def resolve_limits(
-    config: EngineConfig,
-    *,
-    model_max_len: int,
-    kv_windows: tuple[int | None, ...],
-    block_bytes: int,
-    state_bytes: int = 0,
-    free_bytes: int,
-    kv_memory_fraction: float,
-) -> EngineLimits:
-    """Compute all limits that the settings leave open.
-
-    Args:
-        config: The settings.
-        model_max_len: Context length of the model.
-        kv_windows: Sliding window of each KV cache group.
-        block_bytes: Bytes of a KV block.
-        state_bytes: Bytes of the recurrent state of a sequence, 0 without one.
-        free_bytes: Device memory after loading the weights.
-        kv_memory_fraction: Default fraction of `free_bytes`.
-
-    Raises:
-        ValueError: The settings cannot be met. The message says what to change.
-    """
-    max_model_len = min(config.max_model_len or model_max_len, model_max_len)
-    if config.max_model_len and config.max_model_len > model_max_len:
-        msg = f"max_model_len {config.max_model_len} exceeds the model's {model_max_len}; set it to that or less"
-        raise ValueError(msg)
-    if not kv_windows:  # a model without a KV cache, which computes each sequence in one step
-        return EngineLimits(
-            max_model_len=max_model_len,
-            max_seqs=config.max_seqs,
-            max_step_tokens=max(config.max_step_tokens, config.max_seqs, max_model_len),
-            block_size=config.block_size,
-            num_blocks=0,
-            host_blocks=0,
-            kv_windows=(),
-        )
-    groups = KvCacheGroups(kv_windows, config.block_size)
-    free_bytes = max(0, free_bytes - config.max_seqs * state_bytes)
-    kv_bytes = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
-    state_snapshots = None
-    if state_bytes:
-        state_snapshots = _count_snapshots(config, kv_bytes, state_bytes)
-        kv_bytes -= state_snapshots * state_bytes
-    if config.num_blocks is not None:
-        num_blocks = config.num_blocks
-    else:
-        max_useful_blocks = groups.count_blocks(max_model_len) * config.max_seqs * 2
-        num_blocks = min(kv_bytes // block_bytes, max_useful_blocks)
-    max_model_len = groups.max_tokens(num_blocks, max_model_len)
-    if max_model_len < 1:
-        min_bytes = len(kv_windows) * block_bytes
-        msg = f"no memory for one KV block of {min_bytes} bytes; raise kv_memory_bytes or free some memory"
-        raise ValueError(msg)
-    return EngineLimits(
-        max_model_len=max_model_len,
-        max_seqs=config.max_seqs,
-        max_step_tokens=max(config.max_step_tokens, config.max_seqs),
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        host_blocks=config.host_kv_bytes // block_bytes,
-        kv_windows=kv_windows,
-        state_snapshots=state_snapshots,
-    )
-
-
-def _count_snapshots(config: EngineConfig, kv_bytes: int, state_bytes: int) -> int:
-    """Return the number of snapshots of recurrent states that share the memory of the KV cache."""
-    if not config.prefix_cache:
-        return 0
-    affordable = int(kv_bytes * MAX_SNAPSHOT_FRACTION) // state_bytes
-    return min(affordable, MAX_SNAPSHOTS_PER_SEQUENCE * config.max_seqs)

@@ -33,7 +33,7 @@ TIER_PENALTY_TOKENS = 4096.0
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of one scheduler."""
+    """Limits of one scheduler and its executor."""
 
     max_seqs: int
     max_step_tokens: int
@@ -48,11 +48,21 @@ class SchedulerLimits:
     """Number of tokens whose computation takes as long as reading the weights."""
     host_blocks: int = 0
     kv_windows: tuple[int | None, ...] = (None,)
-    """Sliding window of each KV cache group in tokens, longest first. None is all tokens."""
+    """Sliding window of each KV cache group in tokens, longest first. Empty for a model without a KV cache."""
     state_snapshots: int | None = None
     """Number of snapshots of recurrent states. None for a model without recurrent layers."""
     is_chunked: bool = True
     """Whether a prompt may be divided among steps. Attention in both directions needs all of it in one step."""
+    max_model_len: int = 0
+    """Maximum tokens of one sequence, which is checked before a request is added. The executor has room for them."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Number of tokens that fit into the KV cache, if there is one, when all sequences have `max_model_len`."""
+        if not self.kv_windows:
+            return 0
+        groups = KvCacheGroups(self.kv_windows, self.block_size)
+        return self.num_blocks * self.max_model_len // groups.count_blocks(self.max_model_len)
 
 
 class SequenceUpdate(NamedTuple):

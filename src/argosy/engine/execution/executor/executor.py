@@ -9,7 +9,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from argosy.engine.engine_config import EngineLimits
 from argosy.engine.execution.executor.decode_graphs import DecodeGraphs
 from argosy.engine.execution.executor.host_block_store import HostBlockStore
 from argosy.engine.execution.executor.output_stage import (
@@ -24,7 +23,7 @@ from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device, GraphCapture
 from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.layers.model import Model
-from argosy.engine.scheduling import StepPlan, StepResult
+from argosy.engine.scheduling import SchedulerLimits, StepPlan, StepResult
 
 
 class Executor:
@@ -41,7 +40,7 @@ class Executor:
         attention: Attention,
         create_stage: Callable[[PersistentBatch], OutputStage],
         *,
-        limits: EngineLimits,
+        limits: SchedulerLimits,
         device: Device,
         capture_graph: GraphCapture | None = None,
         states: RecurrentStates | None = None,

@@ -16,10 +16,8 @@ from argosy.engine.engine_config import (
     VERIFYING_MODEL,
     WARMING_UP,
     EngineConfig,
-    EngineLimits,
     SelectedImpl,
     WeightFormat,
-    resolve_limits,
 )
 from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
@@ -50,6 +48,7 @@ from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.loading.arithmetic import describe_arithmetic
+from argosy.engine.execution.loading.limits import resolve_limits, step_limits
 from argosy.engine.execution.loading.memory_estimate import MemoryNeeds, check_memory
 from argosy.engine.execution.loading.model_selection import (
     AnyArchitecture,
@@ -65,7 +64,7 @@ from argosy.engine.execution.loading.self_test import (
 from argosy.engine.execution.loading.weight_loader import load_decoder, load_encoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.pooling import PoolingInfo
-from argosy.engine.scheduling import AdmittedSequence, StepPlan
+from argosy.engine.scheduling import AdmittedSequence, SchedulerLimits, StepPlan
 from argosy.model_store import stored_digest, verify_model
 from argosy.protocol import ArithmeticIdentity, SamplingParams
 
@@ -83,7 +82,7 @@ class LoadedExecutor:
     executor: Executor
     architecture: AnyArchitecture
     device: Device
-    limits: EngineLimits
+    limits: SchedulerLimits
     load_s: float
     backend: str
     fingerprint: str
@@ -250,7 +249,7 @@ class _LoadedModel:
 
     def create_executor(
         self,
-        limits: EngineLimits,
+        limits: SchedulerLimits,
         find_grammar: Callable[[str], CompiledGrammar] | None = None,
     ) -> Executor:
         """Create an executor with its own KV cache, if the model has one."""
@@ -410,7 +409,7 @@ def _test_exactness(
     return result.is_exact
 
 
-def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> EngineLimits:
+def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> SchedulerLimits:
     """Compute the limits that fit next to the activations of the largest step and the mapped packed weights.
 
     `key` identifies the model and its formats, see `Device.working_bytes`.
@@ -419,25 +418,19 @@ def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> Eng
         ValueError: No KV block fits.
     """
     device, architecture = loaded.plan.device, loaded.plan.architecture
-    model_max_len, kv_windows = architecture.max_model_len, architecture.kv_layout.windows
-    probe = EngineLimits(
-        max_model_len=model_max_len,
-        max_seqs=config.max_seqs,
-        max_step_tokens=max(
-            config.max_step_tokens, config.max_seqs, 0 if kv_windows else model_max_len
-        ),
-        block_size=config.block_size,
-        num_blocks=1,
-        host_blocks=0,
-        kv_windows=kv_windows,
+    limits = step_limits(
+        config,
+        max_model_len=architecture.max_model_len,
+        kv_windows=architecture.kv_layout.windows,
+        ridge_tokens=device.ridge_tokens,
+        generates=loaded.pooler is None,
     )
     working_bytes = device.working_bytes(
-        f"{key} {probe}", lambda: _run_largest_step(loaded.create_executor(probe), probe)
+        f"{key} {limits}", lambda: _run_largest_step(loaded.create_executor(limits), limits)
     )
     return resolve_limits(
         config,
-        model_max_len=model_max_len,
-        kv_windows=kv_windows,
+        limits,
         block_bytes=loaded.block_bytes(config.block_size),
         state_bytes=architecture.state_bytes,
         free_bytes=max(0, device.free_bytes() - loaded.mapped_bytes - working_bytes),
@@ -447,7 +440,7 @@ def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> Eng
 
 def _warm_up(
     executor: Executor,
-    limits: EngineLimits,
+    limits: SchedulerLimits,
     sizes: tuple[int, ...],
     progress: Callable[[str, float], None],
 ) -> None:
@@ -495,12 +488,12 @@ def _open_pack_cache(
     )
 
 
-def _max_prefill_tokens(limits: EngineLimits) -> int:
+def _max_prefill_tokens(limits: SchedulerLimits) -> int:
     """Return the length of the longest prefill that fits into one step."""
     return min(limits.max_model_len - 1, limits.max_step_tokens)
 
 
-def _run_largest_step(executor: Executor, limits: EngineLimits) -> None:
+def _run_largest_step(executor: Executor, limits: SchedulerLimits) -> None:
     """Fill the token budget with the maximum number of sequences, sampled with the most expensive parameters."""
     remaining, counts = limits.max_step_tokens, []
     for sequences_left in reversed(range(limits.max_seqs)):
@@ -511,7 +504,7 @@ def _run_largest_step(executor: Executor, limits: EngineLimits) -> None:
 
 def _run_prefill(
     executor: Executor,
-    limits: EngineLimits,
+    limits: SchedulerLimits,
     counts: list[int],
     params: SamplingParams,
 ) -> None:

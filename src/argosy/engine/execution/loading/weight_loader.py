@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from argosy.engine.engine_config import QuantizeSetting, WeightFormat
 from argosy.engine.execution.architectures.checkpoint_tensors import (
     EMBEDDING,
     HEAD,
-    TensorAssignment,
+    OwnArchitecture,
     assign_tensors,
     find_parts,
 )
@@ -67,27 +67,17 @@ def load_decoder(
     is_tied = architecture.tied_embeddings
     if architecture.has_head:
         is_tied = _is_head_tied(checkpoint, architecture)
-    head_differs = architecture.tied_embeddings and not is_tied
-    architecture = replace(architecture, tied_embeddings=is_tied)
-    decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
-    parameters = [name for name, _ in decoder.named_parameters()]
-    assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
-    loader = _Loader(
-        checkpoint,
-        assignment.parts,
-        device,
-        dtype,
-        keeps_stored_format=quantize is None and device.has_group_linear,
-        pack_cache=pack_cache or PackCache(),
-    )
-    loader.load(decoder, progress)
     if not architecture.has_head:
         head = "none"
     elif is_tied:
         head = "tied"
     else:
-        head = "differs from the tied embedding" if head_differs else "separate"
-    _log_loaded(checkpoint, architecture, loader, assignment, head)
+        head = "differs from the tied embedding" if architecture.tied_embeddings else "separate"
+    architecture = replace(architecture, tied_embeddings=is_tied)
+    decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
+    keeps_stored_format = quantize is None and device.has_group_linear
+    loader = _Loader(checkpoint, device, dtype, keeps_stored_format, pack_cache or PackCache())
+    loader.load(decoder, architecture, progress, head)
     _warn_of_long_factors(architecture)
     return decoder
 
@@ -107,41 +97,12 @@ def load_encoder(
     The arguments and errors are those of `load_decoder`. None as `quantize` keeps weights in `dtype`.
     """
     encoder = Encoder(architecture, device, quantize)
-    parameters = [name for name, _ in encoder.named_parameters()]
-    assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
     loader = _Loader(
-        checkpoint,
-        assignment.parts,
-        device,
-        dtype,
-        keeps_stored_format=False,
-        pack_cache=pack_cache or PackCache(),
+        checkpoint, device, dtype, keeps_stored_format=False, pack_cache=pack_cache or PackCache()
     )
-    loader.load(encoder, progress)
     head = "none" if architecture.classifier is None else "classifier"
-    _log_loaded(checkpoint, architecture, loader, assignment, head)
+    loader.load(encoder, architecture, progress, head)
     return encoder
-
-
-def _log_loaded(
-    checkpoint: CheckpointReader,
-    architecture: ModelArchitecture | EncoderArchitecture,
-    loader: _Loader,
-    assignment: TensorAssignment,
-    head: str,
-) -> None:
-    log.info(
-        "checkpoint_loaded",
-        path=str(checkpoint.path),
-        architecture=architecture.architecture,
-        parameters=architecture.num_parameters,
-        head=head,
-        stored_format=checkpoint.stored_format,
-        matrices=dict(loader.formats),
-        unused_tensors=[*assignment.unused, *checkpoint.ignored],
-        ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
-        eos_token_ids=list(architecture.eos_token_ids),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +110,28 @@ class _Loader:
     """Loader of a model's modules, one after the other."""
 
     checkpoint: CheckpointReader
-    parts: Mapping[str, tuple[StoredPart, ...]]
-    """Stored parts of each parameter."""
     device: Device
     dtype: torch.dtype
     keeps_stored_format: bool
     """Whether matrices are computed with as they are stored, if the kernels can."""
     pack_cache: PackCache
+    parts: dict[str, tuple[StoredPart, ...]] = field(default_factory=dict)
+    """Stored parts of each parameter."""
     formats: Counter[str] = field(default_factory=Counter)
     """Number of matrices in each format."""
 
-    def load(self, model: nn.Module, progress: Callable[[float], None]) -> None:
-        """Load all modules. `progress` is called with the finished fraction, 0 to 1."""
+    def load(
+        self,
+        model: nn.Module,
+        architecture: OwnArchitecture,
+        progress: Callable[[float], None],
+        head: str,
+    ) -> None:
+        """Load all modules. `progress` is called with the finished fraction, 0 to 1. `head` describes the head."""
+        checkpoint = self.checkpoint
+        parameters = [name for name, _ in model.named_parameters()]
+        assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
+        self.parts.update(assignment.parts)
         num_total = sum(parameter.numel() for parameter in model.parameters())
         num_done = 0
         progress(0.0)
@@ -169,6 +140,18 @@ class _Loader:
                 num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
                 self._load_module(name, module)
                 progress(num_done / num_total)
+        log.info(
+            "checkpoint_loaded",
+            path=str(checkpoint.path),
+            architecture=architecture.architecture,
+            parameters=architecture.num_parameters,
+            head=head,
+            stored_format=checkpoint.stored_format,
+            matrices=dict(self.formats),
+            unused_tensors=[*assignment.unused, *checkpoint.ignored],
+            ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
+            eos_token_ids=list(architecture.eos_token_ids),
+        )
 
     def _load_module(self, name: str, module: LoadableModule) -> None:
         """Assign the parameters of a module, and pack its matrix."""

@@ -28,7 +28,6 @@ from argosy.engine.grammar import (
 )
 from argosy.engine.scheduling import (
     Scheduler,
-    SchedulerLimits,
     Sequence,
     SequenceFailure,
     StepPlan,
@@ -101,7 +100,7 @@ class EngineCore:
         )
         self.executor = loaded.executor
         self._device = loaded.device
-        self.scheduler = Scheduler(scheduler_limits(config, loaded), _build_batching_policy(config))
+        self.scheduler = Scheduler(loaded.limits, _build_batching_policy(config))
         self.info = describe_core(loaded)
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
@@ -389,26 +388,6 @@ class EngineCore:
             step_token_budget=scheduler.token_budget.tokens,
             compute_threads=self._device.num_compute_threads,
         )
-
-
-def scheduler_limits(config: EngineConfig, loaded: LoadedExecutor) -> SchedulerLimits:
-    """Return the limits of the scheduler of a loaded executor."""
-    limits = loaded.limits
-    return SchedulerLimits(
-        max_seqs=limits.max_seqs,
-        max_step_tokens=limits.max_step_tokens,
-        block_size=limits.block_size,
-        num_blocks=limits.num_blocks,
-        host_blocks=limits.host_blocks,
-        # Without decodes, prefills leave no room for them.
-        max_prefill_fraction=config.max_prefill_fraction if loaded.pooling is None else 1.0,
-        watermark=config.watermark,
-        prefix_cache=config.prefix_cache,
-        ridge_tokens=loaded.device.ridge_tokens,
-        kv_windows=limits.kv_windows,
-        state_snapshots=limits.state_snapshots,
-        is_chunked=bool(limits.kv_windows),
-    )
 
 
 def describe_core(loaded: LoadedExecutor) -> CoreReady:
