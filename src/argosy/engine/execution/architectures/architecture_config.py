@@ -122,25 +122,12 @@ def _build_architecture(
     architecture: str, family: ModelFamily, config: CheckpointConfig, eos_token_ids: tuple[int, ...]
 ) -> ModelArchitecture:
     hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
-    heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
-    kv_heads = config.optional_integer("num_key_value_heads", maximum=MAX_HEADS) or heads
-    if heads % kv_heads:
-        raise config.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
     latent = _parse_latent(family, config)
+    heads, kv_heads, head_dim = _parse_heads(config, hidden, latent)
     if latent is None:
-        head_dim = config.optional_integer("head_dim", maximum=MAX_HEADS)
-        if head_dim is None and hidden % heads:
-            raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
-        head_dim = head_dim or hidden // heads
-        if head_dim > MAX_HEADS:
-            raise config.error(
-                "num_attention_heads",
-                f"at least {hidden // MAX_HEADS} for a hidden_size of {hidden}",
-            )
         ropes = parse_ropes(config, head_dim)
         scale = (config.number("query_pre_attn_scalar") if family.is_gemma else head_dim) ** -0.5
     else:
-        kv_heads, head_dim = 1, latent.rope_dim + latent.kv_rank
         ropes = parse_ropes(config, latent.rope_dim)
         scale = latent.query_dim**-0.5 * ropes[0].score_factor
     moe = parse_moe(family, config)
@@ -171,12 +158,8 @@ def _build_architecture(
         mlp_bias=config.flag("mlp_bias"),
         has_sinks=family.has_sinks,
         attention_scale=scale,
-        attention_softcap=config.optional_number("attn_logit_softcapping")
-        if family.is_gemma
-        else None,
-        logit_softcap=config.optional_number("final_logit_softcapping")
-        if family.is_gemma
-        else None,
+        attention_softcap=_gemma_number(family, config, "attn_logit_softcapping"),
+        logit_softcap=_gemma_number(family, config, "final_logit_softcapping"),
         embedding_scale=float(hidden) ** 0.5 if family.is_gemma else None,
         tied_embeddings=config.flag("tie_word_embeddings"),
         ropes=ropes,
@@ -187,6 +170,31 @@ def _build_architecture(
         has_output_gate=family.has_delta_nets,
         is_causal=not config.flag("use_bidirectional_attention"),
     )
+
+
+def _parse_heads(
+    config: CheckpointConfig, hidden: int, latent: LatentArchitecture | None
+) -> tuple[int, int, int]:
+    """Return the numbers of query heads and of KV heads, and the elements of a head."""
+    heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = config.optional_integer("num_key_value_heads", maximum=MAX_HEADS) or heads
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
+    if latent is not None:
+        return heads, 1, latent.rope_dim + latent.kv_rank
+    head_dim = config.optional_integer("head_dim", maximum=MAX_HEADS)
+    if head_dim is None and hidden % heads:
+        raise config.error("hidden_size", f"a multiple of the {heads} attention heads")
+    head_dim = head_dim or hidden // heads
+    if head_dim > MAX_HEADS:
+        raise config.error(
+            "num_attention_heads", f"at least {hidden // MAX_HEADS} for a hidden_size of {hidden}"
+        )
+    return heads, kv_heads, head_dim
+
+
+def _gemma_number(family: ModelFamily, config: CheckpointConfig, key: str) -> float | None:
+    return config.optional_number(key) if family.is_gemma else None
 
 
 def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:

@@ -101,12 +101,7 @@ def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArch
     family_name, _ = split_architecture(name)
     family = ENCODER_FAMILIES[family_name]
     config = CheckpointConfig(file, values, family.defaults)
-    if parse_quantization(config) is not None:
-        raise config.error("quantization_config", "absent, because encoders are not quantized")
-    if config.string("position_embedding_type") not in (None, "absolute"):
-        raise config.error("position_embedding_type", "absolute")
-    if config.flag("is_decoder") or config.flag("add_cross_attention"):
-        raise config.error("is_decoder", "false for an encoder")
+    _reject_unsupported(config)
     hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
     heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
     if hidden % heads:
@@ -116,7 +111,6 @@ def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArch
     offset = config.integer("pad_token_id", minimum=0) + 1 if family.has_padding_offset else 0
     ropes, kinds = _parse_layers(family, config, hidden // heads, num_layers)
     window = config.integer("local_attention") // 2 + 1 if family.is_modern else None
-    dtype = config.string("dtype") or config.string("torch_dtype")
     return EncoderArchitecture(
         family=family_name,
         architecture=name,
@@ -132,7 +126,7 @@ def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArch
         tied_embeddings=True,
         is_causal=False,
         has_head=False,
-        dtype=dtype or "float32",
+        dtype=config.string("dtype") or config.string("torch_dtype") or "float32",
         activation=_activation(
             config, "hidden_activation" if family.is_modern else "hidden_act", "gelu"
         ),
@@ -149,14 +143,28 @@ def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArch
             len(ropes) - 1 if kind == "sliding_attention" else 0 for kind in kinds if ropes
         ),
         sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        classifier=None
-        if num_labels is None
-        else ClassifierArchitecture(
-            num_labels=num_labels,
-            activation=_activation(config, "classifier_activation", family.head_activation),
-            has_norm="head.norm" in family.head_names,
-            has_dense_bias=config.flag("classifier_bias") if family.is_modern else True,
-        ),
+        classifier=None if num_labels is None else _parse_classifier(family, config, num_labels),
+    )
+
+
+def _reject_unsupported(config: CheckpointConfig) -> None:
+    """Raise ValueError for settings that change the results in an unsupported way."""
+    if parse_quantization(config) is not None:
+        raise config.error("quantization_config", "absent, because encoders are not quantized")
+    if config.string("position_embedding_type") not in (None, "absolute"):
+        raise config.error("position_embedding_type", "absolute")
+    if config.flag("is_decoder") or config.flag("add_cross_attention"):
+        raise config.error("is_decoder", "false for an encoder")
+
+
+def _parse_classifier(
+    family: EncoderFamily, config: CheckpointConfig, num_labels: int
+) -> ClassifierArchitecture:
+    return ClassifierArchitecture(
+        num_labels=num_labels,
+        activation=_activation(config, "classifier_activation", family.head_activation),
+        has_norm="head.norm" in family.head_names,
+        has_dense_bias=config.flag("classifier_bias") if family.is_modern else True,
     )
 
 
