@@ -11,7 +11,6 @@ import csv
 import io
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +31,27 @@ from tests.support.waiting import stable_value
 
 from argosy.deployment import AuthConfig, FleetControl
 from argosy.gateway import GatewayConfig, ReplicaLogs
-from argosy.gateway.admin import build_admin_app
-from argosy.gateway.admin.app import ENDPOINTS
+from argosy.gateway.admin import AdminScope, build_admin_routes
+from argosy.gateway.admin.routes import ENDPOINTS
+from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator
+from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.http_server import (
-    HttpExchange,
     HttpServer,
-    Receive,
-    Scope,
-    Send,
     bind_tcp,
     bind_unix,
     listen_url,
-    run_handler,
 )
 from argosy.store import AccountSnapshot, Ledger, Role, Store, UsageFilter, UsageRecord, open_store
+from argosy.telemetry import GatewayMetrics
 
 FindExplanation = Callable[[str], dict[str, Any] | None]
 RoleHeaders = dict[Role, dict[str, str]]
 
 ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
-
-
-@dataclass(frozen=True)
-class HttpLimits:
-    body_limit_bytes: int = 1 << 20
-    body_timeout_s: float = 10.0
-    slow_reader_timeout_s: float = 10.0
 
 
 @contextlib.asynccontextmanager
@@ -83,22 +73,23 @@ async def serve_admin_api(
         return find_explanation(request)
 
     models = ModelRouter({})
-    handler = build_admin_app(
+    admin_scope = AdminScope(
         store,
-        authenticator,
-        explain,
-        on_change,
         ReplicaAdmin(models, store),
+        explain,
         config=GatewayConfig(),
         series_queries=SeriesQueries(SeriesCollector(GatewayConfig(), models), "gw", None),
-        replica_logs=None if store is None else ReplicaLogs("demo", store.replica_logs),
+        fleet_logs=None if store is None else ReplicaLogs("demo", store.replica_logs),
         fleet_control=None if store is None else FleetControl("demo", store.fleets),
     )
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = HttpExchange(scope, receive, send, HttpLimits())
-        await run_handler(exchange, exchange.delegate_to(handler))
-
+    app = GatewayApp(
+        build_admin_routes(admin_scope, authenticator, on_change),
+        authenticate=authenticator.authenticate,
+        sessions=None,
+        cors=CorsPolicy(()),
+        metrics=GatewayMetrics(),
+        config=GatewayConfig(),
+    )
     listener = bind_tcp("127.0.0.1", 0) if socket_path is None else bind_unix(socket_path)
     url = listen_url(listener) if socket_path is None else "http://localhost"
     transport = None if socket_path is None else httpx2.AsyncHTTPTransport(uds=str(socket_path))

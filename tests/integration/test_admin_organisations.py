@@ -21,8 +21,8 @@ from tests.support.organisations import (
 from tests.support.stored_rollout import DECLARATION, POOL, StoredRollout
 
 from argosy.deployment import FleetControl
-from argosy.gateway.admin.app import ENDPOINTS
 from argosy.gateway.admin.endpoints import AdminEndpoint
+from argosy.gateway.admin.routes import ENDPOINTS
 from argosy.store import Role, RoleScope
 
 ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
@@ -210,7 +210,7 @@ class EndpointCaller:
 
     @property
     def case(self) -> EndpointCase:
-        return CASES[self.endpoint.name]
+        return CASES[self.endpoint.handler.__name__]
 
     @property
     def is_list(self) -> bool:
@@ -248,12 +248,13 @@ def mask_ids(response: httpx2.Response, ids: ResourceIds) -> tuple[int, str]:
 
 def test_matrix_covers_every_endpoint() -> None:
     registered = {
-        endpoint.name: (endpoint.scope, "{id}" in endpoint.path) for endpoint in ENDPOINTS
+        endpoint.handler.__name__: (endpoint.scope, "{id}" in endpoint.path)
+        for endpoint in ENDPOINTS
     }
     assert registered == {name: (case.scope, case.id_kind != "") for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.handler.__name__)
 async def test_endpoint_permits_exactly_the_expected_callers(
     admin_gateway: AdminGateway, endpoint: AdminEndpoint
 ) -> None:
@@ -303,6 +304,6 @@ async def test_unfiltered_lists_hold_only_the_callers_organisation(
             params = {"group_by": "organisation,project,key"} if "usage" in endpoint.path else {}
             response = await client.get(endpoint.path, params=params, headers=headers)
             leaked = [value for value in asdict(foreign).values() if value in response.text]
-            assert not leaked, endpoint.name
+            assert not leaked, endpoint.handler.__name__
     page = await client.get(f"/admin/keys?after={foreign.key}", headers=headers)
     assert page.status_code == 400

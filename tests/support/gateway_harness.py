@@ -20,10 +20,11 @@ from argosy.deployment import (
     ReplicaConfig,
     Timeouts,
 )
-from argosy.gateway.admin import build_admin_app
+from argosy.gateway.admin import AdminScope, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator
 from argosy.gateway.cors import CorsPolicy
+from argosy.gateway.dialects import BackgroundResponses, ResponseState
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
@@ -36,6 +37,7 @@ from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.request_context import RequestContext, RequestFilter
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.routes import build_routes
 from argosy.http_server import HttpServer, bind_tcp, listen_url
 from argosy.policy import PROBE_TIMEOUT_S, AttemptOutcome
 from argosy.protocol import ApiError, EarlyStopReason
@@ -170,20 +172,22 @@ async def run_gateway(
     handlers = CompletionHandlers(models, config, [telemetry, *filters], fast_path)
     operations = OperationsHandlers(models, metrics, GatewayGauges)
     authenticator = Authenticator(AccountSnapshot(), config.auth)
-    app = GatewayApp(
+    state = ResponseState(None)
+    routes = build_routes(
         models,
         handlers,
         operations,
+        state,
+        BackgroundResponses(state, handlers.chat_completions),
+        refuse_unknown_fields=unknown_fields == "refuse",
+    )
+    admin_scope = AdminScope(
+        None, ReplicaAdmin(models, None), explain_nothing, previewer=handlers.previewer
+    )
+    app = GatewayApp(
+        [*routes, *build_admin_routes(admin_scope, authenticator)],
         authenticate=authenticator.authenticate,
-        admin=build_admin_app(
-            None,
-            authenticator,
-            explain_nothing,
-            lambda: None,
-            ReplicaAdmin(models, None),
-            previewer=handlers.previewer,
-        ),
-        render_openapi=lambda: b"{}",
+        sessions=None,
         cors=CorsPolicy(config.auth.allowed_origins),
         metrics=metrics,
         config=config,

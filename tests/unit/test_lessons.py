@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.gateway.admin import ENDPOINTS
+from argosy.gateway.admin.routes import ENDPOINTS
 from argosy.policy import QUANTUM_TOKENS
 
 LESSONS = {

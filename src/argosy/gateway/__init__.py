@@ -1,6 +1,6 @@
 """The gateway: the front end of a fleet that authenticates, admits, routes, streams and meters requests.
 
-`GatewayServer` builds the parts from a `GatewayConfig`, listens, and drains on SIGTERM. The ASGI application,
+`GatewayServer` builds the parts from a `GatewayConfig`, listens, and drains on SIGTERM. The application,
 `GatewayApp`, authenticates each request as a `Principal` and calls the route's handler. The `proxy` package handles
 generation requests: it runs the request filters, queues for a replica of the pool, and forwards the response. A
 `RequestContext` carries the state of one generation request through filters, queue, attempts and response. In the

@@ -20,7 +20,7 @@ import structlog
 
 from argosy.deployment import GatewayConfig, ModelConfig, RouteConfig
 from argosy.folders import state_folder
-from argosy.gateway.http_route import ANY_METHOD, HttpRoute
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
 from argosy.gateway.peer_connection import (
     PEER_TOKEN_HEADER,
@@ -33,7 +33,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import DemandReport
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
 from argosy.gateway.upstream import UpstreamError, fetch_response
-from argosy.http_server import HttpExchange, TlsConfig
+from argosy.http_server import ANY_METHOD, HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
 from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread
@@ -259,8 +259,8 @@ class FleetPoolsHandler:
             await exchange.send_response(200, msgspec.json.encode(report))
 
         return [
-            HttpRoute(POOLS_PATH, ANY_METHOD, handle_pools, is_public=True),
-            HttpRoute(OUTCOMES_PATH, "POST", handle_outcomes, is_public=True),
+            HttpRoute(ANY_METHOD, POOLS_PATH, handle_pools, is_public=True),
+            HttpRoute("POST", OUTCOMES_PATH, handle_outcomes, is_public=True),
         ]
 
     def _parse(self, body: bytes) -> FleetPools:

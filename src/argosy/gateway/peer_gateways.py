@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, quote, unquote
 import msgspec
 import structlog
 
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.peer_connection import (
     PEER_TOKEN_HEADER,
     check_peer_token,
@@ -148,31 +149,20 @@ class PeerGateways:
             upstream.close()
         return body if status == 200 else None
 
-    def build_handler(self, find_trace: FindTrace) -> PeerRequestHandler:
-        """Return the handler that answers the questions of other gateways."""
-        return PeerRequestHandler(self.secret, find_trace)
+    def build_route(self, find_trace: FindTrace) -> HttpRoute:
+        """Return the route for signed questions of other gateways. To anyone else the path does not exist."""
 
+        async def explain(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # the signature authenticates the gateway
+            identifier = unquote(exchange.path_parameters["id"])
+            organisation = parse_qs(exchange.query.decode("latin-1")).get("organisation", [None])[0]
+            check_peer_token(exchange, self.secret, _describe_question(identifier, organisation))
+            explanation = find_trace(identifier, organisation)
+            if explanation is None:
+                raise ApiError(404, "not_found", "This gateway has no trace of the request.")
+            await exchange.send_response(200, msgspec.json.encode(explanation))
 
-class PeerRequestHandler:
-    """Handler of `GET /peer/requests/{id}`, for signed questions of other gateways.
-
-    To anyone else the path does not exist.
-    """
-
-    def __init__(self, secret: str, find_trace: FindTrace) -> None:
-        self._secret = secret
-        self._find_trace = find_trace
-
-    async def __call__(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Answer with the explanation of a request, or with 404."""
-        del principal  # the signature authenticates the gateway
-        identifier = unquote(exchange.path.removeprefix(PEER_REQUESTS_PREFIX))
-        organisation = parse_qs(exchange.query.decode("latin-1")).get("organisation", [None])[0]
-        check_peer_token(exchange, self._secret, _describe_question(identifier, organisation))
-        explanation = self._find_trace(identifier, organisation)
-        if explanation is None:
-            raise ApiError(404, "not_found", "This gateway has no trace of the request.")
-        await exchange.send_response(200, msgspec.json.encode(explanation))
+        return HttpRoute("GET", PEER_REQUESTS_PREFIX + "{id...}", explain, is_public=True)
 
 
 def advertised_url(listen_socket: socket.socket, scheme: str, configured: str | None) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from argosy.gateway.dialects import translate_pooling
-from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import ApiShape
 from argosy.http_server import HttpExchange
@@ -67,17 +66,6 @@ class PoolingHandlers:
     def __init__(self, run: ModelHandler, *, refuse_unknown_fields: bool) -> None:
         self._run = run
         self._refuse_unknown = refuse_unknown_fields
-        self.routes = (
-            HttpRoute("/v1/embeddings", "POST", self.embeddings),
-            HttpRoute("/pooling", "POST", self.pooling),
-            HttpRoute("/classify", "POST", self.classify),
-            HttpRoute("/score", "POST", self.score),
-            HttpRoute("/v1/score", "POST", self.score),
-            HttpRoute("/rerank", "POST", self.rerank),
-            HttpRoute("/v1/rerank", "POST", self.rerank),
-            HttpRoute("/v2/rerank", "POST", self.cohere_rerank),
-            HttpRoute("/v2/embed", "POST", self.cohere_embed),
-        )
 
     async def embeddings(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/embeddings`."""

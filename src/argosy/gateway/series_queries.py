@@ -160,7 +160,7 @@ class SeriesQueries:
             body = frame.encode(SCHEMAS[scope_kind(wanted.scope)])
             await exchange.send_response(200, body, b"application/msgpack")
 
-        return HttpRoute(PEER_SERIES_PATH, "GET", handle, is_public=True)
+        return HttpRoute("GET", PEER_SERIES_PATH, handle, is_public=True)
 
     async def _read(self, wanted: _Range) -> SeriesFrame:
         """Read this gateway's series."""

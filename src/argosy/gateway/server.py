@@ -17,7 +17,7 @@ import uvloop
 
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
-from argosy.gateway.admin import build_admin_app
+from argosy.gateway.admin import AdminCallLimiter, AdminScope, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
@@ -29,7 +29,7 @@ from argosy.gateway.console import (
     OidcSignIn,
 )
 from argosy.gateway.cors import CorsPolicy
-from argosy.gateway.dialects import ResponseState
+from argosy.gateway.dialects import BackgroundResponses, ResponseState
 from argosy.gateway.filters import (
     IdempotencyFilter,
     LimitFilter,
@@ -42,7 +42,6 @@ from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
-from argosy.gateway.openapi import render_openapi
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
 from argosy.gateway.peer_gateways import PeerGateways, advertised_url
 from argosy.gateway.pool import (
@@ -59,11 +58,11 @@ from argosy.gateway.request_explainer import RequestExplainer
 from argosy.gateway.request_ids import new_gateway_id
 from argosy.gateway.request_trace import TraceStore
 from argosy.gateway.route_watcher import RouteWatcher
+from argosy.gateway.routes import add_openapi_route, build_routes
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
 from argosy.http_server import (
-    AsgiApp,
     CertificateWatcher,
     HttpServer,
     listen_url,
@@ -277,33 +276,38 @@ class GatewayServer:
 
         if config.console.enabled:
             self._console = self._build_console(store, read_metrics)
-        app = GatewayApp(
+        background = BackgroundResponses(response_state, generation.chat_completions)
+        routes = build_routes(
             self._models,
             generation,
             OperationsHandlers(self._models, self._metrics, read_metrics),
+            response_state,
+            background,
+            None if account_sync is None else account_sync.limits,
+            refuse_unknown_fields=config.unknown_fields == "refuse",
+        )
+        if self._console is not None:
+            routes = self._console.build_routes(routes)
+        if peers is not None:
+            routes += self._build_peer_routes(peers, generation, series_queries)
+        routes += self._build_admin(peers, series_queries, generation.previewer)
+        app = GatewayApp(
+            add_openapi_route(routes),
             authenticate=self._authenticator.authenticate,
-            admin=self._build_admin(peers, series_queries, generation.previewer),
-            render_openapi=render_openapi,
+            sessions=None if self._console is None else self._console.sessions,
             cors=self._cors,
             metrics=self._metrics,
             config=config,
-            limits=None if account_sync is None else account_sync.limits,
             gateway_id=self._gateway_id,
-            answer_peer=None if peers is None else peers.build_handler(self._find_trace),
-            peer_routes=[]
-            if peers is None
-            else self._build_peer_routes(peers.secret, generation, series_queries),
-            response_state=response_state,
-            console=self._console,
         )
         await self._registry.start()
         if peers is not None:
             await peers.register()
             background_tasks.append(peers.keep_registered)
-        background_tasks += self._list_background_tasks(app, generation, response_state)
+        background_tasks += self._list_background_tasks(background, generation, response_state)
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
-        await self._listen(app, listen_socket, background_tasks, descriptors_per_client)
+        await self._listen(app, background, listen_socket, background_tasks, descriptors_per_client)
 
     def _build_peers(self, store: Store, listen_socket: socket.socket) -> PeerGateways:
         config = self._config
@@ -312,10 +316,13 @@ class GatewayServer:
         return PeerGateways(self._gateway_id, store, url, config.tls)
 
     def _build_peer_routes(
-        self, secret: str, generation: CompletionHandlers, series_queries: SeriesQueries | None
+        self,
+        peers: PeerGateways,
+        generation: CompletionHandlers,
+        series_queries: SeriesQueries | None,
     ) -> list[HttpRoute]:
-        """Build the routes for requests of the controller and of other gateways, which are signed with `secret`."""
-        routes: list[HttpRoute] = []
+        """Build the routes for requests of the controller and of other gateways, which are signed."""
+        secret, routes = peers.secret, [peers.build_route(self._find_trace)]
         if self._fleet_pools is not None and self._outcomes is not None:
             logs = self._replica_logs
             routes += self._fleet_pools.build_routes(
@@ -333,7 +340,7 @@ class GatewayServer:
         peers: PeerGateways | None,
         series_queries: SeriesQueries | None,
         previewer: RoutingPreviewer,
-    ) -> AsgiApp:
+    ) -> list[HttpRoute]:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
         fleet, fleet_control = self._config.fleet, self._fleet_control
@@ -342,20 +349,20 @@ class GatewayServer:
         explainer = RequestExplainer(
             self._gateway_id, self._find_trace, peers, None if store is None else store.ledger
         )
-        return build_admin_app(
+        admin_scope = AdminScope(
             store,
-            self._authenticator,
-            explainer.explain,
-            _ignore_change if accounting is None else accounting.notify_changed,
             ReplicaAdmin(self._models, store),
+            explainer.explain,
+            AdminCallLimiter(self._loop_monitor),
             fleet_control=fleet_control,
             series_queries=series_queries,
-            sessions=None if self._console is None else self._console.sessions,
             config=self._config,
-            loop_monitor=self._loop_monitor,
-            replica_logs=self._replica_logs,
+            fleet_logs=self._replica_logs,
             previewer=previewer,
+            authenticator=self._authenticator,
         )
+        on_changed = _ignore_change if accounting is None else accounting.notify_changed
+        return build_admin_routes(admin_scope, self._authenticator, on_changed)
 
     def _build_console(
         self, store: Store | None, read_metrics: Callable[[], GatewayGauges]
@@ -395,7 +402,10 @@ class GatewayServer:
         return [watcher.watch, self._outcomes.run, gate.run]
 
     def _list_background_tasks(
-        self, app: GatewayApp, generation: CompletionHandlers, response_state: ResponseState
+        self,
+        background: BackgroundResponses,
+        generation: CompletionHandlers,
+        response_state: ResponseState,
     ) -> list[CoroutineFactory]:
         """Return the background tasks, except for those of rollouts and of the registration of this gateway."""
         tasks: list[CoroutineFactory] = [generation.monitor_streams, self._loop_monitor.run]
@@ -405,7 +415,7 @@ class GatewayServer:
                 partial(accounting.poll_accounts, self._account_sync.apply_snapshot),
                 accounting.roll_up_usage,
                 response_state.delete_expired_forever,
-                app.dialects.background.watch_forever,
+                background.watch_forever,
             ]
         fleet_pools = self._fleet_pools
         if self._series is not None:
@@ -425,6 +435,7 @@ class GatewayServer:
     async def _listen(
         self,
         app: GatewayApp,
+        background: BackgroundResponses,
         listen_socket: socket.socket,
         background_tasks: list[CoroutineFactory],
         descriptors_per_client: int,
@@ -456,13 +467,13 @@ class GatewayServer:
         self._on_ready(url)
         try:
             await asyncio.wait({server_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain(app, server)
+            await self._drain(app, background, server)
         finally:
             for task in (*tasks, stop_task):
                 task.cancel()
             server.stop()
             await server_task  # also requests that were aborted, so that they are counted
-            await app.dialects.background.close()
+            await background.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_fast_path(self) -> FastPath | None:
@@ -509,7 +520,9 @@ class GatewayServer:
             quota_backend=None if account_sync is None else account_sync.limits.read_quota_status(),
         )
 
-    async def _drain(self, app: GatewayApp, server: HttpServer) -> None:
+    async def _drain(
+        self, app: GatewayApp, background: BackgroundResponses, server: HttpServer
+    ) -> None:
         """Let running requests end, for at most `drain_deadline_s` or until `stop` is called again."""
         log.info("draining", in_flight=app.in_flight)
         if self._console is not None:
@@ -518,6 +531,7 @@ class GatewayServer:
         async def drain() -> None:
             await server.drain(self._config.drain_keepalive_s)
             await app.wait_until_idle()
+            await background.wait_until_idle()
 
         drain_task = asyncio.create_task(drain())
         force_stop_task = asyncio.create_task(self._force_stop.wait())

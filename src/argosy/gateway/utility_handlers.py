@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec import Raw
 
-from argosy.gateway.auth import check_role
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool, ReplicaEndpoint
@@ -36,7 +35,6 @@ RETRY_INTERVAL_S = 0.5
 MAX_CONCURRENT_PER_TENANT = 4
 """Maximum concurrent requests of one tenant. Further requests wait with their bodies unread, because replicas tokenize
 the prompts of all tenants on the same processors."""
-REPLICAS_PREFIX = "/replicas/"
 METRICS_PATH = "/metrics"
 TOKENIZE_PATH = "/tokenize"
 
@@ -146,8 +144,8 @@ class UtilityHandlers:
 
     async def replica_metrics(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /replicas/{name}/metrics`: metrics of one replica, which the scraper may be unable to reach itself."""
-        check_role(principal, "viewer", "gateway")
-        name = exchange.path.removeprefix(REPLICAS_PREFIX).removesuffix(METRICS_PATH)
+        del principal  # its role was checked
+        name = exchange.path_parameters["name"]
         for pool in self._models.all_pools:
             replica = pool.replicas.get(name)
             if replica is not None:

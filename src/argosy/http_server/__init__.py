@@ -1,11 +1,11 @@
-"""HTTP/1.1 server with ASGI applications, size and time limits per connection, TLS, and graceful shutdown.
+"""HTTP/1.1 server with size and time limits per connection, TLS, and graceful shutdown.
 
-The `Acceptor` of an `HttpServer` accepts clients on listening sockets and creates one
-`HttpConnection` per client, which parses requests with httptools. Each request gets an `Http1Transport`, which buffers
-the body, writes the response, and calls the ASGI application in a task. Handlers do not use ASGI messages directly.
-They read the body and write the response through an `HttpExchange`, which enforces the limits and adds the common
-headers. `run_handler` converts exceptions of a handler to error responses. A handler may have its response translated
-to another dialect of the API by a `ResponseTranslator`.
+The `Acceptor` of an `HttpServer` accepts clients on listening sockets and creates one `HttpConnection` per client,
+which parses requests with httptools. Each `HttpRequest` gets an `Http1Transport`, which buffers the body, writes the
+response, and calls the server's handler in a task. Handlers read the body and write the response through an
+`HttpExchange`, which enforces the limits and adds the common headers. A `RouteTable` finds the handler of a path.
+`run_handler` converts exceptions of a handler to error responses. A handler may have its response translated to
+another dialect of the API by a `ResponseTranslator`.
 
 A handler that accepts a client's handshake gets its `WebSocket`. The response to each message is written through an
 exchange of its own over a `MessageTransport`, so the same handlers serve requests and messages.
@@ -18,17 +18,15 @@ from argosy.http_server.detached_transport import DetachedTransport
 from argosy.http_server.error_responses import (
     check_method,
     internal_error,
-    not_found_error,
     run_handler,
 )
 from argosy.http_server.gc_tuning import tune_gc
 from argosy.http_server.http_exchange import (
-    EXCHANGE_KEY,
     JSON_CONTENT_TYPE,
-    ExchangeLimits,
     HttpExchange,
     SlowReaderError,
 )
+from argosy.http_server.http_request import HttpRequest, RequestHandler
 from argosy.http_server.message_transport import MessageTransport
 from argosy.http_server.request_origin import (
     check_json_content_type,
@@ -36,17 +34,13 @@ from argosy.http_server.request_origin import (
     check_same_origin,
     is_cross_origin,
 )
-from argosy.http_server.response_observer import ResponseObserver
 from argosy.http_server.response_translator import ResponseDialect, ResponseTranslator
 from argosy.http_server.response_transport import (
-    AsgiApp,
     ClientListener,
     DisconnectedError,
-    Receive,
     ResponseTransport,
-    Scope,
-    Send,
 )
+from argosy.http_server.routes import ANY_METHOD, Route, RouteMatch, RouteTable
 from argosy.http_server.server import (
     SHUTDOWN_GRACE_S,
     HttpServer,
@@ -58,26 +52,25 @@ from argosy.http_server.server import (
 from argosy.http_server.tls import CertificateWatcher, TlsConfig
 
 __all__ = [
-    "EXCHANGE_KEY",
+    "ANY_METHOD",
     "JSON_CONTENT_TYPE",
     "SHUTDOWN_GRACE_S",
-    "AsgiApp",
     "CertificateWatcher",
     "ClientListener",
     "Deadlines",
     "DetachedTransport",
     "DisconnectedError",
-    "ExchangeLimits",
     "HttpExchange",
+    "HttpRequest",
     "HttpServer",
     "MessageTransport",
-    "Receive",
+    "RequestHandler",
     "ResponseDialect",
-    "ResponseObserver",
     "ResponseTranslator",
     "ResponseTransport",
-    "Scope",
-    "Send",
+    "Route",
+    "RouteMatch",
+    "RouteTable",
     "SlowReaderError",
     "TlsConfig",
     "bind_tcp",
@@ -90,7 +83,6 @@ __all__ = [
     "is_cross_origin",
     "listen_url",
     "listening_socket",
-    "not_found_error",
     "run_handler",
     "tune_gc",
 ]

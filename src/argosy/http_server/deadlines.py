@@ -36,6 +36,10 @@ class Deadlines(Generic[T]):
         """Return the number of items with a deadline."""
         return len(self._due)
 
+    def __contains__(self, item: T) -> bool:
+        """Return whether an item has a deadline."""
+        return item in self._due
+
     def remove(self, item: T) -> None:
         """Cancel the deadline of `item`, if it has one."""
         self._due.pop(item, None)

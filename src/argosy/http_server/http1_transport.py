@@ -1,14 +1,17 @@
-"""Transport of one HTTP/1 request on a connection, with a direct interface for `HttpExchange` and an ASGI interface."""
+"""Body and response of one HTTP/1 request on a client's connection."""
 
 from __future__ import annotations
 
 import asyncio
 import http
-import logging
-from collections.abc import Iterable, MutableMapping
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import cast
 
-from argosy.http_server.response_transport import AsgiApp, ClientListener, DisconnectedError, Scope
+import structlog
+
+from argosy.http_server.client_connection import ClientConnection
+from argosy.http_server.http_request import HttpRequest, RequestHandler
+from argosy.http_server.response_transport import ClientListener, DisconnectedError
 from argosy.protocol import ApiError
 
 MAX_PREFETCHED_BODY_BYTES = 64 * 1024
@@ -17,61 +20,38 @@ MAX_COALESCED_BYTES = 16 * 1024
 """Written bytes that are held back until the end of the event loop turn."""
 
 _STATUS_LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
-_BODILESS_STATUSES = frozenset({204, 304})
 CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 STATUS_LINE_PREFIX = b"HTTP/1.1 "
 """First bytes of every response."""
 
-log = logging.getLogger("argosy.http_server")
-
-
-class ConnectionHandle(Protocol):
-    """Client connection, as seen by the transport of one request."""
-
-    transport: asyncio.Transport
-    is_backpressured: bool
-    """Whether the client reads more slowly than data is written."""
-
-    @property
-    def default_headers(self) -> Iterable[tuple[bytes, bytes]]:
-        """Headers of every response, such as Date."""
-
-    def add_unread_bytes(self, byte_count: int) -> bool:
-        """Add `byte_count`, which may be negative, to the buffered body bytes of all connections.
-
-        Returns:
-            Whether the total is within its limit.
-        """
-
-    def pause_reading(self) -> None:
-        """Stop reading from the client."""
-
-    def resume_reading(self) -> None:
-        """Start reading from the client again."""
-
-    def on_response_complete(self, transport: Http1Transport) -> None:
-        """Handle the completion of this transport's response."""
-
-    def abort(self) -> None:
-        """Close the connection at once and discard unsent data."""
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 
 
 class Http1Transport:
-    """Implements `ResponseTransport` for one request. Data written after the client has disconnected is discarded."""
+    """Implements `ResponseTransport` for one request. Data written after the client has disconnected is discarded.
+
+    Args:
+        connection: The client's connection.
+        on_complete: Called when the response is complete.
+        is_head_request: Whether the response has no body.
+        is_http_1_0: Whether the client knows neither chunks nor interim responses.
+        keep_alive: Whether the connection stays open after the response.
+        expects_continue: Whether the client waits for a 100 response before it sends the body.
+    """
 
     __slots__ = (
         "_body_buffer",
         "_body_bytes",
-        "_body_end_delivered",
         "_chunked",
         "_connection",
         "_expects_continue",
-        "_http_version",
         "_is_head_request",
+        "_is_http_1_0",
         "_is_overloaded",
         "_listener",
         "_loop",
         "_max_buffered_bytes",
+        "_on_complete",
         "_prefix_bytes_sent",
         "_transport",
         "_wakeup",
@@ -85,9 +65,11 @@ class Http1Transport:
 
     def __init__(
         self,
-        connection: ConnectionHandle,
-        scope: Scope,
+        connection: ClientConnection,
+        on_complete: Callable[[Http1Transport], None],
         *,
+        is_head_request: bool = False,
+        is_http_1_0: bool = False,
         keep_alive: bool,
         expects_continue: bool,
     ) -> None:
@@ -100,19 +82,18 @@ class Http1Transport:
         """Whether the connection is closed."""
         self._connection = connection
         self._transport = connection.transport
-        self._is_head_request = scope["method"] == "HEAD"
-        self._http_version: str = scope["http_version"]
+        self._on_complete = on_complete
+        self._is_head_request = is_head_request
+        self._is_http_1_0 = is_http_1_0
         self._chunked = False
         self._prefix_bytes_sent = 0
         """Bytes of the status line sent as a probe before the response."""
-        self._expects_continue = expects_continue and self._http_version != "1.0"
+        self._expects_continue = expects_continue and not is_http_1_0
         self._body_buffer = bytearray()
         self._body_bytes = 0
         self._is_overloaded = False
         """Whether body bytes arrived beyond the limit for all connections and this body is not a small one."""
         self._max_buffered_bytes = MAX_PREFETCHED_BODY_BYTES
-        self._body_end_delivered = False
-        """Whether the ASGI application has received the end of the body."""
         self._listener: ClientListener | None = None
         self._wakeup: asyncio.Event | None = None
         self._loop = asyncio.get_running_loop()
@@ -151,7 +132,7 @@ class Http1Transport:
         self._complete_response()
 
     def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._chunked = self._http_version != "1.0"
+        self._chunked = not self._is_http_1_0
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
         self._buffer_write(self._render_head(status, headers))
@@ -200,7 +181,7 @@ class Http1Transport:
             return
         self._body_buffer += body
         self._body_bytes += len(body)
-        within_limit = self._connection.add_unread_bytes(len(body))
+        within_limit = self._connection.server_state.add_unread_bytes(len(body))
         self._is_overloaded = not within_limit and self._body_bytes > MAX_PREFETCHED_BODY_BYTES
         if self._body_bytes > self._max_buffered_bytes:
             self._connection.pause_reading()
@@ -235,7 +216,7 @@ class Http1Transport:
         if self.response_started:
             if self._listener is not None:
                 self._listener.on_half_close()
-        elif self._http_version != "1.0":
+        elif not self._is_http_1_0:
             self._buffer_write(CONTINUE_RESPONSE)
         # HTTP/1.0 has no interim responses. Send the status line ahead, one byte per probe.
         elif self._prefix_bytes_sent < len(STATUS_LINE_PREFIX):
@@ -251,12 +232,12 @@ class Http1Transport:
         if self._listener is not None and not self.response_complete:
             self._listener.on_disconnect()
 
-    async def run(self, app: AsgiApp, scope: Scope) -> None:
-        """Call `app` and complete or abort the response if `app` has left it open."""
+    async def run(self, handle: RequestHandler, request: HttpRequest) -> None:
+        """Call the handler, and complete or abort the response if it has left it open."""
         try:
-            await app(scope, self.receive, self.send)
+            await handle(request)
         except Exception:
-            log.exception("the ASGI application failed")
+            log.exception("request_handler_failed")
         finally:
             self.discard_body()
             if not (self.response_complete or self.is_disconnected):
@@ -265,44 +246,6 @@ class Http1Transport:
                 else:
                     self.send_response(500, [(b"content-length", b"0")], b"")
 
-    # --- ASGI ------------------------------------------------------------------------------------
-
-    async def receive(self) -> MutableMapping[str, Any]:
-        """Return the next part of the body, and `http.disconnect` after a disconnect or a complete response."""
-        while not (
-            self.response_complete
-            or self.is_disconnected
-            or (not self._body_end_delivered and (self.is_body_complete or self._body_buffer))
-        ):
-            await self._wait_for_change()
-        if self.response_complete or self.is_disconnected:
-            return {"type": "http.disconnect"}
-        body = self._take_body()
-        self._body_bytes = 0
-        self._body_end_delivered = self.is_body_complete
-        return {"type": "http.request", "body": body, "more_body": not self.is_body_complete}
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of the response after the client has read the previous data."""
-        await self.wait_writable()
-        if self.is_disconnected:
-            return
-        if message["type"] == "http.response.start":
-            self._start_asgi_response(message["status"], list(message.get("headers", ())))
-            return
-        self.write_nowait(message.get("body", b""))
-        if not message.get("more_body", False):
-            self.end_response()
-
-    def _start_asgi_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        names = {name.lower(): value for name, value in headers}
-        if b"close" in names.get(b"connection", b"").lower():
-            self.keep_alive = False
-        if b"content-length" in names or status in _BODILESS_STATUSES:
-            self.start_sized_response(status, headers)
-        else:
-            self.start_response(status, headers)
-
     # --- Internal --------------------------------------------------------------------------------
 
     def _render_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -310,7 +253,7 @@ class Http1Transport:
         # No 100 response was sent, so the body may never arrive and the connection cannot be reused.
         if self._expects_continue and not self.is_body_complete:
             self.keep_alive = False
-        all_headers = [*self._connection.default_headers, *headers]
+        all_headers = [*self._connection.server_state.default_headers, *headers]
         if not self.keep_alive:
             all_headers.append((b"connection", b"close"))
         lines = b"\r\n".join(map(b": ".join, all_headers))
@@ -336,12 +279,12 @@ class Http1Transport:
         self._flush()
         self.response_complete = True
         self._wake()
-        self._connection.on_response_complete(self)
+        self._on_complete(self)
 
     def _take_body(self) -> bytes:
         body = bytes(self._body_buffer)
         self._body_buffer.clear()
-        self._connection.add_unread_bytes(-len(body))
+        self._connection.server_state.add_unread_bytes(-len(body))
         return body
 
     async def _wait_for_change(self) -> None:

@@ -1,4 +1,4 @@
-"""Exchange of one HTTP request and its response over ASGI, with limits on body size, body time and slow readers."""
+"""Exchange of one HTTP request and its response, with limits on body size, body time and slow readers."""
 
 from __future__ import annotations
 
@@ -7,32 +7,18 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from argosy.http_server.response_observer import ResponseObserver, tee_writes
-from argosy.http_server.response_translator import (
-    ResponseDialect,
-    ResponseTranslator,
-    translate_writes,
-)
-from argosy.http_server.response_transport import (
-    TRANSPORT_KEY,
-    AsgiApp,
-    ClientListener,
-    Receive,
-    ResponseTransport,
-    Scope,
-    Send,
-)
-from argosy.http_server.websocket import WEBSOCKET_KEY, WebSocket, build_handshake
+from argosy.http_server.http_request import Headers, HttpRequest
+from argosy.http_server.response_translator import ResponseDialect, ResponseTranslator
+from argosy.http_server.response_transport import ClientListener, ResponseTransport
+from argosy.http_server.websocket import WebSocket, build_handshake
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, format_comment
 
 JSON_CONTENT_TYPE = b"application/json"
 SSE_PROBE_COMMENT = format_comment(b"")
 """SSE comment without content, which clients ignore."""
-EXCHANGE_KEY = "argosy.exchange"
-"""Key in the ASGI scope's state of the `HttpExchange`, for an application called by `delegate_to`."""
 
 MAX_PIECE_BYTES = 64 * 1024
 """Size in bytes of the pieces in which a larger complete response is sent, at the speed of the client."""
@@ -65,45 +51,50 @@ class ExchangeLimits(Protocol):
         """Time without read progress after which a client is disconnected."""
 
 
+class ResponseObserver(Protocol):
+    """Second receiver of a response, besides the client."""
+
+    def on_start(self, content_type: bytes) -> None:
+        """Handle the start of the response, which has this content type."""
+
+    def on_body(self, data: bytes) -> None:
+        """Handle a part of the response body."""
+
+
 class HttpExchange:
     """HTTP request and response. Responses carry `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        limits: ExchangeLimits,
-        server_id: str = "",
-    ) -> None:
+    def __init__(self, request: HttpRequest, limits: ExchangeLimits, server_id: str = "") -> None:
         """Create an exchange.
 
         Args:
-            scope: ASGI scope of the request.
-            receive: ASGI callable that returns parts of the request.
-            send: ASGI callable that sends parts of the response.
+            request: The request.
             limits: Limits on the request.
             server_id: Hexadecimal digits with which `unique_id` begins.
         """
-        self._scope = scope
-        self._receive = receive
-        self._send = send
+        self._request = request
         self._limits = limits
         self._server_id = server_id
-        self._transport: ResponseTransport = scope["state"][TRANSPORT_KEY]
-        self.write_nowait = self._write_untranslated = self._transport.write_nowait
+        self._transport = request.transport
+        self.write_nowait: Callable[[bytes], None] = request.transport.write_nowait
         """Send a part of a stream without waiting. The listener reports backpressure."""
+        self._write_untranslated: Callable[[bytes], None] = request.transport.write_nowait
         self.arrived_at = time.monotonic()
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.query: bytes = scope.get("query_string", b"")
+        self.method = request.method
+        self.path = request.path
+        """Path that is handled, which an application may replace. `requested_path` is the client's."""
+        self.path_parameters: Mapping[str, str] = {}
+        """Parameters in the path, as its route names them."""
+        self.query = request.query
         """Query string, without the `?`."""
-        self.headers = _merge_headers(scope["headers"])
+        self.peer_address = request.peer_address
+        """Address of the peer; "unix" over a Unix socket, and empty if unknown after a disconnect."""
+        self.headers = _merge_headers(request.headers)
         random_digits = UNIQUE_ID_DIGITS - len(server_id)
         self.unique_id = f"{server_id}{random.getrandbits(4 * random_digits):0{random_digits}x}"
         """Id that clients cannot choose."""
         self.request_id = self._choose_request_id()
-        self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.extra_headers: Headers = []
         """Headers to add to the response, also to an error response."""
         self.status: int | None = None
         """Status of the response, once it has been sent."""
@@ -119,16 +110,8 @@ class HttpExchange:
 
     @property
     def requested_path(self) -> str:
-        """Path that the client requested. `path` is the one that is handled, which an application may replace."""
-        return str(self._scope["path"])
-
-    @property
-    def peer_address(self) -> str:
-        """Address of the peer; "unix" over a Unix socket, and empty if unknown after a disconnect."""
-        client, server = self._scope.get("client"), self._scope.get("server")
-        if client is not None:
-            return str(client[0])
-        return "unix" if server is not None and server[1] is None else ""
+        """Path that the client requested."""
+        return self._request.path
 
     @property
     def is_disconnected(self) -> bool:
@@ -192,18 +175,20 @@ class HttpExchange:
             method: Method of the new request; None for that of this one.
             dropped_headers: Names of headers that the new request does not have.
         """
-        scope = {
-            **self._scope,
-            "method": method or self.method,
-            "headers": [one for one in self._scope["headers"] if one[0] not in dropped_headers],
-            "state": {TRANSPORT_KEY: transport},
-        }
-        return HttpExchange(scope, self._receive, self._send, self._limits, self._server_id)
+        request = HttpRequest(
+            method or self.method,
+            self._request.path,
+            self._request.query,
+            [one for one in self._request.headers if one[0] not in dropped_headers],
+            self._request.peer_address,
+            transport,
+        )
+        return HttpExchange(request, self._limits, self._server_id)
 
     @property
     def is_websocket_handshake(self) -> bool:
         """Whether the client asks for a WebSocket."""
-        return WEBSOCKET_KEY in self._scope["state"]
+        return self._request.open_websocket is not None
 
     def accept_websocket(self) -> WebSocket:
         """Answer the client's handshake, after which the connection carries the messages of a WebSocket.
@@ -211,13 +196,14 @@ class HttpExchange:
         Raises:
             ApiError: 400 if the handshake is invalid, 503 if the server shuts down.
         """
-        headers = build_handshake(self.path, self._scope["headers"])
-        websocket: WebSocket = self._scope["state"][WEBSOCKET_KEY](
+        if self._request.open_websocket is None:
+            raise ValueError("the client asks for no WebSocket")
+        headers = build_handshake(self.path, self._request.headers)
+        return self._request.open_websocket(
             lambda: self._build_headers(101, headers),  # records the status, so not before an error
-            max_message_bytes=self._limits.body_limit_bytes,
-            message_timeout_s=self._limits.body_timeout_s,
+            self._limits.body_limit_bytes,
+            self._limits.body_timeout_s,
         )
-        return websocket
 
     async def read_body(self) -> bytes:
         """Return the whole body.
@@ -281,9 +267,7 @@ class HttpExchange:
             await self._send_in_pieces(status, self._build_headers(status, headers), body)
         self.response_complete = True
 
-    async def _send_in_pieces(
-        self, status: int, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> None:
+    async def _send_in_pieces(self, status: int, headers: Headers, body: bytes) -> None:
         """Send the body at the client's speed, since buffering it for thousands of slow clients costs memory."""
         self._transport.start_sized_response(status, headers)
         try:
@@ -359,10 +343,10 @@ class HttpExchange:
         """Connect `write_nowait` with the translator, the observer and the connection, in this order."""
         write: Callable[[bytes], None] = self._transport.write_nowait
         if self._observer is not None:
-            write = tee_writes(write, self._observer.on_body)
+            write = _tee_writes(write, self._observer.on_body)
         self._write_untranslated = write
         if self._translator is not None:
-            write = translate_writes(write, self._translator)
+            write = _translate_writes(write, self._translator)
         self.write_nowait = write
 
     def lend_socket(self) -> int | None:
@@ -396,22 +380,11 @@ class HttpExchange:
         self.abort()
         await asyncio.sleep(0)
 
-    async def delegate_to(self, app: AsgiApp) -> None:
-        """Let `app` answer. The scope's state contains this exchange under `EXCHANGE_KEY`."""
-        state = self._scope["state"]
-        state[EXCHANGE_KEY] = self
-        try:
-            await app(self._scope, self._receive, self._send)
-        finally:
-            del state[EXCHANGE_KEY]
-
     def elapsed_ms(self) -> float:
         """Return the time since the request arrived, in milliseconds."""
         return round((time.monotonic() - self.arrived_at) * 1000, 1)
 
-    def _build_headers(
-        self, status: int, headers: list[tuple[bytes, bytes]]
-    ) -> list[tuple[bytes, bytes]]:
+    def _build_headers(self, status: int, headers: Headers) -> Headers:
         """Return the headers with those of every response appended, and record the status."""
         self.status = status
         spent_ms = b"%d" % round((time.monotonic() - self.arrived_at) * 1000)
@@ -475,6 +448,30 @@ def _merge_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]
             values_by_name.setdefault(name, []).append(value)
         merged = {name: b", ".join(values) for name, values in values_by_name.items()}
     return merged
+
+
+def _tee_writes(
+    first: Callable[[bytes], None], second: Callable[[bytes], None]
+) -> Callable[[bytes], None]:
+    """Return a function that passes its data to both functions, in this order."""
+
+    def write_both(data: bytes) -> None:
+        first(data)
+        second(data)
+
+    return write_both
+
+
+def _translate_writes(
+    write: Callable[[bytes], None], translator: ResponseTranslator
+) -> Callable[[bytes], None]:
+    """Return a function that writes the translation of its data."""
+
+    def write_translated(events: bytes) -> None:
+        if translated := translator.translate_events(events):
+            write(translated)
+
+    return write_translated
 
 
 def _body_too_large_error(max_bytes: int) -> ApiError:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from argosy.http_server.http_request import Headers
 from argosy.protocol import ApiError
 
 
-class ResponseDialect(Protocol):
+@dataclass(frozen=True, slots=True)
+class ResponseDialect:
     """Shape of errors and headers in one dialect of the API."""
 
-    def encode_error(self, error: ApiError, request_id: str) -> bytes:
-        """Encode the body of an error response."""
-
-    def translate_headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return the headers with which a response is sent."""
+    encode_error: Callable[[ApiError, str], bytes]
+    """Encodes the body of an error response, with the request's id."""
+    translate_headers: Callable[[Headers], Headers]
+    """Returns the headers with which a response is sent."""
 
 
 class ResponseTranslator(Protocol):
@@ -47,15 +49,3 @@ class ResponseTranslator(Protocol):
 
     async def finish_stream(self) -> bytes:
         """Return the last events of a stream, which are sent when all others have been."""
-
-
-def translate_writes(
-    write: Callable[[bytes], None], translator: ResponseTranslator
-) -> Callable[[bytes], None]:
-    """Return a function that writes the translation of its data."""
-
-    def write_translated(events: bytes) -> None:
-        if translated := translator.translate_events(events):
-            write(translated)
-
-    return write_translated

@@ -1,17 +1,8 @@
-"""Interfaces between an HTTP exchange and the connection that carries it, and the types of ASGI."""
+"""Interfaces between an HTTP exchange and the connection that carries it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-TRANSPORT_KEY = "argosy.transport"
-"""Key in the ASGI scope's state of the request's `ResponseTransport`."""
+from typing import Protocol
 
 
 class DisconnectedError(Exception):

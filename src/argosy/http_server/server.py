@@ -14,16 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from argosy.http_server.acceptor import Acceptor, UnixListenSocket, close_listen_socket
-from argosy.http_server.connection import HttpConnection
+from argosy.http_server.connection import HttpConnection, HttpConnections
 from argosy.http_server.connection_limiter import (
     ConnectionLimiter,
-    ConnectionSlot,
     EvictionReason,
     IpAddress,
 )
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.response_transport import AsgiApp
-from argosy.http_server.server_state import HttpServerState, ServerConnection
+from argosy.http_server.http_request import RequestHandler
 from argosy.http_server.tls import CertificateWatcher
 from argosy.process import max_clients
 
@@ -37,10 +35,6 @@ third of that.
 """
 IDLE_TIMEOUT_S = 75.0
 """Idle time after which a connection is closed, longer than most clients keep idle connections."""
-HEADER_TIMEOUT_S = 30
-"""Time in seconds within which a request's head must be complete, or the connection is dropped."""
-HALF_CLOSE_CHECK_INTERVAL_S = 0.05
-"""Interval between checks whether a client that has closed its sending side is still connected."""
 DEAD_PEER_TIMEOUT_S = 60
 """Time in seconds after which a client whose machine acknowledges no packet is disconnected."""
 DRAIN_POLL_INTERVAL_S = 0.02
@@ -56,7 +50,7 @@ _PORT_ERRNOS = frozenset({errno.EADDRINUSE, errno.EACCES})
 
 
 class HttpServer:
-    """HTTP server with an ASGI application. It installs no signal handlers; its owner calls `stop`.
+    """HTTP server that passes each request to `handle_request`. It installs no signal handlers; its owner calls `stop`.
 
     `descriptors_per_client` is the number of file descriptors that one client needs, which bounds the number of
     clients. `max_connections_per_address` bounds those of one address, see `ConnectionLimiter`. A connection older than
@@ -67,7 +61,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: AsgiApp,
+        handle_request: RequestHandler,
         certificates: CertificateWatcher | None = None,
         *,
         descriptors_per_client: int = 1,
@@ -87,13 +81,11 @@ class HttpServer:
             time.monotonic,
         )
         self._on_connection_refused = on_connection_refused
-        self._idle_timeout_s = idle_timeout_s
         self._dead_peer_timeout_s = dead_peer_timeout_s
-        self._app = app
         self._ssl_context = None if certificates is None else certificates.context
         self._acceptors: list[Acceptor] = []
         self._stop_requested = asyncio.Event()
-        self.state = HttpServerState(max_connection_age_s)
+        self.connections = HttpConnections(handle_request, idle_timeout_s, max_connection_age_s)
         self.started = asyncio.Event()
         """Set once the server accepts connections."""
         self.force_exit = False
@@ -121,17 +113,7 @@ class HttpServer:
             acceptor.close()
 
     def _start_accepting(self, sockets: Iterable[socket.socket]) -> None:
-        header_deadlines = Deadlines(HEADER_TIMEOUT_S, HttpConnection.on_header_timeout)
-        idle_deadlines = Deadlines(self._idle_timeout_s, HttpConnection.on_idle_timeout)
-        half_close_checks = Deadlines(HALF_CLOSE_CHECK_INTERVAL_S, HttpConnection.probe_half_closed)
-        create_connection: Callable[[ConnectionSlot], HttpConnection] = partial(
-            HttpConnection,
-            header_deadlines,
-            idle_deadlines,
-            half_close_checks,
-            self._app,
-            self.state,
-        )
+        create_connection = partial(HttpConnection, self.connections)
         self._acceptors = [
             Acceptor(
                 listen_socket,
@@ -147,7 +129,9 @@ class HttpServer:
     async def _update_date_until_stopped(self) -> None:
         """Update the Date header every second until the server stops."""
         while not self._stop_requested.is_set():
-            self.state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
+            self.connections.state.default_headers = [
+                (b"date", formatdate(time.time(), usegmt=True).encode())
+            ]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DATE_HEADER_INTERVAL_S):
                     await self._stop_requested.wait()
@@ -155,14 +139,14 @@ class HttpServer:
     async def _shut_down(self) -> None:
         """Stop accepting connections, wait for the requests, and cancel those that do not finish in time."""
         self.stop_accepting()
-        for connection in list(self.state.connections):
+        for connection in list(self.connections.open):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(
                 FORCED_SHUTDOWN_GRACE_S if self.force_exit else SHUTDOWN_GRACE_S
             ):
                 await self._wait_until_closed()
-        unfinished = list(self.state.tasks)
+        unfinished = list(self.connections.state.tasks)
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
@@ -170,9 +154,9 @@ class HttpServer:
     async def _wait_until_closed(self) -> None:
         for acceptor in self._acceptors:
             await acceptor.wait_closed()
-        await self.state.all_closed.wait()
-        while self.state.tasks:
-            await asyncio.wait(self.state.tasks)
+        await self.connections.all_closed.wait()
+        while self.connections.state.tasks:
+            await asyncio.wait(self.connections.state.tasks)
 
     async def drain(self, idle_timeout_s: float) -> None:
         """Stop accepting connections and close each connection with its next response.
@@ -183,13 +167,12 @@ class HttpServer:
             idle_timeout_s: Time after which connections without a request are closed. They are not closed at once,
                 since a request may be in flight.
         """
-        drain_deadlines = self.state.drain_deadlines = Deadlines[ServerConnection](
-            idle_timeout_s, lambda connection: connection.shutdown()
-        )
+        drain_deadlines = Deadlines(idle_timeout_s, HttpConnection.shutdown)
+        self.connections.drain_deadlines = drain_deadlines
         self.stop_accepting()
-        for connection in self.state.connections:
+        for connection in self.connections.open:
             connection.close_gracefully()
-        while drain_deadlines or self.state.tasks:  # noqa: ASYNC110 - the deadlines have no event
+        while drain_deadlines or self.connections.state.tasks:  # noqa: ASYNC110 - the deadlines have no event
             await asyncio.sleep(DRAIN_POLL_INTERVAL_S)
 
 

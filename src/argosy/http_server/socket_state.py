@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 
 
 def is_peer_closed(transport: asyncio.Transport) -> bool:
@@ -25,16 +26,12 @@ def _poll_event(transport: asyncio.Transport, event: int) -> bool:
     return bool(poll.poll(0))
 
 
-def get_peer_address(transport: asyncio.Transport) -> tuple[str, int] | None:
-    """Return the host and port of the peer; None for a Unix socket or if the peer has disconnected."""
+def get_peer_address(transport: asyncio.Transport) -> str:
+    """Return the address of the peer: "unix" for a Unix socket, and an empty string if it has disconnected."""
+    client = transport.get_extra_info("socket")
+    if client.family == socket.AF_UNIX:
+        return "unix"
     try:
-        address = transport.get_extra_info("socket").getpeername()
+        return str(client.getpeername()[0])
     except OSError:
-        return None
-    return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None
-
-
-def get_local_address(transport: asyncio.Transport) -> tuple[str, int | None]:
-    """Return the host and port at which the peer connected, or the path of a Unix socket."""
-    address = transport.get_extra_info("socket").getsockname()
-    return (str(address[0]), int(address[1])) if isinstance(address, tuple) else (address, None)
+        return ""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from websockets.datastructures import Headers
 from websockets.frames import CloseCode, Frame, Opcode
@@ -17,11 +17,10 @@ from websockets.protocol import Protocol as FrameProtocol
 from websockets.protocol import Side, State
 from websockets.server import ServerProtocol
 
+from argosy.http_server.client_connection import ClientConnection
 from argosy.http_server.response_transport import ResponseTransport
 from argosy.protocol import invalid_request
 
-WEBSOCKET_KEY = "argosy.websocket"
-"""Key in the ASGI scope's state of the function that opens the WebSocket of a handshake."""
 PING_INTERVAL_S = 20.0
 """Interval of pings. A client from which nothing has arrived since the last ping is disconnected."""
 CLOSE_TIMEOUT_S = 5.0
@@ -33,32 +32,6 @@ MAX_QUEUED_MESSAGES = 16
 MAX_QUEUED_BYTES = 64 * 1024
 """Size of the waiting messages above which reading pauses."""
 _DATA_OPCODES = frozenset({Opcode.TEXT, Opcode.BINARY, Opcode.CONT})
-
-
-class WebSocketConnection(Protocol):
-    """Client connection, as its WebSocket sees it."""
-
-    def add_unread_bytes(self, byte_count: int) -> bool:
-        """Add `byte_count`, which may be negative, to the buffered bytes of all connections.
-
-        Returns:
-            Whether the total is within its limit.
-        """
-
-    def pause_reading(self) -> None:
-        """Stop reading from the client."""
-
-    def resume_reading(self) -> None:
-        """Start reading from the client again."""
-
-    def set_idle(self, *, is_idle: bool) -> None:
-        """Set whether the server may close the connection for a new one."""
-
-    def close(self) -> None:
-        """Close the connection when the written data has been sent."""
-
-    def abort(self) -> None:
-        """Close the connection at once and discard unsent data."""
 
 
 def build_handshake(path: str, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -92,7 +65,7 @@ class WebSocket:
 
     def __init__(
         self,
-        connection: WebSocketConnection,
+        connection: ClientConnection,
         transport: ResponseTransport,
         *,
         max_message_bytes: int,
@@ -116,7 +89,7 @@ class WebSocket:
         self._messages: deque[bytes] = deque()
         self._queued_bytes = 0
         self._buffered_bytes = 0
-        """Bytes that are counted in `WebSocketConnection.add_unread_bytes`."""
+        """Bytes that are counted as unread by the server."""
         self._is_reading_paused = False
         self._is_draining = False
         """Whether the connection closes after the messages that have arrived. Later ones are dropped."""
@@ -132,10 +105,10 @@ class WebSocket:
         while not self._messages or not self._is_open:
             if self._is_draining or not self._is_open:
                 return None
-            self._connection.set_idle(is_idle=True)
+            self._connection.slot.mark_idle()
             self._wakeup.clear()
             await self._wakeup.wait()
-        self._connection.set_idle(is_idle=False)
+        self._connection.slot.mark_busy()
         message = self._messages.popleft()
         self._queued_bytes -= len(message)
         self._update_buffered_bytes()
@@ -232,7 +205,7 @@ class WebSocket:
             self._connection.pause_reading()
         else:
             self._connection.resume_reading()
-        return self._connection.add_unread_bytes(added_bytes)
+        return self._connection.server_state.add_unread_bytes(added_bytes)
 
     def _fail(self, code: CloseCode, reason: str) -> None:
         self._frames.fail(code, reason)
@@ -247,7 +220,7 @@ class WebSocket:
                 self._timer.cancel()
                 self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._connection.abort)
                 # The transport sends what it has coalesced in a callback that was scheduled before this one.
-                self._loop.call_soon(self._connection.close)
+                self._loop.call_soon(self._connection.transport.close)
                 self._wakeup.set()
 
     def _on_timer(self) -> None:
@@ -271,3 +244,11 @@ class WebSocket:
         self._pinged_at = now
         self._frames.send_ping(b"")
         self._write()
+
+
+WebSocketOpener: TypeAlias = Callable[
+    [Callable[[], list[tuple[bytes, bytes]]], int, float], WebSocket
+]
+"""Accepts a handshake, given a function that returns the headers of the response, the maximum size of a message, and
+the time within which a message must be complete. Raises ApiError: 400 if the client has sent more than the
+handshake, 503 if the server shuts down."""

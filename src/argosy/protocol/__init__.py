@@ -5,8 +5,8 @@ mistake into an `ApiError`. `parse_body` refuses unknown fields too. Responses
 (`openai_responses`) and errors have the shapes of the OpenAI API with vLLM's extensions. Streams are framed with
 `format_event` and read with `EventParser`. Validated requests reach the engine with `SamplingParams`.
 `pooling_requests` and `pooling_responses` are those of models that pool: embeddings, scores and classes. A replica
-publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`. `OpenApiBuilder`
-describes a server's API.
+publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`. An `Operation`
+describes a route in a server's OpenAPI document.
 """
 
 from argosy.protocol.arithmetic import ArithmeticIdentity, differing_parts
@@ -70,11 +70,15 @@ from argosy.protocol.openai_responses import (
     find_early_stop,
 )
 from argosy.protocol.openapi import (
+    EVENTS_MEDIA_TYPE,
     JSON_MEDIA_TYPE,
-    OpenApiBuilder,
+    LENIENT_BODIES,
+    TEXT_SCHEMA,
+    Operation,
     SharedErrors,
-    path_parameter,
-    query_parameters,
+    json_operation,
+    render_openapi,
+    shared_operations,
 )
 from argosy.protocol.parameter_rules import (
     MAX_LOGPROBS,
@@ -150,9 +154,11 @@ from argosy.protocol.unknown_fields import (
 __all__ = [
     "BLOCK_NAME_BYTES",
     "ERROR_CODES",
+    "EVENTS_MEDIA_TYPE",
     "EVENT_END",
     "IGNORED_FIELDS_HEADER",
     "JSON_MEDIA_TYPE",
+    "LENIENT_BODIES",
     "LOAD_SCHEMA_VERSION",
     "MAX_COUNT",
     "MAX_INPUTS",
@@ -167,6 +173,7 @@ __all__ = [
     "REPORT_HEADER",
     "SSE_CONTENT_TYPE",
     "SSE_DONE",
+    "TEXT_SCHEMA",
     "ApiError",
     "ArithmeticIdentity",
     "ChatChoice",
@@ -209,7 +216,7 @@ __all__ = [
     "ModelList",
     "NormalizedInput",
     "NumericRange",
-    "OpenApiBuilder",
+    "Operation",
     "PooledRequest",
     "PooledResponse",
     "PoolingList",
@@ -257,6 +264,7 @@ __all__ = [
     "format_number",
     "ignored_parameters",
     "invalid_request",
+    "json_operation",
     "list_inputs",
     "normalize_stop_strings",
     "pack_block_names",
@@ -265,9 +273,9 @@ __all__ = [
     "parse_query",
     "parse_replica_report",
     "parse_request_body",
-    "path_parameter",
-    "query_parameters",
     "rank_documents",
+    "render_openapi",
+    "shared_operations",
     "unknown_argument_error",
     "unpack_block_names",
     "unsupported_parameter",

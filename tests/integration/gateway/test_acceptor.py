@@ -17,7 +17,7 @@ import psutil
 import pytest
 import uvloop
 
-from argosy.http_server import HttpServer, Receive, Scope, Send, bind_tcp, bind_unix
+from argosy.http_server import HttpRequest, HttpServer, bind_tcp, bind_unix
 from argosy.http_server import server as server_module
 from argosy.http_server.acceptor import UnixListenSocket
 
@@ -26,9 +26,10 @@ SERVER = """
 import uvloop
 from argosy.http_server import HttpServer, bind_tcp
 
-async def hello(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"hello"})
+async def hello(request):
+    request.transport.start_response(200, [])
+    request.transport.write_nowait(b"hello")
+    request.transport.end_response()
 
 async def main():
     bound = bind_tcp("127.0.0.1", 0)
@@ -39,7 +40,7 @@ uvloop.run(main())
 """
 
 
-async def unused_app(scope: Scope, receive: Receive, send: Send) -> None:
+async def unused_app(request: HttpRequest) -> None:
     """Never called, since no client sends a request."""
 
 
@@ -56,7 +57,7 @@ def test_burst_of_connections_is_accepted_within_few_iterations() -> None:
                 )
             task = asyncio.create_task(server.serve(sockets=[listen_socket]))
             count = 0
-            while len(server.state.connections) < client_count and count < 10 * client_count:
+            while server.connection_count < client_count and count < 10 * client_count:
                 count += 1
                 await asyncio.sleep(0)
         server.stop()

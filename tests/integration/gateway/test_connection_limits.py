@@ -18,10 +18,8 @@ from tests.support.waiting import until
 from argosy.gateway import AuthConfig, ReplicaConfig
 from argosy.http_server import (
     CertificateWatcher,
+    HttpRequest,
     HttpServer,
-    Receive,
-    Scope,
-    Send,
     TlsConfig,
     bind_tcp,
     connection_limiter,
@@ -49,12 +47,8 @@ class LimitedServer:
         self.refusals = 0
         self.evictions = Counter[str]()
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            del receive
-            await self._answer(scope, send)
-
         self.server = HttpServer(
-            app,
+            self._answer,
             certificates,
             is_trusted_proxy=PROXY.__eq__,
             on_connection_refused=self._count_refusal,
@@ -66,13 +60,11 @@ class LimitedServer:
     def _count_refusal(self) -> None:
         self.refusals += 1
 
-    async def _answer(self, scope: Scope, send: Send) -> None:
-        self.started.append(scope["path"])
-        if scope["path"] == "/held":
+    async def _answer(self, request: HttpRequest) -> None:
+        self.started.append(request.path)
+        if request.path == "/held":
             await self.release.wait()
-        headers = [(b"content-length", b"5")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"hello"})
+        request.transport.send_response(200, [(b"content-length", b"5")], b"hello")
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[LimitedServer]:

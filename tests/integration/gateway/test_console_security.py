@@ -12,7 +12,7 @@ import pytest
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.organisations import AdminGateway, Json, run_admin_gateway
 
-from argosy.gateway.admin.app import ENDPOINTS
+from argosy.gateway.admin.routes import ENDPOINTS
 
 OWN_PAGE = {"sec-fetch-site": "same-origin"}
 CHAT = {"model": "big", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}

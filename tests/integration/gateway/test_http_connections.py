@@ -11,104 +11,71 @@ import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, StreamingResponse
-from starlette.routing import Mount, Route
 from structlog.testing import capture_logs
+from tests.support.http_serving import answer_with, run_server
 from tests.support.waiting import until
 
-from argosy.deployment import GatewayConfig
-from argosy.http_server import (
-    AsgiApp,
-    HttpExchange,
-    HttpServer,
-    Receive,
-    Scope,
-    Send,
-    bind_tcp,
-    listen_url,
-    run_handler,
-    server,
-)
+from argosy.http_server import HttpExchange, HttpRequest, RequestHandler, server, server_state
 from argosy.http_server import connection as http_connection
-from argosy.http_server.response_transport import TRANSPORT_KEY
 from argosy.http_server.server import IDLE_TIMEOUT_S
 from argosy.protocol import ApiError
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def echo(request: Request) -> PlainTextResponse:
-    return PlainTextResponse(await request.body())
+async def echo(exchange: HttpExchange) -> None:
+    await exchange.send_response(200, await exchange.read_body())
 
 
-async def reject_early(request: Request) -> PlainTextResponse:
+async def reject_early(exchange: HttpExchange) -> None:
     """Respond before the body has arrived."""
-    return PlainTextResponse("no", status_code=413, headers={"x-path": request.url.path})
+    await exchange.send_response(413, b"no")
 
 
-async def stream_numbers(_request: Request) -> StreamingResponse:
-    async def numbers() -> AsyncIterator[str]:
-        for number in range(3):
-            yield f"{number};"
+async def stream_numbers(exchange: HttpExchange) -> None:
+    await exchange.start_stream()
+    for number in range(3):
+        await exchange.write(b"%d;" % number)
+    await exchange.end_stream()
 
-    return StreamingResponse(numbers())
 
-
-async def raise_error(_request: Request) -> PlainTextResponse:
+async def raise_error(_exchange: HttpExchange) -> None:
     raise ValueError("a bug")
 
 
-async def close_connection(_request: Request) -> PlainTextResponse:
-    return PlainTextResponse("bye", headers={"connection": "close"})
+async def say_goodbye(exchange: HttpExchange) -> None:
+    await exchange.send_response(200, b"bye")
 
 
-async def list_headers(request: Request) -> PlainTextResponse:
-    await request.body()
-    return PlainTextResponse(",".join(request.headers.keys()))
+async def list_headers(exchange: HttpExchange) -> None:
+    await exchange.read_body()
+    await exchange.send_response(200, b",".join(exchange.headers))
 
 
-async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the complete body, as the gateway does, and respond with its length."""
-    exchange = HttpExchange(scope, receive, send, GatewayConfig(models=[]))
-
-    async def length() -> None:
-        await exchange.send_response(200, str(len(await exchange.read_body())).encode())
-
-    await run_handler(exchange, length())
+async def count_body(exchange: HttpExchange) -> None:
+    await exchange.send_response(200, b"%d" % len(await exchange.read_body()))
 
 
-APP = Starlette(
-    routes=[
-        Mount("/hold", count_body),
-        Route("/names", list_headers, methods=["POST"]),
-        Route("/echo", echo, methods=["GET", "HEAD", "POST"]),
-        Route("/early", reject_early, methods=["POST"]),
-        Route("/counting", stream_numbers),
-        Route("/broken", raise_error),
-        Route("/closing", close_connection),
-    ]
+APP = answer_with(
+    {
+        "/hold/": count_body,
+        "/names": list_headers,
+        "/echo": echo,
+        "/early": reject_early,
+        "/counting": stream_numbers,
+        "/broken": raise_error,
+        "/closing": say_goodbye,
+    }
 )
 
 
 @contextlib.asynccontextmanager
 async def listen(
-    app: AsgiApp, age_s: float = math.inf, idle_s: float = IDLE_TIMEOUT_S
+    handler: RequestHandler, age_s: float = math.inf, idle_s: float = IDLE_TIMEOUT_S
 ) -> AsyncIterator[int]:
-    """Yield the port on which `app` listens."""
-    server, listen_socket = (
-        HttpServer(app, max_connection_age_s=age_s, idle_timeout_s=idle_s),
-        bind_tcp("127.0.0.1", 0),
-    )
-    port = int(listen_url(listen_socket).rsplit(":", 1)[1])
-    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    try:
+    """Yield the port of a server."""
+    async with run_server(handler, max_connection_age_s=age_s, idle_timeout_s=idle_s) as (_, port):
         yield port
-    finally:
-        server.force_exit = True
-        server.stop()
-        await task
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +90,7 @@ async def connect(port: int) -> AsyncIterator[Connection]:
 
 @contextlib.asynccontextmanager
 async def connect_to_app(
-    app: AsgiApp = APP, idle_s: float = IDLE_TIMEOUT_S
+    app: RequestHandler = APP, idle_s: float = IDLE_TIMEOUT_S
 ) -> AsyncIterator[Connection]:
     """Open a connection to `app`."""
     async with listen(app, idle_s=idle_s) as port, connect(port) as connection:
@@ -149,7 +116,7 @@ def make_post(path: str, body: bytes, *headers: str) -> bytes:
 
 
 GET_STREAM = b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
-GET_LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\n\r\n"
+GET_LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
@@ -215,7 +182,7 @@ async def test_young_connection_is_kept_open() -> None:
         (b"GET /echo HTTP/1.1\r\n", b"400 Bad Request"),
         (b"GET /echo HTTP/1.1\r\nhost: a\r\nHost: b\r\n", b"400 Bad Request"),
         (b"GET /echo HTTP/1.0\r\nhost: a\r\nhost: a\r\n", b"400 Bad Request"),
-        (b"GET /closing HTTP/1.1\r\nhost: a\r\n", b"200 OK"),
+        (b"GET /closing HTTP/1.1\r\nhost: a\r\nconnection: close\r\n", b"200 OK"),
         (b"GET /closing HTTP/1.0\r\n", b"200 OK"),
     ],
 )
@@ -260,7 +227,9 @@ async def test_stream_is_chunked_in_http_1_1_and_ends_connection_in_http_1_0() -
 
 
 async def test_head_response_has_length_and_no_body() -> None:
-    response = await exchange_with_app(b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
+    response = await exchange_with_app(
+        b"HEAD /closing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    )
     assert b"content-length: 3" in response
     assert response.endswith(b"\r\n\r\n")
 
@@ -311,7 +280,7 @@ async def test_body_in_tiny_chunks_uses_little_memory() -> None:
 async def test_incomplete_bodies_share_memory_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(server_state, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     start = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     async with listen(APP) as port:
         for _ in range(3):  # the memory is released, however the request ended
@@ -336,14 +305,14 @@ async def test_small_bodies_are_accepted_while_large_ones_arrive(
     """Clients that sent large bodies slowly blocked all others whose request did not fit in one packet."""
     received = 0
 
-    def count_bytes(self: http_connection.HttpConnection, count: int) -> bool:
+    def count_bytes(self: server_state.HttpServerState, count: int) -> bool:
         nonlocal received
         received += max(0, count)
         return add_unread_bytes(self, count)
 
-    add_unread_bytes = http_connection.HttpConnection.add_unread_bytes
-    monkeypatch.setattr(http_connection.HttpConnection, "add_unread_bytes", count_bytes)
-    monkeypatch.setattr(http_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    add_unread_bytes = server_state.HttpServerState.add_unread_bytes
+    monkeypatch.setattr(server_state.HttpServerState, "add_unread_bytes", count_bytes)
+    monkeypatch.setattr(server_state, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     large, small = (
         make_post("/hold/", bytes(1 << 21)),
         make_post("/hold/", bytes(50_000), "connection: close"),
@@ -368,18 +337,18 @@ async def test_lost_connection_releases_unread_body(
     """Applies to a pipelined request that waited, since the memory of unread bodies is limited."""
     unread_bytes, release = 0, asyncio.Event()
 
-    def count_bytes(self: http_connection.HttpConnection, count: int) -> bool:
+    def count_bytes(self: server_state.HttpServerState, count: int) -> bool:
         nonlocal unread_bytes
         unread_bytes += count
         return add_unread_bytes(self, count)
 
-    async def fail_later(_scope: Scope, _receive: Receive, send: Send) -> None:
+    async def fail_later(request: HttpRequest) -> None:
         await release.wait()
-        await send({"type": "http.response.start", "status": 200})
+        request.transport.start_response(200, [])
         raise ValueError("a bug")
 
-    add_unread_bytes = http_connection.HttpConnection.add_unread_bytes
-    monkeypatch.setattr(http_connection.HttpConnection, "add_unread_bytes", count_bytes)
+    add_unread_bytes = server_state.HttpServerState.add_unread_bytes
+    monkeypatch.setattr(server_state.HttpServerState, "add_unread_bytes", count_bytes)
     async with connect_to_app(fail_later) as (_, writer):
         writer.write(GET_STREAM + make_post("/echo", b"hello"))
         await until(lambda: unread_bytes == len(b"hello"))
@@ -558,7 +527,7 @@ async def test_handler_error_is_500_and_connection_stays_open() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_app_without_response_gets_500(fails: bool) -> None:
-    async def send_nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    async def send_nothing(_request: HttpRequest) -> None:
         if fails:
             raise ValueError("a bug")
 
@@ -572,14 +541,10 @@ async def test_app_without_response_gets_500(fails: bool) -> None:
 async def test_retry_is_discouraged_after_long_retry_after(wait_s: float) -> None:
     """SDKs sleep within a call for as long as `retry-after` says, which may be hours for a daily budget."""
 
-    async def reject() -> None:
+    async def reject(_exchange: HttpExchange) -> None:
         raise ApiError(429, "rate_limit_exceeded", "There is no room.", retry_after_s=wait_s)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = HttpExchange(scope, receive, send, GatewayConfig(models=[]))
-        await run_handler(exchange, reject())
-
-    async with listen(app) as port:
+    async with listen(answer_with(reject)) as port:
         head = await exchange_bytes(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert b"\r\nretry-after: %d\r\n" % wait_s in head
     assert (b"\r\nx-should-retry: false\r\n" in head) == (wait_s > 60)
@@ -588,13 +553,13 @@ async def test_retry_is_discouraged_after_long_retry_after(wait_s: float) -> Non
 async def test_disconnect_within_body_ends_request() -> None:
     ended = asyncio.Event()
 
-    async def wait(request: Request) -> PlainTextResponse:
+    async def wait(exchange: HttpExchange) -> None:
         try:
-            return PlainTextResponse(await request.body())
+            await exchange.read_body()
         finally:
             ended.set()
 
-    async with listen(Starlette(routes=[Route("/", wait, methods=["POST"])])) as port:
+    async with listen(answer_with(wait)) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(make_post("/", b"x" * 100)[:-1])
         await writer.drain()
@@ -612,15 +577,15 @@ async def test_connection_with_running_request_is_not_idle() -> None:
     """Applies although its request started to arrive while the previous one was still running."""
     release = asyncio.Event()
 
-    async def wait_for_release(_request: Request) -> PlainTextResponse:
+    async def wait_for_release(exchange: HttpExchange) -> None:
         await release.wait()
-        return PlainTextResponse("first")
+        await exchange.send_response(200, b"first")
 
-    async def respond_late(_request: Request) -> PlainTextResponse:
+    async def respond_late(exchange: HttpExchange) -> None:
         await asyncio.sleep(0.5)
-        return PlainTextResponse("second")
+        await exchange.send_response(200, b"second")
 
-    app = Starlette(routes=[Route("/1", wait_for_release), Route("/2", respond_late)])
+    app = answer_with({"/1": wait_for_release, "/2": respond_late})
     async with connect_to_app(app, idle_s=0.1) as (reader, writer):
         start, rest = b"GET /2 HTTP/1.1\r\n", b"host: x\r\n\r\n"
         writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n" + start)
@@ -636,7 +601,7 @@ PARTIAL_HEAD = b"GET /echo HTTP/1.1\r\nx: "
 @pytest.mark.parametrize("start", [b"", PARTIAL_HEAD, make_post("/echo", b"hi") + PARTIAL_HEAD])
 async def test_slow_head_has_header_timeout(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Applies to a silent client and to a second request on the connection, too."""
-    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_connection, "HEADER_TIMEOUT_S", 0.2)
     async with connect_to_app() as (reader, writer):
         reading = asyncio.create_task(reader.read())
         async with asyncio.timeout(10):
@@ -651,16 +616,13 @@ async def test_slow_head_has_header_timeout(start: bytes, monkeypatch: pytest.Mo
 async def test_head_may_arrive_slowly_while_previous_request_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_connection, "HEADER_TIMEOUT_S", 0.5)
 
-    async def respond_late(request: Request) -> PlainTextResponse:
+    async def respond_late(exchange: HttpExchange) -> None:
         await asyncio.sleep(0.7)
-        return PlainTextResponse(request.url.path)
+        await exchange.send_response(200, exchange.path.encode())
 
-    async with connect_to_app(Starlette(routes=[Route("/{any}", respond_late)])) as (
-        reader,
-        writer,
-    ):
+    async with connect_to_app(answer_with(respond_late)) as (reader, writer):
         writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\nGET /2 HTTP/1.1\r\n")
         await reader.readuntil(b"/1")
         writer.write(b"host: x\r\n\r\n")
@@ -708,17 +670,19 @@ class WaitingApp:
         self.release = asyncio.Event()
         self.is_disconnected = asyncio.Event()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        scope["state"][TRANSPORT_KEY].set_listener(self)
+    async def __call__(self, request: HttpRequest) -> None:
+        transport, is_stream = request.transport, request.path == "/stream"
+        await transport.read_body(1000)
+        transport.set_listener(self)
         self.started.set()
-        if scope["path"] == "/stream":
-            await send({"type": "http.response.start", "status": 200})
-            await send({"type": "http.response.body", "body": b"once ", "more_body": True})
+        if is_stream:
+            transport.start_response(200, [])
+            transport.write_nowait(b"once ")
         await self.release.wait()
-        if scope["path"] != "/stream":
-            await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": b"upon"})
+        if not is_stream:
+            transport.start_response(200, [])
+        transport.write_nowait(b"upon")
+        transport.end_response()
 
     def on_backpressure(self) -> None: ...
 
@@ -801,10 +765,11 @@ async def test_disconnect_is_noticed_before_response(end: str, version: bytes) -
 
 @pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
 async def test_client_that_reads_nothing_is_disconnected(header: bytes) -> None:
-    async def send_large(_request: Request) -> PlainTextResponse:
-        return PlainTextResponse(b"x" * 50_000_000)
+    async def send_large(request: HttpRequest) -> None:
+        body = b"x" * 50_000_000
+        request.transport.send_response(200, [(b"content-length", b"%d" % len(body))], body)
 
-    async with listen(Starlette(routes=[Route("/", send_large)]), idle_s=0.1) as port:
+    async with listen(send_large, idle_s=0.1) as port:
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n")
             poll = select.poll()
@@ -815,11 +780,10 @@ async def test_client_that_reads_nothing_is_disconnected(header: bytes) -> None:
 async def test_slow_reader_of_large_response_gets_it() -> None:
     size = 30_000_000
 
-    async def send_large(_request: Request) -> PlainTextResponse:
-        return PlainTextResponse(b"x" * size)
+    async def send_large(request: HttpRequest) -> None:
+        request.transport.send_response(200, [(b"content-length", b"%d" % size)], b"x" * size)
 
-    app = Starlette(routes=[Route("/", send_large)])
-    async with connect_to_app(app, idle_s=0.2) as (reader, writer):
+    async with connect_to_app(send_large, idle_s=0.2) as (reader, writer):
         requests = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
         writer.write(requests)
         for _ in range(2):

@@ -29,10 +29,8 @@ from argosy.gateway.upstream import connection as upstream_connection
 from argosy.http_server import (
     CertificateWatcher,
     HttpExchange,
+    HttpRequest,
     HttpServer,
-    Receive,
-    Scope,
-    Send,
     TlsConfig,
     bind_tcp,
 )
@@ -55,10 +53,8 @@ def count_objects(cls: type) -> int:
     return sum(type(each) is cls for each in gc.get_objects())
 
 
-async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-    headers = [(b"content-length", b"5")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"hello"})
+async def respond(request: HttpRequest) -> None:
+    request.transport.send_response(200, [(b"content-length", b"5")], b"hello")
 
 
 @pytest.mark.parametrize("protocol", ["http", "tls", "http-to-tls"])
@@ -84,7 +80,7 @@ async def test_closed_client_connections_are_freed(tmp_path: Path, protocol: str
         else:
             assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
         writer.transport.abort()
-    await until(lambda: not server.state.connections)
+    await until(lambda: not server.connection_count)
     server.stop()
     await task
     assert await stable_value(lambda: count_objects(http_connection.HttpConnection)) <= before

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from argosy.http_server import HttpServer, Receive, Scope, Send, bind_tcp
+from argosy.http_server import HttpRequest, HttpServer, bind_tcp
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -23,16 +23,18 @@ class HeldApp:
     started: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        if scope["path"] == "/later":
+    async def __call__(self, request: HttpRequest) -> None:
+        transport = request.transport
+        if request.path == "/later":
             self.started.set()
             await self.release.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        if scope["path"] == "/stream":
-            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        transport.start_response(200, [])
+        if request.path == "/stream":
+            transport.write_nowait(b"a")
             self.started.set()
             await self.release.wait()
-        await send({"type": "http.response.body", "body": b"the end"})
+        transport.write_nowait(b"the end")
+        transport.end_response()
 
 
 @contextlib.asynccontextmanager

@@ -32,21 +32,16 @@ from tests.support.certificates import Authority, Pair
 from tests.support.fake_backend import ANSWER_TEXT, Fault, serve_backends
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway_client import BODIES, COMPLETION, QUICK_TIMEOUTS, stream
+from tests.support.http_serving import run_server
 from tests.support.replica_servers import CONFIG, MODEL, serve
 from tests.support.waiting import stable_value
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.http_server import (
-    AsgiApp,
     CertificateWatcher,
-    HttpServer,
-    Receive,
-    Scope,
-    Send,
+    HttpRequest,
     TlsConfig,
-    bind_tcp,
 )
-from argosy.http_server.connection import HttpConnection
 from argosy.process import handle_signals
 
 
@@ -207,36 +202,17 @@ async def test_client_certificate_is_required_where_configured(
                     await client.get("/health")
 
 
-async def echo_path(scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond with the path of the request."""
-    assert scope["scheme"] in {"http", "https"}
-    while (await receive()).get("more_body"):
-        pass
-    body = scope["path"].encode()
-    headers = [(b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-@contextlib.asynccontextmanager
-async def listen(
-    app: AsgiApp, certificates: CertificateWatcher | None
-) -> AsyncIterator[tuple[HttpServer, int]]:
-    listen_socket = bind_tcp("127.0.0.1", 0)
-    server = HttpServer(app, certificates)
-    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    await server.started.wait()
-    try:
-        yield server, listen_socket.getsockname()[1]
-    finally:
-        server.stop()
-        await task
+async def echo_path(request: HttpRequest) -> None:
+    """Respond with the path of the request, after its body."""
+    await request.transport.read_body(1 << 20)
+    body = request.path.encode()
+    request.transport.send_response(200, [(b"content-length", b"%d" % len(body))], body)
 
 
 async def test_keep_alive_pipelining_and_http_1_0_work_over_tls(
     authority: Authority, server_pair: Pair
 ) -> None:
-    async with listen(echo_path, CertificateWatcher(make_tls_config(server_pair))) as (_, port):
+    async with run_server(echo_path, CertificateWatcher(make_tls_config(server_pair))) as (_, port):
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", port, ssl=make_client_context(authority)
         )
@@ -261,13 +237,12 @@ async def test_small_responses_are_sent_immediately(
     authority: Authority, server_pair: Pair, tls: bool
 ) -> None:
     certificates = CertificateWatcher(make_tls_config(server_pair)) if tls else None
-    async with listen(echo_path, certificates) as (server, port):
+    async with run_server(echo_path, certificates) as (server, port):
         context = make_client_context(authority) if tls else None
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        while not server.state.connections:  # noqa: ASYNC110 - it has no event
+        while not server.connections.open:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0)
-        (connection,) = server.state.connections
-        assert isinstance(connection, HttpConnection)
+        (connection,) = server.connections.open
         peer = connection.transport.get_extra_info("socket")
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
@@ -279,7 +254,7 @@ async def test_new_certificates_are_loaded_without_restart(
 ) -> None:
     certificates = CertificateWatcher(make_tls_config(server_pair))
     assert not certificates.reload_if_changed()
-    async with listen(echo_path, certificates) as (_, port):
+    async with run_server(echo_path, certificates) as (_, port):
         first = await fetch_certificate(port)
         authority.pair("server", "127.0.0.1")
         advance_mtime(server_pair, 10)
@@ -323,7 +298,7 @@ async def test_removed_client_ca_is_no_longer_trusted(
     client_ca = tmp_path / "trusted.pem"
     shutil.copy(old.ca, client_ca)
     certificates = CertificateWatcher(make_tls_config(server_pair, str(client_ca)))
-    async with listen(echo_path, certificates) as (_, port):
+    async with run_server(echo_path, certificates) as (_, port):
         url = f"https://127.0.0.1:{port}"
 
         async def is_accepted(client_pair: Pair) -> bool:
@@ -367,7 +342,7 @@ async def test_tls_session_does_not_outlive_its_client_ca(
                 raise ConnectionError
             return tls_socket.session
 
-    async with listen(echo_path, certificates) as (_, port):
+    async with run_server(echo_path, certificates) as (_, port):
         session = await asyncio.to_thread(request_with_session, port, None)
         assert await asyncio.to_thread(request_with_session, port, session)
         shutil.copy(new.ca, client_ca)

@@ -15,7 +15,7 @@ from websockets.frames import Frame, Opcode
 
 from argosy.deployment import GatewayConfig
 from argosy.gateway.websocket_session import serve_messages
-from argosy.http_server import HttpExchange, Receive, Scope, Send, run_handler
+from argosy.http_server import HttpExchange, HttpRequest, run_handler
 from argosy.http_server import connection as http_connection
 from argosy.http_server import websocket as http_websocket
 
@@ -47,11 +47,11 @@ async def answer(exchange: HttpExchange) -> None:
         errors.append(exchange.error_code)
 
 
-async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+async def echo(request: HttpRequest) -> None:
     config = GatewayConfig(
         models=[], body_limit_bytes=MAX_BYTES, body_timeout_s=0.2, slow_reader_timeout_s=0.2
     )
-    exchange = HttpExchange(scope, receive, send, config)
+    exchange = HttpExchange(request, config)
     if exchange.is_websocket_handshake:
         await run_handler(exchange, serve_messages(exchange, answer))
     else:

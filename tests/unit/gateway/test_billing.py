@@ -32,8 +32,7 @@ from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.request_context import CHAT, COMPLETION, EndReason, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.http_server import DisconnectedError, HttpExchange
-from argosy.http_server.response_transport import TRANSPORT_KEY
+from argosy.http_server import DisconnectedError, HttpExchange, HttpRequest
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError, format_event, parse_endpoint
 from argosy.store import Price, UsageLog, UsageRecord
@@ -441,23 +440,8 @@ def make_exchange(body: Json) -> HttpExchange:
         is_disconnected=False,
         read_body=AsyncMock(return_value=content),
     )
-    scope: Json = {
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2),
-        "state": {TRANSPORT_KEY: transport},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "query_string": b"",
-        "headers": [],
-    }
-
-    async def receive() -> Json:
-        return {}
-
-    async def send(message: object) -> None: ...
-
-    return HttpExchange(scope, receive, send, GatewayConfig(models=[]))
+    request = HttpRequest("POST", "/v1/chat/completions", b"", [], "127.0.0.1", transport)
+    return HttpExchange(request, GatewayConfig(models=[]))
 
 
 class Ending(NamedTuple):

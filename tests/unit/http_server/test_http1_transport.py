@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
+from argosy.http_server.client_connection import ClientConnection
+from argosy.http_server.connection_limiter import ConnectionLimiter, ConnectionSlot
 from argosy.http_server.http1_transport import (
     MAX_COALESCED_BYTES,
     MAX_PREFETCHED_BODY_BYTES,
     Http1Transport,
 )
+from argosy.http_server.server_state import HttpServerState
 
-SCOPE = {"method": "POST", "http_version": "1.1"}
 EVENTS = [(b"content-type", b"text/event-stream")]
 
 
@@ -30,20 +32,15 @@ class RecordingTransport(asyncio.Transport):
         self.writes.append(data)
 
 
-class FakeConnection:
-    """A `ConnectionHandle` that records its writes."""
-
-    default_headers = ()
-    is_backpressured = False
+class FakeConnection(ClientConnection):
+    """A connection whose transport records its writes."""
 
     def __init__(self) -> None:
+        limiter = ConnectionLimiter(1, None, lambda _: False, lambda _: None, lambda: 0.0)
+        super().__init__(HttpServerState(), ConnectionSlot(limiter, None))
         self.is_reading_paused = False
         self.written_to = RecordingTransport()
         self.transport: asyncio.Transport = self.written_to
-
-    def add_unread_bytes(self, byte_count: int) -> bool:
-        del byte_count
-        return True
 
     def pause_reading(self) -> None:
         self.is_reading_paused = True
@@ -51,16 +48,14 @@ class FakeConnection:
     def resume_reading(self) -> None:
         self.is_reading_paused = False
 
-    def on_response_complete(self, transport: Http1Transport) -> None:
-        assert transport.response_complete
-
-    def abort(self) -> None: ...
+    def create_transport(self) -> Http1Transport:
+        return Http1Transport(self, lambda _: None, keep_alive=True, expects_continue=False)
 
 
 def started_response() -> tuple[Http1Transport, list[bytes]]:
     """Start a response and return its transport and the recorded writes."""
     connection = FakeConnection()
-    transport = Http1Transport(connection, SCOPE, keep_alive=True, expects_continue=False)
+    transport = connection.create_transport()
     transport.start_response(200, EVENTS)
     return transport, connection.written_to.writes
 
@@ -101,7 +96,7 @@ async def test_coalesced_writes_are_bounded() -> None:
 async def test_reading_resumes_after_a_large_body_is_complete() -> None:
     """Otherwise a disconnect would go unnoticed."""
     connection = FakeConnection()
-    transport = Http1Transport(connection, SCOPE, keep_alive=True, expects_continue=False)
+    transport = connection.create_transport()
     transport.on_body(bytes(MAX_PREFETCHED_BODY_BYTES + 1))
     assert connection.is_reading_paused
     transport.on_body_complete()
@@ -111,7 +106,7 @@ async def test_reading_resumes_after_a_large_body_is_complete() -> None:
 @pytest.mark.parametrize("value", [b"a\r\nx-other: b", b"a\nb", b"a\rb"])
 async def test_header_with_a_line_break_is_rejected(value: bytes) -> None:
     connection = FakeConnection()
-    transport = Http1Transport(connection, SCOPE, keep_alive=True, expects_continue=False)
+    transport = connection.create_transport()
     with pytest.raises(ValueError, match="line break"):
         transport.send_response(200, [(b"x-some", value), (b"content-length", b"0")], b"")
     await asyncio.sleep(0)

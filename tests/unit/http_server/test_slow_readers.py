@@ -6,44 +6,26 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 
 import pytest
+from tests.support.http_serving import HttpLimits
 
-from argosy.http_server import (
-    HttpExchange,
-    HttpServer,
-    Receive,
-    Scope,
-    Send,
-    SlowReaderError,
-    bind_tcp,
-)
+from argosy.http_server import HttpExchange, HttpRequest, HttpServer, SlowReaderError, bind_tcp
 from argosy.http_server.http_exchange import MAX_PIECE_BYTES
-from argosy.http_server.response_transport import TRANSPORT_KEY
 
 MIB = 1 << 20
 BODY = bytes(range(256)) * (8 * MIB // 256)
 
 
-@dataclass(frozen=True)
-class FakeExchangeLimits:
-    """Limits of the exchange under test, as `ExchangeLimits` declares them."""
-
-    body_limit_bytes: int = MIB
-    body_timeout_s: float = 60.0
-    slow_reader_timeout_s: float = 60.0
-
-
 @contextlib.asynccontextmanager
 async def connected_client(
-    handle: Callable[[HttpExchange], Awaitable[None]], limits: FakeExchangeLimits
+    handle: Callable[[HttpExchange], Awaitable[None]], limits: HttpLimits
 ) -> AsyncIterator[tuple[socket.socket, asyncio.Task[None]]]:
     """Yield a client that has sent a request, and the task that responds to it."""
     response_task: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.ensure_future(handle(HttpExchange(scope, receive, send, limits)))
+    async def app(request: HttpRequest) -> None:
+        task = asyncio.ensure_future(handle(HttpExchange(request, limits)))
         response_task.set_result(task)
         await asyncio.wait({task})
 
@@ -93,7 +75,7 @@ async def test_stalled_client_has_a_bounded_send_buffer() -> None:
             await exchange.write(bytes(MAX_PIECE_BYTES))
             sent += MAX_PIECE_BYTES
 
-    async with connected_client(flood, FakeExchangeLimits(slow_reader_timeout_s=0.05)) as (
+    async with connected_client(flood, HttpLimits(slow_reader_timeout_s=0.05)) as (
         _,
         response_task,
     ):
@@ -104,11 +86,8 @@ async def test_stalled_client_has_a_bounded_send_buffer() -> None:
 
 async def test_slow_client_is_disconnected_only_when_it_reads_nothing() -> None:
     transport = BackpressuredTransport([300, 200, 100, 100])
-    exchange = HttpExchange(
-        {"method": "GET", "path": "/", "headers": [], "state": {TRANSPORT_KEY: transport}},
-        *(None, None),  # type: ignore[arg-type] # not called
-        FakeExchangeLimits(slow_reader_timeout_s=0.001),
-    )
+    request = HttpRequest("GET", "/", b"", [], "", transport)  # type: ignore[arg-type] # has what is called
+    exchange = HttpExchange(request, HttpLimits(slow_reader_timeout_s=0.001))
     with pytest.raises(SlowReaderError):
         await exchange.write(b"more")
     assert transport.unsent_sequence == []
@@ -118,7 +97,7 @@ async def test_slow_client_is_disconnected_only_when_it_reads_nothing() -> None:
 async def test_large_response_to_a_stalled_client_times_out() -> None:
     async with connected_client(
         lambda exchange: exchange.send_response(200, BODY),
-        FakeExchangeLimits(slow_reader_timeout_s=0.05),
+        HttpLimits(slow_reader_timeout_s=0.05),
     ) as (_, response_task):
         with pytest.raises(SlowReaderError):
             await response_task
@@ -126,7 +105,7 @@ async def test_large_response_to_a_stalled_client_times_out() -> None:
 
 async def test_large_response_is_complete() -> None:
     async with connected_client(
-        lambda exchange: exchange.send_response(200, BODY), FakeExchangeLimits()
+        lambda exchange: exchange.send_response(200, BODY), HttpLimits()
     ) as (
         client,
         response_task,

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from argosy.deployment import FleetControl, GatewayConfig
+from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCHEMA, is_page
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.auth import Authenticator, organisation_scope
 from argosy.gateway.model_registry import ReplicaAdmin
@@ -17,7 +18,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
-from argosy.protocol import JSON_MEDIA_TYPE, ApiError
+from argosy.protocol import JSON_MEDIA_TYPE, TEXT_SCHEMA, ApiError, Operation
 from argosy.store import (
     Accounts,
     AuditLog,
@@ -180,6 +181,20 @@ class AdminScope:
 
 
 EndpointHandler = Callable[[AdminScope, AdminRequest], Any]
+_ERROR_DESCRIPTIONS = {
+    "400": "A parameter is not valid. `param` names it.",
+    "401": "The key is missing or not accepted.",
+    "403": "The key's role or the web page's origin does not permit this call.",
+    "404": "Resource not found.",
+    "405": "The path does not support this method.",
+    "408": "The body did not arrive in time.",
+    "409": "The request conflicts with an existing resource.",
+    "413": "The body is too large.",
+    "415": "The body is compressed or not declared as `application/json`.",
+    "429": "Too many wrong keys, or too many waiting calls of the organisation.",
+    "500": "Internal error. The gateway's log has it under the request id.",
+    "503": "The store or the token issuer's keys are not available at the moment.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,15 +226,24 @@ class AdminEndpoint:
     is_safe: bool
     """Whether it changes nothing, as every GET, so that accounts need not be read again afterwards."""
 
-    @property
-    def name(self) -> str:
-        """Name of the handler, used as OpenAPI operation id."""
-        return self.handler.__name__
-
-    @property
-    def summary(self) -> str:
-        """First line of the handler's docstring."""
-        return (inspect.getdoc(self.handler) or "").partition("\n")[0]
+    def describe(self) -> Operation:
+        """Describe the endpoint for the OpenAPI document. Its operation id is the name of the handler."""
+        content: dict[str, Any] = {self.media_type: TEXT_SCHEMA}
+        if self.media_type == JSON_MEDIA_TYPE:
+            is_type = self.response_type is not bytes
+            content = {JSON_MEDIA_TYPE: self.response_type if is_type else {"type": "object"}}
+        if is_page(self.response_type):
+            content[COLUMNS_MEDIA_TYPE] = COLUMNS_SCHEMA
+        reach = " for the whole gateway" if self.scope == "gateway" else ""
+        return Operation(
+            self.handler.__name__,
+            content,
+            _ERROR_DESCRIPTIONS,
+            self.body_type,
+            query=self.query_type,
+            summary=(inspect.getdoc(self.handler) or "").partition("\n")[0],
+            description=f"Requires the role {self.role} or higher{reach}.",
+        )
 
 
 class AdminEndpoints(list[AdminEndpoint]):

@@ -8,14 +8,12 @@ cookie is never accepted for `/v1`.
 
 from argosy.deployment import ConsoleConfig, OidcConfig
 from argosy.gateway.console.browser_guard import BrowserGuard
-from argosy.gateway.console.console import CONSOLE_PREFIX, PLAYGROUND_PATHS, Console
+from argosy.gateway.console.console import Console
 from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions
 
 __all__ = [
-    "CONSOLE_PREFIX",
-    "PLAYGROUND_PATHS",
     "BrowserGuard",
     "Console",
     "ConsoleConfig",

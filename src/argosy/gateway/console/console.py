@@ -1,8 +1,10 @@
-"""Handler of the console's routes: the document, the static files, sign-in, the event stream and the playground."""
+"""Routes of the console: the document, the static files, sign-in, the event stream and the playground."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -11,19 +13,19 @@ from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions, SignIn
 from argosy.gateway.console.static_files import DOCUMENT, StaticFiles, send_file
-from argosy.gateway.http_route import HttpRoute
+from argosy.gateway.http_route import Handler, HttpRoute
 from argosy.gateway.principal import Principal
-from argosy.http_server import HttpExchange, check_json_content_type, check_method
+from argosy.http_server import HttpExchange, check_json_content_type
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, parse_body
 from argosy.store import Role, RoleScope
 
 CONSOLE_PREFIX = "/console/"
-STATIC_PREFIX = CONSOLE_PREFIX + "static/"
-SIGN_IN_PREFIX = CONSOLE_PREFIX + "sign-in/"
 PLAYGROUND_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 """Routes of the API that the playground may call with a session."""
 _encode = msgspec.json.Encoder().encode
+
+ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="session"):
@@ -59,95 +61,115 @@ class Console:
         self._guard = guard
         self.sessions = sessions
         self.events = events
-        self.playground: Mapping[str, HttpRoute] = {}
-        """Routes of `PLAYGROUND_PATHS`, which the application that serves the console sets."""
         self._oidc = oidc
         self._files: StaticFiles | None = None
 
-    async def send_document(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /`: the page that loads the application."""
-        del principal  # the page is the same for all
-        self._guard.check_host(exchange)
-        await self._send_file(exchange, DOCUMENT)
+    def build_routes(self, api_routes: Sequence[HttpRoute]) -> list[HttpRoute]:
+        """Return the routes of the API with those of the console.
 
-    async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Handle a request below `CONSOLE_PREFIX`.
-
-        Raises:
-            ApiError: The browser may not send the request, it is not authenticated, or the path does not exist.
+        Browsers get the console's document at `/`, where Ollama's clients get a greeting. The playground calls routes
+        of the API below `CONSOLE_PREFIX`, by the session and from the console's own page only.
         """
-        del principal  # sessions authenticate
-        if exchange.path.startswith(STATIC_PREFIX):
+        row = partial(HttpRoute, is_public=True, is_same_origin=True)
+        page, data = self._as_page, self._as_data
+        sign_in = [("methods", self._list_sign_in_methods)]
+        if self._oidc is not None:
+            sign_in += [("start", self._oidc.start), ("callback", self._oidc.finish)]
+        return [
+            *(
+                replace(route, handler=self._document_or(route.handler))
+                if route.path == "/"
+                else route
+                for route in api_routes
+            ),
+            row("GET", CONSOLE_PREFIX + "static/{path...}", self._send_static_file),
+            *(row("GET", f"{CONSOLE_PREFIX}sign-in/{step}", page(run)) for step, run in sign_in),
+            row("GET", CONSOLE_PREFIX + "session", data(self._show_session)),
+            row("POST", CONSOLE_PREFIX + "session", data(self._sign_in)),
+            row("DELETE", CONSOLE_PREFIX + "session", data(self._sign_out)),
+            row("GET", CONSOLE_PREFIX + "events", data(self._stream_events)),
+            *(
+                row(route.method, CONSOLE_PREFIX + route.path[1:], data(self._playground(route)))
+                for route in api_routes
+                if route.path in PLAYGROUND_PATHS
+            ),
+        ]
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _as_page(self, run: ExchangeHandler) -> Handler:
+        """Return the handler of a route that browsers may open as a page."""
+
+        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # sessions authenticate
+            exchange.extra_headers += SECURITY_HEADERS
             self._guard.check_host(exchange)
-            check_method(exchange, ("GET",))
-            await self._send_file(exchange, exchange.path.removeprefix(STATIC_PREFIX))
-            return
-        exchange.extra_headers += SECURITY_HEADERS
-        if exchange.path.startswith(SIGN_IN_PREFIX):
-            self._guard.check_host(exchange)
-            await self._handle_sign_in(exchange, exchange.path.removeprefix(SIGN_IN_PREFIX))
-            return
-        self._guard.check_data_request(exchange)
-        path = "/" + exchange.path.removeprefix(CONSOLE_PREFIX)
-        if path == "/session":
-            await self._handle_session(exchange)
-        elif path == "/events":
-            check_method(exchange, ("GET",))
+            await run(exchange)
+
+        return handle
+
+    def _as_data(self, run: ExchangeHandler) -> Handler:
+        """Return the handler of a route that only the console's own page may call."""
+
+        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # sessions authenticate
+            exchange.extra_headers += SECURITY_HEADERS
+            self._guard.check_data_request(exchange)
+            await run(exchange)
+
+        return handle
+
+    # --- handlers --------------------------------------------------------------------------------
+
+    def _document_or(self, other: Handler) -> Handler:
+        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+            if b"text/html" in exchange.headers.get(b"accept", b""):
+                self._guard.check_host(exchange)
+                await self._send_file(exchange, DOCUMENT)
+            else:
+                await other(exchange, principal)
+
+        return handle
+
+    def _playground(self, route: HttpRoute) -> ExchangeHandler:
+        async def run(exchange: HttpExchange) -> None:
             principal = await self.sessions.authenticate(exchange)
-            files = await self._load_files()
-            await self.events.stream(exchange, principal, files.build_id)
-        elif path in self.playground:
-            route = self.playground[path]
-            check_method(exchange, (route.method,))
-            principal = await self.sessions.authenticate(exchange)
-            exchange.path = path
+            exchange.path = route.path
             await route.handler(exchange, principal)
-        else:
-            raise _not_found_error(exchange.path)
 
-    async def _handle_sign_in(self, exchange: HttpExchange, step: str) -> None:
-        """Answer the flow's routes, which browsers open as pages, and whether there is such a flow."""
-        check_method(exchange, ("GET",))
-        if step == "methods":
-            exchange.extra_headers.append((b"cache-control", b"no-store"))
-            await exchange.send_response(
-                200, _encode({"key": True, "oidc": self._oidc is not None})
-            )
-        elif step == "start" and self._oidc is not None:
-            await self._oidc.start(exchange)
-        elif step == "callback" and self._oidc is not None:
-            await self._oidc.finish(exchange)
-        else:
-            raise _not_found_error(exchange.path)
+        return run
 
-    async def _handle_session(self, exchange: HttpExchange) -> None:
-        method = check_method(exchange, ("GET", "POST", "DELETE"))
-        if method == "DELETE":
-            await self.sessions.sign_out(exchange)
-            await exchange.send_response(200, b"{}")
-            return
-        if method == "POST":
-            check_json_content_type(exchange)
-            body = parse_body(SignIn, await exchange.read_body())
-            principal = await self.sessions.sign_in(exchange, body.key.strip())
-        else:
-            principal = await self.sessions.authenticate(exchange)
-        view = SessionView(
-            role=principal.role,
-            scope=principal.role_scope,
-            organisation=principal.organisation or None,
-            project=principal.project or None,
-            key=principal.key or None,
-            user=principal.user or None,
-            is_local=principal.is_anonymous,
-        )
+    async def _send_static_file(self, exchange: HttpExchange, principal: Principal) -> None:
+        del principal  # the files are the same for all
+        self._guard.check_host(exchange)
+        await self._send_file(exchange, exchange.path_parameters["path"])
+
+    async def _list_sign_in_methods(self, exchange: HttpExchange) -> None:
         exchange.extra_headers.append((b"cache-control", b"no-store"))
-        await exchange.send_response(200, _encode(view))
+        await exchange.send_response(200, _encode({"key": True, "oidc": self._oidc is not None}))
+
+    async def _stream_events(self, exchange: HttpExchange) -> None:
+        principal = await self.sessions.authenticate(exchange)
+        files = await self._load_files()
+        await self.events.stream(exchange, principal, files.build_id)
+
+    async def _show_session(self, exchange: HttpExchange) -> None:
+        await _send_session(exchange, await self.sessions.authenticate(exchange))
+
+    async def _sign_in(self, exchange: HttpExchange) -> None:
+        check_json_content_type(exchange)
+        body = parse_body(SignIn, await exchange.read_body())
+        await _send_session(exchange, await self.sessions.sign_in(exchange, body.key.strip()))
+
+    async def _sign_out(self, exchange: HttpExchange) -> None:
+        await self.sessions.sign_out(exchange)
+        await exchange.send_response(200, b"{}")
 
     async def _send_file(self, exchange: HttpExchange, path: str) -> None:
         file = (await self._load_files()).find(path)
         if file is None:
-            raise _not_found_error(exchange.path)
+            path = exchange.path[:200]
+            raise ApiError(404, "not_found", f"The console has no path {path!r}.")
         exchange.extra_headers += SECURITY_HEADERS
         await send_file(exchange, file)
 
@@ -157,5 +179,15 @@ class Console:
         return self._files
 
 
-def _not_found_error(path: str) -> ApiError:
-    return ApiError(404, "not_found", f"The console has no path {path[:200]!r}.")
+async def _send_session(exchange: HttpExchange, principal: Principal) -> None:
+    view = SessionView(
+        role=principal.role,
+        scope=principal.role_scope,
+        organisation=principal.organisation or None,
+        project=principal.project or None,
+        key=principal.key or None,
+        user=principal.user or None,
+        is_local=principal.is_anonymous,
+    )
+    exchange.extra_headers.append((b"cache-control", b"no-store"))
+    await exchange.send_response(200, _encode(view))

@@ -5,25 +5,20 @@ authentication, limits, queue, routing, failover, ledger and explanations are th
 responses and conversations in the store, and `BackgroundResponses` runs responses without the client's connection.
 """
 
-from argosy.gateway.dialects.anthropic_handlers import VERSION_HEADER
-from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, Dialect, translate_pooling
-from argosy.gateway.dialects.dialect_routes import DialectRoutes
-from argosy.gateway.dialects.openapi import (
-    DIALECT_BODIES,
-    DIALECT_TYPES,
-    add_dialect_operations,
-)
+from argosy.gateway.dialects.anthropic_handlers import VERSION_HEADER, AnthropicHandlers
+from argosy.gateway.dialects.background_responses import BackgroundResponses
+from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, translate_pooling
+from argosy.gateway.dialects.dialect_routes import LENIENT_DIALECT_BODIES, build_dialect_routes
 from argosy.gateway.dialects.response_state import ResponseState
 
 __all__ = [
     "ANTHROPIC",
-    "DIALECT_BODIES",
-    "DIALECT_TYPES",
+    "LENIENT_DIALECT_BODIES",
     "OLLAMA",
     "VERSION_HEADER",
-    "Dialect",
-    "DialectRoutes",
+    "AnthropicHandlers",
+    "BackgroundResponses",
     "ResponseState",
-    "add_dialect_operations",
+    "build_dialect_routes",
     "translate_pooling",
 ]

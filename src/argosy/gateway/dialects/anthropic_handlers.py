@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from argosy.gateway.dialects.dialect import (
-    ANTHROPIC,
     name_ignored_fields,
     start_translation,
 )
@@ -16,6 +15,7 @@ from argosy.http_server import HttpExchange
 from argosy.protocol import ModelCard
 from argosy.protocol.dialects import (
     ObjectTranslator,
+    encode_anthropic_error,
     format_timestamp,
     translate_count_tokens_request,
     translate_messages_request,
@@ -47,7 +47,7 @@ class AnthropicHandlers:
         """`POST /v1/messages`."""
         body = await exchange.read_body()
         request = translate_messages_request(body, refuse_unknown=self._refuse_unknown)
-        start_translation(exchange, request, ANTHROPIC.error_encoder)
+        start_translation(exchange, request, encode_anthropic_error)
         await self._chat(exchange, principal)
 
     async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -56,7 +56,7 @@ class AnthropicHandlers:
         request, ignored = translate_count_tokens_request(body, refuse_unknown=self._refuse_unknown)
         name_ignored_fields(exchange, ignored)
         translator = ObjectTranslator(
-            lambda tokens: {"input_tokens": tokens["count"]}, ANTHROPIC.error_encoder
+            lambda tokens: {"input_tokens": tokens["count"]}, encode_anthropic_error
         )
         exchange.translate(msgspec.json.encode(request), translator)
         await self._tokenize(exchange, principal)

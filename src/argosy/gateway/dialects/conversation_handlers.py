@@ -11,13 +11,11 @@ from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.dialects.responses_handlers import new_item_id
 from argosy.gateway.dialects.stored_lists import parse_page_query
 from argosy.gateway.principal import Principal
-from argosy.http_server import HttpExchange, check_method, not_found_error
+from argosy.http_server import HttpExchange
 from argosy.protocol import JsonObject, parse_body
 from argosy.protocol.dialects import Metadata, assign_item_ids, normalize_input
-from argosy.store import ItemOwner, StoredConversation
+from argosy.store import StoredConversation
 
-CONVERSATIONS_PATH = "/v1/conversations"
-CONVERSATIONS_PREFIX = CONVERSATIONS_PATH + "/"
 _encode = msgspec.json.encode
 _Items = Annotated[list[JsonObject], Meta(max_length=20)]
 
@@ -62,73 +60,66 @@ class ConversationHandlers:
         )
         await _send(exchange, _describe(conversation))
 
-    async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Handle a request for one conversation.
+    async def get(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/conversations/{id}`."""
+        await _send(exchange, _describe(await self._call("get", exchange, principal)))
 
-        Raises:
-            ApiError: 404 if the path or the conversation does not exist, 405 for another method.
-        """
-        path = exchange.path.removeprefix(CONVERSATIONS_PREFIX).split("/")
-        owner = item_owner(principal)
-        match path:
-            case [conversation_id]:
-                await self._handle_conversation(exchange, owner, conversation_id)
-            case [conversation_id, "items"]:
-                await self._handle_items(exchange, owner, conversation_id)
-            case [conversation_id, "items", item_id]:
-                await self._handle_item(exchange, owner, conversation_id, item_id)
-            case _:
-                raise not_found_error(exchange.path, lambda _: False)
+    async def update(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/conversations/{id}`."""
+        request = parse_body(UpdateConversationRequest, await exchange.read_body())
+        conversation = await self._call("set_metadata", exchange, principal, request.metadata or {})
+        await _send(exchange, _describe(conversation))
 
-    async def _handle_conversation(
-        self, exchange: HttpExchange, owner: ItemOwner, conversation_id: str
-    ) -> None:
-        call, conversations = self._state.call, self._state.store.conversations
-        match check_method(exchange, ("GET", "POST", "DELETE")):
-            case "GET":
-                conversation = await call(conversations.get, owner, conversation_id)
-                await _send(exchange, _describe(conversation))
-            case "POST":
-                request = parse_body(UpdateConversationRequest, await exchange.read_body())
-                conversation = await call(
-                    conversations.set_metadata, owner, conversation_id, request.metadata or {}
-                )
-                await _send(exchange, _describe(conversation))
-            case _:
-                await call(conversations.delete, owner, conversation_id)
-                deleted = {"object": "conversation.deleted", "deleted": True}
-                await _send(exchange, {"id": conversation_id, **deleted})
+    async def delete(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`DELETE /v1/conversations/{id}`."""
+        await self._call("delete", exchange, principal)
+        deleted = {"object": "conversation.deleted", "deleted": True}
+        await _send(exchange, {"id": exchange.path_parameters["id"], **deleted})
 
-    async def _handle_items(
-        self, exchange: HttpExchange, owner: ItemOwner, conversation_id: str
-    ) -> None:
-        call, conversations = self._state.call, self._state.store.conversations
-        if check_method(exchange, ("GET", "POST")) == "GET":
-            page = parse_page_query(exchange)
-            items = await call(
-                conversations.list_items, owner, conversation_id, **page.store_options()
-            )
-            await exchange.send_response(200, page.build_page(items))
-            return
+    async def list_items(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/conversations/{id}/items`."""
+        page = parse_page_query(exchange)
+        items = await self._call("list_items", exchange, principal, **page.store_options())
+        await exchange.send_response(200, page.build_page(items))
+
+    async def add_items(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/conversations/{id}/items`."""
         request = parse_body(AddItemsRequest, await exchange.read_body())
         items = assign_item_ids(normalize_input(request.items), new_item_id)
-        await call(
-            conversations.append_items, owner, conversation_id, items, self._state.retention_s
-        )
+        await self._call("append_items", exchange, principal, items, self._state.retention_s)
         added = {"data": items, "has_more": False}
         ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
         await _send(exchange, {"object": "list", **added, **ids})
 
-    async def _handle_item(
-        self, exchange: HttpExchange, owner: ItemOwner, conversation_id: str, item_id: str
-    ) -> None:
-        call, conversations = self._state.call, self._state.store.conversations
-        if check_method(exchange, ("GET", "DELETE")) == "GET":
-            item = await call(conversations.get_item, owner, conversation_id, item_id)
-            await _send(exchange, item)
-        else:
-            conversation = await call(conversations.delete_item, owner, conversation_id, item_id)
-            await _send(exchange, _describe(conversation))
+    async def get_item(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/conversations/{id}/items/{item}`."""
+        item_id = exchange.path_parameters["item"]
+        await _send(exchange, await self._call("get_item", exchange, principal, item_id))
+
+    async def delete_item(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`DELETE /v1/conversations/{id}/items/{item}`."""
+        item_id = exchange.path_parameters["item"]
+        conversation = await self._call("delete_item", exchange, principal, item_id)
+        await _send(exchange, _describe(conversation))
+
+    async def _call(
+        self,
+        method: str,
+        exchange: HttpExchange,
+        principal: Principal,
+        *arguments: object,
+        **options: object,
+    ) -> Any:  # noqa: ANN401 - the result of the method
+        """Call a method of the store of conversations with the sender and the conversation in the path.
+
+        Raises:
+            ApiError: 404 if the conversation does not exist.
+        """
+        run = getattr(self._state.store.conversations, method)
+        conversation_id = exchange.path_parameters["id"]
+        return await self._state.call(
+            run, item_owner(principal), conversation_id, *arguments, **options
+        )
 
 
 def _describe(conversation: StoredConversation) -> dict[str, Any]:

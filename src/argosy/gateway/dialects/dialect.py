@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from argosy.http_server import HttpExchange
-from argosy.protocol import IGNORED_FIELDS_HEADER, ApiError, format_names
+from argosy.http_server import HttpExchange, ResponseDialect
+from argosy.protocol import IGNORED_FIELDS_HEADER, format_names
 from argosy.protocol.dialects import (
     BodyTranslator,
     DialectOutput,
@@ -29,21 +29,6 @@ from argosy.protocol.dialects import (
 Headers = list[tuple[bytes, bytes]]
 _RATE_LIMIT_HEADER = re.compile(rb"x-ratelimit-(limit|remaining|reset)-(requests|tokens)")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:(\d+)ms)?")
-
-
-class Dialect(msgspec.Struct, frozen=True):
-    """Shape of one dialect's errors and headers, a `ResponseDialect`."""
-
-    error_encoder: ErrorEncoder
-    header_translator: Callable[[Headers], Headers]
-
-    def encode_error(self, error: ApiError, request_id: str) -> bytes:
-        """Encode the body of an error response."""
-        return self.error_encoder(to_output_error(error), request_id)
-
-    def translate_headers(self, headers: Headers) -> Headers:
-        """Return the headers with which a response is sent."""
-        return self.header_translator(headers)
 
 
 def _translate_anthropic_headers(headers: Headers) -> Headers:
@@ -73,9 +58,22 @@ def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-ANTHROPIC = Dialect(encode_anthropic_error, _translate_anthropic_headers)
-OLLAMA = Dialect(encode_ollama_error, lambda headers: headers)
-RESPONSES = Dialect(encode_responses_error, lambda headers: headers)
+def _keep_headers(headers: Headers) -> Headers:
+    return headers
+
+
+def _build_dialect(
+    encode_error: ErrorEncoder, translate_headers: Callable[[Headers], Headers] = _keep_headers
+) -> ResponseDialect:
+    return ResponseDialect(
+        lambda error, request_id: encode_error(to_output_error(error), request_id),
+        translate_headers,
+    )
+
+
+ANTHROPIC = _build_dialect(encode_anthropic_error, _translate_anthropic_headers)
+OLLAMA = _build_dialect(encode_ollama_error)
+RESPONSES = _build_dialect(encode_responses_error)
 
 
 def start_translation(

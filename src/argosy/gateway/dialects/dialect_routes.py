@@ -1,4 +1,4 @@
-"""Routes of the dialects, and the parts that their handlers share."""
+"""Routes of the dialects: the APIs of OpenAI's responses and conversations, of Anthropic and of Ollama."""
 
 from __future__ import annotations
 
@@ -7,105 +7,235 @@ from functools import partial
 from argosy.gateway.dialects.anthropic_handlers import AnthropicHandlers
 from argosy.gateway.dialects.background_responses import BackgroundResponses
 from argosy.gateway.dialects.conversation_handlers import (
-    CONVERSATIONS_PATH,
-    CONVERSATIONS_PREFIX,
+    AddItemsRequest,
     ConversationHandlers,
+    CreateConversationRequest,
+    UpdateConversationRequest,
 )
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
 from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers
 from argosy.gateway.dialects.responses_session import ResponsesSession
-from argosy.gateway.dialects.stored_response_handlers import (
-    RESPONSES_PREFIX,
-    StoredResponseHandlers,
+from argosy.gateway.dialects.stored_lists import PageQuery
+from argosy.gateway.dialects.stored_response_handlers import RetrieveQuery, StoredResponseHandlers
+from argosy.gateway.http_route import (
+    ACCESS_ERRORS,
+    GENERATION_ERRORS,
+    UTILITY_ERRORS,
+    Handler,
+    HttpRoute,
 )
-from argosy.gateway.http_route import ANY_METHOD, Handler, HttpRoute, PrefixRoute
 from argosy.gateway.model_registry import ModelRouter
+from argosy.http_server import ANY_METHOD
+from argosy.protocol import EVENTS_MEDIA_TYPE, Operation, json_operation
+from argosy.protocol.dialects import (
+    NDJSON_CONTENT_TYPE,
+    CohereEmbedRequest,
+    CohereRerankRequest,
+    CompactRequest,
+    CountTokensRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaModelRequest,
+    ResponsesRequest,
+)
 
-OLLAMA_PREFIX = "/api/"
-_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete")
+LENIENT_DIALECT_BODIES = (
+    CohereEmbedRequest,
+    CohereRerankRequest,
+    CompactRequest,
+    CountTokensRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    ResponsesRequest,
+)
+"""Bodies whose unknown fields are ignored by default."""
+_OBJECT = {"type": "object"}
+_TEXT = {"type": "string"}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": _TEXT, "message": _TEXT},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
+_STATE_ERRORS = UTILITY_ERRORS | {
+    "404": "It does not exist, belongs to another tenant, or the gateway has no store.",
+    "503": "The store cannot be reached. Retry after `Retry-After` seconds.",
+}
+_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete", "blobs/{digest...}")
 
 
-class DialectRoutes:
-    """Routes of the dialects.
+def build_dialect_routes(
+    models: ModelRouter,
+    state: ResponseState,
+    background: BackgroundResponses,
+    anthropic: AnthropicHandlers,
+    *,
+    chat: Handler,
+    completion: Handler,
+    embeddings: Handler,
+    tokenize: Handler,
+    refuse_unknown_fields: bool,
+) -> list[HttpRoute]:
+    """Return the routes of all dialects.
 
     Args:
         models: The models.
         state: Stored responses and conversations.
+        background: Background responses.
+        anthropic: Handlers of Anthropic's API.
         chat: Handler of chats.
         completion: Handler of text completions.
         embeddings: Handler of embeddings.
         tokenize: Handler of `/tokenize`.
         refuse_unknown_fields: Whether unknown fields are errors.
     """
+    stored = StoredResponseHandlers(state, background)
+    responses = ResponsesHandlers(
+        state, background, stored, chat, tokenize, refuse_unknown_fields=refuse_unknown_fields
+    )
+    ollama = OllamaHandlers(
+        models, chat, completion, embeddings, refuse_unknown_fields=refuse_unknown_fields
+    )
+    return [
+        *_build_responses_routes(responses),
+        *_build_state_routes(stored, ConversationHandlers(state)),
+        *_build_anthropic_routes(anthropic),
+        *_build_ollama_routes(ollama),
+    ]
 
-    def __init__(
-        self,
-        models: ModelRouter,
-        state: ResponseState,
-        *,
-        chat: Handler,
-        completion: Handler,
-        embeddings: Handler,
-        tokenize: Handler,
-        refuse_unknown_fields: bool,
-    ) -> None:
-        self.background = BackgroundResponses(state, chat)
-        self.anthropic = AnthropicHandlers(
-            models, chat, tokenize, refuse_unknown_fields=refuse_unknown_fields
-        )
-        stored = StoredResponseHandlers(state, self.background)
-        responses = ResponsesHandlers(
-            state,
-            self.background,
-            stored,
-            chat,
-            tokenize,
-            refuse_unknown_fields=refuse_unknown_fields,
-        )
-        conversations = ConversationHandlers(state)
-        ollama = OllamaHandlers(
-            models, chat, completion, embeddings, refuse_unknown_fields=refuse_unknown_fields
-        )
-        stateful = partial(HttpRoute, dialect=RESPONSES)
-        messages = partial(HttpRoute, dialect=ANTHROPIC)
-        api = partial(HttpRoute, dialect=OLLAMA)
-        self.routes = (
-            stateful(
-                "/v1/responses",
-                "POST",
-                responses.create,
-                open_session=lambda: ResponsesSession(responses).handle,
+
+def _build_responses_routes(responses: ResponsesHandlers) -> list[HttpRoute]:
+    row = partial(HttpRoute, "POST", dialect=RESPONSES)
+    return [
+        row(
+            "/v1/responses",
+            responses.create,
+            json_operation(
+                "createResponse",
+                _OBJECT,
+                GENERATION_ERRORS,
+                ResponsesRequest,
+                stream=EVENTS_MEDIA_TYPE,
             ),
-            stateful("/v1/responses/input_tokens", "POST", responses.count_tokens),
-            stateful("/v1/responses/compact", "POST", responses.compact),
-            HttpRoute(CONVERSATIONS_PATH, "POST", conversations.create),
-            messages("/v1/messages", "POST", self.anthropic.messages),
-            messages("/v1/messages/count_tokens", "POST", self.anthropic.count_tokens),
-            api("/", "GET", ollama.home, is_public=True),
-            api("/api/version", "GET", ollama.version, is_public=True),
-            api("/api/chat", "POST", ollama.chat),
-            api("/api/generate", "POST", ollama.generate),
-            api("/api/embed", "POST", ollama.embed),
-            api("/api/embeddings", "POST", ollama.embeddings),
-            api("/api/tags", "GET", ollama.tags),
-            api("/api/ps", "GET", ollama.running),
-            api("/api/show", "POST", ollama.show),
-            api("/api/pull", "POST", ollama.pull),
-            *(api(OLLAMA_PREFIX + name, ANY_METHOD, ollama.refuse) for name in _UNSUPPORTED_PATHS),
-        )
-        """Routes of single paths."""
-        self.prefix_routes = (
-            PrefixRoute(
-                RESPONSES_PREFIX, HttpRoute(RESPONSES_PREFIX + "{id}", ANY_METHOD, stored.handle)
+            open_session=lambda: ResponsesSession(responses).handle,
+        ),
+        row(
+            "/v1/responses/input_tokens",
+            responses.count_tokens,
+            json_operation("countResponseTokens", _OBJECT, UTILITY_ERRORS, ResponsesRequest),
+        ),
+        row(
+            "/v1/responses/compact",
+            responses.compact,
+            json_operation("compactResponse", _OBJECT, GENERATION_ERRORS, CompactRequest),
+        ),
+    ]
+
+
+def _build_state_routes(
+    stored: StoredResponseHandlers, conversations: ConversationHandlers
+) -> list[HttpRoute]:
+    describe = partial(json_operation, response=_OBJECT, errors=_STATE_ERRORS)
+    response, conversation = "/v1/responses/{id}", "/v1/conversations/{id}"
+    items, item = f"{conversation}/items", f"{conversation}/items/{{item}}"
+    retrieve = describe("getResponse", stream=EVENTS_MEDIA_TYPE, query=RetrieveQuery)
+    list_input = describe("listResponseInput", query=PageQuery)
+    create = describe("createConversation", body=CreateConversationRequest, is_body_optional=True)
+    update = describe("updateConversation", body=UpdateConversationRequest)
+    list_items = describe("listConversationItems", query=PageQuery)
+    add_items = describe("addConversationItems", body=AddItemsRequest)
+    rows: list[tuple[str, str, Handler, Operation]] = [
+        ("GET", response, stored.retrieve, retrieve),
+        ("DELETE", response, stored.delete, describe("deleteResponse")),
+        ("POST", f"{response}/cancel", stored.cancel, describe("cancelResponse")),
+        ("GET", f"{response}/input_items", stored.list_input, list_input),
+        ("POST", "/v1/conversations", conversations.create, create),
+        ("GET", conversation, conversations.get, describe("getConversation")),
+        ("POST", conversation, conversations.update, update),
+        ("DELETE", conversation, conversations.delete, describe("deleteConversation")),
+        ("GET", items, conversations.list_items, list_items),
+        ("POST", items, conversations.add_items, add_items),
+        ("GET", item, conversations.get_item, describe("getConversationItem")),
+        ("DELETE", item, conversations.delete_item, describe("deleteConversationItem")),
+    ]
+    return [HttpRoute(*row) for row in rows]
+
+
+def _build_anthropic_routes(anthropic: AnthropicHandlers) -> list[HttpRoute]:
+    row = partial(HttpRoute, "POST", dialect=ANTHROPIC)
+    operation = partial(json_operation, error_schema=_ANTHROPIC_ERROR)
+    return [
+        row(
+            "/v1/messages",
+            anthropic.messages,
+            operation(
+                "createMessage",
+                _OBJECT,
+                GENERATION_ERRORS,
+                MessagesRequest,
+                stream=EVENTS_MEDIA_TYPE,
             ),
-            PrefixRoute(
-                CONVERSATIONS_PREFIX,
-                HttpRoute(CONVERSATIONS_PREFIX + "{id}", ANY_METHOD, conversations.handle),
-            ),
-            PrefixRoute(
-                OLLAMA_PREFIX + "blobs/",
-                api(OLLAMA_PREFIX + "blobs/{digest}", ANY_METHOD, ollama.refuse),
-            ),
-        )
+        ),
+        row(
+            "/v1/messages/count_tokens",
+            anthropic.count_tokens,
+            operation("countMessageTokens", _OBJECT, UTILITY_ERRORS, CountTokensRequest),
+        ),
+    ]
+
+
+def _build_ollama_routes(ollama: OllamaHandlers) -> list[HttpRoute]:
+    def row(
+        method: str, path: str, handler: Handler, operation: Operation | None = None
+    ) -> HttpRoute:
+        is_public = path in {"/", "/api/version"}
+        return HttpRoute(method, path, handler, operation, is_public=is_public, dialect=OLLAMA)
+
+    describe = partial(json_operation, error_schema=_OLLAMA_ERROR)
+    generates = partial(describe, response=_OBJECT, errors=GENERATION_ERRORS)
+    streams = partial(generates, stream=NDJSON_CONTENT_TYPE.decode())
+    lists = partial(describe, response=_OBJECT, errors=ACCESS_ERRORS)
+    return [
+        row("GET", "/", ollama.home),
+        row("GET", "/api/version", ollama.version, describe("ollamaVersion", _OBJECT, {})),
+        row("POST", "/api/chat", ollama.chat, streams("ollamaChat", body=OllamaChatRequest)),
+        row(
+            "POST",
+            "/api/generate",
+            ollama.generate,
+            streams("ollamaGenerate", body=OllamaGenerateRequest),
+        ),
+        row("POST", "/api/embed", ollama.embed, generates("ollamaEmbed", body=OllamaEmbedRequest)),
+        row(
+            "POST",
+            "/api/embeddings",
+            ollama.embeddings,
+            generates("ollamaEmbeddings", body=OllamaEmbeddingsRequest),
+        ),
+        row("GET", "/api/tags", ollama.tags, lists("ollamaTags")),
+        row("GET", "/api/ps", ollama.running, lists("ollamaRunning")),
+        row(
+            "POST",
+            "/api/show",
+            ollama.show,
+            describe("ollamaShow", _OBJECT, UTILITY_ERRORS, OllamaModelRequest),
+        ),
+        row("POST", "/api/pull", ollama.pull),
+        *(row(ANY_METHOD, f"/api/{path}", ollama.refuse) for path in _UNSUPPORTED_PATHS),
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.dialects.dialect import OLLAMA, start_translation, translate_pooling
+from argosy.gateway.dialects.dialect import start_translation, translate_pooling
 from argosy.gateway.http_route import Handler
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import Principal
@@ -21,6 +21,7 @@ from argosy.protocol.dialects import (
     OllamaOutput,
     TranslatedPooling,
     TranslatedRequest,
+    encode_ollama_error,
     format_timestamp,
     is_load_request,
     strip_tag,
@@ -101,7 +102,7 @@ class OllamaHandlers:
             self._models.resolve_target(request.body["model"], principal, exchange.headers)
             await exchange.send_response(200, request.render(_NO_VECTORS))
             return
-        translate_pooling(exchange, request, OLLAMA.error_encoder)
+        translate_pooling(exchange, request, encode_ollama_error)
         await self._embeddings(exchange, principal)
 
     async def _run(
@@ -116,7 +117,7 @@ class OllamaHandlers:
             content = _encode(request.output.build_response())
             await exchange.send_response(200, content)
             return
-        start_translation(exchange, request, OLLAMA.error_encoder)
+        start_translation(exchange, request, encode_ollama_error)
         handler = self._completion if request.is_completion else self._chat
         await handler(exchange, principal)
 

@@ -11,7 +11,6 @@ import msgspec
 from argosy.gateway.dialects.background_claims import claim_background_key
 from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
 from argosy.gateway.dialects.dialect import (
-    RESPONSES,
     create_identity,
     name_ignored_fields,
     start_translation,
@@ -32,6 +31,7 @@ from argosy.protocol.dialects import (
     ResponsesRequest,
     TranslatedRequest,
     assign_item_ids,
+    encode_responses_error,
     list_references,
     parse_compact_request,
     parse_create_event,
@@ -115,7 +115,7 @@ class ResponsesHandlers:
         async def save(response: dict[str, Any]) -> None:
             await self._save(principal, request, items, response)
 
-        start_translation(exchange, translated, RESPONSES.error_encoder, on_end=save)
+        start_translation(exchange, translated, encode_responses_error, on_end=save)
         await self._chat(exchange, principal)
 
     async def create_in_session(
@@ -146,7 +146,7 @@ class ResponsesHandlers:
             await exchange.write(b"".join(render_stored_events(response)))
             await exchange.end_stream()
             return
-        start_translation(exchange, translated, RESPONSES.error_encoder, on_end=save)
+        start_translation(exchange, translated, encode_responses_error, on_end=save)
         await self._chat(exchange, principal)
 
     async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -158,7 +158,7 @@ class ResponsesHandlers:
         fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}
         translator = ObjectTranslator(
             lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens["count"]},
-            RESPONSES.error_encoder,
+            encode_responses_error,
         )
         exchange.translate(
             msgspec.json.encode(fields | {"add_generation_prompt": True}), translator
@@ -175,7 +175,7 @@ class ResponsesHandlers:
         )
         cipher = await self._state.build_cipher(principal)
         translated = translate_compact_request(request, cipher, items, history)
-        start_translation(exchange, translated, RESPONSES.error_encoder)
+        start_translation(exchange, translated, encode_responses_error)
         await self._chat(exchange, principal)
 
     # --- state -----------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class ResponsesHandlers:
             if has_finished and conversation is not None and ended["status"] in _ENDED_NORMALLY:
                 await state.append_items(principal, conversation, [*items, *ended["output"]])
 
-        start_translation(detached, body, RESPONSES.error_encoder, on_end=finish, identity=identity)
+        start_translation(detached, body, encode_responses_error, on_end=finish, identity=identity)
         self._background.start(detached, event_log, principal, started)
         if request.stream:
             await follow_events(exchange, event_log, first=0)

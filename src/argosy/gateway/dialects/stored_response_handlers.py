@@ -12,12 +12,11 @@ from argosy.gateway.dialects.background_responses import BackgroundResponses, Ev
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.dialects.stored_lists import parse_page_query, parse_query_string
 from argosy.gateway.principal import Principal
-from argosy.http_server import DisconnectedError, HttpExchange, check_method, not_found_error
+from argosy.http_server import DisconnectedError, HttpExchange
 from argosy.protocol import format_comment, invalid_request, parse_query
 from argosy.protocol.dialects import render_end_event, render_stored_events
 from argosy.store import RUNNING_STATUSES, StoredResponse
 
-RESPONSES_PREFIX = "/v1/responses/"
 POLL_INTERVAL_S = 1.0
 """Interval at which a response that runs on another gateway is read from the store."""
 KEEPALIVE_INTERVAL_S = 15.0
@@ -45,36 +44,15 @@ class StoredResponseHandlers:
         self._state = state
         self._background = background
 
-    async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Handle a request for one response.
-
-        Raises:
-            ApiError: 404 if the path or the response does not exist, 405 for another method.
-        """
-        response_id, _, action = exchange.path.removeprefix(RESPONSES_PREFIX).partition("/")
-        match action:
-            case "" if check_method(exchange, ("GET", "DELETE")) == "GET":
-                await self._retrieve(exchange, principal, response_id)
-            case "":
-                await self._delete(exchange, principal, response_id)
-            case "cancel":
-                check_method(exchange, ("POST",))
-                await self._cancel(exchange, principal, response_id)
-            case "input_items":
-                check_method(exchange, ("GET",))
-                await self._list_input(exchange, principal, response_id)
-            case _:
-                raise not_found_error(exchange.path, lambda _: False)
-
     async def _load(self, principal: Principal, response_id: str) -> StoredResponse:
         owner, responses = item_owner(principal), self._state.store.responses
         return await self._state.call(responses.get, owner, response_id)
 
-    async def _retrieve(
-        self, exchange: HttpExchange, principal: Principal, response_id: str
-    ) -> None:
+    async def retrieve(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/responses/{id}`."""
         query = parse_query(RetrieveQuery, parse_query_string(exchange))
         first = 0 if query.starting_after is None else query.starting_after + 1
+        response_id = exchange.path_parameters["id"]
         await self.send(exchange, principal, response_id, is_stream=query.stream, first=first)
 
     async def send(
@@ -112,14 +90,18 @@ class StoredResponseHandlers:
         await exchange.write(b"".join(events))
         await exchange.end_stream()
 
-    async def _delete(self, exchange: HttpExchange, principal: Principal, response_id: str) -> None:
+    async def delete(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`DELETE /v1/responses/{id}`."""
+        response_id = exchange.path_parameters["id"]
         owner, responses = item_owner(principal), self._state.store.responses
         await self._state.call(responses.delete, owner, response_id)
         self._background.cancel(response_id)
         deleted: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
         await exchange.send_response(200, _encode(deleted))
 
-    async def _cancel(self, exchange: HttpExchange, principal: Principal, response_id: str) -> None:
+    async def cancel(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/responses/{id}/cancel`."""
+        response_id = exchange.path_parameters["id"]
         response = await self._load(principal, response_id)
         if not response.body.get("background"):
             message = (
@@ -131,13 +113,12 @@ class StoredResponseHandlers:
         self._background.cancel(response_id)
         await exchange.send_response(200, _encode(response.render()))
 
-    async def _list_input(
-        self, exchange: HttpExchange, principal: Principal, response_id: str
-    ) -> None:
+    async def list_input(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/responses/{id}/input_items`."""
         page = parse_page_query(exchange)
         owner, responses = item_owner(principal), self._state.store.responses
         items = await self._state.call(
-            responses.list_input, owner, response_id, **page.store_options()
+            responses.list_input, owner, exchange.path_parameters["id"], **page.store_options()
         )
         await exchange.send_response(200, page.build_page(items))
 

@@ -1,16 +1,14 @@
-"""ASGI application of the replica: routes requests and converts every failure to one response."""
+"""Application of the replica: routes requests and converts every failure to one response."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 
 import msgspec
 import structlog
 
-from argosy.engine.serving.api_server import replica_openapi
 from argosy.engine.serving.api_server.generation_handlers import GenerationHandlers
 from argosy.engine.serving.api_server.ignored_fields import (
     refuses_unknown_fields,
@@ -18,16 +16,17 @@ from argosy.engine.serving.api_server.ignored_fields import (
 )
 from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
 from argosy.engine.serving.api_server.pooling_handlers import PoolingHandlers
+from argosy.engine.serving.api_server.replica_operations import OPERATIONS
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.http_server import (
     HttpExchange,
-    Receive,
-    Scope,
-    Send,
+    HttpRequest,
+    Route,
+    RouteMatch,
+    RouteTable,
     check_json_content_type,
     check_method,
     check_no_page_request,
-    not_found_error,
     run_handler,
 )
 from argosy.protocol import (
@@ -42,91 +41,69 @@ from argosy.protocol import (
     VersionResponse,
     parse_body,
     parse_request_body,
+    render_openapi,
 )
 from argosy.telemetry import METRICS_CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import CoalescedScrape, bind_request
 
 ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
 
-MODELS_PREFIX = "/v1/models/"
 _DEBUG_LOG_ROUTES = frozenset({"/health", "/ready", "/load", "/kv_events", "/metrics"})
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointRoute:
-    """Path template, method and handler of an endpoint."""
-
-    template: str
-    method: str
-    handler: ExchangeHandler
-
-
 class ReplicaApp:
-    """ASGI application. Every request gets exactly one response, and no exception is passed to the server."""
+    """Handles requests. Every request gets exactly one response, and no exception is passed to the server."""
 
     def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
         self._scrape = CoalescedScrape(self._render_metrics)
         generation_handlers = GenerationHandlers(replica)
-        get_handlers = {
-            "/v1/models": self._list_models,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/load": self._load,
-            "/kv_events": KvEventsHandler(replica).stream_events,
-            "/tokenizer_info": self._tokenizer_info,
-            "/version": self._version,
-            "/metrics": self._metrics,
-            "/openapi.json": self._openapi,
-        }
-        post_handlers = {
-            "/v1/chat/completions": generation_handlers.chat,
-            "/v1/completions": generation_handlers.completion,
-            **PoolingHandlers(replica).handlers,
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
-            "/drain": self._drain,
-            "/undrain": self._undrain,
-        }
-        self._routes = {
-            path: EndpointRoute(path, "GET", handler) for path, handler in get_handlers.items()
-        }
-        self._routes |= {
-            path: EndpointRoute(path, "POST", handler) for path, handler in post_handlers.items()
-        }
-        self._model_route = EndpointRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
+        rows: list[tuple[str, str, ExchangeHandler]] = [
+            ("POST", "/v1/chat/completions", generation_handlers.chat),
+            ("POST", "/v1/completions", generation_handlers.completion),
+            *(("POST", *row) for row in PoolingHandlers(replica).handlers.items()),
+            ("POST", "/tokenize", self._tokenize),
+            ("POST", "/detokenize", self._detokenize),
+            ("GET", "/tokenizer_info", self._tokenizer_info),
+            ("GET", "/v1/models", self._list_models),
+            ("GET", "/v1/models/{model...}", self._get_model),
+            ("GET", "/health", self._health),
+            ("GET", "/ready", self._ready),
+            ("GET", "/load", self._load),
+            ("GET", "/kv_events", KvEventsHandler(replica).stream_events),
+            ("GET", "/version", self._version),
+            ("GET", "/metrics", self._metrics),
+            ("POST", "/drain", self._drain),
+            ("POST", "/undrain", self._undrain),
+            ("GET", "/openapi.json", self._openapi),
+        ]
+        self._openapi_document = b""
+        """Rendered when it is first requested."""
+        self._routes = RouteTable(Route(*row, OPERATIONS[row[1]]) for row in rows)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, request: HttpRequest) -> None:
         """Handle one HTTP request."""
-        exchange = HttpExchange(scope, receive, send, self._replica.config)
+        exchange = HttpExchange(request, self._replica.config)
         self._replica.on_request_start()
         bind_request(exchange.request_id, exchange.get_header(b"traceparent"))
-        route = self._find_route(exchange.path)
+        match = self._routes.find(exchange.path)
         try:
-            await run_handler(exchange, self._handle(exchange, route))
+            await run_handler(exchange, self._handle(exchange, match))
         finally:
             self._replica.on_request_end()
-            self._record_response(exchange, route)
+            self._record_response(exchange, "other" if match is None else match.label)
 
-    def _find_route(self, path: str) -> EndpointRoute | None:
-        if path.startswith(MODELS_PREFIX) and len(path) > len(MODELS_PREFIX):
-            return self._model_route
-        return self._routes.get(path)
+    async def _handle(self, exchange: HttpExchange, match: RouteMatch[Route] | None) -> None:
+        if match is None:
+            raise self._routes.not_found_error(exchange.path)
+        check_method(exchange, match.methods)
+        exchange.path_parameters = match.parameters
+        await match.route.handler(exchange)
 
-    def _has_route(self, path: str) -> bool:
-        return self._find_route(path) is not None
-
-    async def _handle(self, exchange: HttpExchange, route: EndpointRoute | None) -> None:
-        if route is None:
-            raise not_found_error(exchange.path, self._has_route)
-        check_method(exchange, (route.method,))
-        await route.handler(exchange)
-
-    def _record_response(self, exchange: HttpExchange, route: EndpointRoute | None) -> None:
-        template = route.template if route else "other"
+    def _record_response(self, exchange: HttpExchange, template: str) -> None:
         status = exchange.status or 499
         self._replica.metrics.record_http_response(template, status)
         # Gateways and clients keep asking while the model loads. The change of state has a line of its own.
@@ -152,7 +129,7 @@ class ReplicaApp:
 
     async def _get_model(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
-        name = exchange.path.removeprefix(MODELS_PREFIX)
+        name = exchange.path_parameters["model"]
         self._replica.check_model(name)
         await exchange.send_response(200, _encode(self._model_card(name, model)))
 
@@ -234,7 +211,14 @@ class ReplicaApp:
         await exchange.send_response(200, _encode(VersionResponse(version=version("argosy"))))
 
     async def _openapi(self, exchange: HttpExchange) -> None:
-        await exchange.send_response(200, replica_openapi.render_openapi())
+        if not self._openapi_document:
+            self._openapi_document = render_openapi(
+                "Argosy replica",
+                "The OpenAI API for one model, and endpoints for operators.",
+                self._routes.list_operations(),
+                has_keys=False,
+            )
+        await exchange.send_response(200, self._openapi_document)
 
     async def _metrics(self, exchange: HttpExchange) -> None:
         await exchange.send_response(200, await self._scrape.get_text(), METRICS_TYPE)

@@ -1,17 +1,16 @@
-"""ASGI application of the admin API: authenticates, parses the request, runs the endpoint, sends the response."""
+"""Routes of the admin API: each parses the request, runs its endpoint within limits, and sends the response."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl
 
 import structlog
-from starlette.routing import Route, Router
 
-from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin import (
     fleet,
     keys,
@@ -25,156 +24,105 @@ from argosy.gateway.admin import (
     tenants,
 )
 from argosy.gateway.admin.answer_encoding import send_answer
-from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
-from argosy.gateway.admin.openapi import add_openapi_endpoint
-from argosy.gateway.auth import Authenticator, check_role
-from argosy.gateway.console import ConsoleSessions
-from argosy.gateway.loop_monitor import LoopMonitor
-from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.auth import Authenticator
+from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.principal import Principal
-from argosy.gateway.proxy import RoutingPreviewer
-from argosy.gateway.replica_logs import ReplicaLogs
-from argosy.gateway.series_queries import SeriesQueries
-from argosy.http_server import (
-    EXCHANGE_KEY,
-    AsgiApp,
-    DisconnectedError,
-    HttpExchange,
-    Receive,
-    Scope,
-    Send,
-    check_json_content_type,
-    check_method,
-    check_same_origin,
-)
+from argosy.http_server import DisconnectedError, HttpExchange, check_json_content_type
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import ApiError, invalid_request, parse_body, parse_query
+from argosy.protocol import ApiError, invalid_request, parse_body, parse_query, render_openapi
 from argosy.store import (
     ConflictError,
     NotFoundError,
     QueryTimeoutError,
-    Store,
     StoreError,
     limit_query_time,
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-ENDPOINTS = add_openapi_endpoint(
-    AdminEndpoints(
-        [
-            *tenants.endpoints,
-            *keys.endpoints,
-            *limits_and_prices.endpoints,
-            *replicas.endpoints,
-            *routing.endpoints,
-            *fleet.endpoints,
-            *reports.endpoints,
-            *series.endpoints,
-            *settings.endpoints,
-            *lessons.endpoints,
-        ]
-    ),
-    "/admin/openapi.json",
-)
+_document = AdminEndpoints()
 
 
-def build_admin_app(
-    store: Store | None,
+@cache
+def _render_document() -> bytes:
+    return render_openapi(
+        "Argosy admin API",
+        "Tenants, keys, limits, prices, usage, the audit log and explanations of requests.",
+        [(endpoint.path, endpoint.method, endpoint.describe()) for endpoint in ENDPOINTS],
+        has_keys=True,
+    )
+
+
+@_document.register("GET", "/admin/openapi.json", "user", is_nonblocking=True)
+def get_openapi_document(scope: AdminScope, request: AdminRequest) -> bytes:  # noqa: ARG001 - the same for all
+    """Get this OpenAPI document."""
+    return _render_document()
+
+
+ENDPOINTS: list[AdminEndpoint] = [
+    *tenants.endpoints,
+    *keys.endpoints,
+    *limits_and_prices.endpoints,
+    *replicas.endpoints,
+    *routing.endpoints,
+    *fleet.endpoints,
+    *reports.endpoints,
+    *series.endpoints,
+    *settings.endpoints,
+    *lessons.endpoints,
+    *_document,
+]
+
+
+def build_admin_routes(
+    admin_scope: AdminScope,
     authenticator: Authenticator,
-    explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]],
-    on_accounts_changed: Callable[[], None],
-    replica_admin: ReplicaAdmin | None = None,
-    *,
-    fleet_control: FleetControl | None = None,
-    series_queries: SeriesQueries | None = None,
-    sessions: ConsoleSessions | None = None,
-    config: GatewayConfig | None = None,
-    loop_monitor: LoopMonitor | None = None,
-    replica_logs: ReplicaLogs | None = None,
-    previewer: RoutingPreviewer | None = None,
-) -> AsgiApp:
-    """Build the application for /admin, which serves requests that `HttpExchange` forwards.
-
-    Rejections are raised as ApiError, to be answered by the code that forwarded the exchange.
+    on_accounts_changed: Callable[[], object] = lambda: None,
+) -> list[HttpRoute]:
+    """Return the routes of the admin API.
 
     Args:
-        store: Accounts, ledger and audit log. Without it most endpoints answer 404.
-        authenticator: Identifies callers. Account changes are applied to it before they are answered.
-        explain: Returns the explanation of a request by its id and the caller's organisation (None for the whole
-            gateway). Called on the event loop's thread.
+        admin_scope: What the endpoints work on. Without what an endpoint needs it answers 404.
+        authenticator: Account changes are applied to it before they are answered.
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
-        replica_admin: Pools and replicas.
-        fleet_control: Control of the declared fleet that the gateway belongs to.
-        series_queries: Time series.
-        sessions: Sessions of the console. Without them callers need a key or token.
-        config: The gateway's settings, to be shown to operators.
-        loop_monitor: While it reports an overload, reads wait for each other.
-        replica_logs: Logs of the replicas of the gateway's fleet.
-        previewer: Previews of routing.
     """
-    limiter = AdminCallLimiter(loop_monitor)
-    admin_scope = AdminScope(
-        store,
-        replica_admin,
-        explain,
-        limiter,
-        fleet_control=fleet_control,
-        series_queries=series_queries,
-        config=config,
-        fleet_logs=replica_logs,
-        previewer=previewer,
-        authenticator=authenticator,
-    )
-    by_path: dict[str, dict[str, AdminEndpoint]] = {}
-    for endpoint in ENDPOINTS:
-        by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
-    routes = [
-        Route(
-            path,
-            _PathHandler(
-                endpoints, admin_scope, limiter, authenticator, on_accounts_changed, sessions
-            ),
+    caller = _EndpointCaller(admin_scope, authenticator, on_accounts_changed)
+    return [
+        HttpRoute(
+            endpoint.method,
+            endpoint.path,
+            partial(caller.handle, endpoint),
+            endpoint.describe(),
+            role=endpoint.role,
+            scope=endpoint.scope,
+            is_same_origin=True,
         )
-        for path, endpoints in by_path.items()
+        for endpoint in ENDPOINTS
     ]
-    return Router(routes, redirect_slashes=False, default=_not_found)
 
 
-class _PathHandler:
-    """ASGI handler of the endpoints at one path."""
+class _EndpointCaller:
+    """Calls endpoints with parsed requests, in worker threads and within the limits of concurrent calls."""
 
     def __init__(
         self,
-        endpoints: Mapping[str, AdminEndpoint],
         admin_scope: AdminScope,
-        limiter: AdminCallLimiter,
         authenticator: Authenticator,
-        on_accounts_changed: Callable[[], None],
-        sessions: ConsoleSessions | None,
+        on_accounts_changed: Callable[[], object],
     ) -> None:
-        self._endpoints = endpoints
         self._admin_scope = admin_scope
-        self._limiter = limiter
+        self._limiter = admin_scope.limiter
         self._authenticator = authenticator
         self._on_accounts_changed = on_accounts_changed
-        self._sessions = sessions
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
-        exchange: HttpExchange = scope["state"][EXCHANGE_KEY]
-        principal = (
-            self._authenticator.authenticate(exchange)
-            if self._sessions is None
-            else await self._sessions.authenticate(exchange)
-        )
-        endpoint = self._endpoints[check_method(exchange, self._endpoints)]
-        check_role(principal, endpoint.role, endpoint.scope)
-        if endpoint.method != "GET" or principal.is_anonymous:
-            check_same_origin(exchange)
+    async def handle(
+        self, endpoint: AdminEndpoint, exchange: HttpExchange, principal: Principal
+    ) -> None:
+        """Answer a request of a caller who has the endpoint's role."""
         request = AdminRequest(
             principal,
-            _get_resource_id(scope),
+            _get_resource_id(exchange),
             parse_query(endpoint.query_type, _parse_parameters(exchange.query)),
             None if endpoint.body_type is None else await _read_body(exchange, endpoint.body_type),
         )
@@ -288,13 +236,8 @@ def _parse_parameters(query: bytes) -> dict[str, str]:
     return parameters
 
 
-def _get_resource_id(scope: Scope) -> str:
-    resource_id: str = scope["path_params"].get("id", "")
+def _get_resource_id(exchange: HttpExchange) -> str:
+    resource_id = exchange.path_parameters.get("id", "")
     if not resource_id.isprintable():
         raise ApiError(404, "not_found", "No resource has this id. Ids are printable text.")
     return resource_id
-
-
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - ASGI's
-    message = f"The admin API has no path {scope['path'][:200]!r}. See /admin/openapi.json."
-    raise ApiError(404, "not_found", message)

@@ -1,0 +1,244 @@
+"""The route table of the gateway: the APIs for models and the endpoints for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import msgspec
+
+from argosy.gateway.dialects import (
+    LENIENT_DIALECT_BODIES,
+    VERSION_HEADER,
+    AnthropicHandlers,
+    BackgroundResponses,
+    ResponseState,
+    build_dialect_routes,
+)
+from argosy.gateway.filters import LimitFilter
+from argosy.gateway.http_route import (
+    ACCESS_ERRORS,
+    GENERATION_ERRORS,
+    UTILITY_ERRORS,
+    Handler,
+    HttpRoute,
+)
+from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.operations import OperationsHandlers
+from argosy.gateway.pooling_handlers import PoolingHandlers
+from argosy.gateway.principal import Principal
+from argosy.gateway.proxy import CompletionHandlers
+from argosy.gateway.utility_handlers import TOKENIZE_PATH, UtilityHandlers
+from argosy.http_server import HttpExchange
+from argosy.protocol import (
+    LENIENT_BODIES,
+    TEXT_SCHEMA,
+    Operation,
+    SharedErrors,
+    json_operation,
+    render_openapi,
+    shared_operations,
+)
+from argosy.protocol.dialects import CohereEmbedRequest, CohereRerankRequest
+from argosy.store import Role
+
+_encode = msgspec.json.Encoder().encode
+_OPERATIONS = shared_operations(
+    SharedErrors(
+        generation=GENERATION_ERRORS,
+        utility=UTILITY_ERRORS,
+        listing=ACCESS_ERRORS,
+        status={"503": "A model has no available replica."},
+        liveness={},
+        operator=ACCESS_ERRORS,
+    )
+)
+
+
+class _TokenizerQuery(msgspec.Struct, frozen=True):
+    model: str = ""
+
+
+def build_routes(
+    models: ModelRouter,
+    generation: CompletionHandlers,
+    operations: OperationsHandlers,
+    state: ResponseState,
+    background: BackgroundResponses,
+    limits: LimitFilter | None = None,
+    *,
+    refuse_unknown_fields: bool,
+) -> list[HttpRoute]:
+    """Return the routes of the APIs for models and of the endpoints for operators.
+
+    Args:
+        models: The models.
+        generation: Handlers of chats and completions.
+        operations: Handlers for operators.
+        state: Stored responses and conversations.
+        background: Background responses.
+        limits: Limits of tenants.
+        refuse_unknown_fields: Whether unknown fields are errors.
+    """
+    pooling = PoolingHandlers(generation.handle, refuse_unknown_fields=refuse_unknown_fields)
+    utility = UtilityHandlers(models, limits, refuse_unknown_fields=refuse_unknown_fields)
+    tokenize: Handler = partial(utility.tokenize, path=TOKENIZE_PATH)
+    anthropic = AnthropicHandlers(
+        models,
+        generation.chat_completions,
+        tokenize,
+        refuse_unknown_fields=refuse_unknown_fields,
+    )
+    listing = ModelHandlers(models, anthropic)
+    return [
+        _shared_row(
+            "POST",
+            "/v1/chat/completions",
+            generation.chat_completions,
+            open_session=lambda: generation.chat_completions,
+        ),
+        _shared_row("POST", "/v1/completions", generation.completions),
+        _shared_row("GET", "/v1/models", listing.list_models),
+        _shared_row("GET", "/v1/models/{model...}", listing.get_model),
+        _shared_row("POST", "/tokenize", utility.tokenize),
+        _shared_row("POST", "/detokenize", utility.tokenize),
+        *_build_operator_routes(operations, utility),
+        *_build_pooling_routes(pooling),
+        *build_dialect_routes(
+            models,
+            state,
+            background,
+            anthropic,
+            chat=generation.chat_completions,
+            completion=generation.completions,
+            embeddings=pooling.embeddings,
+            tokenize=tokenize,
+            refuse_unknown_fields=refuse_unknown_fields,
+        ),
+    ]
+
+
+def add_openapi_route(routes: Sequence[HttpRoute]) -> list[HttpRoute]:
+    """Return the routes, and one for the OpenAPI document of all of them."""
+
+    @cache
+    def render() -> bytes:
+        return render_gateway_openapi(all_routes)
+
+    async def send_document(exchange: HttpExchange, principal: Principal) -> None:
+        del principal  # the document is the same for all
+        await exchange.send_response(200, render())
+
+    all_routes = [*routes, _shared_row("GET", "/openapi.json", send_document)]
+    return all_routes
+
+
+def render_gateway_openapi(routes: Sequence[HttpRoute]) -> bytes:
+    """Return the OpenAPI document of the routes as JSON."""
+    return render_openapi(
+        "Argosy gateway",
+        "The APIs of OpenAI, Anthropic and Ollama for all models, and those for operators.",
+        [(route.path, route.method, route.operation) for route in routes if route.operation],
+        lenient_bodies=[*LENIENT_BODIES, *LENIENT_DIALECT_BODIES],
+        has_keys=True,
+    )
+
+
+class ModelHandlers:
+    """Handlers of the list of models, in the shapes of OpenAI and Anthropic.
+
+    Args:
+        models: The models.
+        anthropic: Answers clients of Anthropic's API, which send a header.
+    """
+
+    def __init__(self, models: ModelRouter, anthropic: AnthropicHandlers) -> None:
+        self._models = models
+        self._anthropic = anthropic
+
+    async def list_models(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/models`."""
+        if VERSION_HEADER in exchange.headers:
+            await self._anthropic.list_models(exchange, principal)
+            return
+        await exchange.send_response(200, _encode(self._models.list_models(principal)))
+
+    async def get_model(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`GET /v1/models/{model}`."""
+        name = exchange.path_parameters["model"]
+        if VERSION_HEADER in exchange.headers:
+            await self._anthropic.get_model(exchange, principal, name)
+            return
+        await exchange.send_response(200, _encode(self._models.get_model(name, principal)))
+
+
+def _shared_row(
+    method: str,
+    path: str,
+    handler: Handler,
+    *,
+    is_public: bool = False,
+    role: Role | None = None,
+    open_session: Callable[[], Handler] | None = None,
+) -> HttpRoute:
+    """Return the row of a path that replicas have too."""
+    return HttpRoute(
+        method,
+        path,
+        handler,
+        _OPERATIONS[path],
+        is_public=is_public,
+        role=role,
+        scope="organisation" if role is None else "gateway",
+        open_session=open_session,
+    )
+
+
+def _build_operator_routes(
+    operations: OperationsHandlers, utility: UtilityHandlers
+) -> list[HttpRoute]:
+    replica_metrics = Operation(
+        "replicaMetrics",
+        {"text/plain": TEXT_SCHEMA},
+        ACCESS_ERRORS | {"404": "No replica has this name."},
+    )
+    tokenizer_info = json_operation(
+        "tokenizerInfo", {"type": "object"}, UTILITY_ERRORS, query=_TokenizerQuery
+    )
+    return [
+        _shared_row("GET", "/health", operations.health, is_public=True),
+        _shared_row("GET", "/ready", operations.ready, is_public=True),
+        _shared_row("GET", "/version", operations.version, is_public=True),
+        # Labels name the tenants of all organisations.
+        _shared_row("GET", "/metrics", operations.metrics, role="viewer"),
+        HttpRoute(
+            "GET",
+            "/replicas/{name...}/metrics",
+            utility.replica_metrics,
+            replica_metrics,
+            role="viewer",
+            scope="gateway",
+        ),
+        HttpRoute("GET", "/tokenizer_info", utility.tokenizer_info, tokenizer_info),
+    ]
+
+
+def _build_pooling_routes(pooling: PoolingHandlers) -> list[HttpRoute]:
+    handlers: dict[str, Handler] = {
+        "/v1/embeddings": pooling.embeddings,
+        "/pooling": pooling.pooling,
+        "/classify": pooling.classify,
+        "/score": pooling.score,
+        "/v1/score": pooling.score,
+        "/rerank": pooling.rerank,
+        "/v1/rerank": pooling.rerank,
+    }
+    embed = json_operation("cohereEmbed", {"type": "object"}, GENERATION_ERRORS, CohereEmbedRequest)
+    rerank = json_operation(
+        "cohereRerank", {"type": "object"}, GENERATION_ERRORS, CohereRerankRequest
+    )
+    return [
+        *(_shared_row("POST", path, handler) for path, handler in handlers.items()),
+        HttpRoute("POST", "/v2/embed", pooling.cohere_embed, embed),
+        HttpRoute("POST", "/v2/rerank", pooling.cohere_rerank, rerank),
+    ]
