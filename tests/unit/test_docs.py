@@ -106,7 +106,7 @@ def test_yaml_examples_are_valid(page: Path, tmp_path: Path) -> None:
 
 def test_pages_name_existing_tests_and_results() -> None:
     for page in PAGES:
-        if "decisions" in page.parts or page.name == "roadmap.md":
+        if "decisions" in page.parts:
             continue
         for code in CODE.findall(FENCED.sub("", page.read_text())):
             if re.fullmatch(r"(tests|tools|benchmarks)/[\w/.-]+", code):
