@@ -144,6 +144,16 @@ def test_operator_pages_name_existing_events_codes_and_settings() -> None:
         assert named - known == set(), page
 
 
+def test_glossary_names_existing_code() -> None:
+    files = [path for path in SOURCE.rglob("*") if path.suffix in {".py", ".cpp", ".lua"}]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    known = words | {path.stem for path in SOURCE.rglob("*")} | {"py", "pyproject", "toml"}
+    page = (DOCS / "explanation/glossary.md").read_text()
+    columns = re.findall(r"\|([^|]*)\|$", page, re.MULTILINE)
+    named = {word for code in CODE.findall(" ".join(columns)) for word in re.findall(r"\w+", code)}
+    assert named - known == set()
+
+
 def logged_events() -> Iterator[tuple[str, str, set[str]]]:
     """Yield name, level and fields of each call that logs an event."""
     for path in SOURCE.rglob("*.py"):

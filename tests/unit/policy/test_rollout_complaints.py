@@ -268,5 +268,5 @@ def replica_count_has_one_owner(pool: VirtualRollout) -> None:
 def test_complaints_about_other_systems(
     number: int, scenario: Callable[[VirtualRollout], None]
 ) -> None:
-    """Numbers are those of docs/explanation/rollout-evidence.md. The others are in test_rollout_gate.py and test_traffic.py."""
+    """Numbers are those of docs/explanation/rollout-evidence.md, which names the tests of the others."""
     scenario(begin())
