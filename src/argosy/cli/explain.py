@@ -11,11 +11,11 @@ from urllib.parse import quote
 
 import typer
 
-from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.admin_client import call_admin_api
+from argosy.cli.failure import fail
 from argosy.cli.money import format_dollars, format_price
 from argosy.cli.output import format_one_line, open_console
 from argosy.cli.replica_report import print_replica_report
-from argosy.cli.server_client import error_message, explain_connect_error, open_client
 from argosy.cli.timestamps import format_timestamp
 
 if TYPE_CHECKING:
@@ -54,38 +54,14 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print the gateway's JSON.")] = False,
 ) -> None:
     """Explain a request: its queueing, its routing decisions, its limits, its cost and its timeline."""
-    import httpx2
-
-    with open_client(url, api_key) as client:
-        try:
-            response = client.get(
-                f"/admin/requests/{quote(request, safe='', errors='surrogateescape')}"
-            )
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(f"no gateway answers at {url}: {explain_connect_error(error, 'check --url')}")
-        except httpx2.HTTPError as error:
-            fail(f"the connection to {url} broke ({error}); see the gateway's log", EXIT_FAILURE)
-    if response.status_code != 200:
-        fail(error_message(response.content))
-    explanation = _parse_explanation(response.content)
-    if explanation is None:
+    path = f"/admin/requests/{quote(request, safe='', errors='surrogateescape')}"
+    explanation = call_admin_api(url, api_key, "GET", path)
+    if explanation.get("object") != "request.explanation":
         fail(f"the server at {url} is not an Argosy gateway; check --url")
     if as_json:
         typer.echo(json.dumps(explanation, indent=2))
     else:
         print_explanation(open_console(), explanation)
-
-
-def _parse_explanation(content: bytes) -> dict[str, Any] | None:
-    """Return the explanation, or None if the body is something else."""
-    try:
-        explanation = json.loads(content)
-    except ValueError:
-        return None
-    is_explanation = (
-        isinstance(explanation, dict) and explanation.get("object") == "request.explanation"
-    )
-    return explanation if is_explanation else None
 
 
 def print_explanation(console: Console, explanation: dict[str, Any]) -> None:

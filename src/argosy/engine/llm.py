@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
@@ -16,7 +16,7 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.llm_options import build_engine_config
 from argosy.engine.offline_metrics import Metric, read_metrics
-from argosy.engine.offline_pooling import OfflinePooling
+from argosy.engine.offline_pooling import PoolingCalls
 from argosy.engine.offline_prompts import (
     Conversation,
     PromptsInput,
@@ -34,12 +34,6 @@ from argosy.engine.offline_request_processor import (
 )
 from argosy.engine.offline_tokenizer import LLMTokenizer
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector, build_failed_output
-from argosy.engine.pooling_outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-)
 from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.pooling import read_vector
 from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
@@ -64,7 +58,7 @@ ReportProgress = Callable[[int, int], object]
 T = TypeVar("T")
 
 
-class LLM:
+class LLM(PoolingCalls):
     """Model in this process. Not thread-safe.
 
     The constructor loads the model, which takes seconds. `close`, or the end of a `with` block, frees its memory.
@@ -102,14 +96,12 @@ class LLM:
         self._loaded_core: EngineCore | None = EngineCore(
             config, time.monotonic, lambda _what, _done: None
         )
-        self._pooling: OfflinePooling | None = None
+        super().__init__(config, self._core.info)
+        self._generation: OfflineRequestProcessor | None = None
         if self._core.info.pooling is None:
-            self._generation: OfflineRequestProcessor | None = OfflineRequestProcessor(
+            self._generation = OfflineRequestProcessor(
                 config, self._core.info, chat_template=chat_template, seed=seed
             )
-        else:
-            self._generation = None
-            self._pooling = OfflinePooling(config, self._core.info, self._run_pooling)
         self._stats = CoreStats()
 
     def __enter__(self) -> Self:
@@ -187,99 +179,10 @@ class LLM:
             on_error,
         )
 
-    def embed(
-        self,
-        prompts: PromptsInput,
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """Embed texts or token ids, and return one output per prompt, in order.
-
-        Args:
-            prompts: One prompt or several, as for `generate`.
-            prompt_name: Name of a prompt of the model, such as `query`, that precedes each text. None takes the
-                model's default prompt.
-            prompt: Text that precedes each text, instead of a prompt of the model.
-            dimensions: Number of leading elements that are kept, for models that were trained for it.
-            normalize: Whether vectors are scaled to length 1. None does what the model does.
-            truncate_prompt_tokens: Limit to which longer prompts are truncated, -1 for the model's.
-
-        Raises:
-            ApiError: A prompt cannot be served. All prompts are validated before the first step.
-            ValueError: The model computes no embeddings.
-        """
-        return self._require_pooling().embed(
-            split_prompts(prompts),
-            prompt_name=prompt_name,
-            prompt=prompt,
-            dimensions=dimensions,
-            normalize=normalize,
-            truncate_tokens=truncate_prompt_tokens,
-        )
-
-    def score(
-        self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
-        *,
-        instruction: str | None = None,
-        use_activation: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Score the relevance of documents to queries, and return one output per pair, in order.
-
-        Args:
-            data_1: One query for all documents, or one query per document.
-            data_2: Documents.
-            instruction: Description of the task, for models that take one.
-            use_activation: Whether the model's activation, such as the sigmoid, is applied. None applies it.
-            truncate_prompt_tokens: Limit to which longer pairs are truncated, -1 for the model's.
-
-        Raises:
-            ApiError: A pair cannot be served.
-            ValueError: The model computes no scores, or the numbers of queries and documents differ.
-        """
-        queries, documents = (
-            [texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2)
-        )
-        if len(queries) == 1:
-            queries *= len(documents)
-        if len(queries) != len(documents):
-            raise ValueError(
-                f"{len(queries)} queries for {len(documents)} documents; give one query, or one per document"
-            )
-        return self._require_pooling().score(
-            list(zip(queries, documents, strict=True)),
-            instruction=instruction,
-            use_activation=use_activation,
-            truncate_tokens=truncate_prompt_tokens,
-        )
-
-    def classify(
-        self,
-        prompts: PromptsInput,
-        *,
-        use_activation: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Classify texts, and return the probabilities of the labels, one output per prompt, in order.
-
-        The arguments and errors are those of `embed` and `score`.
-        """
-        return self._require_pooling().classify(
-            split_prompts(prompts),
-            use_activation=use_activation,
-            truncate_tokens=truncate_prompt_tokens,
-        )
-
     def get_tokenizer(self) -> LLMTokenizer:
         """Return the model's tokenizer."""
-        if self._pooling is not None:
-            return LLMTokenizer(self._pooling.tokenizer)
+        if self._pooling_tokenizer is not None:
+            return LLMTokenizer(self._pooling_tokenizer)
         return LLMTokenizer(self._processor.tokenizer, self._processor.processor)
 
     def get_metrics(self) -> list[Metric]:
@@ -310,14 +213,6 @@ class LLM:
                 "the model computes vectors and generates no text; call embed, score or classify"
             )
         return self._generation
-
-    def _require_pooling(self) -> OfflinePooling:
-        if self._pooling is None:
-            raise ValueError(
-                "the model generates text; use an embedding model or a reranker, "
-                "or set task='embed' to pool this one"
-            )
-        return self._pooling
 
     def _run_pooling(self, requests: list[EngineRequest]) -> list[NDArray[np.float32]]:
         """Step the engine until every request has its vector. On an error, abort the remaining requests."""

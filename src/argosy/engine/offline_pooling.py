@@ -1,17 +1,16 @@
-"""Pooling requests of `LLM`, which turn texts into engine requests and vectors into results."""
+"""Calls of `LLM` for models that compute vectors."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
-from argosy.engine.offline_prompts import PromptInput, parse_prompt
+from argosy.engine.offline_prompts import PromptsInput, parse_prompt, split_prompts
 from argosy.engine.pooling_outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -24,42 +23,62 @@ from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
-RunRequests = Callable[[list[EngineRequest]], list[NDArray[np.float32]]]
-"""Runs engine requests and returns their vectors."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
-class OfflinePooling:
-    """Pooling requests of a model that computes vectors."""
+class PoolingCalls(ABC):
+    """Calls that turn texts into engine requests, and their vectors into results."""
 
-    def __init__(self, config: EngineConfig, ready: CoreReady, run: RunRequests) -> None:
-        path = resolve_model_path(config.model, config.revision, config.digest)
-        self.tokenizer = Tokenizer.load(path)
-        self._processor = PoolingProcessor(self.tokenizer, ChatTemplate.load(path), ready, config)
-        self._run = run
-        self._request_numbers = itertools.count()
+    def __init__(self, config: EngineConfig, ready: CoreReady) -> None:
+        self._pooling_tokenizer: Tokenizer | None = None
+        self._pooling_processor: PoolingProcessor | None = None
+        self._pooling_numbers = itertools.count()
+        if ready.pooling is not None:
+            path = resolve_model_path(config.model, config.revision, config.digest)
+            self._pooling_tokenizer = Tokenizer.load(path)
+            self._pooling_processor = PoolingProcessor(
+                self._pooling_tokenizer, ChatTemplate.load(path), ready, config
+            )
 
     def embed(
         self,
-        prompts: Sequence[PromptInput],
+        prompts: PromptsInput,
         *,
-        prompt_name: str | None,
-        prompt: str | None,
-        dimensions: int | None,
-        normalize: bool | None,
-        truncate_tokens: int | None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """Embed texts or token ids."""
-        job = self._processor.prepare_embed(
-            [parse_prompt(each).content for each in prompts],
-            self._next_headers(),
+        """Embed texts or token ids, and return one output per prompt, in order.
+
+        Args:
+            prompts: One prompt or several, as for `generate`.
+            prompt_name: Name of a prompt of the model, such as `query`, that precedes each text. None takes the
+                model's default prompt.
+            prompt: Text that precedes each text, instead of a prompt of the model.
+            dimensions: Number of leading elements that are kept, for models that were trained for it.
+            normalize: Whether vectors are scaled to length 1. None does what the model does.
+            truncate_prompt_tokens: Limit to which longer prompts are truncated, -1 for the model's.
+
+        Raises:
+            ApiError: A prompt cannot be served. All prompts are validated before the first step.
+            ValueError: The model computes no embeddings.
+        """
+        processor, headers = self._begin_pooling()
+        job = processor.prepare_embed(
+            [parse_prompt(each).content for each in split_prompts(prompts)],
+            headers,
             prompt_name=prompt_name,
             prompt=prompt,
             dimensions=dimensions,
             normalizes=normalize,
-            truncate_tokens=truncate_tokens,
+            truncate_tokens=truncate_prompt_tokens,
             param="prompts",
         )
-        embeddings = job.finish(self._run(job.requests))
+        embeddings = job.finish(self._run_pooling(job.requests))
         return [
             PoolingRequestOutput(request.id, EmbeddingOutput(vector), request.prompt)
             for request, vector in zip(job.requests, embeddings.values, strict=True)
@@ -67,22 +86,44 @@ class OfflinePooling:
 
     def score(
         self,
-        pairs: Sequence[tuple[str, str]],
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
         *,
-        instruction: str | None,
-        use_activation: bool | None,
-        truncate_tokens: int | None,
+        instruction: str | None = None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Score pairs of query and document."""
-        headers = self._next_headers()
-        job = self._processor.prepare_score(
-            pairs,
+        """Score the relevance of documents to queries, and return one output per pair, in order.
+
+        Args:
+            data_1: One query for all documents, or one query per document.
+            data_2: Documents.
+            instruction: Description of the task, for models that take one.
+            use_activation: Whether the model's activation, such as the sigmoid, is applied. None applies it.
+            truncate_prompt_tokens: Limit to which longer pairs are truncated, -1 for the model's.
+
+        Raises:
+            ApiError: A pair cannot be served.
+            ValueError: The model computes no scores, or the numbers of queries and documents differ.
+        """
+        queries, documents = (
+            [texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2)
+        )
+        if len(queries) == 1:
+            queries *= len(documents)
+        if len(queries) != len(documents):
+            raise ValueError(
+                f"{len(queries)} queries for {len(documents)} documents; give one query, or one per document"
+            )
+        processor, headers = self._begin_pooling()
+        job = processor.prepare_score(
+            list(zip(queries, documents, strict=True)),
             headers,
             instruction=instruction,
             use_activation=use_activation,
-            truncate_tokens=truncate_tokens,
+            truncate_tokens=truncate_prompt_tokens,
         )
-        scores = job.finish(self._run(job.requests))
+        scores = job.finish(self._run_pooling(job.requests))
         return [
             PoolingRequestOutput(
                 f"{headers.request_id}-{number}", ScoringOutput(float(value)), prompt
@@ -94,20 +135,24 @@ class OfflinePooling:
 
     def classify(
         self,
-        prompts: Sequence[PromptInput],
+        prompts: PromptsInput,
         *,
-        use_activation: bool | None,
-        truncate_tokens: int | None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Classify texts or token ids."""
-        job = self._processor.prepare_classify(
-            [parse_prompt(each).content for each in prompts],
-            self._next_headers(),
+        """Classify texts, and return the probabilities of the labels, one output per prompt, in order.
+
+        The arguments and errors are those of `embed` and `score`.
+        """
+        processor, headers = self._begin_pooling()
+        job = processor.prepare_classify(
+            [parse_prompt(each).content for each in split_prompts(prompts)],
+            headers,
             use_activation=use_activation,
-            truncate_tokens=truncate_tokens,
+            truncate_tokens=truncate_prompt_tokens,
         )
-        classes = job.finish(self._run(job.requests))
-        labels = self._processor.info.labels or ()
+        classes = job.finish(self._run_pooling(job.requests))
+        labels = processor.info.labels or ()
         return [
             PoolingRequestOutput(
                 request.id, ClassificationOutput(row, labels[int(row.argmax())]), request.prompt
@@ -115,5 +160,16 @@ class OfflinePooling:
             for request, row in zip(job.requests, classes.values, strict=True)
         ]
 
-    def _next_headers(self) -> GatewayHeaders:
-        return GatewayHeaders(request_id=f"offline-pooling-{next(self._request_numbers)}")
+    @abstractmethod
+    def _run_pooling(self, requests: list[EngineRequest]) -> list[NDArray[np.float32]]:
+        """Run engine requests and return their vectors."""
+
+    def _begin_pooling(self) -> tuple[PoolingProcessor, GatewayHeaders]:
+        """Return the processor, and the headers of the next request."""
+        if self._pooling_processor is None:
+            raise ValueError(
+                "the model generates text; use an embedding model or a reranker, "
+                "or set task='embed' to pool this one"
+            )
+        number = next(self._pooling_numbers)
+        return self._pooling_processor, GatewayHeaders(request_id=f"offline-pooling-{number}")
