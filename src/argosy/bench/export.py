@@ -13,7 +13,14 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from argosy.bench.metrics import METRIC_NAMES, MetricName, RequestRow, RunSummary, metric_values
+from argosy.bench.metrics import (
+    METRIC_NAMES,
+    PERCENTILES,
+    MetricName,
+    RequestRow,
+    RunSummary,
+    metric_values,
+)
 from argosy.bench.result import BenchResult
 
 _CSV_FIELDS = (
@@ -23,7 +30,6 @@ _CSV_FIELDS = (
 )
 _CSV_METRICS: tuple[MetricName, ...] = ("ttft", "tpot", "e2e", "ntpot", "lag")
 """Metrics with at most one value per request."""
-_QUANTILE_FIELDS = {"0.5": "p50", "0.9": "p90", "0.95": "p95", "0.99": "p99", "0.999": "p999"}
 
 
 def format_csv(result: BenchResult) -> str:
@@ -66,7 +72,7 @@ _GAUGES: dict[str, tuple[str, str, _GaugeValues]] = {
     ),
     "tokens": (
         "Tokens of the requests that succeeded.",
-        "Tokens of successful requests.",
+        "kind",
         lambda s: {"input": s.input_tokens, "cached": s.cached_tokens, "output": s.output_tokens},
     ),
     "tokens_per_second": (
@@ -117,10 +123,9 @@ class _SummaryCollector(Collector):
             family = Family(f"argosy_bench_{metric}_seconds", f"{metric.upper()}.", "summary")
             for labels, summary in self._runs:
                 stats = summary.latency[metric]
-                numbers: dict[str, float] = msgspec.structs.asdict(stats)
-                for quantile, field in _QUANTILE_FIELDS.items() if stats.count else ():
-                    quantile_labels = labels | {"quantile": quantile}
-                    family.add_sample(family.name, quantile_labels, numbers[field] / 1e3)
+                for field, percentile in PERCENTILES.items() if stats.count else ():
+                    quantile_labels = labels | {"quantile": f"{percentile / 100:g}"}
+                    family.add_sample(family.name, quantile_labels, getattr(stats, field) / 1e3)
                 family.add_sample(f"{family.name}_sum", labels, stats.mean * stats.count / 1e3)
                 family.add_sample(f"{family.name}_count", labels, stats.count)
             yield family

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
@@ -25,7 +25,9 @@ from argosy.bench.plan import RequestPhase
 
 RequestOutcome = Literal["ok", "error", "cancelled"]
 MetricName = Literal["ttft", "tpot", "itl", "icl", "e2e", "ntpot", "send_ttft", "lag"]
-PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+METRIC_NAMES: tuple[MetricName, ...] = get_args(MetricName)
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p999": 99.9}
+"""Percentiles of a sample, by the field of `SampleStats`."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,18 +86,14 @@ def compute_stats(values: Sequence[float]) -> SampleStats:
     if not len(values):
         return SampleStats()
     array = np.asarray(values, dtype=np.float64)
-    p50, p90, p95, p99, p999 = (float(value) for value in np.percentile(array, PERCENTILES))
+    percentiles = np.percentile(array, list(PERCENTILES.values())).tolist()
     return SampleStats(
         count=len(array),
         mean=float(array.mean()),
         std=float(array.std()),
         min=float(array.min()),
-        p50=p50,
-        p90=p90,
-        p95=p95,
-        p99=p99,
-        p999=p999,
         max=float(array.max()),
+        **dict(zip(PERCENTILES, percentiles, strict=True)),
     )
 
 
@@ -170,18 +168,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     multi_token_responses: int = 0
     """Requests with more tokens than chunks."""
     latency: dict[MetricName, SampleStats]
-
-
-METRIC_NAMES: tuple[MetricName, ...] = (
-    "ttft",
-    "tpot",
-    "itl",
-    "icl",
-    "e2e",
-    "ntpot",
-    "send_ttft",
-    "lag",
-)
 
 
 def summarize(rows: Sequence[RequestRow], objectives: Objectives | None = None) -> RunSummary:

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from argosy.bench.metrics import (
+    PERCENTILES,
     MetricName,
-    SampleStats,
     concurrency_series,
     metric_values,
     token_series,
@@ -36,7 +36,7 @@ _CDF_PLOTS: tuple[tuple[str, MetricName], ...] = (
     ("Time per output token", "tpot"),
     ("End-to-end latency", "e2e"),
 )
-_LATENCY_COLUMNS = ("count", "mean", "std", "p50", "p90", "p95", "p99", "p99.9", "max")
+_LATENCY_COLUMNS = ("mean", "std", *PERCENTILES, "max")
 
 
 def render_html_report(result: BenchResult) -> str:
@@ -125,69 +125,44 @@ def _step_points(series: list[tuple[float, int]]) -> list[tuple[float, float]]:
 
 
 def _sweep_plots(result: BenchResult) -> list[str]:
-    runs = sorted(result.runs, key=lambda run: run.summary.request_rate)
+    summaries = sorted((run.summary for run in result.runs), key=lambda each: each.request_rate)
+    total = [each.output_token_rate for each in summaries]
+    concurrency = [each.mean_concurrency for each in summaries]
 
-    rates = ["rate"] if runs[0].summary.goodput is None else ["rate", "good"]
+    def curve(name: str, x: list[float], y: list[float]) -> PlotSeries:
+        return PlotSeries(name, list(zip(x, y, strict=True)))
 
-    def curve(name: str, value: str, x: str) -> PlotSeries:
-        return PlotSeries(name, [(_plot_value(run, x), _plot_value(run, value)) for run in runs])
+    def latency(metric: MetricName) -> list[PlotSeries]:
+        stats = [each.latency[metric] for each in summaries]
+        return [
+            curve("p50", total, [each.p50 for each in stats]),
+            curve("p99", total, [each.p99 for each in stats]),
+        ]
 
+    rates = [curve("throughput", concurrency, [each.request_rate for each in summaries])]
+    if summaries[0].goodput is not None:
+        rates.append(curve("goodput", concurrency, [each.goodput or 0.0 for each in summaries]))
+    tpots = [each.latency["tpot"].p50 for each in summaries]
+    per_user = [1e3 / tpot if tpot else 0.0 for tpot in tpots]
     return [
-        render_plot(
-            "Latency by throughput",
-            "total output tokens/s",
-            "TTFT, ms",
-            [curve("p50", "ttft.p50", "tokens"), curve("p99", "ttft.p99", "tokens")],
-        ),
-        render_plot(
-            "Gaps by throughput",
-            "total output tokens/s",
-            "ITL, ms",
-            [curve("p50", "itl.p50", "tokens"), curve("p99", "itl.p99", "tokens")],
-        ),
-        render_plot(
-            "Throughput by concurrency",
-            "mean requests in flight",
-            "requests/s",
-            [
-                curve({"rate": "throughput", "good": "goodput"}[rate], rate, "level")
-                for rate in rates
-            ],
-        ),
+        render_plot("Latency by throughput", "total output tokens/s", "TTFT, ms", latency("ttft")),
+        render_plot("Gaps by throughput", "total output tokens/s", "ITL, ms", latency("itl")),
+        render_plot("Throughput by concurrency", "mean requests in flight", "requests/s", rates),
         render_plot(
             "Per user by total",
             "total output tokens/s",
             "tokens/s of one stream",
-            [curve("1 / median TPOT", "user", "tokens")],
+            [curve("1 / median TPOT", total, per_user)],
         ),
     ]
 
 
-def _plot_value(run: RunResult, name: str) -> float:
-    summary = run.summary
-    ttft, itl, tpot = (summary.latency[metric] for metric in ("ttft", "itl", "tpot"))
-    return {
-        "rate": summary.request_rate,
-        "good": summary.goodput or 0.0,
-        "level": summary.mean_concurrency,
-        "tokens": summary.output_token_rate,
-        "user": 1e3 / tpot.p50 if tpot.p50 else 0.0,
-        "ttft.p50": ttft.p50,
-        "ttft.p99": ttft.p99,
-        "itl.p50": itl.p50,
-        "itl.p99": itl.p99,
-    }[name]
-
-
 def _latency_table(run: RunResult) -> str:
-    header = "".join(f"<th>{name}</th>" for name in ("ms", *_LATENCY_COLUMNS))
+    header = "".join(f"<th>{name}</th>" for name in ("ms", "count", *_LATENCY_COLUMNS))
     rows = [
-        f"<tr><td>{metric}</td>{''.join(f'<td>{cell}</td>' for cell in _latency_cells(stats))}</tr>"
+        f"<tr><td>{metric}</td><td>{stats.count}</td>"
+        + "".join(f"<td>{getattr(stats, name):.2f}</td>" for name in _LATENCY_COLUMNS)
+        + "</tr>"
         for metric, stats in run.summary.latency.items()
     ]
     return f"<table><tr>{header}</tr>{''.join(rows)}</table>"
-
-
-def _latency_cells(stats: SampleStats) -> list[str]:
-    numbers = (stats.mean, stats.std, stats.p50, stats.p90, stats.p95, stats.p99, stats.p999)
-    return [str(stats.count), *(f"{number:.2f}" for number in (*numbers, stats.max))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from argosy.bench.metrics import MetricName, RunSummary, SampleStats
+from argosy.bench.metrics import PERCENTILES, MetricName, RunSummary, SampleStats
 from argosy.bench.result import BenchResult, RunResult
 from argosy.bench.workload import MAX_CLOSED_LOOP_REQUESTS
 
@@ -22,6 +22,11 @@ _SECTIONS: tuple[tuple[str, str, MetricName], ...] = (
     ("Schedule Lag", "lag", "lag"),
     ("TTFT from the actual send", "TTFT", "send_ttft"),
 )
+
+_STATISTICS = {"Mean": "mean", "Std": "std", "Median": "p50"} | {
+    f"P{percentile:g}": field for field, percentile in PERCENTILES.items() if field != "p50"
+}
+"""Fields of `SampleStats` by their names in the report."""
 
 
 def render_text_report(result: BenchResult) -> str:
@@ -109,13 +114,10 @@ def _rate_lines(run: RunResult) -> list[str]:
 
 def _latency_lines(name: str, stats: SampleStats) -> list[str]:
     return [
-        _value_line(f"Mean {name} (ms):", stats.mean),
-        _value_line(f"Std {name} (ms):", stats.std),
-        _value_line(f"Median {name} (ms):", stats.p50),
-        _value_line(f"P90 {name} (ms):", stats.p90),
-        _value_line(f"P95 {name} (ms):", stats.p95),
-        _value_line(f"P99 {name} (ms):", stats.p99),
-        _value_line(f"P99.9 {name} (ms):", stats.p999),
+        *(
+            _value_line(f"{statistic} {name} (ms):", getattr(stats, field))
+            for statistic, field in _STATISTICS.items()
+        ),
         _value_line(f"Count {name}:", stats.count),
     ]
 
