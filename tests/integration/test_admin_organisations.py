@@ -21,8 +21,9 @@ from tests.support.organisations import (
 from tests.support.stored_rollout import DECLARATION, POOL, StoredRollout
 
 from argosy.deployment import FleetControl
+from argosy.gateway.admin import list_endpoints
 from argosy.gateway.admin.endpoints import AdminEndpoint
-from argosy.gateway.admin.routes import ENDPOINTS
+from argosy.lessons import LESSONS
 from argosy.store import Role, RoleScope
 
 ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
@@ -249,12 +250,14 @@ def mask_ids(response: httpx2.Response, ids: ResourceIds) -> tuple[int, str]:
 def test_matrix_covers_every_endpoint() -> None:
     registered = {
         endpoint.handler.__name__: (endpoint.scope, "{id}" in endpoint.path)
-        for endpoint in ENDPOINTS
+        for endpoint in list_endpoints(LESSONS)
     }
     assert registered == {name: (case.scope, case.id_kind != "") for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.handler.__name__)
+@pytest.mark.parametrize(
+    "endpoint", list_endpoints(LESSONS), ids=lambda endpoint: endpoint.handler.__name__
+)
 async def test_endpoint_permits_exactly_the_expected_callers(
     admin_gateway: AdminGateway, endpoint: AdminEndpoint
 ) -> None:
@@ -299,7 +302,7 @@ async def test_unfiltered_lists_hold_only_the_callers_organisation(
     own, foreign = await admin_gateway.create_customer(), await admin_gateway.create_customer()
     headers = await admin_gateway.key_headers("viewer", "organisation", own.organisation)
     client = admin_gateway.client
-    for endpoint in ENDPOINTS:
+    for endpoint in list_endpoints(LESSONS):
         if endpoint.method == "GET" and "{id}" not in endpoint.path:
             params = {"group_by": "organisation,project,key"} if "usage" in endpoint.path else {}
             response = await client.get(endpoint.path, params=params, headers=headers)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import httpx2
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.lessons import LESSONS
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
 from tests.support.fake_upstream import (
     FakeUpstream,
@@ -163,7 +164,7 @@ async def run_admin_gateway(
             **settings,
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        server = GatewayServer(config, ready.set_result)
+        server = GatewayServer(config, ready.set_result, lessons=LESSONS)
         task = asyncio.create_task(server.run())
         try:
             gateway = AdminGateway(store_url, await ready, store, home_project, root_key)

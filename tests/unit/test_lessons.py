@@ -10,25 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.gateway.admin.routes import ENDPOINTS
+from argosy.lessons import LESSONS
 from argosy.policy import QUANTUM_TOKENS
 
-LESSONS = {
-    endpoint.path.rpartition("/")[2]: endpoint
-    for endpoint in ENDPOINTS
-    if endpoint.path.startswith("/admin/lessons/")
-}
+BY_NAME = {lesson.name: lesson for lesson in LESSONS}
 lesson_runs = settings(max_examples=25, deadline=None)
 
 
 def run_lesson(name: str, **values: int) -> dict[str, Any]:
     """Run a lesson as its endpoint does, and return the response."""
-    endpoint = LESSONS[name]
-    query: Any = msgspec.convert(values, endpoint.query_type)
-    request: Any = type("Request", (), {"query": query})
-    response: dict[str, Any] = msgspec.json.decode(
-        msgspec.json.encode(endpoint.handler(request, request))
-    )
+    lesson = BY_NAME[name]
+    parsed: Any = msgspec.convert(values, lesson.parameters)
+    response: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(lesson.run(parsed)))
     return response
 
 
@@ -137,7 +130,7 @@ def test_replica_returns_after_the_probe_that_succeeds() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_parameters_out_of_bounds_are_rejected(name: str) -> None:
     for one in run_lesson(name)["parameters"]:
         for value in (one["minimum"] - one["step"], one["maximum"] + one["step"]):

@@ -42,6 +42,7 @@ def gateway(
 ) -> None:
     """Route requests to the replicas of a fleet, and resume streams when a replica dies."""
     from argosy.gateway import GatewayConfig, load_config, serve_gateway
+    from argosy.lessons import LESSONS
 
     try:
         tls = build_tls_config(tls_cert, tls_key, tls_client_ca)
@@ -71,6 +72,7 @@ def gateway(
             if settings.log_format == "json"
             else lambda url: _print_ready(url, settings.tls),
             reload_settings,
+            LESSONS,
         )
     except OSError as error:
         fail(format_os_error(error))

@@ -143,6 +143,7 @@ class LocalFleet:
         self, fleet: ReplicaFleet, keep_task: asyncio.Task[None], listen_socket: socket.socket
     ) -> None:
         from argosy.gateway import GatewayServer
+        from argosy.lessons import LESSONS
 
         config = self._build_gateway_config(await fleet.list_replicas())
         gateway = GatewayServer(
@@ -150,6 +151,7 @@ class LocalFleet:
             self._on_gateway_ready,
             fleet_control=fleet.open_control(),
             replica_logs=fleet.logs,
+            lessons=LESSONS,
         )
         if not await self._prepare_auth() or not await self._wait_for_replicas(fleet, keep_task):
             return

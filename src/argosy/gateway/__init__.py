@@ -24,6 +24,7 @@ from argosy.deployment import (
     load_config,
     validate_config,
 )
+from argosy.gateway.admin import Lesson
 from argosy.gateway.auth import check_exposure, is_loopback
 from argosy.gateway.fleet_pools import (
     FleetPools,
@@ -55,6 +56,7 @@ __all__ = [
     "GatewayConfig",
     "GatewayPoolsClient",
     "GatewayServer",
+    "Lesson",
     "ModelConfig",
     "ModelDemand",
     "ModelName",

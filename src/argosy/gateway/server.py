@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import uvloop
 
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
-from argosy.gateway.admin import AdminCallLimiter, AdminScope, build_admin_routes
+from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
@@ -91,6 +91,7 @@ class GatewayServer:
         *,
         fleet_control: FleetControl | None = None,
         replica_logs: ReplicaLogs | None = None,
+        lessons: Sequence[Lesson] = (),
     ) -> None:
         """Build the parts that need no I/O.
 
@@ -101,6 +102,7 @@ class GatewayServer:
             resolver: Resolves host names to addresses.
             fleet_control: Control of the fleet whose controller runs in this process.
             replica_logs: Logs of the replicas of that fleet. Those of another fleet are in its store.
+            lessons: Lessons of the console.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
@@ -138,6 +140,7 @@ class GatewayServer:
             else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
         )
         self._replica_logs = replica_logs
+        self._lessons = lessons
         self._outcomes: OutcomeMeter | None = None
         self._config_reloader: ConfigReloader | None = None
         self._console: Console | None = None
@@ -362,7 +365,7 @@ class GatewayServer:
             authenticator=self._authenticator,
         )
         on_changed = _ignore_change if accounting is None else accounting.notify_changed
-        return build_admin_routes(admin_scope, self._authenticator, on_changed)
+        return build_admin_routes(admin_scope, self._authenticator, on_changed, self._lessons)
 
     def _build_console(
         self, store: Store | None, read_metrics: Callable[[], GatewayGauges]
@@ -567,6 +570,7 @@ def serve_gateway(
     config: GatewayConfig,
     on_ready: Callable[[str], None],
     load_config: ConfigLoader,
+    lessons: Sequence[Lesson] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT, and reload the settings on SIGHUP.
 
@@ -574,6 +578,7 @@ def serve_gateway(
         config: The settings.
         on_ready: Called with the base URL once the gateway listens.
         load_config: Reads the settings again.
+        lessons: Lessons of the console.
 
     Raises:
         ValueError: The settings are invalid. The message says what to change.
@@ -587,7 +592,7 @@ def serve_gateway(
         on_ready(url)
 
     async def run() -> None:
-        server = GatewayServer(config, ready, load_config)
+        server = GatewayServer(config, ready, load_config, lessons=lessons)
         with handle_signals(server.stop, server.reload):
             await server.run()
 

@@ -12,7 +12,8 @@ import pytest
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.organisations import AdminGateway, Json, run_admin_gateway
 
-from argosy.gateway.admin.routes import ENDPOINTS
+from argosy.gateway.admin import list_endpoints
+from argosy.lessons import LESSONS
 
 OWN_PAGE = {"sec-fetch-site": "same-origin"}
 CHAT = {"model": "big", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -87,7 +88,7 @@ async def test_restrictions_hold_in_every_way_to_present_a_key(admin_gateway: Ad
 async def test_methods_that_no_route_declares_are_refused(admin_gateway: AdminGateway) -> None:
     client = admin_gateway.client
     declared: dict[str, set[str]] = {}
-    for endpoint in ENDPOINTS:
+    for endpoint in list_endpoints(LESSONS):
         path = endpoint.path.replace("{id}", "some")
         declared.setdefault(path, set()).add(endpoint.method)
     declared |= {"/console/session": {"GET", "POST", "DELETE"}, "/console/events": {"GET"}}

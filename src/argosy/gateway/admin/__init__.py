@@ -10,6 +10,7 @@ bound concurrent calls (`call_limiter`) and define the JSON types (`schemas`).
 
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminScope
-from argosy.gateway.admin.routes import build_admin_routes
+from argosy.gateway.admin.lessons import Lesson
+from argosy.gateway.admin.routes import build_admin_routes, list_endpoints
 
-__all__ = ["AdminCallLimiter", "AdminScope", "build_admin_routes"]
+__all__ = ["AdminCallLimiter", "AdminScope", "Lesson", "build_admin_routes", "list_endpoints"]

@@ -1,59 +1,45 @@
-"""Endpoints for the console's lessons, which run the product's policy code in a short simulation."""
+"""Endpoints of the console's lessons. A package above the gateway offers them, since they also run the engine."""
 
 from __future__ import annotations
 
-from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
-from argosy.gateway.lessons import (
-    BatchingFrame,
-    BatchingParameters,
-    CircuitBreakerFrame,
-    CircuitBreakerParameters,
-    FairQueueFrame,
-    FairQueueParameters,
-    KvBlocksFrame,
-    KvBlocksParameters,
-    LessonRun,
-    LimitsFrame,
-    LimitsParameters,
-    run_batching,
-    run_circuit_breaker,
-    run_fair_queue,
-    run_kv_blocks,
-    run_limits,
-)
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-endpoints = AdminEndpoints()
-_PATH = "/admin/lessons/"
+import msgspec
+
+from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 
 
-@endpoints.register("GET", f"{_PATH}kv-blocks", "user", query_type=KvBlocksParameters)
-def run_kv_blocks_lesson(scope: AdminScope, request: AdminRequest) -> LessonRun[KvBlocksFrame]:  # noqa: ARG001 - the same for all
-    """Run the lesson on the paged KV cache and prefix sharing."""
-    return run_kv_blocks(request.query)
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Simulation with which the console shows how a part of the product decides."""
+
+    name: str
+    """Last segment of the path."""
+    summary: str
+    parameters: type[msgspec.Struct]
+    """Parameters of the query. All have defaults."""
+    result: Any
+    """Type of what `run` returns."""
+    run: Callable[[Any], Any]
+    """Runs the simulation. Called in worker threads."""
 
 
-@endpoints.register("GET", f"{_PATH}batching", "user", query_type=BatchingParameters)
-def run_batching_lesson(scope: AdminScope, request: AdminRequest) -> LessonRun[BatchingFrame]:  # noqa: ARG001 - the same for all
-    """Run the lesson on continuous and static batching."""
-    return run_batching(request.query)
+def build_lesson_endpoints(lessons: Iterable[Lesson]) -> list[AdminEndpoint]:
+    """Return an endpoint for each lesson."""
+    endpoints = AdminEndpoints()
+    for lesson in lessons:
+        _register(endpoints, lesson)
+    return list(endpoints)
 
 
-@endpoints.register("GET", f"{_PATH}fair-queue", "user", query_type=FairQueueParameters)
-def run_fair_queue_lesson(scope: AdminScope, request: AdminRequest) -> LessonRun[FairQueueFrame]:  # noqa: ARG001 - the same for all
-    """Run the lesson on fair queueing."""
-    return run_fair_queue(request.query)
+def _register(endpoints: AdminEndpoints, lesson: Lesson) -> None:
+    def run_lesson(scope: AdminScope, request: AdminRequest) -> Any:  # noqa: ANN401, ARG001 - the same for all callers
+        return lesson.run(request.query)
 
-
-@endpoints.register("GET", f"{_PATH}limits", "user", query_type=LimitsParameters)
-def run_limits_lesson(scope: AdminScope, request: AdminRequest) -> LessonRun[LimitsFrame]:  # noqa: ARG001 - the same for all
-    """Run the lesson on limits and budgets."""
-    return run_limits(request.query)
-
-
-@endpoints.register("GET", f"{_PATH}circuit-breaker", "user", query_type=CircuitBreakerParameters)
-def run_circuit_breaker_lesson(
-    scope: AdminScope,  # noqa: ARG001 - the same for all
-    request: AdminRequest,
-) -> LessonRun[CircuitBreakerFrame]:
-    """Run the lesson on the circuit breaker."""
-    return run_circuit_breaker(request.query)
+    run_lesson.__name__ = f"run_{lesson.name.replace('-', '_')}_lesson"
+    run_lesson.__doc__ = lesson.summary
+    run_lesson.__annotations__["return"] = lesson.result
+    path = f"/admin/lessons/{lesson.name}"
+    endpoints.register("GET", path, "user", query_type=lesson.parameters)(run_lesson)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl
@@ -14,7 +14,6 @@ import structlog
 from argosy.gateway.admin import (
     fleet,
     keys,
-    lessons,
     limits_and_prices,
     replicas,
     reports,
@@ -25,6 +24,7 @@ from argosy.gateway.admin import (
 )
 from argosy.gateway.admin.answer_encoding import send_answer
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.lessons import Lesson, build_lesson_endpoints
 from argosy.gateway.auth import Authenticator
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.principal import Principal
@@ -41,44 +41,46 @@ from argosy.store import (
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-_document = AdminEndpoints()
 
+def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
+    """Return all endpoints, among them those of lessons and of the OpenAPI document."""
+    document = AdminEndpoints()
 
-@cache
-def _render_document() -> bytes:
-    return render_openapi(
-        "Argosy admin API",
-        "Tenants, keys, limits, prices, usage, the audit log and explanations of requests.",
-        [(endpoint.path, endpoint.method, endpoint.describe()) for endpoint in ENDPOINTS],
-        has_keys=True,
-    )
+    @cache
+    def render_document() -> bytes:
+        return render_openapi(
+            "Argosy admin API",
+            "Tenants, keys, limits, prices, usage, the audit log and explanations of requests.",
+            [(endpoint.path, endpoint.method, endpoint.describe()) for endpoint in endpoints],
+            has_keys=True,
+        )
 
+    @document.register("GET", "/admin/openapi.json", "user", is_nonblocking=True)
+    def get_openapi_document(scope: AdminScope, request: AdminRequest) -> bytes:  # noqa: ARG001 - the same for all
+        """Get this OpenAPI document."""
+        return render_document()
 
-@_document.register("GET", "/admin/openapi.json", "user", is_nonblocking=True)
-def get_openapi_document(scope: AdminScope, request: AdminRequest) -> bytes:  # noqa: ARG001 - the same for all
-    """Get this OpenAPI document."""
-    return _render_document()
-
-
-ENDPOINTS: list[AdminEndpoint] = [
-    *tenants.endpoints,
-    *keys.endpoints,
-    *limits_and_prices.endpoints,
-    *replicas.endpoints,
-    *routing.endpoints,
-    *fleet.endpoints,
-    *reports.endpoints,
-    *series.endpoints,
-    *settings.endpoints,
-    *lessons.endpoints,
-    *_document,
-]
+    endpoints = [
+        *tenants.endpoints,
+        *keys.endpoints,
+        *limits_and_prices.endpoints,
+        *replicas.endpoints,
+        *routing.endpoints,
+        *fleet.endpoints,
+        *reports.endpoints,
+        *series.endpoints,
+        *settings.endpoints,
+        *build_lesson_endpoints(lessons),
+        *document,
+    ]
+    return endpoints
 
 
 def build_admin_routes(
     admin_scope: AdminScope,
     authenticator: Authenticator,
     on_accounts_changed: Callable[[], object] = lambda: None,
+    lessons: Sequence[Lesson] = (),
 ) -> list[HttpRoute]:
     """Return the routes of the admin API.
 
@@ -86,6 +88,7 @@ def build_admin_routes(
         admin_scope: What the endpoints work on. Without what an endpoint needs it answers 404.
         authenticator: Account changes are applied to it before they are answered.
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
+        lessons: Lessons of the console.
     """
     caller = _EndpointCaller(admin_scope, authenticator, on_accounts_changed)
     return [
@@ -98,7 +101,7 @@ def build_admin_routes(
             scope=endpoint.scope,
             is_same_origin=True,
         )
-        for endpoint in ENDPOINTS
+        for endpoint in list_endpoints(lessons)
     ]
 
 

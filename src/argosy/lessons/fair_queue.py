@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters, slider
+from argosy.lessons.lesson import LessonRun, count_of, describe_parameters, slider
 from argosy.policy import QUANTUM_TOKENS, DispatchQueue, QueuedRequest
 
 TENANTS = ("A", "B", "C")

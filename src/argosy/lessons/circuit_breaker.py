@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters, slider
+from argosy.lessons.lesson import LessonRun, count_of, describe_parameters, slider
 from argosy.policy import AttemptOutcome, Breaker, BreakerLimits, eligible_replicas
 
 REPLICAS = ("r1", "r2", "r3", "r4")

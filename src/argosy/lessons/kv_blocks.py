@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from argosy.engine.scheduling import Scheduler, Sequence
-from argosy.gateway.lessons.engine_simulation import Arrival, EngineSimulation, SimulatedStep
-from argosy.gateway.lessons.lesson import (
+from argosy.lessons.engine_simulation import Arrival, EngineSimulation, SimulatedStep
+from argosy.lessons.lesson import (
     LessonRun,
     count_of,
     describe_parameters,

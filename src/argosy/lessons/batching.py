@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 
 from argosy.engine.scheduling import BatchingPolicy, ContinuousBatching, StaticBatching
-from argosy.gateway.lessons.engine_simulation import Arrival, EngineSimulation
-from argosy.gateway.lessons.lesson import (
+from argosy.lessons.engine_simulation import Arrival, EngineSimulation
+from argosy.lessons.lesson import (
     LessonRun,
     describe_parameters,
     join_words,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from argosy.gateway.lessons.lesson import LessonRun, count_of, describe_parameters, slider
+from argosy.lessons.lesson import LessonRun, count_of, describe_parameters, slider
 from argosy.policy import (
     CalendarPeriod,
     QuotaLimit,
