@@ -96,7 +96,9 @@ class Attention(ABC):
         return [part[:, block] for part in self._parts]
 
 
-def contiguous_heads(rows: Tensor) -> Tensor:
-    """Return rows [T, heads, D] with each token's heads contiguous. The token stride may be larger."""
-    is_contiguous = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-    return rows if is_contiguous else rows.contiguous()
+def contiguous_heads(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return rows [T, heads, D] with each token's heads contiguous, in `dtype`. The token stride may be larger."""
+    if dtype is not None and rows.dtype != dtype:
+        rows = rows.to(dtype)
+    _, head_stride, element_stride = rows.stride()
+    return rows if element_stride == 1 and head_stride == rows.shape[2] else rows.contiguous()

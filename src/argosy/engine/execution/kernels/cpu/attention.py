@@ -116,12 +116,12 @@ class NativeAttention(Attention):
         call, dtype = self._call, self._dtype
         if batch is not self._batch:
             self._bind_batch(batch)
-        queries, keys = contiguous_heads(q.to(dtype)), contiguous_heads(k.to(dtype))
+        queries, keys = contiguous_heads(q, dtype), contiguous_heads(k, dtype)
         out = torch.empty(*q.shape[:2], call.value_dim, dtype=dtype)
         call.q, call.q_stride = queries.data_ptr(), queries.stride(0)
         call.k, call.k_stride = keys.data_ptr(), keys.stride(0)
         if v is not None:
-            values = contiguous_heads(v.to(dtype))
+            values = contiguous_heads(v, dtype)
             call.v, call.v_stride = values.data_ptr(), values.stride(0)
         call.out, call.heads = out.data_ptr(), q.shape[1]
         call.keys, call.values = self._layer_pointers[params.layer]
