@@ -143,13 +143,16 @@ class AttentionCase:
         ]
         prefixes = [(sequence, 0, start) for sequence, start, _ in steps[0] if start]
         if prefixes:
-            # Only the stored keys and values matter here, and a small window makes the step cheap.
-            self.attend(attention, prefixes, replace(self.params, sliding_window=1))
+            self.store_prefixes(attention, prefixes)
         for chunks in steps:
             chunk_outputs = self.attend(attention, chunks, self.params)
             for (sequence, start, count), output in zip(chunks, chunk_outputs, strict=True):
                 outputs[sequence][start : start + count] = output
         return outputs
+
+    def store_prefixes(self, attention: Attention, prefixes: list[Chunk]) -> None:
+        """Compute chunks of which only the keys and values matter. A small window makes the step cheap."""
+        self.attend(attention, prefixes, replace(self.params, sliding_window=1))
 
     def attend(
         self, attention: Attention, chunks: list[Chunk], params: AttentionParams
@@ -196,12 +199,17 @@ class AttentionCase:
 
 
 def assert_matches_reference(
-    case: AttentionCase, outputs: list[Tensor], tolerance: float | None = None
+    case: AttentionCase, outputs: list[Tensor], tolerance: float | None = None, start: int = 0
 ) -> None:
+    """Compare with dense attention, in the first sequence from token `start` on."""
     tolerance = tolerance or (2e-5 if case.dtype == "float32" else 2e-2)
     for sequence, out in enumerate(outputs):
+        first = 0 if sequence else start
         torch.testing.assert_close(
-            out.double(), case.dense_reference(sequence), atol=tolerance, rtol=tolerance
+            out[first:].double(),
+            case.dense_reference(sequence)[first:],
+            atol=tolerance,
+            rtol=tolerance,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8, TritonAttention
 from argosy.engine.execution.kernels.rope import RopeRotation
@@ -67,6 +68,12 @@ class GpuAttentionCase(AttentionCase):
         )
         self.fill_cache_with_nan(attention)
         return attention
+
+    def store_prefixes(self, attention: Attention, prefixes: list[Chunk]) -> None:
+        assert isinstance(attention, HostTensorAttention)
+        number, attention._num_multiprocessors = attention._num_multiprocessors, 1  # merges nothing
+        super().store_prefixes(attention, prefixes)
+        attention._num_multiprocessors = number
 
     def run_on_gpu(self, steps: list[list[Chunk]], num_multiprocessors: int = 1) -> list[Tensor]:
         return self.run("native", steps, num_multiprocessors)
@@ -126,16 +133,20 @@ def test_head_dim_256_requires_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "dtype"),
+    ("window", "dtype", "start"),
     [
-        (None, "bfloat16"),
-        pytest.param(514, "float32", marks=pytest.mark.exhaustive),
-        pytest.param(None, "float32", marks=pytest.mark.exhaustive),
-        pytest.param(514, "bfloat16", marks=pytest.mark.exhaustive),
+        (None, "bfloat16", 480),
+        pytest.param(514, "float32", 0, marks=pytest.mark.exhaustive),
+        pytest.param(None, "float32", 0, marks=pytest.mark.exhaustive),
+        pytest.param(514, "bfloat16", 0, marks=pytest.mark.exhaustive),
+        pytest.param(None, "bfloat16", 0, marks=pytest.mark.exhaustive),
     ],
 )
-def test_chunking_does_not_change_bits(window: int | None, dtype: str) -> None:
-    """Steps mix decode and prefill, alone and in batches, with one program for all ranges or one for each."""
+def test_chunking_does_not_change_bits(window: int | None, dtype: str, start: int) -> None:
+    """Steps mix decode and prefill, alone and in batches, with one program for all ranges or one for each.
+
+    Keys of the first `start` tokens are in the cache already, because all pairs of tokens take the interpreter seconds.
+    """
     case = GpuAttentionCase(
         [530, 33, 7],
         window=window,
@@ -146,15 +157,15 @@ def test_chunking_does_not_change_bits(window: int | None, dtype: str) -> None:
         heads=3,
         kv_heads=1,
     )
-    expected = case.run_on_gpu(case.one_step())
-    assert_matches_reference(case, expected)
-    unbatched = [[(i, 0, n)] for i, n in enumerate(case.lengths)]
-    # The first 480 keys are in the cache already, which are cheap to compute.
+    one_step: list[list[Chunk]] = [[(0, start, 530 - start), (1, 0, 33), (2, 0, 7)]]
+    expected = case.run_on_gpu(one_step)
+    assert_matches_reference(case, expected, start=start)
+    unbatched = [[chunk] for chunk in one_step[0]]
     steps: list[list[Chunk]] = [[(0, 480, 20), (2, 0, 3)], [(1, 0, 32), (0, 500, 17)]]
     steps += [[(2, 3, 1), (0, 517, 1)], [(0, 518, 1)], [(2, 4, 3), (1, 32, 1), (0, 519, 11)]]
-    assert_same_bits(case.run_on_gpu(unbatched, MANY_MULTIPROCESSORS), expected)
-    for num_multiprocessors in (1, MANY_MULTIPROCESSORS):
-        first, *others = case.run_on_gpu(steps, num_multiprocessors)
+    runs = [(unbatched, MANY_MULTIPROCESSORS), (steps, 1), (steps, MANY_MULTIPROCESSORS)]
+    for run, num_multiprocessors in runs:
+        first, *others = case.run_on_gpu(run, num_multiprocessors)
         assert_same_bits([first[480:], *others], [expected[0][480:], *expected[1:]])
 
 
