@@ -2,309 +2,36 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.byte_matcher import accepts
+from tests.support.case_tables import read_cases
 
 from argosy.constraints import check_grammar, read_constraint
 from argosy.protocol import ApiError
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-DOCUMENT, OTHER_DOCUMENT = '{"a":1}', '{"a":"x"}'
-GBNF = 'root ::= "a" digits+\ndigits ::= [0-9]'
-LARK = 'start: "a" DIGITS\nDIGITS: /[0-9]+/'
-STRUCTURES = {
-    "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f="],
-}
-CALL, OTHER_CALL = 'Hi <f=a>{"a":1}</f> bye', "Hi <f=b>1</f>"
+CASES = Path(__file__).with_name("request_cases.jsonl")
 
-ACCEPTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "json_object": ({"response_format": {"type": "json_object"}}, "json_object", DOCUMENT, "[1]"),
-    "json_object with schema": (
-        {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        "json_schema",
-        DOCUMENT,
-        OTHER_DOCUMENT,
-    ),
-    "json_schema": ({"response_format": JSON_FORMAT}, "json_schema", DOCUMENT, OTHER_DOCUMENT),
-    "json_schema without wrapper": (
-        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
-        "json_schema",
-        DOCUMENT,
-        OTHER_DOCUMENT,
-    ),
-    "format grammar": (
-        {"response_format": {"type": "grammar", "grammar": GBNF}},
-        "grammar",
-        "a12",
-        "b",
-    ),
-    "format structural_tag": (
-        {"response_format": {"type": "structural_tag", **STRUCTURES}},
-        "structural_tag",
-        CALL,
-        OTHER_CALL,
-    ),
-    "outputs json": (
-        {"structured_outputs": {"json": SCHEMA}},
-        "json_schema",
-        DOCUMENT,
-        OTHER_DOCUMENT,
-    ),
-    "outputs json text": (
-        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
-        "json_schema",
-        DOCUMENT,
-        OTHER_DOCUMENT,
-    ),
-    "outputs json_object": (
-        {"structured_outputs": {"json_object": True}},
-        "json_object",
-        DOCUMENT,
-        "1",
-    ),
-    "outputs regex": (
-        {"structured_outputs": {"regex": r"^\d+/[a-z]{2}$"}},
-        "regex",
-        "12/ab",
-        "x12/ab",
-    ),
-    "outputs choice": ({"structured_outputs": {"choice": ["yes", "ye\n"]}}, "choice", "ye\n", "ye"),
-    "outputs grammar": ({"structured_outputs": {"grammar": LARK}}, "grammar", "a12", "a"),
-    "outputs structural_tag": (
-        {"structured_outputs": {"structural_tag": json.dumps(STRUCTURES)}},
-        "structural_tag",
-        CALL,
-        OTHER_CALL,
-    ),
-    "outputs and absent fields": (
-        {"structured_outputs": {"regex": "a", "json": None}, "guided_json": None},
-        "regex",
-        "a",
-        "b",
-    ),
-    "outputs with a backend": (
-        {"structured_outputs": {"regex": "a", "_backend": "x"}},
-        "regex",
-        "a",
-        "b",
-    ),
-    "text and outputs": (
-        {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}},
-        "regex",
-        "a",
-        "b",
-    ),
-    "guided_json": ({"guided_json": SCHEMA}, "json_schema", DOCUMENT, OTHER_DOCUMENT),
-    "guided_regex": ({"guided_regex": "[ab]+"}, "regex", "ab", "c"),
-    "guided_choice": ({"guided_choice": ["a", "a"]}, "choice", "a", "aa"),
-    "many choices": (
-        {"guided_choice": [f"choice {number}" for number in range(4_000)]},
-        "choice",
-        "choice 3999",
-        "choice 4000",
-    ),
-    "guided_grammar": ({"guided_grammar": GBNF}, "grammar", "a1", "1"),
-    "SGLang json_schema": (
-        {"json_schema": json.dumps(SCHEMA)},
-        "json_schema",
-        DOCUMENT,
-        OTHER_DOCUMENT,
-    ),
-    "SGLang regex": ({"regex": "a|b"}, "regex", "b", "c"),
-    "SGLang ebnf": ({"ebnf": GBNF}, "grammar", "a1", "1"),
-    "SGLang structural_tag": ({"structural_tag": STRUCTURES}, "structural_tag", CALL, OTHER_CALL),
-    "llama.cpp grammar": ({"grammar": GBNF}, "grammar", "a1", "1"),
-    "llama.cpp json_schema": ({"json_schema": SCHEMA}, "json_schema", DOCUMENT, OTHER_DOCUMENT),
-    "schema within a grammar": (
-        {"grammar": 'start: "x" %json {"type": "integer", "minimum": 5}'},
-        "grammar",
-        "x12",
-        "x1",
-    ),
-    "compact": (
-        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-        "json_schema",
-        DOCUMENT,
-        '{"a": 1}',
-    ),
-    "closed": (
-        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
-        "json_schema",
-        DOCUMENT,
-        '{"a":1,"b":1}',
-    ),
-    "whitespace_pattern": (
-        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": r"[\s]{0,3}"}},
-        "json_schema",
-        '{"a":   1}',
-        '{"a":    1}',
-    ),
-    "guided_whitespace_pattern": (
-        {"guided_json": SCHEMA, "guided_whitespace_pattern": r"[\n ]?"},
-        "json_schema",
-        '{"a": 1}',
-        '{"a":  1}',
-    ),
-}
 
-ERRORS: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "two constraints": (
-        {"response_format": JSON_FORMAT, "guided_regex": "a"},
-        "invalid_value",
-        "guided_regex",
-        "'response_format.json_schema.schema' and 'guided_regex'",
-    ),
-    "two of structured_outputs": (
-        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
-        "invalid_value",
-        "structured_outputs.regex",
-        "both constrain",
-    ),
-    "unknown format": (
-        {"response_format": {"type": "xml"}},
-        "invalid_value",
-        "response_format.type",
-        "xml",
-    ),
-    "format of another type": (
-        {"response_format": "json"},
-        "invalid_type",
-        "response_format",
-        "an object",
-    ),
-    "no schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
-        "missing_required_parameter",
-        "response_format.json_schema.schema",
-        "missing",
-    ),
-    "strict of another type": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
-        "invalid_type",
-        "response_format.json_schema.strict",
-        "true or false",
-    ),
-    "strict": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"not": {"const": 1}}, "strict": True},
-            }
-        },
-        "unsupported_schema",
-        "response_format.json_schema.schema",
-        "'#/not'",
-    ),
-    "unknown output": (
-        {"structured_outputs": {"xml": 1}},
-        "unknown_parameter",
-        "structured_outputs.xml",
-        "json",
-    ),
-    "schema text": ({"guided_json": "{"}, "invalid_schema", "guided_json", "no JSON document"),
-    "whitespace without JSON": (
-        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-        "invalid_value",
-        "structured_outputs.whitespace_pattern",
-        "only applies to a JSON answer",
-    ),
-    "whitespace of letters": (
-        {"guided_json": {}, "guided_whitespace_pattern": "x?"},
-        "invalid_grammar",
-        "guided_whitespace_pattern",
-        "spaces",
-    ),
-    "contradictory whitespace": (
-        {
-            "structured_outputs": {
-                "json": {},
-                "whitespace_pattern": " ",
-                "disable_any_whitespace": True,
-            }
-        },
-        "invalid_value",
-        "structured_outputs.whitespace_pattern",
-        "contradicts",
-    ),
-    "look-ahead": ({"regex": "(?=a)b"}, "invalid_grammar", "regex", "look-ahead"),
-    "unbalanced regex": ({"regex": "(a"}, "invalid_grammar", "regex", "not closed"),
-    "multiplied repetitions": (
-        {"regex": "((a{100}){100}){100}"},
-        "invalid_grammar",
-        "regex",
-        "multiply",
-    ),
-    "no choices": ({"guided_choice": []}, "invalid_grammar", "guided_choice", "at least one"),
-    "choice of another type": (
-        {"structured_outputs": {"choice": [1]}},
-        "invalid_grammar",
-        "structured_outputs.choice",
-        "string",
-    ),
-    "no grammar": ({"ebnf": "hello"}, "invalid_grammar", "ebnf", "neither Lark"),
-    "unknown rule": ({"ebnf": 'start: "a" other'}, "invalid_grammar", "ebnf", "other"),
-    "other grammar": ({"ebnf": "start: @answer"}, "invalid_grammar", "ebnf", "@answer"),
-    "endless grammar": ({"ebnf": 'start: a\na: a "x"'}, "invalid_grammar", "ebnf", "compile"),
-    "chain of rules": (
-        {
-            "ebnf": "start: r0\n"
-            + "\n".join(f'r{i}: r{i + 1} "x" | "y"' for i in range(5_000))
-            + '\nr5000: "z"'
-        },
-        "invalid_grammar",
-        "ebnf",
-        "bytes",
-    ),
-    "many rules": (
-        {
-            "ebnf": "start: r0\n"
-            + "\n".join(f"r{i}:r{i + 1}" for i in range(3_000))
-            + '\nr3000: "z"'
-        },
-        "invalid_grammar",
-        "ebnf",
-        "500 rules",
-    ),
-    "hostile schema in a grammar": (
-        {"ebnf": 'start: %json {"const": -9223372036854775808}'},
-        "unsupported_schema",
-        "ebnf",
-        "'#/const'",
-    ),
-    "hostile repetition in a grammar": (
-        {"ebnf": "start: /(((a{100}){100}){100}){100}/"},
-        "invalid_grammar",
-        "ebnf",
-        "does not compile",
-    ),
-    "structural tag": (
-        {"structural_tag": {"format": {"type": "xml"}}},
-        "invalid_grammar",
-        "structural_tag",
-        "format",
-    ),
-    "structural tag without trigger": (
-        {"structural_tag": {**STRUCTURES, "triggers": ["<g"]}},
-        "invalid_grammar",
-        "structural_tag",
-        "'structures[0].begin'",
-    ),
-    "schema of a structural tag": (
-        {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"type": "x"}}}},
-        "invalid_schema",
-        "structural_tag.format.json_schema",
-        "'#/type'",
-    ),
-}
+def chain_of_rules(length: int, rule: str) -> str:
+    """Return a grammar in which each rule refers to the next one."""
+    rules = [rule.format(number, number + 1) for number in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "z"'])
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "accepted", "rejected"), ACCEPTED.values(), ids=ACCEPTED
+    ("fields", "kind", "accepted", "rejected"),
+    [
+        *read_cases(CASES, "accepted"),
+        (
+            {"guided_choice": [f"choice {number}" for number in range(4_000)]},
+            "choice",
+            "choice 3999",
+            "choice 4000",
+        ),
+    ],
 )
 def test_constraint_is_enforced(
     fields: dict[str, Any], kind: str, accepted: str, rejected: str
@@ -320,7 +47,14 @@ def test_constraint_is_enforced(
     assert not accepts(constraint.grammar_text, rejected)
 
 
-@pytest.mark.parametrize(("fields", "code", "param", "message"), ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "message"),
+    [
+        *read_cases(CASES, "errors"),
+        ({"ebnf": chain_of_rules(5_000, 'r{}: r{} "x" | "y"')}, "invalid_grammar", "ebnf", "bytes"),
+        ({"ebnf": chain_of_rules(3_000, "r{}:r{}")}, "invalid_grammar", "ebnf", "500 rules"),
+    ],
+)
 def test_error_names_the_field(fields: dict[str, Any], code: str, param: str, message: str) -> None:
     with pytest.raises(ApiError) as error:
         read_constraint(fields)
@@ -351,68 +85,7 @@ def test_grammar_may_name_special_tokens() -> None:
     check_grammar(constraint.grammar_text, "ebnf")
 
 
-TAG_FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
-    "sequence": (
-        {
-            "type": "sequence",
-            "elements": [
-                {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
-                {
-                    "type": "or",
-                    "elements": [
-                        {"type": "const_string", "value": "yes"},
-                        {"type": "regex", "pattern": "n[ao]"},
-                        {"type": "grammar", "grammar": 'root ::= "zz"'},
-                    ],
-                },
-            ],
-        },
-        ["<t>a</t>yes", "<t></t>na", "<t>\n</t>zz"],
-        ["yes", "<t>a</t>", "<t>a</t>x"],
-    ),
-    "triggered": (
-        {
-            "type": "triggered_tags",
-            "triggers": ["<a", "<b"],
-            "tags": [
-                {
-                    "begin": "<a>",
-                    "content": {"type": "regex", "pattern": r"\d+"},
-                    "end": ["</a>", "!"],
-                },
-                {"begin": "<b>", "content": {"type": "any_text"}, "end": "</b>"},
-            ],
-            "at_least_one": True,
-            "stop_after_first": True,
-        },
-        ["text <a>1</a>", "<a>1!", "<b>x<a></b>"],
-        ["text", "<a>x</a>", "<a>1!<a>1!", "<c>"],
-    ),
-    "separated": (
-        {
-            "type": "tags_with_separator",
-            "separator": ",",
-            "tags": [
-                {
-                    "type": "tag",
-                    "begin": "(",
-                    "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
-                    "end": ")",
-                }
-            ],
-        },
-        ["", "(1)", "(1),(2)"],
-        ["(1)(2)", "(1),", "(x)"],
-    ),
-    "text without a word": (
-        {"type": "any_text", "excludes": ["stop"]},
-        ["", "go on", "sto"],
-        ["please stop now"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("element", "accepted", "rejected"), TAG_FORMATS.values(), ids=TAG_FORMATS)
+@pytest.mark.parametrize(("element", "accepted", "rejected"), read_cases(CASES, "tag_formats"))
 def test_structural_tag_format(
     element: dict[str, Any], accepted: list[str], rejected: list[str]
 ) -> None:

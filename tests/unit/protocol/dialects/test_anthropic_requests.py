@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.case_tables import read_cases
 
 from argosy.protocol import ApiError, ChatCompletionRequest, TokenizeRequest, parse_body
 from argosy.protocol.dialects import translate_count_tokens_request, translate_messages_request
 
+CASES = Path(__file__).with_name("translations.jsonl")
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 CHAT_TOOL = {
@@ -17,8 +20,6 @@ CHAT_TOOL = {
     "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
 }
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=1f3a;"
-PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
-PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
 def translate(**fields: Any) -> tuple[dict[str, Any], tuple[str, ...]]:  # noqa: ANN401 - any JSON
@@ -35,74 +36,7 @@ def text(value: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
-    [
-        ([USER], [{"role": "user", "content": "Hi"}]),
-        (
-            [{"role": "user", "content": [text("a"), text("b")]}],
-            [{"role": "user", "content": "a\nb"}],
-        ),
-        (
-            [{"role": "user", "content": [text("a"), PNG]}],
-            [{"role": "user", "content": [text("a"), PNG_PART]}],
-        ),
-        (
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "document",
-                            "title": "T",
-                            "source": {"type": "text", "data": "body", "media_type": "text/plain"},
-                        }
-                    ],
-                }
-            ],
-            [{"role": "user", "content": "T\nbody"}],
-        ),
-        ([{"role": "system", "content": "s"}, USER], [{"role": "system", "content": "s"}, USER]),
-        (
-            [
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "t", "signature": ""},
-                        {"type": "redacted_thinking", "data": "x"},
-                        text("a"),
-                        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "toolu_1",
-                            "is_error": True,
-                            "content": [text("r"), PNG],
-                        },
-                        text("go on"),
-                    ],
-                },
-            ],
-            [
-                {
-                    "role": "assistant",
-                    "content": "a",
-                    "reasoning_content": "t",
-                    "tool_calls": [
-                        {
-                            "id": "toolu_1",
-                            "type": "function",
-                            "function": {"name": "f", "arguments": '{"x":1}'},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "toolu_1", "content": "Error: r"},
-                {"role": "user", "content": [PNG_PART, text("go on")]},
-            ],
-        ),
-    ],
+    read_cases(CASES, "anthropic messages"),
 )
 def test_messages(messages: list[Any], expected: list[Any]) -> None:
     body, ignored = translate(messages=messages)
@@ -129,61 +63,7 @@ def test_system_prompt_of_billing_header_only_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [
-        (
-            {"stream": True},
-            {
-                "stream": True,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            },
-        ),
-        ({"stop_sequences": ["x"]}, {"stop": ["x"]}),
-        ({"temperature": 0.5, "top_p": 0.9, "top_k": 3}, {"temperature": 0.5, "top_k": 3}),
-        ({"metadata": {"user_id": "u"}}, {"user": "u"}),
-        ({"seed": 7, "timeout_s": 2.5, "session_id": "s"}, {"seed": 7, "timeout_s": 2.5}),
-        ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]}),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
-        ({"tools": [TOOL], "tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
-        (
-            {
-                "tools": [TOOL | {"type": "custom"}],
-                "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
-            },
-            {
-                "tool_choice": {"type": "function", "function": {"name": "f"}},
-                "parallel_tool_calls": False,
-            },
-        ),
-        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"reasoning_effort": "medium", "thinking_token_budget": 1024},
-        ),
-        (
-            {
-                "thinking": {"type": "adaptive", "budget_tokens": 0},
-                "output_config": {"effort": "high"},
-            },
-            {"reasoning_effort": "high"},
-        ),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {
-                        "name": "response",
-                        "schema": {"type": "object"},
-                        "strict": True,
-                    },
-                }
-            },
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},
-            {"continue_final_message": True, "add_generation_prompt": False},
-        ),
-    ],
+    read_cases(CASES, "anthropic fields"),
 )
 def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     body, ignored = translate(**fields)
@@ -203,20 +83,7 @@ def test_what_has_no_effect_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "x"}}, "tool_choice.type"),
-        ({"thinking": {"type": "x"}}, "thinking.type"),
-        ({"thread": {"type": "create"}}, "thread"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
-        (
-            {"messages": [{"role": "user", "content": [PNG | {"source": {"type": "file"}}]}]},
-            "messages[0].content[0].source",
-        ),
-    ],
+    read_cases(CASES, "anthropic errors"),
 )
 def test_invalid_requests_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.case_tables import read_cases
 
 from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, parse_body
 from argosy.protocol.dialects import (
@@ -15,8 +17,8 @@ from argosy.protocol.dialects import (
     translate_ollama_generate,
 )
 
+CASES = Path(__file__).with_name("translations.jsonl")
 USER = {"role": "user", "content": "Hi"}
-SCHEMA = {"type": "object"}
 
 
 def clock() -> float:
@@ -32,61 +34,7 @@ def chat(**fields: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [
-        ({"model": "big:latest"}, {"model": "big", "stream": True}),
-        ({"stream": False}, {"stream": False}),
-        (
-            {
-                "options": {
-                    "num_predict": 5,
-                    "temperature": 0,
-                    "repeat_penalty": 1.1,
-                    "stop": ["x"],
-                    "seed": 3,
-                    "top_k": 2,
-                }
-            },
-            {
-                "max_tokens": 5,
-                "clamp_max_tokens": True,
-                "temperature": 0,
-                "repetition_penalty": 1.1,
-                "stop": ["x"],
-                "seed": 3,
-                "top_k": 2,
-            },
-        ),
-        ({"format": "json"}, {"response_format": {"type": "json_object"}}),
-        (
-            {"format": SCHEMA},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "response", "schema": SCHEMA},
-                }
-            },
-        ),
-        ({"think": True}, {"reasoning_effort": "medium"}),
-        ({"think": False}, {"reasoning_effort": "none"}),
-        ({"think": "high"}, {"reasoning_effort": "high"}),
-        (
-            {"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]},
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "a"},
-                            {
-                                "type": "image_url",
-                                "image_url": {"url": "data:image/png;base64,AA=="},
-                            },
-                        ],
-                    }
-                ]
-            },
-        ),
-    ],
+    read_cases(CASES, "ollama fields"),
 )
 def test_chat_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert chat(**fields).items() >= expected.items()

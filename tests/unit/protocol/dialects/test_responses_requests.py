@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.case_tables import read_cases
 
 from argosy.protocol import ApiError, ChatCompletionRequest, parse_body
 from argosy.protocol.dialects import (
@@ -17,6 +19,7 @@ from argosy.protocol.dialects import (
     translate_responses_request,
 )
 
+CASES = Path(__file__).with_name("translations.jsonl")
 CIPHER = ReasoningCipher(
     lambda text: f"sealed:{text}",
     lambda text: text.removeprefix("sealed:") if text.startswith("sealed:") else None,
@@ -39,95 +42,9 @@ def translate(
     return json.loads(encoded), (*unknown, *translated.ignored)
 
 
-def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
-
-
 @pytest.mark.parametrize(
     ("items", "expected"),
-    [
-        ("Hi", [USER]),
-        ([{"role": "user", "content": "Hi", "id": None}], [USER]),
-        (
-            [
-                {"type": "message", "role": "developer", "content": "d"},
-                {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-            ],
-            [{"role": "system", "content": "d"}, USER],
-        ),
-        (
-            [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/a.png"}]}],
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}],
-                }
-            ],
-        ),
-        (
-            [
-                USER,
-                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "sealed:t"},
-                {
-                    "type": "message",
-                    "role": "assistant",
-                    "content": [{"type": "output_text", "text": "a", "annotations": []}],
-                },
-                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
-                {
-                    "type": "function_call",
-                    "call_id": "c2",
-                    "name": "f",
-                    "namespace": "mcp__x__",
-                    "arguments": "{}",
-                },
-                {"type": "function_call_output", "call_id": "c1", "output": "r1"},
-                {
-                    "type": "function_call_output",
-                    "call_id": "c2",
-                    "output": [{"type": "input_text", "text": "r2"}],
-                },
-                {"type": "custom_tool_call", "call_id": "c3", "name": "patch", "input": "p"},
-                {"type": "custom_tool_call_output", "call_id": "c3", "output": "ok"},
-            ],
-            [
-                USER,
-                {
-                    "role": "assistant",
-                    "content": "a",
-                    "reasoning_content": "t",
-                    "tool_calls": [call("c1", "f", "{}"), call("c2", "mcp__x__f", "{}")],
-                },
-                {"role": "tool", "tool_call_id": "c1", "content": "r1"},
-                {"role": "tool", "tool_call_id": "c2", "content": "r2"},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "id": "c3",
-                            "type": "custom",
-                            "custom": {"name": "patch", "input": "p"},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "c3", "content": "ok"},
-            ],
-        ),
-        (
-            [
-                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},
-                {"type": "message", "role": "assistant", "content": "a"},
-                USER,
-            ],
-            [{"role": "assistant", "content": "a", "reasoning_content": "t"}, USER],
-        ),
-        (
-            [{"type": "compaction", "encrypted_content": "sealed:summary"}, USER],
-            [{"role": "user", "content": "summary"}, USER],
-        ),
-    ],
+    read_cases(CASES, "responses items"),
 )
 def test_input_items(items: Any, expected: list[Any]) -> None:  # noqa: ANN401 - any JSON
     body, ignored = translate(input=items)
@@ -155,57 +72,7 @@ def test_references_are_replaced_by_stored_items() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [
-        (
-            {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}},
-            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-        ),
-        (
-            {
-                "tools": [NAMESPACE],
-                "tool_choice": {"type": "function", "name": "f", "namespace": "mcp__x__"},
-            },
-            {"tool_choice": {"type": "function", "function": {"name": "mcp__x__f"}}},
-        ),
-        (
-            {
-                "tools": [CUSTOM],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "mode": "required",
-                    "tools": [{"type": "custom", "name": "patch"}, {"type": "web_search"}],
-                },
-            },
-            {
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "allowed_tools": {
-                        "mode": "required",
-                        "tools": [{"type": "custom", "custom": {"name": "patch"}}],
-                    },
-                }
-            },
-        ),
-        ({"tool_choice": "auto"}, {}),
-        (
-            {
-                "text": {
-                    "format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}
-                }
-            },
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": {}, "strict": True},
-                }
-            },
-        ),
-        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
-        ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
-        ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}),
-        ({"stream": True}, {"stream_options": {"include_usage": True}}),
-        ({"prompt_cache_key": "k", "priority": 1}, {"prompt_cache_key": "k", "priority": 1}),
-    ],
+    read_cases(CASES, "responses fields"),
 )
 def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     body, _ = translate(**fields)
@@ -238,26 +105,7 @@ def test_tools_of_codex() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-        ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
-        ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-            "input[0].content[0]",
-        ),
-        ({"input": []}, "input"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"previous_response_id": "r", "conversation": "c"}, "conversation"),
-        ({"conversation": {"name": "c"}}, "conversation.id"),
-        ({"conversation": ""}, "conversation.id"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"metadata": {"k": "v" * 513}}, "metadata[...]"),
-    ],
+    read_cases(CASES, "responses errors"),
 )
 def test_invalid_requests_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as error:
