@@ -12,7 +12,6 @@ from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
     CoreReady,
-    CoreStats,
     Delta,
     EngineFinishReason,
     LoadProgress,
@@ -22,6 +21,7 @@ from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ArithmeticIdentity
+from argosy.telemetry import CoreStats
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 

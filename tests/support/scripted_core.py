@@ -21,11 +21,11 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
     CoreReady,
-    CoreStats,
     Delta,
     EngineFinishReason,
     StepOutputs,
 )
+from argosy.telemetry import CoreStats
 
 CORE = "tests.support.scripted_core:ScriptedCore"
 VOCAB = 1000

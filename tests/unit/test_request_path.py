@@ -33,7 +33,7 @@ BESIDE_THE_PATH = {
     "argosy.constraints.output_constraint": {"JsonWhitespace", "Relaxation"},
     "argosy.constraints.tools": {"Tool", "ToolChoice"},
     "argosy.engine.serving.core_messages": {
-        *("AbortRequests", "CoreFailed", "CoreReady", "CoreStats", "Heartbeat"),
+        *("AbortRequests", "CoreFailed", "CoreReady", "Heartbeat"),
         *("KvChange", "LoadProgress", "Shutdown"),
     },
 }

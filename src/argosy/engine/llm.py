@@ -34,11 +34,11 @@ from argosy.engine.offline_request_processor import (
 )
 from argosy.engine.offline_tokenizer import LLMTokenizer
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector, build_failed_output
-from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.pooling import read_vector
 from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
 from argosy.progress_bar import ProgressBar
 from argosy.protocol import ApiError, SamplingParams
+from argosy.telemetry import CoreStats
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from argosy.engine.serving.core_messages import CoreStats
-from argosy.telemetry import ReplicaMetrics
+from argosy.telemetry import CoreStats, ReplicaMetrics
 
 
 class Metric(NamedTuple):

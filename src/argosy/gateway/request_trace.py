@@ -17,7 +17,7 @@ from argosy.deployment import ExplainConfig
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
 from argosy.policy import Rates, RoutingCost
 from argosy.policy.placement import AttemptRecord
-from argosy.protocol import NO_TOKENS, ReplicaReport, TokenUsage
+from argosy.protocol import NO_TOKENS, RequestReport, TokenUsage
 
 MAX_CONTENT_BYTES = 64 * 1024 * 1024
 """Maximum size of all prompts and outputs that are kept. The oldest are dropped first."""
@@ -101,7 +101,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """The limits that were checked. For a rejected request: the limits that it exceeds."""
     cost: CostTrace | None = None
     idempotency: IdempotencyTrace | None = None
-    report: ReplicaReport | None = None
+    report: RequestReport | None = None
     """Report of the native replica that completed the response."""
     pauses: list[tuple[float, float | None]] = []
     """When the stream gave way to other requests, and when it was placed again."""
@@ -227,7 +227,7 @@ class ContentStore:
         """Packed reports by response id, oldest first."""
         self._size = 0
 
-    def add(self, response_id: str, report: ReplicaReport) -> None:
+    def add(self, response_id: str, report: RequestReport) -> None:
         """Add a report, and drop the oldest ones beyond the limit."""
         self.discard(response_id)
         packed = msgspec.msgpack.encode(report)
@@ -240,10 +240,10 @@ class ContentStore:
         """Drop a report, if there is one."""
         self._size -= len(self._packed.pop(response_id, b""))
 
-    def find(self, response_id: str) -> ReplicaReport | None:
+    def find(self, response_id: str) -> RequestReport | None:
         """Return a report; None if there is none or it was dropped."""
         packed = self._packed.get(response_id)
-        return None if packed is None else msgspec.msgpack.decode(packed, type=ReplicaReport)
+        return None if packed is None else msgspec.msgpack.decode(packed, type=RequestReport)
 
 
 class TraceStore:

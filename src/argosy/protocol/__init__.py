@@ -130,7 +130,7 @@ from argosy.protocol.replica_report import (
     MAX_REPORTED_CHARS,
     REPORT_CONTENT,
     REPORT_HEADER,
-    ReplicaReport,
+    RequestReport,
     parse_replica_report,
 )
 from argosy.protocol.sampling import ReasoningBlock, SamplingParams, unknown_argument_error
@@ -227,7 +227,7 @@ __all__ = [
     "PromptLogprob",
     "PromptLogprobs",
     "ReasoningBlock",
-    "ReplicaReport",
+    "RequestReport",
     "RerankRequest",
     "RerankResponse",
     "RerankResult",

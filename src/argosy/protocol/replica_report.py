@@ -22,7 +22,7 @@ Milliseconds = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Work of a replica for one request, with all of its choices. Fields that do not apply are left out."""
 
     grammar_compile_ms: Milliseconds | None = None
@@ -48,15 +48,15 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Whether the report has prompts or outputs."""
         return bool(self.prompts or self.outputs)
 
-    def without_content(self) -> ReplicaReport:
+    def without_content(self) -> RequestReport:
         """Return the report without prompts and outputs."""
         return msgspec.structs.replace(self, prompts=[], outputs=[])
 
 
-_decoder = msgspec.json.Decoder(ReplicaReport)
+_decoder = msgspec.json.Decoder(RequestReport)
 
 
-def parse_replica_report(text: bytes) -> ReplicaReport | None:
+def parse_replica_report(text: bytes) -> RequestReport | None:
     """Parse the JSON of a report. Unknown fields are ignored. Returns None for anything else than a report."""
     try:
         return _decoder.decode(text)

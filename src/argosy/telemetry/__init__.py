@@ -2,12 +2,12 @@
 
 `GatewayMetrics` and `ReplicaMetrics` count events with the classes of `instruments` on one event loop. A scrape renders
 the counts in the Prometheus text format, together with gauges that are read at that moment (`GatewayGauges`,
-`EngineStats`). Concurrent scrapes share one rendering (`CoalescedScrape`). Replicas offer the same numbers under vLLM's
+`CoreStats`). Concurrent scrapes share one rendering (`CoalescedScrape`). Replicas offer the same numbers under vLLM's
 metric names. Logging is set up once with `configure_logging`, and `bind_request` adds the request id to each event.
 """
 
 from argosy.telemetry.coalesced_scrape import CoalescedScrape
-from argosy.telemetry.engine_stats import EngineStats
+from argosy.telemetry.core_stats import CoreStats
 from argosy.telemetry.gateway_gauges import (
     GatewayGauges,
     QuotaBackendGauges,
@@ -21,7 +21,7 @@ from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes
 __all__ = [
     "METRICS_CONTENT_TYPE",
     "CoalescedScrape",
-    "EngineStats",
+    "CoreStats",
     "GatewayGauges",
     "GatewayMetrics",
     "LogFormat",

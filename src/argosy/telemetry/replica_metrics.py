@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from argosy.telemetry.engine_stats import EngineStats
+from argosy.telemetry.core_stats import CoreStats
 from argosy.telemetry.instruments import (
     ITL_BUCKETS,
     PHASE_BUCKETS,
@@ -30,7 +30,7 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 
-_CORE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+_CORE_COUNTERS: dict[str, tuple[str, Callable[[CoreStats], float]]] = {
     "prompt_tokens": (
         "Prompt tokens computed or found in the prefix cache.",
         lambda stats: stats.prompt_tokens_total,
@@ -125,7 +125,7 @@ class ReplicaMetrics(Collector):
             name: self._add_counter(f"argosy_{name}", help_text)
             for name, (help_text, _) in _CORE_COUNTERS.items()
         }
-        self._stats: EngineStats | None = None
+        self._stats: CoreStats | None = None
         self._ready = False
         self._kv_layout: dict[LabelValues, float] = {}
         self._vllm_collector = VllmMetricsCollector(self)
@@ -288,7 +288,7 @@ class ReplicaMetrics(Collector):
         if output_tokens > 1:
             self._tpot.observe(self._model_label, decode_s / (output_tokens - 1))
 
-    def record_step(self, stats: EngineStats) -> None:
+    def record_step(self, stats: CoreStats) -> None:
         """Record an engine step; empty steps are ignored."""
         if stats.step_tokens:
             self._step_tokens.observe(self._model_label, stats.step_tokens)
@@ -300,7 +300,7 @@ class ReplicaMetrics(Collector):
 
     # --- exposition -----------------------------------------------------------------------------
 
-    def update_stats(self, stats: EngineStats, *, ready: bool) -> None:
+    def update_stats(self, stats: CoreStats, *, ready: bool) -> None:
         """Update the metrics from the engine core's statistics; call it before `exposition`."""
         previous, self._stats, self._ready = self._stats, stats, ready
         for name, (_, read) in _CORE_COUNTERS.items():
@@ -338,7 +338,7 @@ class ReplicaMetrics(Collector):
             "version",
         )
 
-    def _gauge_families(self, stats: EngineStats) -> Iterator[Metric]:
+    def _gauge_families(self, stats: CoreStats) -> Iterator[Metric]:
         usage_ratio = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
         for name, help_text, value in (
             ("requests_running", "Sequences in the running batch.", stats.running),

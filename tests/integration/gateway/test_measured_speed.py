@@ -14,7 +14,6 @@ from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, bundled_model_engine, chat, completion, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.pool.prober import Prober
@@ -28,6 +27,7 @@ from argosy.policy import (
     compute_prefix_keys,
 )
 from argosy.protocol import parse_endpoint
+from argosy.telemetry import CoreStats
 
 UNKNOWN = ReplicaLoad("unknown")
 

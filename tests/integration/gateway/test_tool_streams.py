@@ -28,7 +28,7 @@ from tests.support.native_upstream import (
 from argosy.cli.explain import print_explanation
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.request_trace import ContentStore
-from argosy.protocol import ReplicaReport
+from argosy.protocol import RequestReport
 
 ARGUMENTS = ['{"ci', 'ty": "', "Par", 'is"}']
 CALL = [start_call(0, "get_weather"), *(continue_call(0, text) for text in ARGUMENTS)]
@@ -191,8 +191,8 @@ async def test_explanation_has_content_only_if_it_is_logged(
 def test_content_of_oldest_requests_is_dropped_first() -> None:
     store = ContentStore(max_bytes=3_000)
     for number in range(4):
-        store.add(f"r{number}", ReplicaReport(prompts=["x" * 1_000]))
-    store.add("r3", ReplicaReport(prompts=["y" * 1_000]))
+        store.add(f"r{number}", RequestReport(prompts=["x" * 1_000]))
+    store.add("r3", RequestReport(prompts=["y" * 1_000]))
     assert [store.find(f"r{number}") is not None for number in range(4)] == [
         False,
         False,
@@ -201,5 +201,5 @@ def test_content_of_oldest_requests_is_dropped_first() -> None:
     ]
     store.discard("r3")
     store.discard("r3")
-    store.add("r4", ReplicaReport(prompts=["x" * 1_000]))
+    store.add("r4", RequestReport(prompts=["x" * 1_000]))
     assert store.find("r2") is not None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.text.choice import Choice, Prompt, ScoringChoice
+from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError, SamplingParams
@@ -20,7 +20,7 @@ EOS = TOKENIZER.eos_token_ids[0]
 
 def new_choice(params: SamplingParams, output: list[int] | None = None) -> Choice:
     request = EngineRequest(id="r", prompt=[1], resumed_tokens=output or [], params=params)
-    return Choice(0, request, Prompt([1]), TOKENIZER)
+    return Choice(0, request, PromptState([1]), TOKENIZER)
 
 
 def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[int], list[int]]:
@@ -93,7 +93,7 @@ def test_failed_and_cancelled_choices_raise_api_errors(finish: str, status: int)
 
 def test_scoring_drops_the_sampled_token() -> None:
     request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams(max_tokens=1))
-    prompt = Prompt([1, 2], "x", is_echoed=True)
+    prompt = PromptState([1, 2], "x", is_echoed=True)
     choice = ScoringChoice(0, request, prompt, TOKENIZER)
     logprob = Logprob(2, -1.0, 1, [])
     choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[logprob], finish_reason="stop"))

@@ -25,7 +25,7 @@ from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.preprocessing.sampling_params import choice_seed
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.choice import Choice, Prompt, ScoringChoice
+from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import (
@@ -138,7 +138,7 @@ def test_chat_becomes_one_engine_request() -> None:
     ]
     assert TOKENIZER.decode(prompt, skip_special_tokens=False) == rendered
     assert prepared.logprob_formatter is None
-    assert prepared.prompts == [Prompt(prompt)]
+    assert prepared.prompts == [PromptState(prompt)]
     assert prepared.usage().prompt_tokens == len(prompt)
 
 

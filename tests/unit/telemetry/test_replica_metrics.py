@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.engine.serving.core_messages import CoreStats
-from argosy.telemetry import ReplicaMetrics, SequenceTimes
+from argosy.telemetry import CoreStats, ReplicaMetrics, SequenceTimes
 
 TIMES = SequenceTimes(
     arrived_at=10.0,

@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from argosy.protocol import EarlyStopReason, ReplicaReport, TokenUsage, find_early_stop
+from argosy.protocol import EarlyStopReason, RequestReport, TokenUsage, find_early_stop
 
 
 class DeliveredOutput(msgspec.Struct, eq=False):
@@ -30,7 +30,7 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     output_tokens: int = 0
     reasoning_tokens: int | None = None
     """Output tokens inside reasoning blocks; None if the replica reports none."""
-    report: ReplicaReport | None = None
+    report: RequestReport | None = None
     """Report of the last native replica about the request."""
     arithmetic_id: str = ""
     """Id of the arithmetic identity that generated the output; empty if it is unknown."""

@@ -107,7 +107,7 @@ class PoolingRun:
             self._task.cancel()
 
 
-class PoolingHandlers:
+class ReplicaPoolingHandlers:
     """Handlers of the APIs of models that pool."""
 
     def __init__(self, replica: ReplicaState) -> None:

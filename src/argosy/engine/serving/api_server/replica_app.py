@@ -15,7 +15,7 @@ from argosy.engine.serving.api_server.ignored_fields import (
     report_ignored_fields,
 )
 from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
-from argosy.engine.serving.api_server.pooling_handlers import PoolingHandlers
+from argosy.engine.serving.api_server.pooling_handlers import ReplicaPoolingHandlers
 from argosy.engine.serving.api_server.replica_operations import OPERATIONS
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.http_server import (
@@ -64,7 +64,7 @@ class ReplicaApp:
         rows: list[tuple[str, str, ExchangeHandler]] = [
             ("POST", "/v1/chat/completions", generation_handlers.chat),
             ("POST", "/v1/completions", generation_handlers.completion),
-            *(("POST", *row) for row in PoolingHandlers(replica).handlers.items()),
+            *(("POST", *row) for row in ReplicaPoolingHandlers(replica).handlers.items()),
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/tokenizer_info", self._tokenizer_info),

@@ -11,13 +11,13 @@ from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import MAX_REPORTED_CHARS, ReplicaReport, format_comment
+from argosy.protocol import MAX_REPORTED_CHARS, RequestReport, format_comment
 
 _encode = msgspec.json.Encoder().encode
 
 
 class ReportWriter:
-    """An `EventWriter` that adds a `protocol.ReplicaReport` to the events of another writer, once all choices ended."""
+    """An `EventWriter` that adds a `protocol.RequestReport` to the events of another writer, once all choices ended."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ReportWriter:
     def encode_usage(self) -> bytes:
         return self._writer.encode_usage()
 
-    def _build_report(self) -> ReplicaReport:
+    def _build_report(self) -> RequestReport:
         spec, compile_s = self._spec, self._spec.plan.compile_s
         parsed = [choice for choice in spec.choices if isinstance(choice, ParsedChoice)]
         events: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class ReportWriter:
             events.update(choice.event_counts)
         has_grammar = bool(spec.choices[0].request.params.grammar)
         output_tokens = sum(choice.output_tokens for choice in spec.choices)
-        return ReplicaReport(
+        return RequestReport(
             grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
             masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,
             reasoning_tokens=spec.reasoning_tokens,

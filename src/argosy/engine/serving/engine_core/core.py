@@ -40,7 +40,6 @@ from argosy.engine.scheduling.batching_policy import (
 )
 from argosy.engine.serving.core_messages import (
     CoreReady,
-    CoreStats,
     Delta,
     KvChange,
     StepOutputs,
@@ -53,6 +52,7 @@ from argosy.engine.serving.engine_core.phase_seconds import PhaseSeconds
 from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import BLOCK_NAME_BYTES
+from argosy.telemetry import CoreStats
 
 log = structlog.get_logger(__name__)
 

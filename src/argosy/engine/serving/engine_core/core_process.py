@@ -33,7 +33,6 @@ from argosy.engine.serving.core_messages import (
     AbortRequests,
     CoreFailed,
     CoreReady,
-    CoreStats,
     Delta,
     FromCore,
     Heartbeat,
@@ -44,7 +43,7 @@ from argosy.engine.serving.core_messages import (
 )
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.process import protect_standard_streams
-from argosy.telemetry import LogFormat, configure_logging
+from argosy.telemetry import CoreStats, LogFormat, configure_logging
 
 EXIT_FAILED = 1
 """Exit status after a failure that a restart may fix."""

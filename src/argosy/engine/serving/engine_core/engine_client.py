@@ -21,7 +21,6 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import (
     CoreFailed,
     CoreReady,
-    CoreStats,
     FromCore,
     Heartbeat,
     LoadProgress,
@@ -37,7 +36,7 @@ from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolic
 from argosy.engine.serving.engine_core.in_flight_requests import InFlightRequests
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.protocol import ApiError
-from argosy.telemetry import LogFormat
+from argosy.telemetry import CoreStats, LogFormat
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 LoadProgressCallback = Callable[[str, float], None]

@@ -9,7 +9,7 @@ from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing import chat_messages, token_id_rules
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.choice import Prompt
+from argosy.engine.serving.text.choice import PromptState
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ApiError,
@@ -55,7 +55,7 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         created_at: int | None,
-    ) -> Prompt:
+    ) -> PromptState:
         """Render and encode a conversation.
 
         Args:
@@ -68,7 +68,7 @@ class PromptTokenizer:
         ids = self._encode(text, "messages", body, add_special_tokens=bool(body.add_special_tokens))
         return self._truncate(ids, text, body)
 
-    def tokenize_completion(self, body: CompletionRequest) -> list[Prompt]:
+    def tokenize_completion(self, body: CompletionRequest) -> list[PromptState]:
         """Encode text prompts and validate prompts of token ids. Returns them in order."""
         prompts = _split_prompts(body.prompt)
         if len(prompts) * (body.n or 1) > MAX_SEQUENCES_PER_REQUEST:
@@ -100,7 +100,7 @@ class PromptTokenizer:
             add_special_tokens=add_special_tokens,
         )
 
-    def remaining_tokens(self, prompts: list[Prompt], param: str) -> int:
+    def remaining_tokens(self, prompts: list[PromptState], param: str) -> int:
         """Return the number of context tokens left after the longest prompt, at least 1.
 
         Raises:
@@ -113,7 +113,7 @@ class PromptTokenizer:
             raise self._context_length_error(param, longest)
         return self.max_context_tokens - longest
 
-    def check_fit(self, prompts: list[Prompt], max_tokens: int, param: str) -> None:
+    def check_fit(self, prompts: list[PromptState], max_tokens: int, param: str) -> None:
         """Raise `ApiError` (400) if a prompt leaves less than `max_tokens` of the context."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         if longest + max_tokens > self.max_context_tokens:
@@ -148,7 +148,7 @@ class PromptTokenizer:
             created_at=created_at,
         )
 
-    def _tokenize_prompt(self, prompt: str | list[int], body: CompletionRequest) -> Prompt:
+    def _tokenize_prompt(self, prompt: str | list[int], body: CompletionRequest) -> PromptState:
         if isinstance(prompt, str):
             add_special_tokens = body.add_special_tokens is not False
             ids = self._encode(prompt, "prompt", body, add_special_tokens=add_special_tokens)
@@ -164,13 +164,13 @@ class PromptTokenizer:
             tokenized.text = self._tokenizer.decode(tokenized.token_ids)
         return tokenized
 
-    def _truncate(self, ids: list[int], text: str, body: GenerationRequest) -> Prompt:
+    def _truncate(self, ids: list[int], text: str, body: GenerationRequest) -> PromptState:
         """Keep the last (or first) tokens if the body limits the prompt."""
         max_tokens = body.truncate_prompt_tokens
         if max_tokens is None or len(ids) <= max_tokens:
-            return Prompt(ids, text)
+            return PromptState(ids, text)
         kept = ids[:max_tokens] if body.truncation_side == "right" else ids[-max_tokens:]
-        return Prompt(kept, self._tokenizer.decode(kept))
+        return PromptState(kept, self._tokenizer.decode(kept))
 
     def _encode(
         self, text: str, param: str, body: GenerationRequest, *, add_special_tokens: bool

@@ -25,7 +25,7 @@ from argosy.engine.serving.preprocessing.sampling_defaults import (
     SamplingDefaults,
 )
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.choice import Choice, Prompt, ScoringChoice
+from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
 from argosy.engine.serving.text.output_plan import OutputPlan
@@ -254,7 +254,7 @@ class RequestProcessor:
         self,
         body: GenerationRequest,
         headers: GatewayHeaders,
-        prompts: list[Prompt],
+        prompts: list[PromptState],
         plan: OutputPlan,
         params: SamplingParams,
         *,
@@ -314,7 +314,7 @@ class RequestProcessor:
         self,
         body: GenerationRequest,
         headers: GatewayHeaders,
-        prompts: list[Prompt],
+        prompts: list[PromptState],
         params: SamplingParams,
     ) -> list[EngineRequest]:
         n = body.n or 1

@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.serving.text.choice import Choice, Prompt
+from argosy.engine.serving.text.choice import Choice, PromptState
 from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
 from argosy.engine.serving.text.output_plan import OutputPlan
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
@@ -30,7 +30,7 @@ class ResponseSpec:
 
     The first unfinished choice of a prompt reports the prompt's log-probabilities.
     """
-    prompts: list[Prompt]
+    prompts: list[PromptState]
     plan: OutputPlan
     """Constraints of the output, and the way in which it is parsed."""
     logprob_formatter: LogprobFormatter | None

@@ -20,7 +20,7 @@ _REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptState:
     """A prompt and the data that the engine reports about it, shared by the prompt's choices."""
 
     token_ids: list[int]
@@ -58,7 +58,7 @@ class Choice:
         self,
         index: int,
         request: EngineRequest,
-        prompt: Prompt,
+        prompt: PromptState,
         tokenizer: Tokenizer,
         *,
         is_complete: bool = False,

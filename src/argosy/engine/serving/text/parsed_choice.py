@@ -16,7 +16,7 @@ from argosy.engine.serving.output_parsing.events import (
     OutputEvent,
     ReasoningText,
 )
-from argosy.engine.serving.text.choice import Choice, ChoiceOutput, Prompt
+from argosy.engine.serving.text.choice import Choice, ChoiceOutput, PromptState
 from argosy.engine.serving.text.custom_tool_input import CustomInputDecoder
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.output_plan import OutputPlan
@@ -41,7 +41,7 @@ class ParsedChoice(Choice):
         self,
         index: int,
         request: EngineRequest,
-        prompt: Prompt,
+        prompt: PromptState,
         tokenizer: Tokenizer,
         *,
         plan: OutputPlan,

@@ -1,0 +1,56 @@
+"""Statistics of an engine core, which it sends after each step and which the metrics of its replica read."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """State of the core after a step.
+
+    Fields named `*_total` are counters. They restart from 0 with the core process.
+    """
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens that wait to be computed, including those of running prefills."""
+    step_tokens: int = 0
+    step_s: float = 0.0
+    schedule_s: float = 0.0
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    host_hit_tokens_total: int = 0
+    preemptions_total: int = 0
+    corrupt_blocks_total: int = 0
+    phase_s_total: dict[str, float] = {}
+    """Seconds by phase of the step: plan, launch, compute, sample, commit."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured prefill rate in tokens per second. 0 means not measured yet."""
+    inter_token_s: float = 0.0
+    """Measured seconds between tokens of a sequence if one more sequence were running. 0 means not measured yet."""
+    held: int = 0
+    """Requests that wait for their grammar. They are part of `waiting`."""
+    grammar_compiles_total: int = 0
+    grammar_cache_hits_total: int = 0
+    grammar_compile_s_total: float = 0.0
+    grammar_dead_ends_total: int = 0
+    """Requests that ended because no token could continue their output."""
+    masked_tokens_total: int = 0
+    """Tokens sampled under a mask."""
+    mask_fill_s_total: float = 0.0
+    """Seconds that a thread spent on masks, while the device computed."""
+    mask_wait_s_total: float = 0.0
+    """Seconds for which sampling waited for masks."""
+    out_of_memory_steps_total: int = 0
+    """Steps that ran out of memory and were repeated in smaller steps."""
+    step_token_budget: int = 0
+    """Maximum number of tokens in one step, which is reduced for a while after memory ran out."""
+    compute_threads: int = 0
+    """CPU threads that compute. 0 on a GPU."""
