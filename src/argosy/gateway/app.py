@@ -160,7 +160,7 @@ class GatewayApp:
 
     def _record_request(self, exchange: HttpExchange, route: str) -> None:
         status = exchange.status or 499
-        self._metrics.record_http_response(route, status)
+        self._metrics.http_requests.add((route, str(status)))
         log_request = self._log.debug if route in _QUIET_ROUTES else self._log.info
         log_request(
             "request",

@@ -398,7 +398,7 @@ class GatewayServer:
             is_controller_silent=lambda: fleet_pools.is_controller_silent,
             read_routes=lambda: self._registry.routes,
             follow_routes=fleet_pools.follow_routes,
-            on_rolled_back=self._metrics.record_rollback,
+            on_rolled_back=lambda model: self._metrics.rollbacks.add((model,)),
         )
         self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch, self._metrics)
         self._outcomes.apply(fleet_pools.versions)
@@ -451,8 +451,8 @@ class GatewayServer:
             descriptors_per_client=descriptors_per_client,
             max_connections_per_address=self._config.max_connections_per_address,
             is_trusted_proxy=self._authenticator.is_trusted_proxy,
-            on_connection_refused=self._metrics.record_connection_refusal,
-            on_connection_evicted=self._metrics.record_connection_eviction,
+            on_connection_refused=lambda: self._metrics.connection_refusals.add(()),
+            on_connection_evicted=lambda reason: self._metrics.connection_evictions.add((reason,)),
             max_connection_age_s=self._config.max_connection_age_s,
             idle_timeout_s=self._config.connection_idle_timeout_s,
             dead_peer_timeout_s=2 * self._config.slow_reader_timeout_s,

@@ -65,7 +65,11 @@ class _UsageCounters(NamedTuple):
 
 
 class GatewayMetrics(Collector):
-    """Metrics of a gateway. Record from one event loop; `exposition` may run in any thread."""
+    """Metrics of a gateway. Record from one event loop; `exposition` may run in any thread.
+
+    Callers add to the counters and histograms, whose label values are few. The methods `record_*` bound the values of
+    labels that come from outside.
+    """
 
     def __init__(self) -> None:
         self._gauge_values = GatewayGauges()
@@ -80,15 +84,15 @@ class GatewayMetrics(Collector):
         self._create_latency_histograms()
 
     def _create_request_counters(self) -> None:
-        self._http_requests = self._add_counter(
+        self.http_requests = self._add_counter(
             "argosy_gateway_http_requests", "HTTP responses sent.", "route", "status"
         )
-        self._connection_refusals = self._add_counter(
+        self.connection_refusals = self._add_counter(
             "argosy_gateway_connections_refused",
             "Client connections refused because all connections of their address ran requests.",
         )
-        self._connection_refusals.child(())
-        self._connection_evictions = self._add_counter(
+        self.connection_refusals.child(())
+        self.connection_evictions = self._add_counter(
             "argosy_gateway_connections_evicted",
             "Idle client connections closed for new ones, by the limit that was reached.",
             "reason",
@@ -103,7 +107,7 @@ class GatewayMetrics(Collector):
             "Rejected and failed generation requests by error code.",
             *("model", "code"),
         )
-        self._limit_rejections = self._add_counter(
+        self.limit_rejections = self._add_counter(
             "argosy_gateway_limit_rejections",
             "Rejections by a limit, by the limited unit.",
             *("model", "unit"),
@@ -119,37 +123,37 @@ class GatewayMetrics(Collector):
             *("model", "tenant"),
             divisor=NANODOLLARS_PER_DOLLAR,
         )
-        self._retries = self._add_counter(
+        self.retries = self._add_counter(
             "argosy_gateway_retries",
             "Attempts after the first, without hedged attempts and failovers of a started response.",
             "model",
         )
-        self._failovers = self._add_counter(
+        self.failovers = self._add_counter(
             "argosy_gateway_failovers", "Responses resumed on another replica.", "model"
         )
-        self._pauses = self._add_counter(
+        self.pauses = self._add_counter(
             "argosy_gateway_pauses",
             "Streams paused for requests that had waited too long.",
             "model",
         )
-        self._hedges = self._add_counter(
+        self.hedges = self._add_counter(
             "argosy_gateway_hedges",
             "Hedged attempts, by whether the second attempt delivered the response.",
             *("model", "won"),
         )
 
     def _create_rollout_counters(self) -> None:
-        self._shadow_requests = self._add_counter(
+        self.shadow_requests = self._add_counter(
             "argosy_shadow_requests",
             "Requests selected to be copied to another version, by the status of the copy, capped or dropped.",
             *("model", "outcome"),
         )
-        self._shadow_answers = self._add_counter(
+        self.shadow_answers = self._add_counter(
             "argosy_shadow_answers",
             "Requests without random sampling whose copy was answered too, by whether the tokens are equal.",
             *("model", "equal"),
         )
-        self._rollbacks = self._add_counter(
+        self.rollbacks = self._add_counter(
             "argosy_gateway_rollbacks",
             "Versions that this gateway rolled back by itself, because no controller was heard.",
             "model",
@@ -161,12 +165,12 @@ class GatewayMetrics(Collector):
         )
 
     def _create_latency_histograms(self) -> None:
-        self._ttft = self._add_histogram(
+        self.ttft = self._add_histogram(
             "argosy_gateway_time_to_first_token_seconds",
             "Time from the arrival of a streaming request to its first token.",
             TTFT_BUCKETS,
         )
-        self._itl = self._add_histogram(
+        self.itl = self._add_histogram(
             "argosy_gateway_inter_token_latency_seconds",
             "Time between two chunks of a stream that contain tokens.",
             ITL_BUCKETS,
@@ -176,66 +180,13 @@ class GatewayMetrics(Collector):
             "Time from the arrival of a generation request to its end.",
             PHASE_BUCKETS,
         )
-        self._queue = self._add_histogram(
+        self.queue = self._add_histogram(
             "argosy_gateway_queue_seconds",
             "Time spent in the queue, including requests that were never dispatched.",
             QUEUE_BUCKETS,
         )
 
     # --- events ---------------------------------------------------------------------------------
-
-    def record_http_response(self, route: str, status: int) -> None:
-        """Count an HTTP response. `route` is one of a few route templates."""
-        self._http_requests.add((route, str(status)))
-
-    def record_connection_refusal(self) -> None:
-        """Count a client connection that was refused."""
-        self._connection_refusals.add(())
-
-    def record_connection_eviction(self, reason: str) -> None:
-        """Count an idle connection that was closed for a new one. `reason` is one of a few limits."""
-        self._connection_evictions.add((reason,))
-
-    def record_first_token(self, model: str, ttft_s: float) -> None:
-        """Record the time to first token of a request."""
-        self._ttft.observe((model,), ttft_s)
-
-    def record_inter_token_gaps(self, model: str, gaps_s: Sequence[float]) -> None:
-        """Record the times between successive chunks with tokens."""
-        if gaps_s:
-            self._itl.observe_many((model,), gaps_s)
-
-    def record_queue_wait(self, model: str, queued_s: float) -> None:
-        """Record the time that a request was queued, whether it was dispatched or not."""
-        self._queue.observe((model,), queued_s)
-
-    def record_retry(self, model: str) -> None:
-        """Count a retry."""
-        self._retries.add((model,))
-
-    def record_failover(self, model: str) -> None:
-        """Count a response resumed on another replica."""
-        self._failovers.add((model,))
-
-    def record_pause(self, model: str) -> None:
-        """Count a stream that gave way to another request."""
-        self._pauses.add((model,))
-
-    def record_hedge(self, model: str, *, won: bool) -> None:
-        """Count a hedged attempt; `won` is whether it delivered the response."""
-        self._hedges.add((model, "true" if won else "false"))
-
-    def record_shadow_request(self, model: str, outcome: str) -> None:
-        """Count a request selected to be copied. `outcome` is one of a few values."""
-        self._shadow_requests.add((model, outcome))
-
-    def record_shadow_answers(self, model: str, *, are_equal: bool) -> None:
-        """Count two answers to the same request that were compared."""
-        self._shadow_answers.add((model, "true" if are_equal else "false"))
-
-    def record_rollback(self, model: str) -> None:
-        """Count a version that the gateway rolled back by itself."""
-        self._rollbacks.add((model,))
 
     def record_error(self, model: str, code: str) -> None:
         """Count a rejected or failed request."""
@@ -244,10 +195,6 @@ class GatewayMetrics(Collector):
     def record_version(self, model: str, version: str) -> None:
         """Count a request that a version of a model served."""
         self._version_requests.add((model, self._version_label(version)))
-
-    def record_limit_rejection(self, model: str, unit: str) -> None:
-        """Count a rejection by a limit. `unit` is one of a few limited units."""
-        self._limit_rejections.add((model, unit))
 
     def record_request_end(
         self,

@@ -35,15 +35,14 @@ def end_request(metrics: GatewayMetrics, tenant: str) -> None:
 
 
 def record_everything(metrics: GatewayMetrics) -> None:
-    metrics.record_http_response("/v1/completions", 200)
-    metrics.record_first_token("m", 0.5)
-    metrics.record_inter_token_gaps("m", [0.01, 0.02])
-    metrics.record_inter_token_gaps("m", [])
-    metrics.record_queue_wait("m", 0.25)
-    metrics.record_retry("m")
-    metrics.record_failover("m")
+    metrics.http_requests.add(("/v1/completions", "200"))
+    metrics.ttft.observe(("m",), 0.5)
+    metrics.itl.observe_many(("m",), [0.01, 0.02])
+    metrics.queue.observe(("m",), 0.25)
+    metrics.retries.add(("m",))
+    metrics.failovers.add(("m",))
     metrics.record_error("m", "rate_limit_exceeded")
-    metrics.record_limit_rejection("m", "tokens")
+    metrics.limit_rejections.add(("m", "tokens"))
     end_request(metrics, "t")
 
 

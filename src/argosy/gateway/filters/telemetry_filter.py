@@ -122,7 +122,7 @@ class TelemetryFilter:
     def _record_intervals(self, context: RequestContext) -> None:
         intervals_s, model = context.token_intervals_s, context.trace.model
         intervals_s.sort()  # which both recordings use
-        self._metrics.record_inter_token_gaps(model, intervals_s)
+        self._metrics.itl.observe_many((model,), intervals_s)
         if self._series is not None:
             self._series.record_intervals(model, intervals_s)
         intervals_s.clear()
@@ -145,19 +145,19 @@ class TelemetryFilter:
         if trace.admitted_at is None:
             for limit in trace.limits:
                 if not limit.fits:
-                    metrics.record_limit_rejection(model, limit.unit)
+                    metrics.limit_rejections.add((model, limit.unit))
         ttft_s = queue_s = None
         if trace.stream and trace.first_token_at is not None:
             ttft_s = trace.first_token_at - trace.arrived_at
-            metrics.record_first_token(model, ttft_s)
+            metrics.ttft.observe((model,), ttft_s)
         if trace.attempts or trace.queued_at is not None:
             queue_end = trace.attempts[0].chosen_at if trace.attempts else now
             queue_s = 0.0 if trace.queued_at is None else queue_end - trace.queued_at
-            metrics.record_queue_wait(model, queue_s)
+            metrics.queue.observe((model,), queue_s)
         if self._series is not None:
             self._series.record_request(_build_sample(context, now, ttft_s, queue_s))
-        for _ in trace.pauses:
-            metrics.record_pause(model)
+        if trace.pauses:
+            metrics.pauses.add((model,), len(trace.pauses))
         for previous, attempt in itertools.pairwise(trace.attempts):
             if previous.outcome != "paused":
                 self._record_attempt(model, attempt)
@@ -169,11 +169,12 @@ class TelemetryFilter:
             attempt.first_token_at is not None or attempt.outcome == AttemptOutcome.SUCCESS.value
         )
         if attempt.is_hedge:
-            metrics.record_hedge(model, won=attempt.first_token_at is not None)
+            won = attempt.first_token_at is not None
+            metrics.hedges.add((model, "true" if won else "false"))
         elif attempt.delivered_tokens and has_output:
-            metrics.record_failover(model)
+            metrics.failovers.add((model,))
         elif attempt.sent_at is not None:  # an unsent attempt is no retry
-            metrics.record_retry(model)
+            metrics.retries.add((model,))
 
 
 def _build_sample(

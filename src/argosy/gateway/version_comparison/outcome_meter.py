@@ -70,11 +70,11 @@ class OutcomeMeter:
 
     def record_copy(self, model: str, outcome: str) -> None:
         """Count a request that was selected to be copied: the status of its copy, `capped` or `dropped`."""
-        self._metrics.record_shadow_request(model, outcome)
+        self._metrics.shadow_requests.add((model, outcome))
 
     def record_answers(self, model: str, *, are_equal: bool) -> None:
         """Count the comparison of the answers to a request without random sampling and to its copy."""
-        self._metrics.record_shadow_answers(model, are_equal=are_equal)
+        self._metrics.shadow_answers.add((model, "true" if are_equal else "false"))
         if model in self._models:
             self._models[model].record_answers(are_equal=are_equal)
 
