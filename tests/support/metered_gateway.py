@@ -109,13 +109,6 @@ async def run_metered_gateway(
         yield gateway
 
 
-def metering_filters(usage_log: UsageLog, price: Price) -> list[RequestFilter]:
-    """Return the filters that charge requests at a price and record them."""
-    limits = LimitFilter(LocalQuotaBackend())
-    limits.apply_snapshot(AccountSnapshot(prices=(price,)))
-    return [limits, UsageRecorder(usage_log)]
-
-
 @contextlib.asynccontextmanager
 async def run_gateway_before(
     folder: Path,
@@ -124,7 +117,9 @@ async def run_gateway_before(
 ) -> AsyncIterator[MeteredGateway]:
     """Run a gateway in front of these replicas."""
     usage_log = UsageLog(folder)
-    filters = metering_filters(usage_log, PRICE)
+    limits = LimitFilter(LocalQuotaBackend())
+    limits.apply_snapshot(AccountSnapshot(prices=(PRICE,)))
+    filters: list[RequestFilter] = [limits, UsageRecorder(usage_log)]
     async with run_gateway(filters, *replicas, **settings) as running:
         yield MeteredGateway(running, usage_log)
     usage_log.close()

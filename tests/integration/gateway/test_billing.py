@@ -158,13 +158,30 @@ async def test_aggregated_response_ends_at_size_limit(
     assert 0 < response["usage"]["completion_tokens"] == record.output_tokens <= 4
 
 
-async def test_stream_that_fails_before_first_token_is_free(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("events", "is_free"), [(1, True), (3, False)])
+async def test_failed_stream_is_billed_for_delivered_tokens(
+    tmp_path: Path, events: int, is_free: bool
+) -> None:
     backend = Vllm()
     async with (
         serve_backends(backend),
         run_metered_gateway(tmp_path, backend.url) as metered,
     ):
-        backend.faults.append(Fault("disconnect", 1))
+        backend.faults.append(Fault("disconnect", events))
         assert "upstream_failed" in await metered.post(CHATS, n=2, **STREAM)
         record = await metered.assert_consistent()
-    assert (billed(record), record.status) == (NOTHING, "failed")
+    assert record.status == "failed"
+    assert (billed(record) == NOTHING) is is_free
+
+
+async def test_rejected_request_is_free(tmp_path: Path) -> None:
+    async def script(request: UpstreamRequest) -> None:
+        request.send_json(422, {"error": {"message": "The temperature is too high."}})
+
+    async with (
+        fake_upstream(script) as upstream,
+        run_metered_gateway(tmp_path, upstream.url) as metered,
+    ):
+        await metered.post()
+        record = await metered.assert_consistent()
+    assert (billed(record), record.status) == (NOTHING, "refused")

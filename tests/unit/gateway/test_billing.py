@@ -1,41 +1,28 @@
-"""Counting of a response's tokens, and the facts about a request's end from which its bill follows.
-
-All ways to end are tested in `tests/unit/policy/test_billing.py`, and the agreement of usage log, metrics and trace in
-`tests/integration/gateway/test_billing.py`.
-"""
+"""Counting of a response's tokens. `tests/unit/policy/test_billing.py` has the rules by which they are billed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, cast
-from unittest.mock import AsyncMock, Mock
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
-from tests.support.metered_gateway import metering_filters
-from tests.support.placed_requests import arrive, place
+from tests.support.placed_requests import place
 
 from argosy.deployment import BackendKind
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayConfig
 from argosy.gateway.backends import StreamContinuation, UpstreamTarget, get_adapter
-from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
-from argosy.gateway.proxy import handlers as handlers_module
-from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.response_writers import ResponseWriter
-from argosy.gateway.request_context import CHAT, COMPLETION, EndReason, RequestContext
+from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.http_server import DisconnectedError, HttpExchange, HttpRequest
-from argosy.policy import RequestStatus
-from argosy.protocol import ApiError, format_event, parse_endpoint
-from argosy.store import Price, UsageLog, UsageRecord
+from argosy.http_server import HttpExchange
+from argosy.protocol import format_event, parse_endpoint
 
 Json = dict[str, Any]
 Counts = tuple[int, int, int]
@@ -412,116 +399,3 @@ def test_tokens_of_whole_response(
     assert prompt[0] <= prompt_tokens <= prompt[1]
     assert output[0] <= output_tokens <= output[1]
     assert cached_tokens == 0
-
-
-# --- endings -------------------------------------------------------------------------------------
-
-CHUNK = format_event(
-    json.dumps(delta({"content": "a"}) | {"id": "c", "created": 1, "model": "m"}).encode()
-)
-REJECTION = ApiError(422, "invalid_value", "The temperature is too high.")
-FAILURE = ApiError(502, "upstream_failed", "The replica failed.")
-DELIVERED = (10, 4, 3)
-PAID = (*DELIVERED, 6 * 5 + 4 * 1 + 3 * 20)
-NOTHING = (0, 0, 0, 0)
-NO_OUTPUT = (10, 4, 0)
-
-
-def end_by_limit(context: RequestContext) -> None:
-    context.end_reason = EndReason.STOPPED
-
-
-def make_exchange(body: Json) -> HttpExchange:
-    """Return the exchange of a request whose client discards the response."""
-    content = json.dumps(body).encode()
-    transport = Mock(
-        is_body_complete=True,
-        is_backpressured=False,
-        is_disconnected=False,
-        read_body=AsyncMock(return_value=content),
-    )
-    request = HttpRequest("POST", "/v1/chat/completions", b"", [], "127.0.0.1", transport)
-    return HttpExchange(request, GatewayConfig(models=[]))
-
-
-class Ending(NamedTuple):
-    """Ending of a request, and the counts and the cost that its client pays for."""
-
-    events: list[bytes]
-    """Events written to the client, or buffered for a whole response."""
-    delivered: Counts
-    outcome: Exception | Callable[[RequestContext], None] | None
-    status: RequestStatus
-    paid_if_stream: tuple[int, int, int, int]
-    paid_if_whole: tuple[int, int, int, int]
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize(
-    "ending",
-    [
-        pytest.param(Ending([CHUNK], DELIVERED, None, "completed", PAID, PAID), id="completed"),
-        pytest.param(Ending([CHUNK], DELIVERED, end_by_limit, "stopped", PAID, PAID), id="stopped"),
-        pytest.param(
-            Ending([CHUNK], DELIVERED, DisconnectedError(), "cancelled", PAID, NOTHING),
-            id="disconnect-after-output",
-        ),
-        pytest.param(Ending([], NO_OUTPUT, REJECTION, "refused", NOTHING, NOTHING), id="rejected"),
-        pytest.param(
-            Ending([CHUNK], DELIVERED, RuntimeError("a bug"), "failed", PAID, NOTHING),
-            id="bug-after-output",
-        ),
-        pytest.param(
-            Ending([], DELIVERED, FAILURE, "failed", NOTHING, NOTHING),
-            id="failed-with-output-held-back",
-        ),
-    ],
-)
-async def test_request_pays_for_tokens_that_reached_its_client(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending, stream: bool
-) -> None:
-    """`tests/unit/policy/test_billing.py` has all cases. These show that the handler reports the facts."""
-    outcome = ending.outcome
-
-    class ScriptedProxy:
-        """Delivers the events of `ending` in place of a replica."""
-
-        def __init__(self, *arguments: object) -> None:
-            _, driver, context, _, _, writer = arguments
-            self._driver = cast("PlacementDriver", driver)
-            self._context = cast("RequestContext", context)
-            self._writer = cast("ResponseWriter", writer)
-
-        async def run(self) -> None:
-            arrive(self._driver, self._context)
-            counted = self._context.delivered
-            counted.prompt_tokens, counted.cached_tokens, counted.output_tokens = ending.delivered
-            if ending.events:
-                await self._writer.start()
-            for event in ending.events:
-                self._writer.write_events(event)
-            if isinstance(outcome, Exception):
-                raise outcome
-            if outcome is not None:
-                outcome(self._context)
-
-    monkeypatch.setattr(handlers_module, "RequestProxy", ScriptedProxy)
-    usage_log = UsageLog(tmp_path)
-    filters = metering_filters(usage_log, Price(model="m", input=5, cached_input=1, output=20))
-    replicas = [ReplicaConfig(url="http://localhost:1", kind="openai")]
-    config = GatewayConfig(models=[ModelConfig(name="m", replicas=replicas)])
-    router = build_model_router(build_model_entries(config))
-    handlers = CompletionHandlers(router, config, filters, None)
-    exchange = make_exchange(CHAT_BODY | {"stream": stream})
-    if isinstance(outcome, Exception):
-        with pytest.raises(type(outcome)):
-            await handlers.chat_completions(exchange, ANONYMOUS)
-    else:
-        await handlers.chat_completions(exchange, ANONYMOUS)
-    records: list[UsageRecord] = []
-    usage_log.drain(records.extend)
-    usage_log.close()
-    (record,) = records
-    paid = record.input_tokens, record.cached_tokens, record.output_tokens, record.nano_dollars
-    assert record.status == ending.status
-    assert paid == (ending.paid_if_stream if stream else ending.paid_if_whole)
