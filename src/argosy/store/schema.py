@@ -1,6 +1,6 @@
 """SQLAlchemy tables of the store, with their triggers. `migrations` creates them, or changes older ones to be equal.
 
-Columns have the names and types of the fields in `records.py`. Columns without such a field are documented here.
+Tables of records have a column for each field of their type in `records.py`. Other columns are documented here.
 """
 
 from __future__ import annotations
@@ -8,6 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.inspect import (
+    BoolType,
+    BytesType,
+    FloatType,
+    IntType,
+    LiteralType,
+    StrType,
+    UnionType,
+    VarTupleType,
+)
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -22,13 +32,26 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    UniqueConstraint,
     event,
     insert,
     text,
 )
 
+from argosy.store.records import (
+    Key,
+    Limit,
+    Organisation,
+    Price,
+    Project,
+    ReplicaSetting,
+    UsageRecord,
+    User,
+)
+
 if TYPE_CHECKING:
     from sqlalchemy import Dialect
+    from sqlalchemy.types import TypeEngine
 
 
 class StringTuple(TypeDecorator[tuple[str, ...]]):
@@ -48,6 +71,17 @@ class StringTuple(TypeDecorator[tuple[str, ...]]):
         return msgspec.json.decode(value, type=tuple[str, ...])
 
 
+_COLUMN_TYPES: dict[type, type[TypeEngine[Any]]] = {
+    BoolType: Boolean,
+    BytesType: LargeBinary,
+    FloatType: Double,
+    IntType: BigInteger,
+    LiteralType: Text,
+    StrType: Text,
+    VarTupleType: StringTuple,
+}
+"""Column type by the type of a record's field. Tuples are of strings."""
+
 GENESIS_HASH = bytes(32)
 """Stands in for the previous hash in the first entry of the audit log."""
 
@@ -64,6 +98,26 @@ def _unique_name_index(table: str, *columns: str, ended_column: str) -> Index:
 def _list_index(table: str, *columns: str) -> Index:
     """Index for keyset pagination of a list, of all records or of those with the same values in `columns`."""
     return Index("_".join([table, "listed", *columns]), *columns, "created_at", "id")
+
+
+def _record_columns(record_type: type[msgspec.Struct], **references: str) -> list[Column[Any]]:
+    """Columns for the fields of a record, the first of which is the primary key.
+
+    Args:
+        record_type: Type of the record.
+        references: Referenced column by the name of a field.
+    """
+    columns: list[Column[Any]] = []
+    for field in msgspec.structs.fields(record_type):
+        described = msgspec.inspect.type_info(field.type)
+        types = described.types if isinstance(described, UnionType) else (described,)
+        stored = next(_COLUMN_TYPES[type(each)] for each in types if type(each) in _COLUMN_TYPES)
+        keys = [ForeignKey(references[field.name])] if field.name in references else []
+        is_optional = len(types) > 1
+        columns.append(
+            Column(field.name, stored, *keys, primary_key=not columns, nullable=is_optional)
+        )
+    return columns
 
 
 def _organisation_column() -> Column[str]:
@@ -97,10 +151,7 @@ def _insert_state(table: Table, connection: Connection, **_: object) -> None:
 organisations = Table(
     "organisations",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("name", Text, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("archived_at", Double),
+    *_record_columns(Organisation),
     _unique_name_index("organisations", "name", ended_column="archived_at"),
     _list_index("organisations"),
 )
@@ -108,17 +159,7 @@ organisations = Table(
 projects = Table(
     "projects",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("organisation", Text, ForeignKey("organisations.id"), nullable=False),
-    Column("name", Text, nullable=False),
-    Column("tier", Text, nullable=False),
-    Column("weight", Double, nullable=False),
-    Column("share_cache", Boolean, nullable=False),
-    Column("quota_failure_mode", Text, nullable=False),
-    Column("networks", StringTuple, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("archived_at", Double),
-    Column("flags", StringTuple, nullable=False),
+    *_record_columns(Project, organisation="organisations.id"),
     _named_at_column(),
     _unique_name_index("projects", "organisation", "name", ended_column="archived_at"),
     _list_index("projects"),
@@ -128,14 +169,7 @@ projects = Table(
 users = Table(
     "users",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("organisation", Text, ForeignKey("organisations.id"), nullable=False),
-    Column("email", Text, nullable=False),
-    Column("role", Text, nullable=False),
-    Column("project", Text, ForeignKey("projects.id")),
-    Column("created_at", Double, nullable=False),
-    Column("disabled_at", Double),
-    Column("scope", Text, nullable=False),
+    *_record_columns(User, organisation="organisations.id", project="projects.id"),
     _named_at_column(),
     _unique_name_index("users", "organisation", "email", ended_column="disabled_at"),
     _list_index("users"),
@@ -145,21 +179,8 @@ users = Table(
 keys = Table(
     "keys",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("project", Text, ForeignKey("projects.id"), nullable=False),
-    Column("user", Text, ForeignKey("users.id")),
-    Column("name", Text, nullable=False),
-    Column("prefix", Text, nullable=False),
-    Column("digest", LargeBinary, nullable=False, unique=True),
-    Column("role", Text, nullable=False),
-    Column("models", StringTuple, nullable=False),
-    Column("networks", StringTuple, nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("expires_at", Double),
-    Column("revoked_at", Double),
-    Column("replaced_by", Text),
-    Column("scope", Text, nullable=False),
-    Column("flags", StringTuple, nullable=False),
+    *_record_columns(Key, project="projects.id", user="users.id"),
+    UniqueConstraint("digest"),
     _organisation_column(),
     _list_index("keys"),
     _list_index("keys", "organisation"),
@@ -169,44 +190,15 @@ keys = Table(
 limits = Table(
     "limits",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("owner_kind", Text, nullable=False),
-    Column("owner", Text, nullable=False),
-    Column("unit", Text, nullable=False),
-    Column("amount", BigInteger, nullable=False),
-    Column("window", Text),
-    Column("model", Text),
+    *_record_columns(Limit),
     _organisation_column(),
     Index("limits_owner", "owner", "owner_kind", "id"),
     Index("limits_listed_organisation", "organisation", "id"),
 )
 
-prices = Table(
-    "prices",
-    metadata,
-    Column("id", Text, primary_key=True),
-    Column("model", Text, nullable=False),
-    Column("tier", Text),
-    Column("input", BigInteger, nullable=False),
-    Column("cached_input", BigInteger, nullable=False),
-    Column("output", BigInteger, nullable=False),
-    Column("since", Double, nullable=False),
-    Index("prices_listed", "since", "id"),
-)
+prices = Table("prices", metadata, *_record_columns(Price), Index("prices_listed", "since", "id"))
 
-replica_settings = Table(
-    "replica_settings",
-    metadata,
-    Column("id", Text, primary_key=True),
-    Column("model", Text, nullable=False),
-    Column("replica", Text, nullable=False),
-    Column("state", Text),
-    Column("weight", Double),
-    Column("grace_s", Double, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("changed_at", Double, nullable=False),
-    Column("changed_by", Text, nullable=False),
-)
+replica_settings = Table("replica_settings", metadata, *_record_columns(ReplicaSetting))
 
 audit = Table(
     "audit",
@@ -265,19 +257,7 @@ _USAGE_OWNERS = ("organisation", "project", "key", "user")
 usage = Table(
     "usage",
     metadata,
-    Column("request", Text, primary_key=True),
-    *(
-        Column(name, Text, nullable=False)
-        for name in (*_USAGE_OWNERS, "model", "asked", "route", "replica")
-    ),
-    Column("started_at", Double, nullable=False),
-    Column("ended_at", Double, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("input_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("output_tokens", BigInteger, nullable=False),
-    Column("nano_dollars", BigInteger, nullable=False),
-    Column("digest", Text, nullable=False),
+    *_record_columns(UsageRecord),
     Column("day", Integer, nullable=False),
     Index("usage_ended_at", "ended_at"),
     *(Index(f"usage_{owner}", owner, "ended_at") for owner in _USAGE_OWNERS),
