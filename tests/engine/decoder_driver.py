@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from argosy.engine.engine_config import QuantizeSetting
+from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.layers.model import Model
+from argosy.engine.execution.loading.weight_loader import load_decoder
 
 BLOCK_SIZE = 16
 MAX_SEQUENCES = 256
 """Maximum number of sequences that are not released."""
+
+
+def load_checkpoint(
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quantize: QuantizeSetting | None = None,
+    pack_cache: PackCache | None = None,
+) -> Decoder:
+    """Load a checkpoint with Argosy's own decoder on one thread."""
+    return load_decoder(
+        CheckpointReader(path),
+        read_architecture(path),
+        create_cpu_device(1),
+        dtype,
+        lambda _: None,
+        quantize=quantize,
+        pack_cache=pack_cache,
+    )
 
 
 class DecoderDriver:

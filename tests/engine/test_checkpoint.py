@@ -26,10 +26,8 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
     resolve_model_path,
     tensor_files,
 )
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
-from argosy.engine.execution.kernels.cpu.device import create_cpu_device
-from argosy.engine.execution.loading.weight_loader import load_decoder
+from tests.engine.decoder_driver import load_checkpoint
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,13 +84,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def load_model(path: Path) -> Decoder:
-    return load_decoder(
-        CheckpointReader(path),
-        read_architecture(path),
-        create_cpu_device(1),
-        torch.float32,
-        lambda _: None,
-    )
+    return load_checkpoint(path)
 
 
 def split_into_shards(path: Path) -> dict[str, str]:
@@ -232,13 +224,7 @@ def test_weight_beyond_float16_is_refused(model: Path) -> None:
     )
     load_model(model)
     with pytest.raises(ValueError, match=r"lm_head\.weight .*float16.*bfloat16"):
-        load_decoder(
-            CheckpointReader(model),
-            read_architecture(model),
-            create_cpu_device(1),
-            torch.float16,
-            lambda _: None,
-        )
+        load_checkpoint(model, torch.float16)
 
 
 def test_single_file_is_preferred_to_an_index_as_in_transformers(model: Path) -> None:

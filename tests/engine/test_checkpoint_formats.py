@@ -31,8 +31,7 @@ from argosy.engine.execution.loading.model_selection import (
     build_transformers_model,
     find_stored_integers,
 )
-from argosy.engine.execution.loading.weight_loader import load_decoder
-from tests.engine.decoder_driver import DecoderDriver
+from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.stored_formats import (
     FORMATS,
     dequantize_mxfp4,
@@ -106,14 +105,7 @@ def test_mxfp4_experts_equal_numpy_dequantizer(tmp_path: Path) -> None:
 
 
 def load_model(path: Path, quantize: QuantizeSetting | None = None) -> Decoder:
-    return load_decoder(
-        CheckpointReader(path),
-        read_architecture(path),
-        create_cpu_device(1),
-        torch.float32,
-        lambda _: None,
-        quantize=quantize,
-    )
+    return load_checkpoint(path, quantize=quantize)
 
 
 @pytest.mark.parametrize("name", MODEL_FORMATS)
@@ -196,14 +188,7 @@ def test_packed_form_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     logits = []
     for _ in range(2):
         with open_pack_cache(("a", name), required_bytes=1 << 20, limit_bytes=1 << 30) as cache:
-            decoder = load_decoder(
-                CheckpointReader(tmp_path),
-                read_architecture(tmp_path),
-                create_cpu_device(1),
-                torch.bfloat16,
-                lambda _: None,
-                pack_cache=cache,
-            )
+            decoder = load_checkpoint(tmp_path, torch.bfloat16, pack_cache=cache)
             is_stored = cache.is_stored
         logits.append(DecoderDriver(decoder).logits_in_one_chunk(PROMPTS[1]))
         monkeypatch.setattr(GptqTensor, "read_codes", None)

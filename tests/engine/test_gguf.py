@@ -18,7 +18,7 @@ from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import select_implementation
 from argosy.engine.execution.loading.weight_loader import load_decoder
-from tests.engine.decoder_driver import DecoderDriver
+from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.gguf_reference import dequantize, random_blocks, write_gguf
 from tests.engine.transformers_reference import VOCAB, make_reference
 
@@ -144,13 +144,7 @@ def test_scaled_rope_is_read(tmp_path: Path, name: str) -> None:
             factors[tensor] = np.array(LONG[key], np.float32)
     file = tmp_path / "model.gguf"
     write_gguf(file, reference, "F32", factors, **metadata)
-    decoder = load_decoder(
-        CheckpointReader(file),
-        read_architecture(file),
-        create_cpu_device(1),
-        torch.float32,
-        lambda _: None,
-    )
+    decoder = load_checkpoint(file)
     driver = DecoderDriver(decoder)
     for prompt in PROMPTS[2:]:  # longer than the original context
         torch.testing.assert_close(
@@ -170,14 +164,7 @@ def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
     assert resolve_model_path(str(folder / names[-1]), None) == path
     with pytest.raises(ValueError, match=r"does not serve GGUF files"):
         select_implementation(path, "transformers")
-    decoder = load_decoder(
-        CheckpointReader(path),
-        read_architecture(path),
-        create_cpu_device(1),
-        torch.float32,
-        lambda _: None,
-        quantize="none",
-    )
+    decoder = load_checkpoint(path, quantize="none")
     torch.testing.assert_close(
         DecoderDriver(decoder).logits_in_one_chunk(PROMPTS[1]),
         reference.logits(PROMPTS[1]),

@@ -25,14 +25,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from argosy.engine.execution.architectures.architecture_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import build_transformers_model
-from argosy.engine.execution.loading.weight_loader import load_decoder
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from tests.engine.decoder_driver import load_checkpoint
 from tests.engine.stored_formats import (
     StoredFormat,
     awq,
@@ -57,13 +55,7 @@ GGUF_KEYS = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64
 def load(path: Path) -> object:
     """Load the model with Argosy's own decoder."""
     resolved = resolve_model_path(str(path), None)
-    return load_decoder(
-        CheckpointReader(resolved),
-        read_architecture(resolved),
-        create_cpu_device(1),
-        torch.float32,
-        lambda _: None,
-    )
+    return load_checkpoint(resolved)
 
 
 # --- safetensors ---------------------------------------------------------------------------------
@@ -231,6 +223,8 @@ def keep(_: object) -> None:
 
 
 QUANTIZED: dict[str, tuple[Change, str]] = {
+    "wrong method": (quantized(gptq(), keep, quant_method="bitsandbytes"), "no stored tensor is"),
+    "values empty": (quantized(gptq(), put("qweight", lambda t: t[:0])), "should be a matrix"),
     "method a list": (quantized(gptq(), keep, quant_method=["gptq"]), "quant_method is"),
     "method unknown": (quantized(gptq(), keep, quant_method="quip"), "QuIP.* use a .*AWQ"),
     "group size 0": (quantized(gptq(), keep, group_size=0), "group_size is 0"),
@@ -326,6 +320,8 @@ def members(change: Callable[[dict[str, bytes]], list[tuple[str, bytes]]]) -> Ch
 
 
 ARCHIVES: dict[str, tuple[Change, str]] = {
+    "a list": (archive([torch.ones(2)]), "holds a list"),
+    "sparse": (archive({"a": torch.ones(2, 2).to_sparse()}), "not a plain tensor"),
     "pickle runs": (archive({"a": Exploit()}), r"pytorch_model\.bin cannot be .*nothing of it was"),
     "pickle alone": (raw_archive(pickle.dumps(Exploit())), "not a zip archive"),
     "zip bomb": (
@@ -392,11 +388,34 @@ def gguf_model(**changes: Any) -> Change:  # noqa: ANN401
     return gguf_bytes(partial(create_gguf, **changes))
 
 
+def two_models(path: Path) -> None:
+    gguf_model()(path)
+    (path / "other.gguf").write_bytes((path / "model.gguf").read_bytes())
+
+
+def lonely_part(path: Path) -> None:
+    gguf_model()(path)
+    (path / "model.gguf").rename(path / "m-00001-of-00003.gguf")
+
+
 def gguf_value(key: str, kind: int, value: bytes) -> Change:
     return gguf_header(values=1, rest=text(key) + struct.pack("<I", kind) + value)
 
 
 GGUF: dict[str, tuple[Change, str]] = {
+    "part absent": (lonely_part, "lacks m-00002-of-00003"),
+    "two models": (two_models, "holds 2 GGUF models"),
+    "old version": (gguf_header(version=1), "version 1"),
+    "key not UTF-8": (
+        gguf_header(values=1, rest=struct.pack("<Q", 4) + b"\xff" * 8),
+        "cannot read",
+    ),
+    "values of 1 EB": (gguf_header(values=HUGE), "cannot hold"),
+    "array of an unknown type": (gguf_header(values=1, rest=gguf_array(77, 1)), "unknown type"),
+    "shape overflows": (
+        gguf_header(tensors=1, rest=gguf_tensor(shape=(1 << 40, 1 << 40))),
+        "ends at byte",
+    ),
     "alignment 0": (gguf_value("general.alignment", 4, b"\0" * 4), "alignment is 0"),
     "tensor name of 1 EB": (gguf_header(tensors=1, rest=struct.pack("<Q", HUGE)), "a name has"),
     "heads 0": (gguf_model(**{"attention.head_count": 0}), "head_count is '0'"),

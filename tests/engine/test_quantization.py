@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from argosy.engine.engine_config import EngineConfig, IntFormat
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_formats.quantization import (
     QuantizedWeight,
     quantize_rows,
@@ -25,9 +23,8 @@ from argosy.engine.execution.checkpoint_formats.quantization import (
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.layers.modules import Projection
 from argosy.engine.execution.loading.executor_loader import load_executor
-from argosy.engine.execution.loading.weight_loader import load_decoder
 from argosy.models import BUNDLED_MODEL
-from tests.engine.decoder_driver import DecoderDriver
+from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
 from tests.engine.transformers_reference import VOCAB, make_reference
@@ -234,14 +231,7 @@ def test_quantized_family_is_close_to_dense_model(family: str, tmp_path: Path) -
     tokens = [(7 * index + 3) % VOCAB for index in range(50)]
     logits = {}
     for weight_format in (None, *FORMATS):
-        decoder = load_decoder(
-            CheckpointReader(path),
-            read_architecture(path),
-            create_cpu_device(1),
-            torch.float32,
-            lambda _fraction: None,
-            quantize=weight_format,
-        )
+        decoder = load_checkpoint(path, quantize=weight_format)
         driver = DecoderDriver(decoder)
         logits[weight_format] = driver.logits_in_one_chunk(tokens)
         if weight_format is not None:
@@ -259,14 +249,7 @@ def test_quantized_family_is_close_to_dense_model(family: str, tmp_path: Path) -
 
 def test_int4_keeps_head_at_int8_and_routers_dense(tmp_path: Path) -> None:
     path = make_reference(tmp_path, "Mixtral", {"num_local_experts": 4}).path
-    decoder = load_decoder(
-        CheckpointReader(path),
-        read_architecture(path),
-        create_cpu_device(1),
-        torch.float32,
-        lambda _fraction: None,
-        quantize="int4",
-    )
+    decoder = load_checkpoint(path, quantize="int4")
     formats = {
         name.rsplit(".", 1)[-1]: module.weight_format
         for name, module in decoder.named_modules()
