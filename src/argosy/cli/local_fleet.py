@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -28,50 +29,33 @@ FAILOVER_TIMEOUT_S = 120.0
 START_POLL_INTERVAL_S = 0.1
 
 
+@dataclass(kw_only=True)
 class LocalFleet:
     """Fleet of one model on this machine, with embedding models beside it.
 
     Runs until SIGTERM, SIGINT, or the end of its terminal.
     """
 
-    def __init__(
-        self,
-        server: ReplicaServerConfig,
-        engine: EngineConfig,
-        groups: Sequence[ReplicaGroup],
-        auth_bootstrap: AuthBootstrap,
-        display: StartupDisplay,
-        *,
-        replica_options: Mapping[str, Any],
-        log_content: bool,
-        embedding_models: Mapping[str, str],
-    ) -> None:
-        """Create the fleet.
-
-        Args:
-            server: Settings of the gateway's address and of the replicas.
-            engine: Settings of the model.
-            groups: Groups of the model's replicas.
-            auth_bootstrap: Authentication settings.
-            display: Output on the terminal.
-            replica_options: Options on the command line, by name.
-            log_content: Whether explanations contain prompts and outputs.
-            embedding_models: Path or hub name of each embedding model by its public name.
-        """
-        self._server = server
-        self._engine = engine
-        self._groups = groups
-        self._auth_bootstrap = auth_bootstrap
-        self._display = display
-        self._replica_options = replica_options
-        self._log_content = log_content
-        self._embedding_models = embedding_models
-        self._auth_setup: AuthSetup | None = None
-        self._gateway: GatewayServer | None = None
-        self._stop_requested = asyncio.Event()
-        self._force_stop = asyncio.Event()
-        self.has_served = False
-        """Whether the gateway has been ready."""
+    server: ReplicaServerConfig
+    """Settings of the gateway's address and of the replicas."""
+    engine: EngineConfig
+    """Settings of the model."""
+    groups: Sequence[ReplicaGroup]
+    """Groups of the model's replicas."""
+    auth_bootstrap: AuthBootstrap
+    display: StartupDisplay
+    options: Mapping[str, Any]
+    """Options on the command line, by name."""
+    log_content: bool
+    """Whether explanations contain prompts and outputs."""
+    embedding_models: Mapping[str, str]
+    """Path or hub name of each embedding model by its public name."""
+    has_served: bool = False
+    """Whether the gateway has been ready."""
+    _auth_setup: AuthSetup | None = None
+    _gateway: GatewayServer | None = None
+    _stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    _force_stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     def serve(self) -> None:
         """Serve until `stop` is called.
@@ -83,21 +67,21 @@ class LocalFleet:
             FleetFailedError: No replica of a model is left that can be started.
         """
         raise_file_limit()
-        configure_logging(self._server.log_format, self._server.log_level)
+        configure_logging(self.server.log_format, self.server.log_level)
         # Downloaded once here, not by each replica.
-        path = resolve_model_path(self._engine.model, self._engine.revision)
-        model = ServedModel(self._server.model_names_for(self._engine.model), str(path))
+        path = resolve_model_path(self.engine.model, self.engine.revision)
+        model = ServedModel(self.server.model_names_for(self.engine.model), str(path))
         embedding_models = [
             ServedModel((name,), str(resolve_model_path(source, None)))
-            for name, source in self._embedding_models.items()
+            for name, source in self.embedding_models.items()
         ]
         with runtime_folder() as folder:
             pools = plan_pools(
                 model,
                 embedding_models,
-                self._groups,
-                self._server.drain_deadline_s,
-                self._replica_options,
+                self.groups,
+                self.server.drain_deadline_s,
+                self.options,
                 {"TMPDIR": str(folder)},  # so that no file of a killed replica is left
             )
             uvloop.run(self._run(ReplicaFleet(pools, folder / "launcher")))
@@ -107,7 +91,7 @@ class LocalFleet:
         if self._stop_requested.is_set():
             self._force_stop.set()
         elif self.has_served:
-            self._display.show_draining(self._server.drain_deadline_s)
+            self.display.show_draining(self.server.drain_deadline_s)
         self._stop_requested.set()
         if self._gateway is not None:
             self._gateway.stop()
@@ -119,7 +103,7 @@ class LocalFleet:
     async def _run(self, fleet: ReplicaFleet) -> None:
         from argosy.http_server import listening_socket
 
-        server = self._server
+        server = self.server
         with (
             handle_signals(self.stop, None if server.tls is None else self._reload_certificates),
             # Opened before the replicas start, so that an address in use fails at once. Clients that connect now wait
@@ -176,7 +160,7 @@ class LocalFleet:
         Raises:
             ValueError: The store cannot be used; the message contains the remedy.
         """
-        store_task = asyncio.create_task(run_in_daemon_thread(self._auth_bootstrap.prepare_store))
+        store_task = asyncio.create_task(run_in_daemon_thread(self.auth_bootstrap.prepare_store))
         stop_task = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait({store_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +171,7 @@ class LocalFleet:
             store_task.cancel()
             stop_task.cancel()
         if self._auth_setup.first_key is not None:
-            self._display.show_first_key(self._auth_setup.first_key)
+            self.display.show_first_key(self._auth_setup.first_key)
         return True
 
     async def _wait_for_replicas(self, fleet: ReplicaFleet, keep_task: asyncio.Task[None]) -> bool:
@@ -221,7 +205,7 @@ class LocalFleet:
         loading = [replica for replica in replicas if replica.activity and not _is_ready(replica)]
         if loading:
             furthest = max(loading, key=lambda replica: replica.progress)
-            self._display.update(description=furthest.activity, completed=furthest.progress)
+            self.display.update(description=furthest.activity, completed=furthest.progress)
 
     async def _drain_replicas(self, fleet: ReplicaFleet, keep_task: asyncio.Task[None]) -> None:
         """Drain the idle replicas. A forced stop does not wait for them."""
@@ -236,14 +220,14 @@ class LocalFleet:
         tune_gc()
         self.has_served = True
         assert self._auth_setup is not None  # noqa: S101 - set before the gateway starts
-        self._display.show_ready(
+        self.display.show_ready(
             url,
-            self._server.model_names_for(self._engine.model)[0],
-            embedding_models=list(self._embedding_models),
+            self.server.model_names_for(self.engine.model)[0],
+            embedding_models=list(self.embedding_models),
             key_required=self._auth_setup.key_required,
-            tls=self._server.tls,
-            store_url=self._auth_bootstrap.configured_store_url,
-            has_console=self._auth_bootstrap.console and self._server.uds is None,
+            tls=self.server.tls,
+            store_url=self.auth_bootstrap.configured_store_url,
+            has_console=self.auth_bootstrap.console and self.server.uds is None,
         )
 
     def _build_gateway_config(
@@ -259,7 +243,7 @@ class LocalFleet:
         )
         from argosy.store import StoreConfig
 
-        server = self._server
+        server = self.server
         return GatewayConfig(
             models=[
                 ModelConfig(
@@ -276,15 +260,15 @@ class LocalFleet:
             port=server.port,
             uds=server.uds,
             tls=server.tls,
-            store=StoreConfig(url=self._auth_bootstrap.store_url),
-            auth=self._auth_bootstrap.auth_config,
-            console=self._auth_bootstrap.console_config,
+            store=StoreConfig(url=self.auth_bootstrap.store_url),
+            auth=self.auth_bootstrap.auth_config,
+            console=self.auth_bootstrap.console_config,
             timeouts=Timeouts(failover_timeout_s=FAILOVER_TIMEOUT_S),
             queue=QueueConfig()
-            if self._engine.request_timeout_s is None
-            else QueueConfig(timeout_s=self._engine.request_timeout_s),
+            if self.engine.request_timeout_s is None
+            else QueueConfig(timeout_s=self.engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
-            log_content=self._log_content,
+            log_content=self.log_content,
         )
 
 

@@ -91,12 +91,12 @@ def serve(
             )
             names = server.model_names_for(engine.model)
             fleet = LocalFleet(
-                server,
-                engine,
-                groups,
-                auth_bootstrap,
-                display,
-                replica_options=options,
+                server=server,
+                engine=engine,
+                groups=groups,
+                auth_bootstrap=auth_bootstrap,
+                display=display,
+                options=options,
                 log_content=log_content,
                 embedding_models=parse_embedding_models(embedding_model or (), names),
             )
