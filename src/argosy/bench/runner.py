@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from argosy.bench.arrivals import ArrivalProcess
 from argosy.bench.client import BenchClient
 from argosy.bench.driver import Driver
 from argosy.bench.errors import BenchError
-from argosy.bench.metrics import Objectives, RequestRow, summarize
+from argosy.bench.metrics import RequestRow, summarize
 from argosy.bench.plan import LoadPlan
 from argosy.bench.rate_search import search_rate
 from argosy.bench.request_body_builder import RequestBodyBuilder
@@ -148,15 +147,25 @@ class _BenchRunner:
         label = describe_load(load)
         self._listener.on_run_start(label, plan.request_count + len(plan.warmup))
         started_at = utc_timestamp()
-        should_stop: Callable[[RequestRow], bool] = _never_stop
-        if settings.find_rate and settings.objectives is not None:
-            should_stop = _EarlyStop(settings.objectives, settings.min_attainment, plan).is_lost
+        objectives = settings.objectives if settings.find_rate else None
+        allowed_misses = int((1 - settings.min_attainment) * plan.request_count + 1e-9)
+        misses = 0
+
+        def on_row(row: RequestRow) -> None:
+            """Report a request. A trial of a search stops as soon as it can no longer meet the objectives."""
+            nonlocal misses
+            self._listener.on_request_end(row, driver.in_flight)
+            if objectives is not None and row.phase == "measured":
+                misses += not objectives.is_met_by(row)
+                if misses > allowed_misses and not driver.stopped:
+                    driver.stop()
+
         driver = Driver(
             plan,
             self._client,
             body_builder,
             clock=time.perf_counter,
-            on_row=lambda row: self._on_row(driver, row, should_stop),
+            on_row=on_row,
             run_id=f"bench-{uuid.uuid4().hex[:12]}",
         )
         rows = await driver.run()
@@ -176,32 +185,6 @@ class _BenchRunner:
         )
         self._runs.append(result)
         return result
-
-    def _on_row(
-        self, driver: Driver, row: RequestRow, should_stop: Callable[[RequestRow], bool]
-    ) -> None:
-        self._listener.on_request_end(row, driver.in_flight)
-        if not driver.stopped and should_stop(row):
-            driver.stop()
-
-
-class _EarlyStop:
-    """Stops a trial of a search as soon as its outcome is certain."""
-
-    def __init__(self, objectives: Objectives, min_attainment: float, plan: LoadPlan) -> None:
-        self._objectives = objectives
-        self._max_failed = int((1 - min_attainment) * plan.request_count + 1e-9)
-        self._failed = 0
-
-    def is_lost(self, row: RequestRow) -> bool:
-        """Count the row, and return whether the objectives can no longer be met."""
-        if row.phase == "measured" and not self._objectives.is_met_by(row):
-            self._failed += 1
-        return self._failed > self._max_failed
-
-
-def _never_stop(_row: RequestRow) -> bool:
-    return False
 
 
 def _configured_rate(run: RunResult) -> float:

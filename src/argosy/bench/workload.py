@@ -60,13 +60,6 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     ramp_s: float = 0.0
 
 
-class _RequestItem(msgspec.Struct, frozen=True):
-    """Prompt and output length of a request, without a scheduled time."""
-
-    prompt: PlannedPrompt
-    output_tokens: int
-
-
 def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> LoadPlan:
     """Build the plan, which depends only on the arguments and the files that they name.
 
@@ -88,7 +81,7 @@ def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> L
         phase: RequestPhase = "ramp" if at_s is not None and at_s < load.ramp_s else "measured"
         session = []
         for turn in range(turns):
-            item = source.build_item(index)
+            prompt, output_tokens = source.build_item(index)
             session.append(
                 PlannedRequest(
                     index=index,
@@ -96,8 +89,8 @@ def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> L
                     turn=turn,
                     at_s=at_s if turn == 0 else None,
                     think_s=workload.think_s if turn else 0.0,
-                    prompt=item.prompt,
-                    output_tokens=item.output_tokens,
+                    prompt=prompt,
+                    output_tokens=output_tokens,
                     phase=phase,
                 )
             )
@@ -168,18 +161,16 @@ class _RequestSource:
         if workload.prompts:
             self._file_prompts = read_prompt_file(Path(workload.prompts))
 
-    def build_item(self, index: int) -> _RequestItem:
-        """Return the request at `index`."""
+    def build_item(self, index: int) -> tuple[PlannedPrompt, int]:
+        """Return the prompt and the output length of the request at `index`."""
         if self.trace_requests:
             return self._build_from_trace(index, self.trace_requests[index])
         rng = np.random.default_rng((self._seed, _DRAW_STREAM, index))
         if self._file_prompts:
             prompt = self._file_prompts[index % len(self._file_prompts)]
             drawn_tokens = self._workload.output.draw(rng)
-            return _RequestItem(prompt.prompt, prompt.output_tokens or drawn_tokens)
-        return _RequestItem(
-            *self._draw_synthetic(rng, derive_seed(self._text_seed, _OWN_STREAM, index))
-        )
+            return prompt.prompt, prompt.output_tokens or drawn_tokens
+        return self._draw_synthetic(rng, derive_seed(self._text_seed, _OWN_STREAM, index))
 
     def build_warmup(self, number: int) -> PlannedRequest:
         """Return a warm-up request of the same kind that shares no text with the plan's requests."""
@@ -215,7 +206,7 @@ class _RequestSource:
             )
         return SyntheticPrompt(tuple(spans)), output_tokens
 
-    def _build_from_trace(self, index: int, row: TraceRequest) -> _RequestItem:
+    def _build_from_trace(self, index: int, row: TraceRequest) -> tuple[SyntheticPrompt, int]:
         spans = []
         remaining = row.input_tokens
         for block in row.block_ids:
@@ -226,4 +217,4 @@ class _RequestSource:
             remaining -= tokens
         if remaining > 0:
             spans.append(SyntheticSpan(derive_seed(self._text_seed, _OWN_STREAM, index), remaining))
-        return _RequestItem(SyntheticPrompt(tuple(spans)), row.output_tokens)
+        return SyntheticPrompt(tuple(spans)), row.output_tokens
