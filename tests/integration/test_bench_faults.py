@@ -9,8 +9,10 @@ import time
 import msgspec
 import pytest
 from tests.support.fake_upstream import (
+    CHUNKED_HEAD,
     UpstreamRequest,
     UpstreamScript,
+    encode_chunk,
     fake_upstream,
     respond_with_tokens,
 )
@@ -19,113 +21,71 @@ from tests.support.small_benchmarks import AT_ONCE, WORKLOAD, RecordingProgress,
 from argosy.bench import LoadSpec, run_benchmark
 from argosy.bench.client import BenchClient
 from argosy.bench.response import BenchResponse
-from argosy.protocol import format_event, parse_endpoint
+from argosy.protocol import SSE_DONE, format_event, parse_endpoint
 
 
-async def close_before_response(request: UpstreamRequest) -> None:
-    request.writer.transport.abort()
+def event(**chunk: object) -> bytes:
+    return format_event(json.dumps(chunk).encode())
 
 
-async def close_in_stream(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_text("half")
-    await request.writer.drain()
-    request.writer.transport.abort()
+def stream(*events: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
+    return CHUNKED_HEAD + b"".join(map(encode_chunk, events)) + end
 
 
-async def end_stream_early(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_text("half")
-    request.writer.write(b"0\r\n\r\n")
+def failed(status: int, body: bytes, headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n" % (status, headers, len(body)) + body
 
 
-async def reject(request: UpstreamRequest) -> None:
-    request.send_json(429, {"error": {"message": "slow down", "code": "rate_limit"}})
+HALF = event(choices=[{"index": 0, "text": "half", "finish_reason": None}])
+COUNTS = [event(choices=[{"text": "a"}], usage={"completion_tokens": n}) for n in (1, 10**12, -5)]
+CUT_CHARACTER = stream(b'data: {"choices": [{"text": "\xe2\x82"}]}\n\n', SSE_DONE)
+FAULTS: dict[str, tuple[bytes | None, str]] = {
+    "no response": (b"", "cut"),
+    "connection cut in a stream": (stream(HALF, end=b""), "cut"),
+    "stream ended early": (stream(HALF), "cut"),
+    "rejection": (failed(429, b'{"error": {"message": "slow down"}}'), "http 429"),
+    "rejection in Latin-1": (failed(500, b'{"error": {"message": "caf\xe9"}}'), "http 500"),
+    "deep JSON": (failed(500, b'{"error": ' + b"[" * 5000 + b"]" * 5000 + b"}"), "http 500"),
+    "redirect": (failed(307, b"", b"location: /elsewhere\r\n"), "http 307"),
+    "error event": (stream(HALF, event(error={"message": "it broke"})), "stream"),
+    "empty text": (
+        stream(event(choices=[{"text": "", "finish_reason": "stop"}]), SSE_DONE),
+        "empty",
+    ),
+    "invalid JSON": (stream(b"data: {oops\n\n", SSE_DONE), "malformed"),
+    "cut character": (CUT_CHARACTER, "malformed"),
+    "huge token count": (stream(*COUNTS[:2], SSE_DONE), "malformed"),
+    "negative token count": (stream(COUNTS[2], SSE_DONE), "malformed"),
+    "other protocol": (b"SSH-2.0-server\r\n\r\n", "malformed"),
+    "silence": (None, "timeout"),
+}
+"""Bytes that the server sends and the error of the request. Without any it says nothing, not even by closing."""
 
 
-async def reject_in_latin_1(request: UpstreamRequest) -> None:
-    body = b'{"error": {"message": "caf\xe9"}}'
-    request.writer.write(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+def respond_with(response: bytes | None) -> UpstreamScript:
+    """Return a script that sends bytes, and cuts the connection if they are no complete response."""
+
+    async def script(request: UpstreamRequest) -> None:
+        if response is None:
+            await asyncio.Event().wait()
+            return
+        request.writer.write(response)
+        if response in (FAULTS["no response"][0], FAULTS["connection cut in a stream"][0]):
+            await request.writer.drain()
+            request.writer.transport.abort()
+
+    return script
 
 
-async def reject_with_deep_json(request: UpstreamRequest) -> None:
-    body = b'{"error": ' + b"[" * 5000 + b"]" * 5000 + b"}"
-    request.writer.write(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-
-
-async def redirect(request: UpstreamRequest) -> None:
-    request.writer.write(b"HTTP/1.1 307 X\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
-
-
-async def send_error_event(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_text("half")
-    request.send_chunk(b'data: {"error": {"message": "it broke"}}\n\n')
-    request.writer.write(b"0\r\n\r\n")
-
-
-async def send_empty_text(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_text("", "stop")
-    request.end_stream(tokens=0)
-
-
-async def send_invalid_json(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_chunk(b"data: {oops\n\n")
-    request.end_stream()
-
-
-async def send_partial_character(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_chunk(b'data: {"choices": [{"text": "\xe2\x82"}]}\n\n')
-    request.end_stream()
-
-
-async def send_huge_token_count(request: UpstreamRequest) -> None:
-    request.start_stream()
-    for count in (1, 10**12):
-        chunk = {"choices": [{"text": "a"}], "usage": {"completion_tokens": count}}
-        request.send_chunk(format_event(json.dumps(chunk).encode()))
-    request.end_stream()
-
-
-async def send_negative_token_count(request: UpstreamRequest) -> None:
-    request.start_stream()
-    request.send_text("a", "stop")
-    request.end_stream(tokens=-5)
-
-
-async def send_other_protocol(request: UpstreamRequest) -> None:
-    request.writer.write(b"SSH-2.0-server\r\n\r\n")
-
-
-async def stay_silent(request: UpstreamRequest) -> None:
-    await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        (close_before_response, "cut"),
-        (close_in_stream, "cut"),
-        (end_stream_early, "cut"),
-        (reject, "http 429"),
-        (reject_in_latin_1, "http 500"),
-        (reject_with_deep_json, "http 500"),
-        (redirect, "http 307"),
-        (send_error_event, "stream"),
-        (send_empty_text, "empty"),
-        (send_invalid_json, "malformed"),
-        (send_partial_character, "malformed"),
-        (send_huge_token_count, "malformed"),
-        (send_negative_token_count, "malformed"),
-        (send_other_protocol, "malformed"),
-        (stay_silent, "timeout"),
-    ],
+reject, stay_silent, close_before_response = (
+    respond_with(FAULTS[name][0]) for name in ("rejection", "silence", "no response")
 )
-async def test_failure_affects_one_request(script: UpstreamScript, error: str) -> None:
-    count = 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_failure_affects_one_request(fault: str) -> None:
+    response, error = FAULTS[fault]
+    script, count = respond_with(response), 0
 
     async def fail_every_third(request: UpstreamRequest) -> None:
         nonlocal count
@@ -134,7 +94,7 @@ async def test_failure_affects_one_request(script: UpstreamScript, error: str) -
         await (script if fails else respond_with_tokens)(request)
 
     async with fake_upstream(fail_every_third) as server:
-        timeout_s = 2.0 if script is stay_silent else 60.0
+        timeout_s = 2.0 if response is None else 60.0
         result = await measure(
             server.url, LoadSpec(concurrency=2, requests=12), timeout_s=timeout_s
         )
@@ -143,12 +103,12 @@ async def test_failure_affects_one_request(script: UpstreamScript, error: str) -
     # The client resends only if a kept-alive connection closes before the response begins.
     assert summary.failed + summary.resent == count // 3
     assert summary.completed + summary.failed == 12
-    assert script is close_before_response or summary.resent == 0
+    assert fault == "no response" or summary.resent == 0
     assert summary.latency["ttft"].count == summary.completed
 
 
 async def test_invalid_utf8_is_named_in_detail() -> None:
-    async with fake_upstream(send_partial_character) as server:
+    async with fake_upstream(respond_with(CUT_CHARACTER)) as server:
         result = await measure(server.url, LoadSpec(concurrency=1, requests=1))
     assert "not UTF-8" in result.runs[0].rows[0].detail
 
