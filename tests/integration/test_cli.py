@@ -99,12 +99,14 @@ def test_missing_model_is_one_error_line(command: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--uds", "/" + 200 * "x"), "path too long"),
-        (("--threads", "99999"), "'--threads'"),
+        (("serve", "--uds", "/" + 200 * "x"), "path too long"),
+        (("serve", "--threads", "99999"), "'--threads'"),
+        (("replica", "--options", '{"threads": 99999}'), "`int` <= 1024 - at `$.threads`"),
+        (("replica", "--options", "[]"), "write a JSON object of options by name"),
     ],
 )
-def test_invalid_serve_option_is_named(arguments: tuple[str, ...], message: str) -> None:
-    result = runner.invoke(app, ["serve", *arguments])
+def test_invalid_option_is_named(arguments: tuple[str, ...], message: str) -> None:
+    result = runner.invoke(app, arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
