@@ -29,9 +29,7 @@ from argosy.policy.placement import (
     AttemptAnswered,
     AttemptEnded,
     AttemptEnding,
-    AttemptSent,
     Event,
-    FirstToken,
     GivingWay,
     Pause,
     PlacementCore,
@@ -39,12 +37,12 @@ from argosy.policy.placement import (
     PlacementPool,
     PlacementReplica,
     PlacementRequest,
-    Progress,
     QueueLimits,
     RequestEnded,
     RequestState,
     Send,
     Tick,
+    record_first_token,
 )
 
 TOKENS_PER_S = 50
@@ -80,7 +78,7 @@ class World:
         for effect in self.core.handle(event, self.now):
             match effect:
                 case Send(request, attempt):
-                    self.handle(AttemptSent(request, attempt))
+                    request.record_sent(attempt, self.now)
                 case WakeAt(at):
                     self.wake_at = at
                 case Pause(request, attempt):
@@ -111,7 +109,7 @@ class World:
         """Let the first token of a request arrive."""
         (attempt,) = request.attempts
         self.handle(AttemptAnswered(request, attempt, is_stream=True, arithmetic_id="same"))
-        self.handle(FirstToken(attempt, self.now, is_resumed=request.output_tokens > 0))
+        record_first_token(attempt, self.now, is_resumed=request.output_tokens > 0)
         if request in self.arrived_at:
             self.waits_s[request.tier].append(self.now - self.arrived_at.pop(request))
 
@@ -149,7 +147,7 @@ class World:
                 self.left[request] -= tokens
                 service = weighted_tokens(0, tokens)
                 self.service[request.tenant] += service
-                self.handle(Progress(request, request.output_tokens + tokens, service))
+                self.core.record_progress(request, request.output_tokens + tokens, service)
                 if not self.left[request]:
                     self.complete(request)
 

@@ -18,14 +18,13 @@ import pytest
 import pytest_asyncio
 from tests.support.gateway_client import CHAT, COMPLETION
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
-from tests.support.placed_requests import last_decision
+from tests.support.placed_requests import RoutedRequest, last_decision
 from tests.support.vllm_server import PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
 from argosy.deployment import KvEventAddress
 from argosy.gateway import ReplicaConfig
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
-from argosy.policy.placement import RoutingDecision
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
@@ -69,7 +68,7 @@ class VllmPair:
         self.running = running
         self._recorder = recorder
 
-    async def send(self, path: str, prompt: str, **extra: object) -> RoutingDecision:
+    async def send(self, path: str, prompt: str, **extra: object) -> RoutedRequest:
         """Send a request through the gateway and return its routing decision."""
         body = (
             {"model": "big", "max_tokens": 2, "stream": True} | prompt_fields(path, prompt) | extra

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 from argosy.gateway.pool import Pool, build_placement_request
@@ -14,18 +15,17 @@ from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import (
-    Arrived,
     Attempt,
     AttemptAnswered,
     AttemptEnded,
     AttemptEnding,
-    AttemptSent,
     Move,
     Pause,
     PlacementLimits,
+    PlacementReplica,
     PlacementRequest,
     Refuse,
-    RoutingDecision,
+    Selection,
 )
 
 
@@ -63,8 +63,7 @@ def new_driver(
 def arrive(driver: PlacementDriver, context: RequestContext) -> PlacedByHand:
     """Let a request arrive."""
     placed = PlacedByHand(context)
-    driver.add(placed.request, placed, context.pool)
-    driver.handle(Arrived(placed.request, context.pool))
+    driver.arrive(placed.request, placed, context.pool)
     return placed
 
 
@@ -75,7 +74,7 @@ def place(
     driver = new_driver(clock)
     request = arrive(driver, context).request
     (attempt,) = request.attempts
-    driver.handle(AttemptSent(request, attempt))
+    driver.record_sent(request, attempt)
     driver.handle(AttemptAnswered(request, attempt, is_stream=True))
     return driver, UpstreamCall(attempt, clock)
 
@@ -97,11 +96,21 @@ def placement_of(context: RequestContext) -> PlacementRequest:
     return context.placement
 
 
-def last_decision(context: RequestContext) -> RoutingDecision:
+@dataclass(frozen=True)
+class RoutedRequest:
+    """Where a request was sent, and what was known of its prompt there."""
+
+    replica: PlacementReplica
+    uncached_tokens: int
+    block_keys: list[bytes]
+
+
+def last_decision(context: RequestContext) -> RoutedRequest:
     """Return the decision about the replica of the request's last attempt."""
-    attempt = placement_of(context).last_attempt
+    request = placement_of(context)
+    attempt = request.last_attempt
     assert attempt is not None
-    return attempt.decision
+    return RoutedRequest(attempt.replica, attempt.chosen.uncached_tokens, request.block_keys)
 
 
 def select_replica(
@@ -110,7 +119,7 @@ def select_replica(
     *,
     principal: Principal = ANONYMOUS,
     now: float = 0.0,
-) -> RoutingDecision | None:
+) -> Selection | None:
     """Select the replica of a request with these fields, without placing it."""
     request = build_placement_request(
         "id",

@@ -22,12 +22,10 @@ from argosy.policy.placement import (
     AttemptAnswered,
     AttemptEnded,
     AttemptEnding,
-    AttemptSent,
     Cancel,
     CapacityChanged,
     Effect,
     Event,
-    FirstToken,
     GivingWay,
     Move,
     Pause,
@@ -38,13 +36,13 @@ from argosy.policy.placement import (
     PlacementReplica,
     PlacementRequest,
     PoolQueue,
-    Progress,
     QueueLimits,
     Refuse,
     RequestEnded,
     RequestState,
     Send,
     Tick,
+    record_first_token,
 )
 from argosy.policy.placement.attempt import kept_costs
 
@@ -56,8 +54,6 @@ _OF_A_REQUEST = (
     Arrived,
     AttemptAnswered,
     AttemptEnded,
-    AttemptSent,
-    Progress,
     RequestEnded,
     Cancel,
     Move,
@@ -155,7 +151,7 @@ class PlacementWorld:
             elif isinstance(effect, Send):
                 each = self.requests[effect.request]
                 if effect.attempt in each.calls:
-                    self.handle(AttemptSent(effect.request, effect.attempt))
+                    effect.request.record_sent(effect.attempt, self.now)
                     self.on_send(each, effect.attempt)
 
     def arrive(
@@ -193,7 +189,7 @@ class PlacementWorld:
         if selection is not None:
             replica = selection.chosen.load.name
             assert f"send {request.id} {replica} first" in log
-            costs = tuple(each.cost for each in selection.candidates)
+            costs = [each.cost for each in selection.candidates]
             assert request.records[0].candidate_costs == kept_costs(costs)
             self.counts["previewed"] += 1
         elif refusal is not None:
@@ -205,7 +201,7 @@ class PlacementWorld:
         """Let the first content of a response arrive."""
         each = self.requests[request]
         self.handle(AttemptAnswered(request, attempt, arithmetic_id="same", is_stream=True))
-        self.handle(FirstToken(attempt, self.now, is_resumed=each.delivered > 0))
+        record_first_token(attempt, self.now, is_resumed=each.delivered > 0)
         self.deliver(request, 1)
 
     def deliver(self, request: PlacementRequest, tokens: int) -> None:
@@ -220,7 +216,7 @@ class PlacementWorld:
             0 if each.charged_prompt else request.prompt_tokens, each.delivered - each.reported
         )
         each.charged_prompt, each.reported = True, each.delivered
-        self.handle(Progress(request, each.delivered, service))
+        self.core.record_progress(request, each.delivered, service)
 
     def end(
         self, request: PlacementRequest, attempt: Attempt, ending: AttemptEnding, status: int = 0

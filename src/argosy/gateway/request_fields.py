@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw
@@ -47,8 +47,8 @@ class _StreamOptions(msgspec.Struct, gc=False):
     include_usage: bool | None = None
 
 
-class _KnownFields(msgspec.Struct, gc=False):
-    """The typed fields. All other fields may have any value."""
+class _FieldTypes(msgspec.Struct, gc=False):
+    """Types of the fields that the gateway reads. All other fields may have any value."""
 
     model: str | None = None
     stream: bool | None = None
@@ -62,6 +62,12 @@ class _KnownFields(msgspec.Struct, gc=False):
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     priority: Annotated[int, Meta(ge=0, le=8)] | None = None
     request_id: str | None = None
+
+
+_FIELD_DECODERS = {
+    name: msgspec.json.Decoder(field_type).decode
+    for name, field_type in get_type_hints(_FieldTypes, include_extras=True).items()
+}
 
 
 class _LargeFields(msgspec.Struct, gc=False):
@@ -179,8 +185,8 @@ def parse_request_fields(
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
     """
     raw = parse_raw_fields(body)
-    known = decode_fields(_KnownFields, raw)
-    model = default_model if known.model is None else known.model
+    known = _decode_known(raw)
+    model = known.get("model", default_model)
     if model is None or prompt_field not in raw:
         name = "model" if model is None else prompt_field
         raise ApiError(
@@ -188,17 +194,16 @@ def parse_request_fields(
         )
     prompt = bytes(raw[prompt_field])
     prompt_count = _count_prompts(prompt)
-    choice_count = max(1, known.n or 1) * prompt_count
+    choice_count = max(1, known.get("n", 1)) * prompt_count
     if choice_count > MAX_CHOICES:
         message = f"A request has at most {MAX_CHOICES} choices ('n' of each prompt). Send several."
-        raise invalid_request(message, prompt_field if known.n is None else "n")
-    has_generated_seed = known.seed is None
+        raise invalid_request(message, "n" if "n" in known else prompt_field)
+    has_generated_seed = "seed" not in known
     if has_generated_seed:
         # Generated here, so that a replica that resumes the response samples the same tokens.
         raw["seed"] = Raw(b"%d" % random.getrandbits(62))
-    limit = known.max_completion_tokens
-    limit = known.max_tokens if limit is None else limit
-    options = known.stream_options
+    limit = known.get("max_completion_tokens", known.get("max_tokens"))
+    options = known.get("stream_options")
     tool_tokens = 0
     if prompt_field == "messages":
         tool_bytes = sum(len(bytes(raw[name])) for name in ("tools", "functions") if name in raw)
@@ -207,7 +212,7 @@ def parse_request_fields(
     return RequestFields(
         raw=raw,
         model=model,
-        stream=bool(known.stream),
+        stream=known.get("stream", False),
         choice_count=choice_count,
         max_output_tokens=None
         if limit is None or limit < 0
@@ -215,13 +220,13 @@ def parse_request_fields(
         prompt_field=prompt_field,
         estimated_prompt_tokens=_estimate_tokens(prompt) + tool_tokens + resume_tokens,
         estimated_tool_tokens=tool_tokens,
-        session_id=known.session_id or session_id or known.prompt_cache_key or "",
+        session_id=known.get("session_id") or session_id or known.get("prompt_cache_key", ""),
         prompt_count=prompt_count,
-        timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
-        priority=known.priority or 0,
+        timeout_s=known.get("timeout_s", math.inf),
+        priority=known.get("priority", 0),
         include_usage=options is not None and bool(options.include_usage),
         has_generated_seed=has_generated_seed,
-        request_id=known.request_id or "",
+        request_id=known.get("request_id", ""),
         cache_domain=cache_domain,
         body_bytes=len(body),
     )
@@ -250,7 +255,7 @@ def parse_pooled_fields(
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
     """
     raw = parse_raw_fields(body)
-    known = decode_fields(_KnownFields, raw)
+    known = _decode_known(raw)
     names = [
         next((name for name in one if name in raw), None)
         for one in (input_fields, query_fields)
@@ -269,20 +274,38 @@ def parse_pooled_fields(
         tokens += repetitions * _estimate_tokens(query)
     return RequestFields(
         raw=raw,
-        model=known.model or default_model,
+        model=known.get("model") or default_model,
         stream=False,
         choice_count=1,
         max_output_tokens=0,
         prompt_field=prompt_field,
         estimated_prompt_tokens=min(tokens, MAX_ESTIMATED_PROMPT_TOKENS),
-        session_id=known.session_id or session_id,
-        timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
-        priority=known.priority or 0,
+        session_id=known.get("session_id") or session_id,
+        timeout_s=known.get("timeout_s", math.inf),
+        priority=known.get("priority", 0),
         generates=False,
-        request_id=known.request_id or "",
+        request_id=known.get("request_id", ""),
         cache_domain=cache_domain,
         body_bytes=len(body),
     )
+
+
+def _decode_known(raw: Mapping[str, Raw]) -> dict[str, Any]:
+    """Decode those fields of a parsed body that have a type. Fields with null are left out.
+
+    Raises:
+        ApiError: 400 if a value has a wrong type.
+    """
+    known = {}
+    for name in raw.keys() & _FIELD_DECODERS.keys():
+        try:
+            value = _FIELD_DECODERS[name](raw[name])
+        except msgspec.ValidationError:
+            decode_fields(_FieldTypes, raw)  # raises an error that names the first such field
+            raise
+        if value is not None:
+            known[name] = value
+    return known
 
 
 def _count_items(value: bytes) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
-from tests.support.placed_requests import last_decision
+from tests.support.placed_requests import RoutedRequest, last_decision
 from tests.support.replica_servers import (
     MODEL,
     RunningReplica,
@@ -26,7 +26,6 @@ from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex
-from argosy.policy.placement import RoutingDecision
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,7 +54,7 @@ class ReplicaPair:
         self.gateway = gateway
         self._recorder = recorder
 
-    async def send(self, prompt: str, **extra: str) -> RoutingDecision:
+    async def send(self, prompt: str, **extra: str) -> RoutedRequest:
         """Send a prompt through the gateway and return the routing decision."""
         body = completion(prompt, model="big", max_tokens=1, **extra)
         response = await self.gateway.client.post("/v1/completions", json=body)

@@ -25,7 +25,7 @@ from tests.support.kv_event_publisher import (
     kv_event_publisher,
     to_array,
 )
-from tests.support.placed_requests import last_decision
+from tests.support.placed_requests import RoutedRequest, last_decision
 from tests.support.waiting import until
 
 from argosy.deployment import BackendKind, KvEventAddress
@@ -35,7 +35,6 @@ from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
-from argosy.policy.placement import RoutingDecision
 from argosy.protocol import parse_endpoint
 
 SIZE = 16
@@ -364,7 +363,7 @@ class PublishingFleet:
         self._recorder = recorder
         self._hashes = itertools.count(1)
 
-    async def send(self, **extra: object) -> RoutingDecision:
+    async def send(self, **extra: object) -> RoutedRequest:
         body = {"model": "big", "prompt": TEXT, "max_tokens": 2, "stream": True} | extra
         response = await self.gateway.client.post("/v1/completions", json=body)
         assert response.status_code == 200, response.text

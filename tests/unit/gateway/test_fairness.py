@@ -15,7 +15,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.principal import Principal
 from argosy.policy import weighted_tokens
-from argosy.policy.placement import PlacementLimits, Progress, QueueLimits
+from argosy.policy.placement import PlacementLimits, QueueLimits
 
 SLOTS = 32
 PROMPT = 10
@@ -102,7 +102,7 @@ class Simulation:
             project = running.placed.context.principal.project
             cost, running.uncached_tokens = weighted_tokens(running.uncached_tokens, 1), 0
             self.served[project] += round(cost)
-            self.driver.handle(Progress(request, request.output_tokens + 1, cost))
+            self.driver.record_progress(request, request.output_tokens + 1, cost)
             if running.tokens_left == 0:
                 self.completed[project] += 1
                 self.running.remove(running)
@@ -253,7 +253,7 @@ async def test_undelivered_output_is_refunded_and_prompt_is_not() -> None:
         request, project = running.placed.request, running.placed.context.principal.project
         first[project] += 1
         if project == "stays":
-            driver.handle(Progress(request, 64, weighted_tokens(300, 64)))
+            driver.record_progress(request, 64, weighted_tokens(300, 64))
         end_attempt(driver, request)
         driver.end(request)
         simulation.running.clear()

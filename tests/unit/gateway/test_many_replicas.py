@@ -11,7 +11,7 @@ from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import ROUTING_POLICIES, AttemptOutcome, RoutingPolicyName
-from argosy.policy.placement import RoutingDecision
+from argosy.policy.placement import Selection
 from argosy.policy.placement.pool import MAX_COMPARED_REPLICAS
 from argosy.protocol import parse_endpoint
 
@@ -26,7 +26,7 @@ def make_pool(count: int = COUNT, policy: RoutingPolicyName = "least-cost") -> P
     return Pool("m", replicas, policy)
 
 
-def select(replicas: Pool, prompt: str = "Hello", session: str = "") -> RoutingDecision | None:
+def select(replicas: Pool, prompt: str = "Hello", session: str = "") -> Selection | None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 5, "session_id": session or None}
     return select_replica(replicas, parse_request_fields(msgspec.json.encode(body), "prompt"))
 
@@ -47,8 +47,8 @@ def test_request_is_compared_with_some_and_all_replicas_get_requests() -> None:
         decision = select(replicas, f"Hello {number}")
         assert decision is not None
         assert (
-            len(decision.costs)
-            == len({cost.replica for cost in decision.costs})
+            len(decision.candidates)
+            == len({each.cost.replica for each in decision.candidates})
             <= MAX_COMPARED_REPLICAS + 1
         )
         decision.replica.on_request_sent(100)
@@ -60,7 +60,7 @@ def test_request_is_compared_with_some_and_all_replicas_get_requests() -> None:
 def test_small_pool_is_compared_completely() -> None:
     decision = select(make_pool(MAX_COMPARED_REPLICAS))
     assert decision is not None
-    assert len(decision.costs) == MAX_COMPARED_REPLICAS
+    assert len(decision.candidates) == MAX_COMPARED_REPLICAS
 
 
 def test_conversation_stays_on_its_replica() -> None:

@@ -20,7 +20,7 @@ from argosy.policy.placement import (
     QueueLimits,
     RefusalReason,
     RequestState,
-    RoutingDecision,
+    Selection,
     Tick,
 )
 
@@ -255,7 +255,7 @@ async def test_failed_over_requests_are_not_all_reexamined_for_each(
     """The failed replica has slots again, but these requests need another one, all at the same moment."""
     count, selections, select_replica_original = 300, 0, PlacementPool.select_replica
 
-    def count_selections(self: Pool, *args: object) -> RoutingDecision | None:
+    def count_selections(self: Pool, *args: object) -> Selection | None:
         nonlocal selections
         selections += 1
         return select_replica_original(self, *args)  # type: ignore[arg-type]

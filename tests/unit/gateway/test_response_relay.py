@@ -31,7 +31,7 @@ from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import HttpExchange
 from argosy.policy import weighted_tokens
-from argosy.policy.placement import Event, Progress
+from argosy.policy.placement import PlacementRequest
 from argosy.protocol import EarlyStopReason, EventParser, parse_endpoint
 
 
@@ -98,14 +98,13 @@ class TokenLimit:
 
     def observe(self, driver: PlacementDriver) -> None:
         """Sum what the driver's queue is charged."""
-        handle = driver.handle
+        record_progress = driver.record_progress
 
-        def handle_and_sum(event: Event) -> None:
-            if isinstance(event, Progress):
-                self.charged += event.weighted_tokens
-            handle(event)
+        def record_and_sum(request: PlacementRequest, output_tokens: int, service: float) -> None:
+            self.charged += service
+            record_progress(request, output_tokens, service)
 
-        driver.handle = handle_and_sum  # type: ignore[method-assign]
+        driver.record_progress = record_and_sum  # type: ignore[method-assign]
 
     async def on_request(self, context: RequestContext) -> bool:
         del context

@@ -62,7 +62,7 @@ def test_cache_salt_separates_domains_where_engine_supports_it() -> None:
             UpstreamTarget(get_adapter(kind), "m")
         )
         assert plan is not None
-        salt_sent: str | None = json.loads(plan.request.body).get("cache_salt")
+        salt_sent: str | None = json.loads(plan.body).get("cache_salt")
         return salt_sent
 
     for kind in ("vllm", "sglang"):
@@ -108,8 +108,7 @@ def test_invalid_field_is_rejected_by_name(name: str, value: bytes) -> None:
 
 def stream_from_backend(backend: FakeBackend, plan: UpstreamPlan) -> bytes:
     """Return the backend's stream for a planned request."""
-    planned = plan.request
-    request = UpstreamRequest(planned.path.decode(), {}, json.loads(planned.body))
+    request = UpstreamRequest(plan.path.decode(), {}, json.loads(plan.body))
     assert backend.rejection(request) is None
     return b"".join(backend.stream_events(request, backend.generate(request)))
 
@@ -311,7 +310,7 @@ def test_token_ids_are_requested_for_plain_text_only(
         make_fields(CHAT, **changes), CHAT.encode(), DeliveredOutput()
     ).plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
-    assert ("return_token_ids" in json.loads(plan.request.body)) == plain
+    assert ("return_token_ids" in json.loads(plan.body)) == plain
 
 
 def test_final_assistant_message_is_extended() -> None:
@@ -328,7 +327,7 @@ def test_final_assistant_message_is_extended() -> None:
     first.parser.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
     second = continuation.plan_upstream(UpstreamTarget(adapter, "cat"))
     assert second is not None
-    assert json.loads(second.request.body)["messages"][-1]["content"] == "Well, then"
+    assert json.loads(second.body)["messages"][-1]["content"] == "Well, then"
 
 
 @pytest.mark.parametrize(
@@ -352,8 +351,8 @@ def test_multimodal_chat_is_resumed_with_its_media(part: dict[str, object]) -> N
     first.parser.feed(b"data: " + msgspec.json.encode(chunk | {"choices": [delta]}) + b"\n\n")
     second = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat", 64))
     assert second is not None
-    assert second.request.path == CHAT.encode()
-    messages = json.loads(second.request.body)["messages"]
+    assert second.path == CHAT.encode()
+    messages = json.loads(second.body)["messages"]
     assert messages == [
         {"role": "user", "content": content},
         {"role": "assistant", "content": "A cat"},
@@ -373,7 +372,7 @@ def test_usage_with_each_event_is_requested_only_where_engine_has_it() -> None:
             make_fields(CHAT, stream_options=options), CHAT.encode(), DeliveredOutput()
         ).plan_upstream(UpstreamTarget(get_adapter(kind, "none"), "m"))
         assert plan is not None
-        assert json.loads(plan.request.body)["stream_options"] == sent
+        assert json.loads(plan.body)["stream_options"] == sent
 
 
 @pytest.mark.parametrize("kind", ["vllm", "tensorrt-llm"])
@@ -382,12 +381,12 @@ def test_event_with_several_tokens_counts_all(kind: BackendKind) -> None:
     continuation = StreamContinuation(make_fields(COMPLETION), COMPLETION.encode(), delivered)
     first = continuation.plan_upstream(UpstreamTarget(get_adapter(kind, "prefill"), "cat"))
     assert first is not None
-    assert json.loads(first.request.body)["stream_options"]["continuous_usage_stats"]
+    assert json.loads(first.body)["stream_options"]["continuous_usage_stats"]
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
     assert b'"usage":null' in first.parser.feed(format_chunk({"text": "Once upon a"}, usage=usage))
     second = continuation.plan_upstream(UpstreamTarget(get_adapter(kind, "prefill"), "cat"))
     assert second is not None
-    assert json.loads(second.request.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
+    assert json.loads(second.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
     assert delivered.output_tokens == 3
 
 
@@ -401,7 +400,7 @@ def test_white_space_is_not_enough_to_resume_from() -> None:
     assert b'" "' in first.parser.feed(format_chunk({"text": " "}))
     second = continuation.plan_upstream(UpstreamTarget(get_adapter(adapter), "cat"))
     assert second is not None
-    assert json.loads(second.request.body)["prompt"] == "Tell me"
+    assert json.loads(second.body)["prompt"] == "Tell me"
     assert parse_stream(second.parser.feed(format_chunk({"text": " Once"}))).text == "Once"
 
 
@@ -482,4 +481,4 @@ def test_engine_keeps_stop_strings_if_stop_tokens_are_visible(more: dict[str, ob
     )
     plan = continuation.plan_upstream(UpstreamTarget(get_adapter("vllm"), "cat"))
     assert plan is not None
-    assert "include_stop_str_in_output" not in json.loads(plan.request.body)
+    assert "include_stop_str_in_output" not in json.loads(plan.body)

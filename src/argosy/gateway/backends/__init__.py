@@ -40,7 +40,7 @@ from argosy.gateway.backends.response_status import (
 from argosy.gateway.backends.stream_continuation import (
     StreamContinuation,
     UpstreamPlan,
-    build_nonstreaming_request,
+    build_nonstreaming_body,
 )
 from argosy.gateway.backends.stream_events import (
     MALFORMED_EVENT_ERRORS,
@@ -72,7 +72,7 @@ __all__ = [
     "StreamParser",
     "UpstreamPlan",
     "UpstreamTarget",
-    "build_nonstreaming_request",
+    "build_nonstreaming_body",
     "check_container_count",
     "count_resume_tokens",
     "derive_cache_salt",

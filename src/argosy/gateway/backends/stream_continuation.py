@@ -48,27 +48,19 @@ MIN_REPEATED_CHARS = 16
 """Minimum length of delivered text by which its repetition is recognised. No event repeats as much by chance."""
 
 
-class UpstreamRequest(msgspec.Struct, frozen=True):
-    """Path and body of a request to one server."""
-
-    path: bytes
-    body: bytes
-
-
 class UpstreamPlan(msgspec.Struct, frozen=True):
     """Request to one server for its part of a streamed response, and the parser of that part."""
 
-    request: UpstreamRequest
+    path: bytes
+    body: bytes
     parser: StreamParser
 
 
-def build_nonstreaming_request(
-    fields: RequestFields, path: bytes, target: UpstreamTarget
-) -> UpstreamRequest:
-    """Build the request to a server for a response that the client receives as a whole."""
+def build_nonstreaming_body(fields: RequestFields, path: bytes, target: UpstreamTarget) -> bytes:
+    """Build the body of the request to a server for a response that the client receives as a whole."""
     if target.adapter.is_native:
-        return UpstreamRequest(path, build_native_body(fields, target.model))
-    return UpstreamRequest(path, build_body(fields, path, target, resumable=False))
+        return build_native_body(fields, target.model)
+    return build_body(fields, path, target, resumable=False)
 
 
 class StreamContinuation:
@@ -164,7 +156,8 @@ class StreamContinuation:
             ids = [delivered.token_ids(choice) for choice in range(fields.choice_count)]
         body = build_native_body(fields, model, ids, force_stream=True)
         return UpstreamPlan(
-            UpstreamRequest(self._path, body),
+            self._path,
+            body,
             NativeStreamParser(delivered, count_resume_tokens(fields)),
         )
 
@@ -177,10 +170,9 @@ class StreamContinuation:
             and has_plain_text_output(fields, path)
         )
         body = build_body(fields, path, target, resumable=is_resumable)
-        request = UpstreamRequest(path, body)
         self._emitted.stop_filter = None
         if is_resumable:
-            return UpstreamPlan(request, self._build_parser(adapter))
+            return UpstreamPlan(path, body, self._build_parser(adapter))
         include_usage, has_echo = is_usage_requested(fields), is_echo_requested(fields)
         self._passthrough = PassthroughParser(
             self._delivered,
@@ -188,7 +180,7 @@ class StreamContinuation:
             has_echo=has_echo,
             choice_usages=ChoiceUsageSum(fields) if adapter.has_per_choice_usage else None,
         )
-        return UpstreamPlan(request, self._passthrough)
+        return UpstreamPlan(path, body, self._passthrough)
 
     def _plan_resume(self, target: UpstreamTarget) -> UpstreamPlan | None:
         """Plan to resume after the delivered text.
@@ -204,7 +196,8 @@ class StreamContinuation:
             emitted.restart()
             body = build_body(fields, path, target, resumable=True)
             return UpstreamPlan(
-                UpstreamRequest(path, body),
+                path,
+                body,
                 self._build_parser(adapter, trailing_whitespace=delivered_text),
             )
         if not fields.has_generated_seed:
@@ -228,7 +221,7 @@ class StreamContinuation:
                 parser = self._build_parser(
                     adapter, from_completion=path != COMPLETION_PATH, repeated_text=repeated_text
                 )
-                return UpstreamPlan(UpstreamRequest(COMPLETION_PATH, body_from_ids), parser)
+                return UpstreamPlan(COMPLETION_PATH, body_from_ids, parser)
         if path not in adapter.prefill_paths:
             return None
         # Models resume badly after trailing white space, and some chat templates drop it anyway.
@@ -239,7 +232,7 @@ class StreamContinuation:
             return None
         emitted.has_token_ids = False  # the new server tokenizes the text in its own way
         parser = self._build_parser(adapter, trailing_whitespace=text[len(stem) :])
-        return UpstreamPlan(UpstreamRequest(path, body_from_text), parser)
+        return UpstreamPlan(path, body_from_text, parser)
 
     def _build_parser(
         self,

@@ -38,6 +38,7 @@ from argosy.protocol import (
 )
 
 CHECKED_FIELDS = (*constraints.TOOL_FIELDS, *sorted(CONSTRAINT_FIELDS))
+_CHECKED_NAMES = frozenset(CHECKED_FIELDS)
 UNCHECKED_FIELDS = frozenset({"messages", "prompt", "resume", *CHECKED_FIELDS})
 """Fields that `check_queued_parameters` does not read."""
 RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
@@ -160,9 +161,9 @@ class NativeRequestChecker:
         Raises:
             ApiError(400): A replica would refuse the request. `param` names the field.
         """
-        raw = {name: fields.raw[name] for name in CHECKED_FIELDS if name in fields.raw}
-        if not raw or not _has_only_native_replicas(pool):
+        if _CHECKED_NAMES.isdisjoint(fields.raw) or not _has_only_native_replicas(pool):
             return
+        raw = {name: fields.raw[name] for name in CHECKED_FIELDS if name in fields.raw}
         result = self._find_result(raw, path)
         if result is None:
             return

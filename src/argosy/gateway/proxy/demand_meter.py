@@ -55,7 +55,7 @@ class DemandMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._first_second = math.floor(clock())
-        self._seconds: dict[_Pool, deque[tuple[int, float, float]]] = {}
+        self._seconds: dict[_Pool, deque[list[float]]] = {}
         """Number, arrived and served tokens of the latest seconds in which something happened."""
         self._counted: dict[PlacementRequest, float] = {}
         """Tokens of each request that were counted as served."""
@@ -99,8 +99,8 @@ class DemandMeter:
             arrived[math.floor(unserved_at) - begin] = UNSERVED_TOKENS
         for second, arrived_tokens, served_tokens in self._seconds.get(pool, ()):
             if begin <= second <= last:
-                arrived[second - begin] += arrived_tokens
-                served[second - begin] += served_tokens
+                arrived[int(second) - begin] += arrived_tokens
+                served[int(second) - begin] += served_tokens
         return arrived, served
 
     def _add(self, pool: _Pool, arrived: float, served: float) -> None:
@@ -108,7 +108,8 @@ class DemandMeter:
         if seconds is None:
             seconds = self._seconds[pool] = deque(maxlen=MAX_REPORTED_SECONDS + 1)
         second = math.floor(self._clock())
-        if seconds and seconds[-1][0] == second:
-            _, earlier_arrived, earlier_served = seconds.pop()
-            arrived, served = arrived + earlier_arrived, served + earlier_served
-        seconds.append((second, arrived, served))
+        if not seconds or seconds[-1][0] != second:
+            seconds.append([second, 0.0, 0.0])
+        latest = seconds[-1]
+        latest[1] += arrived
+        latest[2] += served

@@ -24,7 +24,6 @@ from argosy.policy.placement import (
     PlacementPreview,
     PlacementRequest,
     PoolRemoved,
-    Progress,
     RandomSource,
     Refuse,
     RequestEnded,
@@ -116,11 +115,6 @@ class PlacementDriver:
     def handle(self, event: Event) -> None:
         """Feed an event to the core, and perform the effects."""
         now = self._clock()
-        if isinstance(event, Progress):
-            pool = self._core.requests[event.request].pool
-            self._demand.on_progress(event.request, pool, event.output_tokens)
-        elif isinstance(event, Arrived):
-            self._demand.on_arrived(event.request, event.pool)
         for effect in self._core.handle(event, now):
             if isinstance(effect, Send):
                 self._requests[effect.request].on_send(effect.attempt)
@@ -136,10 +130,25 @@ class PlacementDriver:
             else:
                 self._requests[effect.request].on_pause(effect)
 
-    def add(self, request: PlacementRequest, placed: PlacedRequest, pool: Pool) -> None:
-        """Perform the effects on a request with `placed` from now on."""
+    def arrive(self, request: PlacementRequest, placed: PlacedRequest, pool: Pool) -> None:
+        """Let a request arrive at a pool. Its effects are performed with `placed` from now on."""
         self._requests[request] = placed
         self._observe(pool)
+        self._demand.on_arrived(request, pool)
+        self.handle(Arrived(request, pool))
+
+    def record_sent(
+        self, request: PlacementRequest, attempt: Attempt, *, is_restarted: bool = False
+    ) -> None:
+        """Record that an attempt's request is sent now."""
+        request.record_sent(attempt, self._clock(), is_restarted=is_restarted)
+
+    def record_progress(
+        self, request: PlacementRequest, output_tokens: int, service: float
+    ) -> None:
+        """Record that tokens were delivered (see `PlacementCore.record_progress`)."""
+        self._demand.on_progress(request, self._core.requests[request].pool, output_tokens)
+        self._core.record_progress(request, output_tokens, service)
 
     def _observe(self, pool: Pool) -> None:
         """Feed changes of the pool's capacity to the core from now on."""
@@ -148,7 +157,7 @@ class PlacementDriver:
             pool.set_capacity_listener(partial(self.handle, CapacityChanged(pool)))
 
     def end(self, request: PlacementRequest) -> None:
-        """End a request, whatever its state, if it was added."""
+        """End a request, whatever its state, if it has arrived."""
         if request in self._requests:
             self.handle(RequestEnded(request))
             self._demand.on_ended(request)

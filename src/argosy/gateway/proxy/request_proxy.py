@@ -17,7 +17,7 @@ from argosy.gateway.backends import (
     StreamContinuation,
     UpstreamPlan,
     UpstreamTarget,
-    build_nonstreaming_request,
+    build_nonstreaming_body,
 )
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.proxy.constraint_check import check_queued_parameters
@@ -50,13 +50,11 @@ from argosy.gateway.upstream import (
 from argosy.http_server import Deadlines, HttpExchange
 from argosy.policy import AttemptOutcome, classify_status
 from argosy.policy.placement import (
-    Arrived,
     Attempt,
     AttemptAnswered,
     AttemptEnded,
     AttemptEnding,
     AttemptMode,
-    AttemptSent,
     Move,
     Pause,
     RefusalReason,
@@ -122,8 +120,7 @@ class RequestProxy:
             ApiError: The request was refused, or failed.
         """
         context, request = self._context, self._request
-        self._driver.add(request, self, context.pool)
-        self._driver.handle(Arrived(request, context.pool))
+        self._driver.arrive(request, self, context.pool)
         context.trace.queued_at, context.trace.queued_ahead = (
             request.queued_at,
             request.queued_ahead,
@@ -298,16 +295,13 @@ class RequestProxy:
         is_restarted = context.delivered.output_tokens > 0 and plan is None
         if is_restarted:
             self._relay.restart()  # a buffered response starts from the beginning
-        upstream_request = (
-            plan.request if plan else build_nonstreaming_request(fields, context.api.path, target)
-        )
         headers = build_request_headers(
             context, replica, resumable=uses_stream, native_headers=self._config.native_headers
         )
-        request = replica.upstream.build_request(
-            b"POST", upstream_request.path, upstream_request.body, headers
-        )
-        self._driver.handle(AttemptSent(self._request, call.attempt, is_restarted))
+        path = context.api.path if plan is None else plan.path
+        body = build_nonstreaming_body(fields, path, target) if plan is None else plan.body
+        request = replica.upstream.build_request(b"POST", path, body, headers)
+        self._driver.record_sent(self._request, call.attempt, is_restarted=is_restarted)
         deadlines = (
             self._config.stream_start_deadlines if uses_stream else self._config.buffered_deadlines
         )
@@ -325,11 +319,11 @@ class RequestProxy:
                 self._driver.handle(AttemptAnswered(self._request, call.attempt, is_response=False))
             if status == ARITHMETIC_MISMATCH_STATUS and context.delivered.arithmetic_id:
                 raise UnsuitableReplicaError
-            body = await call.read_body()
+            content = await call.read_body()
         finally:
             deadlines.remove(call)
         return check_buffered_response(
-            status, body, call.content_type, adapter, has_started=self._has_started
+            status, content, call.content_type, adapter, has_started=self._has_started
         )
 
     def _on_opened(self, call: UpstreamCall, start: ResponseStart) -> None:

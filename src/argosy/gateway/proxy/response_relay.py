@@ -28,7 +28,6 @@ from argosy.gateway.proxy.upstream_call import UpstreamCall, UpstreamRefusedErro
 from argosy.gateway.request_context import CLIENT_GONE, EndReason, RequestContext
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
-from argosy.policy.placement import Progress
 from argosy.protocol import EarlyStopReason
 
 
@@ -268,7 +267,7 @@ class ResponseRelay:
             increment, self._charged_tokens = total - self._charged_tokens, total
             request = self._context.placement
             assert request is not None  # noqa: S101 - set before tokens arrive
-            self._driver.handle(Progress(request, delivered.output_tokens, increment))
+            self._driver.record_progress(request, delivered.output_tokens, increment)
 
     def check_timeouts(self, now: float) -> None:
         """Abort a stalled attempt, disconnect a slow client, and send keep-alive comments. Called every second."""
@@ -319,7 +318,7 @@ class ResponseRelay:
             self._progress_at = call.last_activity_at
             if not call.has_token:
                 self._record_prompt_tokens()
-                self._driver.handle(call.build_first_token(self._delivered, self._context.fields))
+                call.record_first_token(self._delivered, self._context)
             self._output_tokens = output_tokens
             self._context.count_usage()
             stop_reason = self._notify_filters((call.last_activity_at,))
@@ -382,12 +381,10 @@ class ResponseRelay:
         self._writer.send_keepalive()
 
     def _measure_rate(self, now: float | None = None) -> None:
-        """Report the token rate of the attempt, up to its last chunk by default."""
+        """Measure the token rate of the attempt, up to its last chunk by default."""
         call = self._call
         if call is not None:
-            speed = call.measure(self._output_tokens, call.last_activity_at if now is None else now)
-            if speed is not None:
-                self._driver.handle(speed)
+            call.measure(self._output_tokens, call.last_activity_at if now is None else now)
 
     def _end_early(self, stop_reason: EarlyStopReason | None) -> None:
         """End all choices that have not finished. The reason is None if the response is too long for the writer."""

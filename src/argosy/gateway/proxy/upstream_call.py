@@ -23,10 +23,10 @@ from argosy.gateway.backends import (
     status_in_body,
 )
 from argosy.gateway.pool import ReplicaEndpoint
-from argosy.gateway.request_fields import RequestFields
+from argosy.gateway.request_context import RequestContext
 from argosy.gateway.upstream import StreamPausedError, UpstreamError, UpstreamResponse
 from argosy.policy import AttemptOutcome, CacheHitReport, PromptTokensReport, classify_status
-from argosy.policy.placement import Attempt, AttemptEnding, FirstToken, SpeedMeasured
+from argosy.policy.placement import Attempt, AttemptEnding, record_first_token
 from argosy.protocol import unpack_block_names
 
 MAX_JSON_CONTAINERS = 1 << 21
@@ -69,7 +69,7 @@ CALL_ERRORS = (UpstreamError, UpstreamRefusedError, UnsuitableReplicaError)
 class UpstreamCall(UpstreamResponse):
     """Attempt at a replica: its response, and the measurement of its stream.
 
-    Token rates are reported during the stream, because a slow stream may last an hour.
+    Token rates are measured during the stream, because a slow stream may last an hour.
     """
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
@@ -107,50 +107,47 @@ class UpstreamCall(UpstreamResponse):
             return None
         return max(0.0, seconds)
 
-    def build_first_token(self, delivered: DeliveredOutput, fields: RequestFields) -> FirstToken:
-        """Build the report of the first token, with what the replica reports about the prompt."""
+    def record_first_token(self, delivered: DeliveredOutput, context: RequestContext) -> None:
+        """Record the first token, with what the replica reports about the prompt."""
+        fields, request, attempt = context.fields, context.placement, self.attempt
         self.has_token = True
         if fields.choice_count == 1:
-            self._measured_tokens, self._measured_at = (
-                delivered.output_tokens,
-                self.last_activity_at,
-            )
-        decision, replica = self.attempt.decision, self.replica
+            self._measured_tokens = delivered.output_tokens
+            self._measured_at = self.last_activity_at
         uncached_tokens: int | None = None
         cache_report: CacheHitReport | PromptTokensReport | None = None
-        if replica.is_native:  # other servers report usage at the end, if at all
+        keys = [] if request is None else request.block_keys
+        prompt_blocks = 0.0 if request is None else request.prompt_blocks
+        if self.replica.is_native:  # other servers report usage at the end, if at all
             uncached_tokens = delivered.prompt_tokens - delivered.cached_tokens
-            if decision.block_keys:
+            if keys:
                 cache_report = CacheHitReport(
-                    decision.block_keys,
-                    decision.cached_blocks,
-                    decision.prompt_blocks,
+                    keys,
+                    attempt.chosen.cached_blocks,
+                    prompt_blocks,
                     delivered.prompt_tokens - count_resume_tokens(fields),
                     delivered.cached_tokens,
                     unpack_block_names(a2b_base64(delivered.prompt_blocks)),
                 )
-        elif delivered.prompt_token_ids is not None and decision.block_keys:
-            salt = derive_cache_salt(fields, replica.adapter)
-            cache_report = PromptTokensReport(
-                decision.block_keys, decision.prompt_blocks, salt, delivered.prompt_token_ids
-            )
-        return FirstToken(
-            self.attempt,
+        elif delivered.prompt_token_ids is not None and keys:
+            salt = derive_cache_salt(fields, self.replica.adapter)
+            cache_report = PromptTokensReport(keys, prompt_blocks, salt, delivered.prompt_token_ids)
+        record_first_token(
+            attempt,
             self.last_activity_at,
             uncached_tokens,
+            cache_report,
             is_resumed=self.start_tokens > 0,
-            cache_report=cache_report,
         )
 
-    def measure(self, tokens: int, now: float) -> SpeedMeasured | None:
-        """Return the rate since the last call, at `tokens` output tokens now; None if it is not known."""
+    def measure(self, tokens: int, now: float) -> None:
+        """Measure the rate since the last call, at `tokens` output tokens now."""
         if self._measured_tokens is None:
-            return None
+            return
         new_tokens, duration_s = tokens - self._measured_tokens, now - self._measured_at
         self._measured_tokens, self._measured_at = tokens, now
-        if duration_s <= 0 or self.is_client_limited:
-            return None
-        return SpeedMeasured(self.attempt, new_tokens, duration_s)
+        if duration_s > 0 and not self.is_client_limited:
+            self.replica.on_tokens_streamed(new_tokens, duration_s)
 
 
 def ending_of(error: CallError) -> AttemptEnding:

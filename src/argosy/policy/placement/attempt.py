@@ -5,31 +5,14 @@ from __future__ import annotations
 import enum
 from heapq import nsmallest
 from operator import attrgetter
-from typing import NamedTuple
 
 import msgspec
 
 from argosy.policy.placement.replica import PlacementReplica
-from argosy.policy.routing import RoutingCost
+from argosy.policy.routing import RoutingCandidate, RoutingCost
 
 MAX_CANDIDATES = 16
 """Maximum candidates kept per attempt, cheapest first."""
-
-
-class RoutingDecision(NamedTuple):
-    """Selected replica of a request, with the estimated costs of all candidates."""
-
-    replica: PlacementReplica
-    costs: tuple[RoutingCost, ...]
-    """Costs of each candidate."""
-    uncached_tokens: int
-    """Estimated number of prompt tokens that the replica has to compute."""
-    prompt_blocks: float
-    """Length of the prompt in blocks of `BLOCK_BYTES`."""
-    cached_blocks: list[int]
-    """Cached blocks of the prompt, as `PrefixCacheIndex.match_prefix` returns them."""
-    block_keys: list[bytes]
-    """Keys of the prompt's blocks."""
 
 
 class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
@@ -56,10 +39,10 @@ class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
     """Requests on the replica, with this one, when it was selected."""
 
 
-def kept_costs(costs: tuple[RoutingCost, ...]) -> tuple[RoutingCost, ...]:
+def kept_costs(costs: list[RoutingCost]) -> tuple[RoutingCost, ...]:
     """Return the costs of the cheapest candidates, in their order, as many as a record keeps."""
     if len(costs) <= MAX_CANDIDATES:
-        return costs
+        return tuple(costs)
     return tuple(nsmallest(MAX_CANDIDATES, costs, key=attrgetter("total_s")))
 
 
@@ -94,7 +77,8 @@ class Attempt(msgspec.Struct, eq=False):
     """Attempt that runs."""
 
     replica: PlacementReplica
-    decision: RoutingDecision
+    chosen: RoutingCandidate
+    """The replica as it compared with others when it was selected."""
     mode: AttemptMode
     record: AttemptRecord
     was_breaker_closed: bool

@@ -26,37 +26,27 @@ from argosy.policy.placement.attempt import (
     AttemptEnding,
     AttemptMode,
     AttemptRecord,
-    RoutingDecision,
     kept_costs,
 )
 from argosy.policy.placement.failures import record_failure, upstream_failed
 from argosy.policy.placement.hedges import select_hedge
-from argosy.policy.placement.measurements import (
-    record_first_token,
-    record_sent,
-    record_speed,
-)
 from argosy.policy.placement.messages import (
     Arrived,
     AttemptAnswered,
     AttemptEnded,
-    AttemptSent,
     Cancel,
     CapacityChanged,
     Effect,
     Event,
-    FirstToken,
     Move,
     PoolRemoved,
-    Progress,
     RefusalReason,
     Refuse,
     RequestEnded,
     Send,
-    SpeedMeasured,
     Tick,
 )
-from argosy.policy.placement.pool import PlacementPool, RandomSource
+from argosy.policy.placement.pool import PlacementPool, RandomSource, Selection
 from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
 from argosy.policy.placement.preview import PlacementPreview, preview_placement
 from argosy.policy.placement.request import PlacementRequest, RequestState
@@ -112,11 +102,7 @@ class PlacementCore:
         self._pauser = StreamPauser(self._timers, self._emit)
         self._handlers: Mapping[type[Event], Callable[[Any, float], None]] = {
             Arrived: self._on_arrived,
-            AttemptSent: record_sent,
             AttemptAnswered: self._on_attempt_answered,
-            FirstToken: record_first_token,
-            Progress: self._on_progress,
-            SpeedMeasured: record_speed,
             AttemptEnded: self._on_attempt_ended,
             RequestEnded: self._on_request_ended,
             CapacityChanged: self._on_capacity_changed,
@@ -164,6 +150,19 @@ class PlacementCore:
             return PoolQueue(pool, self._limits.queue) if queue is None else queue
 
         return preview_placement(request, pool, find_queue, now, copy.copy(self._random))
+
+    def record_progress(
+        self, request: PlacementRequest, output_tokens: int, service: float
+    ) -> None:
+        """Record that tokens were delivered since the last call, in batches and not for each token.
+
+        Args:
+            request: The request.
+            output_tokens: Output tokens of the whole response so far.
+            service: Service since the last call (see `weighted_tokens`); negative to correct an estimate.
+        """
+        request.output_tokens = output_tokens
+        self._requests[request].record_service(request, service)
 
     # --- arrival and queue -----------------------------------------------------------------------
 
@@ -243,9 +242,9 @@ class PlacementCore:
                 if not pool.may_recover(now):
                     self._refuse_waiting(queue, now)
                 break
-            decision = pool.select_replica(request, self._excluded(request), now, self._random)
-            if decision is not None:
-                self._place(request, decision, queue, now)
+            selection = pool.select_replica(request, self._excluded(request), now, self._random)
+            if selection is not None:
+                self._place(request, selection, queue, now)
             else:  # a slot is free, but not where the stream can resume
                 queue.start(request)
                 request.move_to(RequestState.DISPLACED)
@@ -258,10 +257,10 @@ class PlacementCore:
         for request, excluded in queue.displaced_in_order():
             if not any(queue.pool.free_slots(now)[0]):
                 return
-            decision = queue.pool.select_replica(request, excluded, now, self._random)
-            if decision is not None:
+            selection = queue.pool.select_replica(request, excluded, now, self._random)
+            if selection is not None:
                 queue.withdraw_displaced(request)
-                self._start_attempt(request, decision, queue, now, _next_mode(request))
+                self._start_attempt(request, selection, queue, now, _next_mode(request))
 
     def _move_waiting(self, queue: PoolQueue, reason: str, now: float) -> None:
         """Move the requests without a running attempt to the pool that takes over."""
@@ -318,37 +317,37 @@ class PlacementCore:
     # --- attempts --------------------------------------------------------------------------------
 
     def _place(
-        self, request: PlacementRequest, decision: RoutingDecision, queue: PoolQueue, now: float
+        self, request: PlacementRequest, selection: Selection, queue: PoolQueue, now: float
     ) -> None:
         """Start the first attempt of a request, or resume a paused one."""
         self._timers.cancel(request.timer)
         if request.state is not RequestState.PAUSED:
             queue.pool.on_dispatched(now)
         queue.start(request)
-        self._start_attempt(request, decision, queue, now, _next_mode(request))
+        self._start_attempt(request, selection, queue, now, _next_mode(request))
 
     def _start_attempt(
         self,
         request: PlacementRequest,
-        decision: RoutingDecision,
+        selection: Selection,
         queue: PoolQueue,
         now: float,
         mode: AttemptMode,
     ) -> None:
-        replica = decision.replica
-        replica.on_request_sent(decision.uncached_tokens)
+        replica, chosen = selection.replica, selection.chosen
+        replica.on_request_sent(chosen.uncached_tokens)
         is_hedge = mode is AttemptMode.HEDGE
         attempt = Attempt(
             replica,
-            decision,
+            chosen,
             mode,
             AttemptRecord(
                 replica.name,
                 now,
                 request.output_tokens,
-                kept_costs(decision.costs),
+                kept_costs([candidate.cost for candidate in selection.candidates]),
                 is_hedge=is_hedge,
-                uncached_tokens=decision.uncached_tokens,
+                uncached_tokens=chosen.uncached_tokens,
                 in_flight=replica.load.in_flight,
             ),
             not replica.health.is_ejected,
@@ -374,9 +373,9 @@ class PlacementCore:
         if request.attempts != [first]:
             return
         queue = self._requests[request]
-        decision = select_hedge(queue, request, first.replica, now, self._random)
-        if decision is not None:
-            self._start_attempt(request, decision, queue, now, AttemptMode.HEDGE)
+        selection = select_hedge(queue, request, first.replica, now, self._random)
+        if selection is not None:
+            self._start_attempt(request, selection, queue, now, AttemptMode.HEDGE)
 
     def _on_attempt_answered(self, event: AttemptAnswered, now: float) -> None:
         request, attempt = event.request, event.attempt
@@ -401,12 +400,6 @@ class PlacementCore:
         if is_room_new:
             self._dispatch(queue, now)
 
-    def _on_progress(self, event: Progress, now: float) -> None:
-        del now
-        request = event.request
-        request.output_tokens = event.output_tokens
-        self._requests[request].record_service(request, event.weighted_tokens)
-
     def _finish_attempt(
         self,
         request: PlacementRequest,
@@ -427,7 +420,7 @@ class PlacementCore:
         if outcome is AttemptOutcome.FAILURE and not is_sent:
             replica.health.on_unreachable(now)
         if record.first_token_at is None:
-            replica.on_prefill_done(attempt.decision.uncached_tokens, record.chosen_at)
+            replica.on_prefill_done(attempt.chosen.uncached_tokens, record.chosen_at)
         replica.on_request_ended(outcome, now, retry_after_s, reason)
         if not request.attempts:
             self._timers.cancel(request.timer)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argosy.policy.load_shedding import saturation
-from argosy.policy.placement.attempt import RoutingDecision
-from argosy.policy.placement.pool import RandomSource
+from argosy.policy.placement.pool import RandomSource, Selection
 from argosy.policy.placement.pool_queue import PoolQueue
 from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
@@ -16,13 +15,13 @@ def select_hedge(
     silent: PlacementReplica,
     now: float,
     random_source: RandomSource,
-) -> RoutingDecision | None:
+) -> Selection | None:
     """Select a second replica that streams and has not failed the request, if capacity can be spared.
 
     Its arithmetic must be that of the silent one, so that the output does not depend on which of them is faster.
 
     Returns:
-        The decision, or None if hedging is off or no capacity can be spared.
+        The selection, or None if hedging is off or no capacity can be spared.
     """
     pool, tier = queue.pool, request.tier
     hedging = pool.hedging

@@ -1,44 +1,41 @@
-"""Measurements of replicas by their attempts: when tokens arrive, how fast, and which prompts are cached."""
+"""Measurements of replicas by their attempts: when tokens arrive, and which prompts are cached."""
 
 from __future__ import annotations
 
-from argosy.policy.placement.messages import AttemptSent, FirstToken, SpeedMeasured
-from argosy.policy.prefix_cache_index import CacheHitReport
+from argosy.policy.placement.attempt import Attempt
+from argosy.policy.prefix_cache_index import CacheHitReport, PromptTokensReport
 
 
-def record_sent(event: AttemptSent, now: float) -> None:
-    """Record when an attempt's request is sent."""
-    record = event.attempt.record
-    record.sent_at = now
-    if event.is_restarted:
-        record.delivered_tokens = event.request.output_tokens = 0
+def record_first_token(
+    attempt: Attempt,
+    received_at: float,
+    uncached_tokens: int | None = None,
+    cache_report: CacheHitReport | PromptTokensReport | None = None,
+    *,
+    is_resumed: bool = False,
+) -> None:
+    """Record the first token of an attempt: the end of its prefill, and what the replica had in its cache.
 
-
-def record_first_token(event: FirstToken, now: float) -> None:
-    """Record the first token of an attempt: the end of its prefill, and what the replica had in its cache."""
-    del now
-    attempt, record = event.attempt, event.attempt.record
+    Args:
+        attempt: The attempt.
+        received_at: When the token arrived.
+        uncached_tokens: Tokens of the prompt that the replica computed, if it reports them.
+        cache_report: What the replica reports about its cache.
+        is_resumed: Whether the stream continues an earlier one, so that its delay says nothing about the prompt.
+    """
     if attempt.is_ended:
         return
-    replica, decision = attempt.replica, attempt.decision
-    record.first_token_at = event.received_at
-    replica.on_prefill_done(decision.uncached_tokens, record.chosen_at)
-    if record.sent_at is None or event.is_resumed:
+    replica, record, chosen = attempt.replica, attempt.record, attempt.chosen
+    record.first_token_at = received_at
+    replica.on_prefill_done(chosen.uncached_tokens, record.chosen_at)
+    if record.sent_at is None or is_resumed:
         return
-    uncached = event.uncached_tokens
     replica.on_first_token(
-        event.received_at - record.sent_at,
-        decision.uncached_tokens if uncached is None else uncached,
-        event.received_at,
+        received_at - record.sent_at,
+        chosen.uncached_tokens if uncached_tokens is None else uncached_tokens,
+        received_at,
     )
-    report = event.cache_report
-    if isinstance(report, CacheHitReport):
-        replica.prefix_index.on_cache_hit_report(report)
-    elif report is not None:
-        replica.prefix_index.on_prompt_tokens_report(report)
-
-
-def record_speed(event: SpeedMeasured, now: float) -> None:
-    """Record the token rate of a replica."""
-    del now
-    event.attempt.replica.on_tokens_streamed(event.tokens, event.duration_s)
+    if isinstance(cache_report, CacheHitReport):
+        replica.prefix_index.on_cache_hit_report(cache_report)
+    elif cache_report is not None:
+        replica.prefix_index.on_prompt_tokens_report(cache_report)

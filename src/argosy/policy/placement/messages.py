@@ -11,7 +11,6 @@ from argosy.policy.breaker import AttemptOutcome
 from argosy.policy.placement.attempt import Attempt, AttemptEnding
 from argosy.policy.placement.pool import PlacementPool
 from argosy.policy.placement.request import PlacementRequest
-from argosy.policy.prefix_cache_index import CacheHitReport, PromptTokensReport
 from argosy.policy.wake_at import WakeAt
 
 
@@ -26,15 +25,6 @@ class Arrived(Event, frozen=True, gc=False):
     pool: PlacementPool[Any]
 
 
-class AttemptSent(Event, frozen=True, gc=False):
-    """The driver sends an attempt's request."""
-
-    request: PlacementRequest
-    attempt: Attempt
-    is_restarted: bool = False
-    """Whether the response starts from its beginning, although tokens were received before."""
-
-
 class AttemptAnswered(Event, frozen=True, gc=False):
     """A replica began to answer."""
 
@@ -46,36 +36,6 @@ class AttemptAnswered(Event, frozen=True, gc=False):
     is_stream: bool = False
     arithmetic_id: str = ""
     """Arithmetic identity with which the response starts."""
-
-
-class FirstToken(Event, frozen=True, gc=False):
-    """The first token of an attempt's stream arrived."""
-
-    attempt: Attempt
-    received_at: float
-    uncached_tokens: int | None = None
-    """Tokens of the prompt that the replica computed, if it reports them."""
-    is_resumed: bool = False
-    """Whether the stream continues an earlier one, so that its delay says nothing about the prompt."""
-    cache_report: CacheHitReport | PromptTokensReport | None = None
-
-
-class Progress(Event, frozen=True, gc=False):
-    """Tokens were delivered since the last report of the request. Reported in batches, not for each token."""
-
-    request: PlacementRequest
-    output_tokens: int
-    """Output tokens of the whole response so far."""
-    weighted_tokens: float
-    """Service since the last report (see `weighted_tokens`); negative to correct an estimate."""
-
-
-class SpeedMeasured(Event, frozen=True, gc=False):
-    """A sequence got tokens while nothing but its replica limited its speed."""
-
-    attempt: Attempt
-    tokens: int
-    duration_s: float
 
 
 class AttemptEnded(Event, frozen=True, gc=False):

@@ -9,12 +9,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from argosy.policy.breaker import eligible_replicas
 from argosy.policy.hedging import Hedging
-from argosy.policy.placement.attempt import RoutingDecision
 from argosy.policy.placement.giving_way import GivingWay
 from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 from argosy.policy.poison_requests import PoisonRequestTracker
-from argosy.policy.prefix_cache_index import BLOCK_BYTES, BLOCK_TOKENS, RecentPlacements
+from argosy.policy.prefix_cache_index import BLOCK_TOKENS, RecentPlacements
 from argosy.policy.prefix_tree import RecentPrompt, RecentPrompts
 from argosy.policy.retry_budget import RetryBudget
 from argosy.policy.routing import (
@@ -48,8 +47,9 @@ class RandomSource(Protocol):
 
 
 class Selection(NamedTuple):
-    """Comparison of the replicas that may get a request."""
+    """Replica selected for a request, and its comparison with the others."""
 
+    replica: PlacementReplica
     chosen: RoutingCandidate
     candidates: list[RoutingCandidate]
 
@@ -267,34 +267,26 @@ class PlacementPool(Generic[R]):
         excluded: Collection[str],
         now: float,
         random_source: RandomSource,
-    ) -> RoutingDecision | None:
+    ) -> Selection | None:
         """Select the replica for a request with the pool's routing policy.
 
         A replica whose circuit breaker is not closed is selected only if no other has a free slot. `excluded` are
         the names of replicas that must not be selected.
 
         Returns:
-            The decision; None if no replica has a free slot now.
+            The selection; None if no replica has a free slot now.
         """
         selection = self._compare_replicas(request, excluded, now, random_source, self._policy)
         if selection is None:
             return None
-        keys, chosen = request.block_keys, selection.chosen
-        selected = self.replicas[chosen.load.name]
+        keys, selected = request.block_keys, selection.replica
         selected.prefix_index.on_prompt_sent(keys)
         if keys and not request.records:
             self.recent_prompts.add(RecentPrompt(keys, request.tenant, now))
         if len(self.replicas) > MAX_COMPARED_REPLICAS:
             self._recent_placements.record_placement(keys, selected.name)
         selected.health.on_dispatched(now)
-        return RoutingDecision(
-            selected,
-            costs=tuple([candidate.cost for candidate in selection.candidates]),
-            uncached_tokens=chosen.uncached_tokens,
-            prompt_blocks=request.prompt_bytes / BLOCK_BYTES,
-            cached_blocks=chosen.cached_blocks,
-            block_keys=keys,
-        )
+        return selection
 
     def preview_selection(
         self,
@@ -337,7 +329,7 @@ class PlacementPool(Generic[R]):
             candidates.append(RoutingCandidate(replica.load, uncached, cost, match))
         affinity_key = request.session_id or (keys[0].hex() if keys else "")
         chosen = policy.select(candidates, affinity_key, random_source.random(), now)
-        return Selection(chosen, candidates)
+        return Selection(self.replicas[chosen.load.name], chosen, candidates)
 
     def _selectable_replicas(
         self,

@@ -11,6 +11,7 @@ import msgspec
 from argosy.policy.deficit_round_robin import QueuedRequest
 from argosy.policy.placement.attempt import Attempt, AttemptRecord
 from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.prefix_cache_index import BLOCK_BYTES
 
 MAX_ATTEMPT_RECORDS = 64
 """Maximum attempts kept per request: the first one and the latest."""
@@ -147,6 +148,11 @@ class PlacementRequest(msgspec.Struct, eq=False):
         self.state = state
 
     @property
+    def prompt_blocks(self) -> float:
+        """Length of the prompt in blocks of `BLOCK_BYTES`."""
+        return self.prompt_bytes / BLOCK_BYTES
+
+    @property
     def block_keys(self) -> list[bytes]:
         """Keys of the prompt's blocks."""
         if self._block_keys is None:
@@ -168,6 +174,12 @@ class PlacementRequest(msgspec.Struct, eq=False):
         if len(self.records) == MAX_ATTEMPT_RECORDS:
             del self.records[1]
         self.records.append(attempt.record)
+
+    def record_sent(self, attempt: Attempt, now: float, *, is_restarted: bool = False) -> None:
+        """Record that an attempt's request is sent, for a response that starts from its beginning if restarted."""
+        attempt.record.sent_at = now
+        if is_restarted:
+            attempt.record.delivered_tokens = self.output_tokens = 0
 
     def record_progress(self, tokens: int) -> None:
         """Record that at least one more token was delivered, which resets the failure counters.

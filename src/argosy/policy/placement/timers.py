@@ -18,6 +18,8 @@ class Timers:
         self._heap: list[tuple[float, int]] = []
         self._actions: dict[int, Action] = {}
         self._numbers = itertools.count(1)
+        self.next_at = math.inf
+        """Time of the next timer; infinite if there is none."""
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -26,20 +28,14 @@ class Timers:
         """Start a timer, and return its number, by which `cancel` knows it."""
         number = next(self._numbers)
         heapq.heappush(self._heap, (at, number))
+        self.next_at = min(self.next_at, at)
         self._actions[number] = action
         return number
 
     def cancel(self, number: int) -> None:
         """Cancel a timer, if it has not fired yet."""
-        if self._actions.pop(number, None) is None:
-            return
-        while self._heap and self._heap[0][1] not in self._actions:
-            heapq.heappop(self._heap)
-
-    @property
-    def next_at(self) -> float:
-        """Time of the next timer; infinite if there is none."""
-        return self._heap[0][0] if self._heap else math.inf
+        if self._actions.pop(number, None) is not None:
+            self._drop_cancelled()
 
     def fire(self, now: float) -> None:
         """Run the actions of all timers whose time has come, in the order of their times."""
@@ -48,5 +44,10 @@ class Timers:
             action = self._actions.pop(number, None)
             if action is not None:
                 action(now)
-        while self._heap and self._heap[0][1] not in self._actions:
-            heapq.heappop(self._heap)
+        self._drop_cancelled()
+
+    def _drop_cancelled(self) -> None:
+        heap = self._heap
+        while heap and heap[0][1] not in self._actions:
+            heapq.heappop(heap)
+        self.next_at = heap[0][0] if heap else math.inf
