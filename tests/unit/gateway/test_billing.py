@@ -12,12 +12,18 @@ from tests.support.placed_requests import place
 
 from argosy.deployment import BackendKind
 from argosy.gateway import GatewayConfig
-from argosy.gateway.backends import StreamContinuation, UpstreamTarget, get_adapter
+from argosy.gateway.backends import (
+    StreamContinuation,
+    UpstreamTarget,
+    get_adapter,
+    parse_response_body,
+)
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.upstream_call import BufferedResponse
 from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
@@ -394,7 +400,9 @@ def test_tokens_of_whole_response(
 ) -> None:
     """`prompt` and `output` are the least and the greatest counts that are right."""
     context, relay, _ = make_relay(body)
-    relay.record_buffered(json.dumps(response).encode(), 0.0, get_adapter("llama.cpp"))
+    content = json.dumps(response).encode()
+    buffered = BufferedResponse(200, content, b"application/json", parse_response_body(content))
+    relay.record_buffered(buffered, 0.0, get_adapter("llama.cpp"))
     prompt_tokens, cached_tokens, output_tokens = counts(context)
     assert prompt[0] <= prompt_tokens <= prompt[1]
     assert output[0] <= output_tokens <= output[1]

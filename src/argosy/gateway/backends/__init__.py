@@ -32,10 +32,10 @@ from argosy.gateway.backends.request_builder import (
     resume_token_counts,
     translate_constraint,
 )
-from argosy.gateway.backends.response_status import (
+from argosy.gateway.backends.response_body import (
+    ResponseBody,
     is_json_object,
-    record_finish_reasons,
-    status_in_body,
+    parse_response_body,
 )
 from argosy.gateway.backends.stream_continuation import (
     StreamContinuation,
@@ -49,7 +49,6 @@ from argosy.gateway.backends.stream_events import (
     parse_error_message,
 )
 from argosy.gateway.backends.stream_parser import StreamParser
-from argosy.gateway.backends.usage import ReportedUsage, estimate_response_tokens, parse_usage
 
 __all__ = [
     "CHAT_PATH",
@@ -66,6 +65,7 @@ __all__ = [
     "LoadReport",
     "LoadSource",
     "ReportedUsage",
+    "ResponseBody",
     "ResponseIdentity",
     "ResumeMode",
     "StreamContinuation",
@@ -77,16 +77,13 @@ __all__ = [
     "count_resume_tokens",
     "derive_cache_salt",
     "detect_backend",
-    "estimate_response_tokens",
     "get_adapter",
     "infer_status",
     "is_json_object",
     "is_token_ids_requested",
     "list_dropped_fields",
     "parse_error_message",
-    "parse_usage",
-    "record_finish_reasons",
+    "parse_response_body",
     "resume_token_counts",
-    "status_in_body",
     "translate_constraint",
 ]

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.backends.backend_adapter import BackendAdapter
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, RequestFields
 
@@ -113,43 +112,6 @@ class ChoiceUsageSum:
         )
 
 
-class _UsageBody(msgspec.Struct):
-    usage: ReportedUsage | None = None
-
-
-def parse_usage(
-    content: bytes, fields: RequestFields, adapter: BackendAdapter
-) -> ReportedUsage | None:
-    """Return the usage of a non-streaming response; None if the response reports none or is malformed.
-
-    If the server reports only the usage of the first choice, the tokens of the others are estimated.
-    """
-    try:
-        usage = msgspec.json.decode(content, type=_UsageBody).usage
-        if usage is None or fields.choice_count == 1 or not adapter.has_per_choice_usage:
-            return usage
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    other_choices = sum(_estimate_choice_tokens(content)[1:])
-    output = None if usage.completion_tokens is None else usage.completion_tokens + other_choices
-    prompt = usage.prompt_tokens if fields.prompt_count == 1 else None
-    return ReportedUsage(prompt, output, usage.prompt_tokens_details)
-
-
-def estimate_response_tokens(content: bytes) -> int:
-    """Estimate the output tokens of a non-streaming response whose server does not report them."""
-    return sum(_estimate_choice_tokens(content)) or len(content) // BYTES_PER_TOKEN
-
-
-def _estimate_choice_tokens(content: bytes) -> list[int]:
-    """Estimate the output tokens of each choice. The list is empty if no choice can be parsed."""
-    try:
-        choices = msgspec.json.decode(content, type=_ResponseBody).choices
-    except (msgspec.DecodeError, RecursionError):
-        return []
-    return [choice.content_bytes // BYTES_PER_TOKEN or 1 for choice in choices]
-
-
 class MessageDelta(msgspec.Struct):
     """Content of a chat message or of a delta of one. Most fields hold text, on some servers lists of parts."""
 
@@ -178,25 +140,3 @@ class MessageDelta(msgspec.Struct):
         calls = self.tool_calls if isinstance(self.tool_calls, list) else []
         texts = self.content, self.reasoning, self.reasoning_content, self.refusal
         return [*texts, *_tool_call_arguments(calls)]
-
-
-class _ResponseChoice(msgspec.Struct):
-    text: str | None = None
-    message: MessageDelta | None = None
-
-    @property
-    def content_bytes(self) -> int:
-        """Size of the content in bytes. Parts, tool calls and audio count as JSON."""
-        message = self.message
-        values: list[object] = [self.text]
-        if message is not None:
-            values = [*message.texts, message.function_call, message.audio]
-        return sum(
-            len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
-            for value in values
-            if value
-        )
-
-
-class _ResponseBody(msgspec.Struct):
-    choices: list[_ResponseChoice] = []

@@ -371,7 +371,7 @@ class RequestProxy:
             forward_request_notes(context, call.replica, call.headers)
         if buffered.status == 200:
             received_at = call.last_activity_at
-            tokens = self._relay.record_buffered(buffered.body, received_at, call.replica.adapter)
+            tokens = self._relay.record_buffered(buffered, received_at, call.replica.adapter)
             self._report_completed(call, tokens, received_at)
             context.status = context.final_status
         else:

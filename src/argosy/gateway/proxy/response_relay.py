@@ -9,14 +9,10 @@ from typing import Any
 from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import (
     BackendAdapter,
-    ReportedUsage,
     ResponseIdentity,
     StreamContinuation,
     StreamParser,
     count_resume_tokens,
-    estimate_response_tokens,
-    parse_usage,
-    record_finish_reasons,
 )
 from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.final_events import build_final_events
@@ -24,7 +20,11 @@ from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_writers import ResponseWriter, StreamingWriter
 from argosy.gateway.proxy.start_wait import StartNotifier, waits_for_start
 from argosy.gateway.proxy.stream_splice import StreamSplice
-from argosy.gateway.proxy.upstream_call import UpstreamCall, UpstreamRefusedError
+from argosy.gateway.proxy.upstream_call import (
+    BufferedResponse,
+    UpstreamCall,
+    UpstreamRefusedError,
+)
 from argosy.gateway.request_context import CLIENT_GONE, EndReason, RequestContext
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
@@ -200,7 +200,7 @@ class ResponseRelay:
         self._call = self._parser = None
 
     def record_buffered(
-        self, body: bytes, received_at: float, adapter: BackendAdapter
+        self, buffered: BufferedResponse, received_at: float, adapter: BackendAdapter
     ) -> float | None:
         """Record usage, finish reasons and timing of a buffered response.
 
@@ -210,7 +210,7 @@ class ResponseRelay:
             The reported output tokens per choice; None if the replica does not report them.
         """
         context, delivered = self._context, self._delivered
-        usage = parse_usage(body, context.fields, adapter) or ReportedUsage()
+        usage = buffered.parsed.find_usage(context.fields, adapter)
         resumed = count_resume_tokens(context.fields) if adapter.is_native else 0
         delivered.prompt_tokens = context.fields.estimated_prompt_tokens
         usage.apply_to(delivered)
@@ -219,11 +219,11 @@ class ResponseRelay:
         if not context.fields.generates:
             delivered.output_tokens = 0
         elif usage.completion_tokens is None:
-            delivered.output_tokens = estimate_response_tokens(body)
+            delivered.output_tokens = buffered.parsed.estimate_tokens(len(buffered.body))
         else:
             tokens_per_choice = usage.completion_tokens / context.fields.choice_count
             delivered.output_tokens = max(0, usage.completion_tokens - resumed)
-        record_finish_reasons(body, delivered)
+        buffered.parsed.record_finish_reasons(delivered)
         self.charge_delivered()
         self._notify_filters((received_at,))
         return tokens_per_choice

@@ -14,13 +14,14 @@ import msgspec
 from argosy.gateway.backends import (
     BackendAdapter,
     DeliveredOutput,
+    ResponseBody,
     UpstreamPlan,
     count_resume_tokens,
     derive_cache_salt,
     infer_status,
     is_json_object,
     parse_error_message,
-    status_in_body,
+    parse_response_body,
 )
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
@@ -39,6 +40,8 @@ class BufferedResponse(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     content_type: bytes
+    parsed: ResponseBody
+    """What the gateway reads of a successful response; empty for others."""
 
 
 ResponseStart = BufferedResponse | UpstreamPlan
@@ -187,11 +190,12 @@ def check_buffered_response(
         raise UpstreamRefusedError(status, f"status {received_status}", parse_error_message(body))
     if status == 200 and not is_json_object(body):
         raise UpstreamRefusedError(502, "the response is not a JSON object")
-    if status == 200 and not adapter.is_native:
-        status = status_in_body(body)
+    parsed = parse_response_body(body) if status == 200 else ResponseBody()
+    if not adapter.is_native:
+        status = parsed.find_status() if status == 200 else status
         if classify_status(status) is not AttemptOutcome.SUCCESS:
             raise UpstreamError("the replica ended the response early")
-    return BufferedResponse(status, body, content_type)
+    return BufferedResponse(status, body, content_type, parsed)
 
 
 def _parse_http_date(value: str) -> float:
