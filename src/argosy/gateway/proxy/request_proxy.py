@@ -36,7 +36,7 @@ from argosy.gateway.proxy.upstream_call import (
     ending_of,
 )
 from argosy.gateway.proxy.upstream_headers import (
-    build_request_headers,
+    encode_request_headers,
     forward_request_notes,
     parse_arithmetic_id,
 )
@@ -295,12 +295,12 @@ class RequestProxy:
         is_restarted = context.delivered.output_tokens > 0 and plan is None
         if is_restarted:
             self._relay.restart()  # a buffered response starts from the beginning
-        headers = build_request_headers(
+        headers = encode_request_headers(
             context, replica, resumable=uses_stream, native_headers=self._config.native_headers
         )
         path = context.api.path if plan is None else plan.path
         body = build_nonstreaming_body(fields, path, target) if plan is None else plan.body
-        request = replica.upstream.build_request(b"POST", path, body, headers)
+        request = replica.upstream.build_post(path, body, headers)
         self._driver.record_sent(self._request, call.attempt, is_restarted=is_restarted)
         deadlines = (
             self._config.stream_start_deadlines if uses_stream else self._config.buffered_deadlines

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
 from argosy.gateway.backends import list_dropped_fields, resume_token_counts
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
+from argosy.gateway.upstream import encode_headers
 from argosy.protocol import (
     IGNORED_FIELDS_HEADER,
     RELAXED_SCHEMA_HEADER,
@@ -18,7 +19,7 @@ from argosy.protocol import (
     format_names,
 )
 
-_COMMON_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+_COMMON_LINES = b"content-type: application/json\r\naccept-encoding: identity\r\n"
 _ARITHMETIC_HEADER = b"x-argosy-arithmetic-id"
 """Header in which a native replica reports its arithmetic identity, and by which a resume requires the same one."""
 _MAX_GIVEN_CHOICES = 1000
@@ -46,14 +47,14 @@ def build_native_headers(
     return (report, REFUSE_UNKNOWN_FIELDS) if refuse_unknown_fields else (report,)
 
 
-def build_request_headers(
+def encode_request_headers(
     context: RequestContext,
     replica: ReplicaEndpoint,
     *,
     resumable: bool,
-    native_headers: Sequence[tuple[bytes, bytes]],
-) -> list[tuple[bytes, bytes]]:
-    """Build the headers of a request to a replica.
+    native_headers: tuple[tuple[bytes, bytes], ...],
+) -> bytes:
+    """Encode the headers of a request to a replica, as lines.
 
     Args:
         context: The request.
@@ -61,34 +62,40 @@ def build_request_headers(
         resumable: Whether a native replica adds resume metadata to its stream.
         native_headers: Headers that a native replica gets in addition.
     """
-    exchange, principal = context.exchange, context.principal
-    headers = list(_COMMON_HEADERS)
-    headers += _trace_headers(exchange.headers)
+    exchange, delivered = context.exchange, context.delivered
+    headers = _trace_headers(exchange.headers)
     if replica.kind != "argosy":
         # Not the client's request id. Engines identify requests by this header, and clients may choose equal ids.
-        headers.append((b"x-request-id", context.response_id.rpartition("-")[2].encode()))
-        return headers
-    headers.append((b"x-request-id", exchange.request_id.encode()))
-    headers.append(
-        (b"x-argosy-response-id", b"%b %d" % (context.response_id.encode(), context.started_at))
-    )
-    headers.append(replica.gateway_header)
-    headers += _principal_headers(
-        principal.tier, principal.weight, principal.tenant, principal.cache_domain
-    )
-    headers += native_headers
+        request_id = context.response_id.rpartition("-")[2]
+        return b"%bx-request-id: %b\r\n%b" % (
+            _COMMON_LINES,
+            request_id.encode(),
+            encode_headers(headers),
+        )
+    principal = context.principal
     if resumable:
-        headers.append((b"x-argosy-resume-metadata", b"1"))
-        if (
-            context.delivered.token_id_pieces
-        ):  # a resume: the usage continues with the reported value
-            headers.append((b"x-argosy-cached-tokens", b"%d" % context.delivered.cached_tokens))
+        if delivered.token_id_pieces:  # a resume: the usage continues with the reported value
+            headers.append((b"x-argosy-cached-tokens", b"%d" % delivered.cached_tokens))
         given_tokens = resume_token_counts(context.fields)[:_MAX_GIVEN_CHOICES]
         if given_tokens:
             headers.append((b"x-argosy-resume-given", ",".join(map(str, given_tokens)).encode()))
-    if context.delivered.arithmetic_id:
-        headers.append((_ARITHMETIC_HEADER, context.delivered.arithmetic_id.encode()))
-    return headers
+    if delivered.arithmetic_id:
+        headers.append((_ARITHMETIC_HEADER, delivered.arithmetic_id.encode()))
+    fixed = _native_lines(
+        (replica.gateway_header, *native_headers),
+        principal.tier,
+        principal.weight,
+        principal.tenant,
+        principal.cache_domain,
+        resumable=resumable,
+    )
+    return b"%bx-request-id: %b\r\nx-argosy-response-id: %b %d\r\n%b" % (
+        fixed,
+        exchange.request_id.encode(),
+        context.response_id.encode(),
+        context.started_at,
+        encode_headers(headers) if headers else b"",
+    )
 
 
 def parse_arithmetic_id(headers: Mapping[bytes, bytes]) -> str:
@@ -135,16 +142,24 @@ def _trace_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 
 
 @lru_cache(maxsize=4096)
-def _principal_headers(
-    tier: int, weight: float, tenant: str, cache_domain: str
-) -> tuple[tuple[bytes, bytes], ...]:
-    """Build the headers that depend only on the principal."""
-    headers = [(b"x-argosy-tier", b"%d" % tier), (b"x-argosy-weight", b"%g" % weight)]
+def _native_lines(
+    headers: tuple[tuple[bytes, bytes], ...],
+    tier: int,
+    weight: float,
+    tenant: str,
+    cache_domain: str,
+    *,
+    resumable: bool,
+) -> bytes:
+    """Encode the headers to a native replica that all requests of a principal share."""
+    lines = [*headers, (b"x-argosy-tier", b"%d" % tier), (b"x-argosy-weight", b"%g" % weight)]
     if tenant:
-        headers.append((b"x-argosy-tenant", _quote_value(tenant)))
+        lines.append((b"x-argosy-tenant", _quote_value(tenant)))
     if cache_domain:
-        headers.append((b"x-argosy-cache-domain", _quote_value(cache_domain)))
-    return tuple(headers)
+        lines.append((b"x-argosy-cache-domain", _quote_value(cache_domain)))
+    if resumable:
+        lines.append((b"x-argosy-resume-metadata", b"1"))
+    return _COMMON_LINES + encode_headers(lines)
 
 
 def _quote_value(text: str) -> bytes:

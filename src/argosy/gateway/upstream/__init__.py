@@ -11,7 +11,7 @@ from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.fetch import fetch_path, fetch_response
 from argosy.gateway.upstream.name_resolution import resolve_addresses
 from argosy.gateway.upstream.tls import create_client_ssl_context
-from argosy.gateway.upstream.upstream import Upstream
+from argosy.gateway.upstream.upstream import Upstream, encode_headers
 from argosy.gateway.upstream.upstream_response import (
     ResponseTooLargeError,
     StreamPausedError,
@@ -26,6 +26,7 @@ __all__ = [
     "UpstreamResponse",
     "UpstreamTls",
     "create_client_ssl_context",
+    "encode_headers",
     "fetch_path",
     "fetch_response",
     "resolve_addresses",

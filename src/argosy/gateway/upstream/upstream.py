@@ -25,6 +25,11 @@ CONNECTION_ATTEMPT_DELAY_S = 0.25
 """Time to wait for an address before the next one is tried in parallel (RFC 8305, section 8)."""
 
 
+def encode_headers(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Encode headers as lines."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
 class Upstream:
     """Connections to one replica. Idle ones are kept for the next request."""
 
@@ -42,7 +47,7 @@ class Upstream:
         self._tls = (tls or ssl.create_default_context()) if endpoint.tls else None
         self._server_name = (server_name or endpoint.host) if endpoint.tls else None
         fixed = [(b"host", endpoint.authority.encode()), *headers]
-        self._fixed_headers = b"".join(name + b": " + value + b"\r\n" for name, value in fixed)
+        self._fixed_lines = encode_headers(fixed)
         self._path_prefix = endpoint.path_prefix.encode()
         self._idle_connections: list[UpstreamConnection] = []
         self._unresponsive_addresses: set[str] = set()
@@ -53,13 +58,23 @@ class Upstream:
         self._closed = False
 
     def build_request(
-        self, method: bytes, path: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
+        self, method: bytes, path: bytes, body: bytes, headers: Sequence[tuple[bytes, bytes]]
     ) -> bytes:
         """Encode a request to this replica, with its fixed headers and path prefix."""
-        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         length = b"content-length: %d\r\n" % len(body) if body or method == b"POST" else b""
-        request_line = method + b" " + self._path_prefix + path + b" HTTP/1.1\r\n"
-        return request_line + self._fixed_headers + lines + length + b"\r\n" + body
+        lines = self._fixed_lines + encode_headers(headers) + length
+        return b"%b %b%b HTTP/1.1\r\n%b\r\n%b" % (method, self._path_prefix, path, lines, body)
+
+    def build_post(self, path: bytes, body: bytes, header_lines: bytes) -> bytes:
+        """Encode a POST request with headers that are encoded already."""
+        return b"POST %b%b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n%b" % (
+            self._path_prefix,
+            path,
+            self._fixed_lines,
+            header_lines,
+            len(body),
+            body,
+        )
 
     def take_idle_connection(self) -> UpstreamConnection | None:
         """Return an idle connection that is not known to be closed; None if there is none."""
