@@ -135,7 +135,9 @@ def read_documented_types() -> dict[str, dict[str, str]]:
     section = DOCUMENT.read_text().split("## Types on the path")[1].split("\n## ")[0]
     return {
         title: dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", table, re.MULTILINE))
-        for title, table in re.findall(r"### (.+) in the gateway\n(.*?)(?=\n###)", section, re.DOTALL)
+        for title, table in re.findall(
+            r"### ([^\n]+) in the gateway\n(.*?)(?=\n###)", section, re.DOTALL
+        )
     }
 
 

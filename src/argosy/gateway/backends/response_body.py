@@ -15,7 +15,7 @@ from argosy.gateway.request_fields import BYTES_PER_TOKEN, MAX_CHOICES, RequestF
 
 
 class ResponseChoice(msgspec.Struct):
-    """What the gateway reads of one choice. Log-probabilities are skipped."""
+    """Fields of one choice that the gateway reads. Log-probabilities are skipped."""
 
     text: Any = None
     message: Any = None
@@ -38,7 +38,7 @@ class ResponseChoice(msgspec.Struct):
 
 
 class ResponseBody(msgspec.Struct):
-    """What the gateway reads of a response in one piece. It is empty if the body cannot be parsed."""
+    """Fields of a response in one piece that the gateway reads. It is empty if the body cannot be parsed."""
 
     usage: Any = None
     choices: list[ResponseChoice] | None = None

@@ -41,7 +41,7 @@ class BufferedResponse(msgspec.Struct, frozen=True):
     body: bytes
     content_type: bytes
     parsed: ResponseBody
-    """What the gateway reads of a successful response; empty for others."""
+    """Fields of a successful response that the gateway reads; empty for others."""
 
 
 ResponseStart = BufferedResponse | UpstreamPlan
