@@ -189,7 +189,7 @@ async def test_fleets_on_one_store_do_not_wait_for_each_other(
             return list_running()
 
         monkeypatch.setattr(store.gateways, "list_running", count_rounds)
-        publishers = [GatewayPublisher(store.gateways, lambda: None) for _ in range(2)]
+        publishers = [GatewayPublisher(store.gateways, asyncio.Event()) for _ in range(2)]
         async with run_gateway_server(config):
             for publisher, fleet in zip(publishers, (FLEET, "other"), strict=True):
                 publisher.publish(pools("http://127.0.0.1:9", 1, fleet=fleet))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from argosy.deployment import FleetRecords, PoolConfig, ReplicaRecord, ScalingRecord
+import msgspec
+import structlog
+
+from argosy.deployment import SCALING_DECISION, PoolConfig, ReplicaRecord, ScalingRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.demand_reader import DemandReader, FleetDemand
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.replica_monitor import ReplicaHealthReading
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.gateway import DemandReport
 from argosy.policy.autoscaling import (
     ArrivedTokens,
@@ -28,30 +32,25 @@ DECISION_INTERVAL_S = 5.0
 DEFAULT_START_S = 120.0
 """Expected time from the start of a replica until it serves, before the first one has started."""
 
-DecisionCallback = Callable[[str, ScalingDecision], None]
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
 
 class FleetAutoscaler:
     """Autoscalers of the pools that declare one. Not thread-safe: use it from one event loop.
 
     Args:
-        records: Memory of the controllers, which it updates.
+        journal: The term, whose records it updates. Each decision that differs from the one before is an event.
         observer: Source of the load of replicas.
         publisher: Source of the demand at the gateways.
-        on_decision: Called with the pool for each decision that differs from the one before.
     """
 
     def __init__(
-        self,
-        records: FleetRecords,
-        observer: FleetObserver,
-        publisher: GatewayPublisher,
-        on_decision: DecisionCallback,
+        self, journal: TermJournal, observer: FleetObserver, publisher: GatewayPublisher
     ) -> None:
-        self._records = records
+        self._journal = journal
+        self._records = journal.records
         self._observer = observer
         self._publisher = publisher
-        self._on_decision = on_decision
         self._reader = DemandReader()
         self._decided_at = float("-inf")
         self._revision = 0
@@ -142,7 +141,14 @@ class FleetAutoscaler:
         decision = autoscaler.decide(observation)
         record.target, record.has_metrics = decision.target, has_metrics
         if last is None or had_metrics != has_metrics or _result(decision) != _result(last):
-            self._on_decision(pool.name, decision)
+            self._report(pool.name, decision)
+
+    def _report(self, pool: str, decision: ScalingDecision) -> None:
+        log.info("scaling_decision", pool=pool, target=decision.target, reason=decision.reason)
+        arithmetic = msgspec.json.encode(decision.arithmetic).decode()
+        self._journal.record_event(
+            SCALING_DECISION, pool, reason=decision.reason, outcome=arithmetic
+        )
 
     def _observe(
         self,

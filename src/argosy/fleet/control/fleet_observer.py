@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from argosy.deployment import GATEWAY_POOL, FleetRecords, ReplicaRecord
+from argosy.deployment import GATEWAY_POOL, ReplicaRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
-from argosy.fleet.control.fleet_context import FleetContext
+from argosy.fleet.control.fleet_context import LauncherFactory
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.replica_monitor import (
     CheckPaths,
     ReplicaHealthReading,
     ReplicaMonitor,
 )
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.protocol import LoadResponse
@@ -29,24 +30,22 @@ class FleetObserver:
     """Observes all replicas of a fleet. Not thread-safe: use it from one event loop.
 
     Args:
-        context: The fleet.
-        records: Memory of the controllers, which it updates.
+        journal: The term, whose records it updates, and which is woken when an observation may give another result.
         publisher: Source of what the gateways route to.
-        on_changed: Called when an observation may give another result.
+        create_launcher: Returns the launcher of a name.
     """
 
     def __init__(
         self,
-        context: FleetContext,
-        records: FleetRecords,
+        journal: TermJournal,
         publisher: GatewayPublisher,
-        on_changed: Callable[[], None],
+        create_launcher: LauncherFactory,
     ) -> None:
-        self._create_launcher = context.create_launcher
-        self._records = records
+        self._create_launcher = create_launcher
+        self._records = journal.records
         self._publisher = publisher
-        self._on_changed = on_changed
-        self._monitor = ReplicaMonitor(context.clock, on_changed)
+        self._wake = journal.wake
+        self._monitor = ReplicaMonitor(journal.clock, journal.wake)
         self._launchers: dict[str, Launcher] = {}
         self._listings: dict[str, Mapping[str, LaunchedReplica]] = {}
         """Latest listing of each launcher."""
@@ -123,7 +122,7 @@ class FleetObserver:
         while True:
             await launcher.changed.wait()
             launcher.changed.clear()
-            self._on_changed()
+            self._wake.set()
 
     def observe(self, declared: DeclaredFleet, now: float) -> list[ObservedReplica]:
         """Join listings, checks, records and gateways. Updates the records with what is seen."""

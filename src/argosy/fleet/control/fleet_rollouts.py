@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from argosy.deployment import FleetRecords, RolloutDocuments, read_rollout_documents
+from argosy.deployment import RolloutDocuments, read_rollout_documents
 from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, VersionTarget
 from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
@@ -14,13 +14,13 @@ from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.outcome_poller import OutcomePoller
 from argosy.fleet.control.pool_rollout import PoolRollout, PoolSnapshot, RolloutMeans
 from argosy.fleet.control.rollout_checks import RolloutChecks
-from argosy.fleet.control.rollout_events import EventCallback, RolloutEvents
+from argosy.fleet.control.rollout_events import RolloutEvents
 from argosy.fleet.control.rollout_writer import RolloutWriter
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.gateway import PublishedVersions
 from argosy.policy.reconciliation import ObservedReplica
 from argosy.policy.rollout import PoolRollouts
 from argosy.process import run_in_daemon_thread
-from argosy.store import Store
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -29,42 +29,26 @@ class FleetRollouts:
     """Rollouts of the pools that declare them. Not thread-safe: use it from one event loop.
 
     Args:
-        store: The store.
-        fleet: Name of the fleet.
-        records: Memory of the controllers, which it updates.
+        journal: The term, whose records it updates.
         observer: Source of the loads of replicas.
         publisher: Source of the routes that the gateways follow.
-        save: Saves the records at once.
-        on_event: Records an event.
-        on_changed: Called when another decision may give another result.
     """
 
     def __init__(
-        self,
-        store: Store,
-        fleet: str,
-        records: FleetRecords,
-        observer: FleetObserver,
-        publisher: GatewayPublisher,
-        *,
-        save: Callable[[], Awaitable[None]],
-        on_event: EventCallback,
-        on_changed: Callable[[], None],
+        self, journal: TermJournal, observer: FleetObserver, publisher: GatewayPublisher
     ) -> None:
-        self._store = store.fleets
-        self._fleet = fleet
-        self._records = records
+        self._store = journal.store.fleets
+        self._fleet = journal.fleet
+        self._records = journal.records
         self._means = RolloutMeans(
-            records=records,
+            journal=journal,
             observer=observer,
             publisher=publisher,
-            writer=RolloutWriter(store.fleets, fleet),
-            poller=OutcomePoller(publisher, on_changed),
-            checks=RolloutChecks(on_changed),
-            budgets=ErrorBudgetReader(store.ledger),
-            events=RolloutEvents(on_event),
-            save=save,
-            on_changed=on_changed,
+            writer=RolloutWriter(self._store, self._fleet),
+            poller=OutcomePoller(publisher, journal.wake),
+            checks=RolloutChecks(journal.wake),
+            budgets=ErrorBudgetReader(journal.store.ledger),
+            events=RolloutEvents(journal),
         )
         self._pools: dict[str, PoolRollout] = {}
         self._invalid_documents = ""
@@ -188,7 +172,7 @@ class FleetRollouts:
             self._forget(stored.pool)
             self._means.events.report_end(stored.pool)
         else:
-            self._means.on_changed()
+            self._means.journal.wake.set()
 
     def _forget(self, pool: str) -> None:
         rollout, sources = self._pools.pop(pool, None), self._means.poller.sources

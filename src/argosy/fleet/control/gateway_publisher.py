@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -40,12 +40,12 @@ class GatewayPublisher:
 
     Args:
         registry: Where gateways register.
-        on_changed: Called after each round in which a gateway has another version, or other replicas.
+        wake: Set after each round in which a gateway has another version, or other replicas.
     """
 
-    def __init__(self, registry: GatewayRegistry, on_changed: Callable[[], None]) -> None:
+    def __init__(self, registry: GatewayRegistry, wake: asyncio.Event) -> None:
         self._registry = registry
-        self._on_changed = on_changed
+        self._wake = wake
         self.client = GatewayPoolsClient()
         self._pools: FleetPools | None = None
         self._statuses: dict[str, PoolsStatus | None] = {}
@@ -156,7 +156,7 @@ class GatewayPublisher:
         ]
         self._gateways = gateways
         if has_changed:
-            self._on_changed()
+            self._wake.set()
 
     async def _synchronise(self, gateway: GatewayRecord, pools: FleetPools) -> PoolsStatus | None:
         """Return a gateway's answer after it has the version; None if it cannot be reached or refuses it."""

@@ -12,8 +12,6 @@ import msgspec
 import structlog
 
 from argosy.deployment import (
-    SCALING_DECISION,
-    FleetRecords,
     ObservedRevision,
     ReplicaRecord,
     list_known_revisions,
@@ -28,8 +26,8 @@ from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.model_startups import find_startups
 from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.gateway import FleetPools
-from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
     ObservedFleet,
     PhaseReport,
@@ -39,7 +37,7 @@ from argosy.policy.reconciliation import (
     reconcile,
 )
 from argosy.process import run_in_daemon_thread
-from argosy.store import DeposedError, FleetEvent, FleetLease, StoreError
+from argosy.store import DeposedError, FleetLease, StoreError
 
 DAY_S = 86_400.0
 OBSERVATION_INTERVAL_S = 1.0
@@ -56,54 +54,27 @@ class LeaderTerm:
 
     def __init__(self, context: FleetContext, leadership: Leadership) -> None:
         self._context = context
-        self._leadership = leadership
         self._store = context.store
         self._fleet = context.fleet
         self._clock = context.clock
-        self._wake = asyncio.Event()
-        self._records = FleetRecords()
-        self._publisher = GatewayPublisher(self._store.gateways, self._wake.set)
-        self._observer = FleetObserver(context, self._records, self._publisher, self._wake.set)
-        self._autoscaler = FleetAutoscaler(
-            self._records, self._observer, self._publisher, self._on_scaling_decision
-        )
-        self._rollouts = FleetRollouts(
-            self._store,
-            self._fleet,
-            self._records,
-            self._observer,
-            self._publisher,
-            save=self._save,
-            on_event=self._record_pool_event,
-            on_changed=self._wake.set,
-        )
+        self._leadership = leadership
+        self._journal = TermJournal(context, leadership)
+        self._records = self._journal.records
+        self._publisher = GatewayPublisher(self._store.gateways, self._journal.wake)
+        self._observer = FleetObserver(self._journal, self._publisher, context.create_launcher)
+        self._autoscaler = FleetAutoscaler(self._journal, self._observer, self._publisher)
+        self._rollouts = FleetRollouts(self._journal, self._observer, self._publisher)
         self._logs = ReplicaLogRecorder(
-            leadership,
-            self._store.replica_logs,
-            self._observer,
-            lambda: self._publisher.watched_logs | set(context.list_watched_logs()),
-            self._clock,
+            self._journal, self._observer, self._publisher, context.list_watched_logs
         )
-        self._actions = ReplicaActions(
-            leadership,
-            self._records,
-            self._observer,
-            self._logs,
-            save=self._save,
-            clock=self._clock,
-            on_event=self._record,
-            on_ended=self._on_actions_ended,
-        )
+        self._actions = ReplicaActions(self._journal, self._observer, self._logs)
         self._background: set[asyncio.Task[None]] = set()
-        self._events: list[FleetEvent] = []
         self._read_revision = 0
         """Number of the revision that was read last, also if it is invalid."""
         self._declared: DeclaredFleet | None = None
         self._pools = FleetPools(fleet=self._fleet)
         self._observing_since = self._last_observed_at = self._clock()
-        self._save_lock = asyncio.Lock()
         self._events_pruned_at = float("-inf")
-        self._error: BaseException | None = None
 
     async def run(self, lease: FleetLease, *, until_empty: bool) -> None:
         """Lead until cancelled, or until the fleet is empty.
@@ -111,33 +82,34 @@ class LeaderTerm:
         Raises:
             DeposedError, StaleEpochError: Another controller leads by now.
         """
-        self._records.load(await run_in_daemon_thread(self._store.fleets.read_records, self._fleet))
+        await self._journal.load()
         for record in list(self._records.replicas.values()):
             if record.warm_up is WarmUpState.RUNNING:  # that of the last leader
                 self._records.replicas[record.name] = msgspec.structs.replace(
                     record, warm_up=WarmUpState.NOT_STARTED
                 )
         self._pools = FleetPools(fleet=self._fleet, epoch=lease.epoch)
-        self._record("controller_leads", reason=f"epoch {lease.epoch}")
+        self._journal.record_event("controller_leads", reason=f"epoch {lease.epoch}")
         self._run_in_background(self._publisher.run())
         self._run_in_background(self._rollouts.run())
         self._run_in_background(self._logs.run())
+        journal = self._journal
         while True:
-            self._wake.clear()
+            journal.wake.clear()
             wake_at: float | None = None
             is_empty = False
             try:
                 wake_at = await self._reconcile()
                 is_empty = self._is_empty()  # as it is saved now
-                await self._save()
+                await journal.save()
                 self._rollouts.on_saved()
                 await self._prune_events()
             except DeposedError:
                 raise
             except StoreError as error:
                 log.warning("store_unavailable", reason=str(error))
-            if self._error is not None:
-                raise self._error
+            if journal.error is not None:
+                raise journal.error
             if until_empty and is_empty:
                 return
             interval_s = OBSERVATION_INTERVAL_S
@@ -145,7 +117,7 @@ class LeaderTerm:
                 interval_s = min(interval_s, max(0.0, wake_at - self._clock()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
-                    await self._wake.wait()
+                    await journal.wake.wait()
 
     async def close(self) -> None:
         """End the actions and checks of this term. Replicas run on."""
@@ -210,7 +182,7 @@ class LeaderTerm:
             return self._declared
         self._declared = declared
         log.info("revision_in_force", fleet=self._fleet, revision=revision.number)
-        self._record("revision_in_force", reason=f"revision {revision.number}")
+        self._journal.record_event("revision_in_force", reason=f"revision {revision.number}")
         return declared
 
     def _record_phases(
@@ -229,7 +201,7 @@ class LeaderTerm:
                 continue
             is_new = report.phase is not record.phase or not record.phase_since
             if is_new:
-                self._record(
+                self._journal.record_event(
                     "replica_phase",
                     record.pool,
                     name,
@@ -266,11 +238,6 @@ class LeaderTerm:
         left_s = record.started_at + expected_s - now
         return f"; about {max(1, round(left_s))} s left" if left_s > -expected_s else ""
 
-    def _on_scaling_decision(self, pool: str, decision: ScalingDecision) -> None:
-        log.info("scaling_decision", pool=pool, target=decision.target, reason=decision.reason)
-        arithmetic = msgspec.json.encode(decision.arithmetic).decode()
-        self._record(SCALING_DECISION, pool, reason=decision.reason, outcome=arithmetic)
-
     # --- publication and records -----------------------------------------------------------------
 
     def _publish(self, declared: DeclaredFleet) -> None:
@@ -302,34 +269,6 @@ class LeaderTerm:
             and self._observer.is_empty
         )
 
-    def _record(
-        self, kind: str, pool: str = "", replica: str = "", reason: str = "", outcome: str = ""
-    ) -> None:
-        self._events.append(
-            FleetEvent(kind=kind, pool=pool, replica=replica, reason=reason, outcome=outcome)
-        )
-
-    def _record_pool_event(self, kind: str, pool: str, reason: str, outcome: str) -> None:
-        self._record(kind, pool, reason=reason, outcome=outcome)
-
-    async def _save(self) -> None:
-        """Write records and events.
-
-        Raises:
-            DeposedError: Another controller leads by now.
-            StoreError: The store cannot be used. They are written by a later call.
-        """
-        async with self._save_lock:
-            lease, changes, events = (
-                self._leadership.lease,
-                self._records.changes(),
-                list(self._events),
-            )
-            await run_in_daemon_thread(self._store.fleets.save_records, lease, changes)
-            self._records.on_saved(changes)
-            await run_in_daemon_thread(self._store.fleets.append_events, lease, events)
-            del self._events[: len(events)]
-
     async def _prune_events(self) -> None:
         """Delete old events and logs at an interval.
 
@@ -358,17 +297,8 @@ class LeaderTerm:
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._on_background_ended)
-
-    def _on_actions_ended(self, error: BaseException | None) -> None:
-        self._error = self._error or error
-        self._wake.set()
-
-    def _on_background_ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled():
-            self._error = self._error or task.exception()
-            self._wake.set()
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._journal.on_task_ended)
 
 
 def _describe_pending(

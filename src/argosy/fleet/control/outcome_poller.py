@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.rollout_evidence import RolloutEvidence
@@ -20,12 +19,12 @@ class OutcomePoller:
 
     Args:
         publisher: Knows the gateways.
-        on_read: Called after each round with new batches.
+        wake: Set after each round with new batches.
     """
 
-    def __init__(self, publisher: GatewayPublisher, on_read: Callable[[], None]) -> None:
+    def __init__(self, publisher: GatewayPublisher, wake: asyncio.Event) -> None:
         self._publisher = publisher
-        self._on_read = on_read
+        self._wake = wake
         self.sources: dict[str, tuple[str, RolloutEvidence]] = {}
         """Running rollouts by the name of the model, each with its id and its evidence."""
         self._processes: dict[str, str] = {}
@@ -85,7 +84,7 @@ class OutcomePoller:
         self._longest[model, gateway.id] = report.longest_request_s
         if report.batches:
             evidence.add(report.batches)
-            self._on_read()
+            self._wake.set()
 
     async def _read(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport | None:
         """Return the report of a gateway; None if it has none. Its silence makes the gate inconclusive."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,6 @@ import structlog
 
 from argosy.deployment import (
     ROLLOUT_STATUS_PREFIX,
-    FleetRecords,
     PoolConfig,
     RolloutDocuments,
     describe_decision,
@@ -31,6 +30,7 @@ from argosy.fleet.control.rollout_evidence import (
     summarise_history,
 )
 from argosy.fleet.control.rollout_writer import RolloutWriter
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.control.version_observer import (
     EjectionWatch,
     divide_pool,
@@ -63,7 +63,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet"
 class RolloutMeans:
     """Means of a controller for the rollouts of its pools."""
 
-    records: FleetRecords
+    journal: TermJournal
     observer: FleetObserver
     publisher: GatewayPublisher
     writer: RolloutWriter
@@ -71,10 +71,6 @@ class RolloutMeans:
     checks: RolloutChecks
     budgets: ErrorBudgetReader
     events: RolloutEvents
-    save: Callable[[], Awaitable[None]]
-    """Saves the records at once."""
-    on_changed: Callable[[], None]
-    """Called when another decision may give another result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +100,7 @@ class PoolRollout:
     def __init__(self, pool: str, means: RolloutMeans) -> None:
         self._name = pool
         self._means = means
-        self.evidence = RolloutEvidence(means.records, pool)
+        self.evidence = RolloutEvidence(means.journal.records, pool)
         self.route: PoolRoute | None = None
         """Stored route, as of the last decision that was stored."""
         self.record: RolloutRecord | None = None
@@ -131,7 +127,7 @@ class PoolRollout:
         """
         begun = await self._begin(snapshot)
         if begun is None:
-            self._means.on_changed()  # another process has changed the documents; decide again
+            self._means.journal.wake.set()  # another process has changed the documents; decide again
             return
         snapshot = replace(snapshot, stored=begun)
         stored, evidence, now = begun, self.evidence, snapshot.now
@@ -160,9 +156,11 @@ class PoolRollout:
         record = decision.rollouts.current
         if record is not None and (current is None or record.id != current.id):
             evidence.start(record, history)
-            await self._means.save()  # before the record, which is never without its baseline
+            await (
+                self._means.journal.save()
+            )  # before the record, which is never without its baseline
         if not await self._means.writer.write(stored, decision.route, decision.rollouts):
-            self._means.on_changed()
+            self._means.journal.wake.set()
             return
         self.route, self.record = decision.route or stored.route, record
         self._divide(snapshot, decision)
@@ -172,9 +170,9 @@ class PoolRollout:
             self._refusals = decision.refusals
         status = describe_decision(decision, verdict, observation, declared.digest, self._refusals)
         encoded = msgspec.json.encode(status)
-        self._means.records.rollouts[f"{ROLLOUT_STATUS_PREFIX}{self._name}"] = encoded
+        self._means.journal.records.rollouts[f"{ROLLOUT_STATUS_PREFIX}{self._name}"] = encoded
         if stored.commands:
-            await self._means.save()
+            await self._means.journal.save()
             await self._means.writer.remove_commands(stored)
         self._check(snapshot)
 
@@ -326,7 +324,7 @@ class PoolRollout:
             for digest in (record.stable, record.candidate)
         }
         urls = {
-            digest: [self._means.records.replicas[each.name].url for each in members]
+            digest: [self._means.journal.records.replicas[each.name].url for each in members]
             for digest, members in ready.items()
         }
         names = [each.name for members in ready.values() for each in members]

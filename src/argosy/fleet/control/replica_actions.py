@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 import structlog
 
-from argosy.deployment import FleetRecords, ReplicaRecord
+from argosy.deployment import ReplicaRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
 from argosy.fleet.control.replica_monitor import warm_up_replica
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.launchers import LaunchError
 from argosy.policy.reconciliation import (
     MAX_PAST_RUNS,
@@ -31,9 +31,6 @@ from argosy.policy.reconciliation import (
 )
 from argosy.store import DeposedError, FleetLease, StoreError
 
-ActionCallback = Callable[[str, str, str, str, str], None]
-"""Records an event: its kind, the pool, the replica, the reason and the outcome."""
-
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
 
@@ -41,36 +38,18 @@ class ReplicaActions:
     """Actions of a leading controller. Not thread-safe: use it from one event loop.
 
     Args:
-        leadership: The lease under which it acts.
-        records: Memory of the controllers, which it updates.
+        journal: The term, whose records it updates, and which is woken when actions have ended.
         observer: Source of the launchers.
         logs: Recorder of the logs of ended runs, which a start or a removal waits for.
-        save: Saves the records at once.
-        clock: Returns seconds since the epoch.
-        on_event: Records an event.
-        on_ended: Called when actions have ended, with the error that ends the term, if there is one.
     """
 
     def __init__(
-        self,
-        leadership: Leadership,
-        records: FleetRecords,
-        observer: FleetObserver,
-        logs: ReplicaLogRecorder,
-        *,
-        save: Callable[[], Awaitable[None]],
-        clock: Callable[[], float],
-        on_event: ActionCallback,
-        on_ended: Callable[[BaseException | None], None],
+        self, journal: TermJournal, observer: FleetObserver, logs: ReplicaLogRecorder
     ) -> None:
-        self._leadership = leadership
-        self._records = records
+        self._journal = journal
+        self._records = journal.records
         self._observer = observer
         self._logs = logs
-        self._save = save
-        self._clock = clock
-        self._record = on_event
-        self._on_ended = on_ended
         self._pending: dict[str, asyncio.Task[None]] = {}
         """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
         self._warm_ups: dict[str, asyncio.Task[None]] = {}
@@ -112,7 +91,7 @@ class ReplicaActions:
 
     def _on_actions_ended(self, pool: str, task: asyncio.Task[None]) -> None:
         self._pending.pop(pool, None)
-        self._on_ended(None if task.cancelled() else task.exception())
+        self._journal.on_task_ended(task)
 
     async def _run_actions(self, actions: list[Action], declared: DeclaredFleet) -> None:
         for action in actions:
@@ -125,7 +104,9 @@ class ReplicaActions:
                 outcome = str(error)
                 log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
             kind = f"replica_{type(action).__name__.lower()}"
-            self._record(kind, action.pool, action.replica, action.reason, outcome)
+            self._journal.record_event(
+                kind, action.pool, action.replica, reason=action.reason, outcome=outcome
+            )
 
     async def _run_action(self, action: Action, declared: DeclaredFleet) -> None:
         """Carry out an action.
@@ -134,7 +115,7 @@ class ReplicaActions:
             LaunchError, OSError, StoreError: It failed. It is decided again by what is observed then.
             DeposedError, StaleEpochError: Another controller leads by now.
         """
-        lease = self._leadership.lease
+        lease = self._journal.leadership.lease
         match action:
             case Start():
                 await self._start_replica(action, declared, lease)
@@ -166,7 +147,7 @@ class ReplicaActions:
         if ended is not None and all(run.attempt != ended.attempt for run in record.past_runs):
             record = _append_run(record, ended)
         self._records.replicas[action.replica] = record
-        await self._save()  # before the start, after which the ended run cannot be observed
+        await self._journal.save()  # before the start, after which the ended run cannot be observed
         if ended is not None:
             await self._logs.wait_for_end(action.replica)
             log.warning("replica_restarting", replica=action.replica, reason=action.reason)
@@ -174,7 +155,7 @@ class ReplicaActions:
             spec = declared.launch_spec(action.pool, action.generation, action.ordinal)
             await self._observer.launcher(action.launcher).start(spec, lease.epoch)
         except LaunchError as error:
-            now = self._clock()
+            now = self._journal.clock()
             failed = ReplicaRun(
                 attempt=record.attempt + 1, started_at=now, exited_at=now, reason=str(error)
             )
@@ -201,8 +182,10 @@ class ReplicaActions:
         if current is not None and current.attempt == record.attempt:
             self._update(record.name, warm_up=state, warm_up_error=reason)
         outcome = reason or "ok"
-        self._record("replica_warm", action.pool, action.replica, action.reason, outcome)
-        self._on_ended(None)
+        self._journal.record_event(
+            "replica_warm", action.pool, action.replica, reason=action.reason, outcome=outcome
+        )
+        self._journal.wake.set()
 
     def _update(self, replica: str, **fields: object) -> None:
         record = self._records.replicas.get(replica)

@@ -9,10 +9,11 @@ from functools import partial
 import structlog
 
 from argosy.fleet.control.fleet_observer import FleetObserver
-from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchState
 from argosy.process import run_in_daemon_thread
-from argosy.store import DeposedError, ReplicaLogRun, ReplicaLogStore, StoreError
+from argosy.store import DeposedError, ReplicaLogRun, StoreError
 
 MAX_LOG_BYTES = 64 * 1024
 MAX_WATCHED = 16
@@ -32,26 +33,25 @@ class ReplicaLogRecorder:
     """Recorder of a leading controller. Not thread-safe: use it from one event loop.
 
     Args:
-        leadership: The lease under which it writes.
-        store: Where the logs are kept.
+        journal: The term in which it writes.
         observer: Source of the launchers and of what they list.
-        list_watched: Returns the replicas whose logs gateways show.
-        clock: Returns seconds since the epoch.
+        publisher: Source of the replicas whose logs gateways show.
+        list_watched: Returns those that a gateway in this process shows.
     """
 
     def __init__(
         self,
-        leadership: Leadership,
-        store: ReplicaLogStore,
+        journal: TermJournal,
         observer: FleetObserver,
+        publisher: GatewayPublisher,
         list_watched: Callable[[], Collection[str]],
-        clock: Callable[[], float],
     ) -> None:
-        self._leadership = leadership
-        self._store = store
+        self._leadership = journal.leadership
+        self._store = journal.store.replica_logs
         self._observer = observer
+        self._publisher = publisher
         self._list_watched = list_watched
-        self._clock = clock
+        self._clock = journal.clock
         self._ends: dict[_Run, asyncio.Task[None]] = {}
         """Recordings of the ends of runs that launchers still list, also completed ones."""
         self._shown: dict[_Run, tuple[bytes, float]] = {}
@@ -66,7 +66,7 @@ class ReplicaLogRecorder:
         """
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            names = sorted(self._list_watched())[:MAX_WATCHED]
+            names = sorted({*self._publisher.watched_logs, *self._list_watched()})[:MAX_WATCHED]
             watched = {
                 (replica.name, replica.started_at): (launcher, replica)
                 for launcher, replica in (self._observer.listed if names else ())

@@ -56,12 +56,12 @@ class ReplicaMonitor:
 
     Args:
         clock: Returns seconds since the epoch.
-        on_changed: Called whenever a replica starts or stops to serve.
+        wake: Set whenever a replica starts or stops to serve.
     """
 
-    def __init__(self, clock: Callable[[], float], on_changed: Callable[[], None]) -> None:
+    def __init__(self, clock: Callable[[], float], wake: asyncio.Event) -> None:
         self._clock = clock
-        self._on_changed = on_changed
+        self._wake = wake
         self._readings: dict[str, ReplicaHealthReading] = {}
         self._tasks: dict[_CheckKey, tuple[asyncio.Task[None], asyncio.Future[None]]] = {}
         """Checks, each with a future that is done after the first one."""
@@ -128,7 +128,7 @@ class ReplicaMonitor:
                 if not first_check.done():
                     first_check.set_result(None)
                 if reading.is_serving != was_serving:
-                    self._on_changed()
+                    self._wake.set()
                 await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _check(

@@ -31,11 +31,11 @@ class RolloutChecks:
     """Checks of candidates. Not thread-safe: use it from one event loop.
 
     Args:
-        on_ended: Called when a check has a result.
+        wake: Set when a check has a result.
     """
 
-    def __init__(self, on_ended: Callable[[], None]) -> None:
-        self._on_ended = on_ended
+    def __init__(self, wake: asyncio.Event) -> None:
+        self._wake = wake
         self._checks: dict[str, _Check] = {}
         """Latest check of each pool, by its name."""
 
@@ -66,7 +66,7 @@ class RolloutChecks:
     def _on_task_ended(self, pool: str, task: asyncio.Task[CheckResult]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.error("rollout_check_failed", pool=pool, reason=repr(task.exception()))
-        self._on_ended()
+        self._wake.set()
 
     def forget(self, pool: str) -> None:
         """End the checks of a pool."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
 from argosy.deployment import ROLLOUT_REFUSED
+from argosy.fleet.control.term_journal import TermJournal
 from argosy.policy.rollout import GateVerdict, RolloutDecision, RolloutRecord, RolloutState
-
-EventCallback = Callable[[str, str, str, str], None]
-"""Records an event: its kind, the pool, the reason and the outcome."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -19,11 +15,11 @@ class RolloutEvents:
     """Reports what changes in rollouts.
 
     Args:
-        on_event: Records an event of the fleet.
+        journal: The term, whose event log it writes.
     """
 
-    def __init__(self, on_event: EventCallback) -> None:
-        self._on_event = on_event
+    def __init__(self, journal: TermJournal) -> None:
+        self._journal = journal
         self._results: dict[str, tuple[str, int, str]] = {}
         """Rollout, step and last recommendation of the gate of each pool."""
 
@@ -65,11 +61,13 @@ class RolloutEvents:
                     result=verdict.result,
                     reason=verdict.reason,
                 )
-                self._on_event("rollout_gate", pool, verdict.reason, verdict.result)
+                self._journal.record_event(
+                    "rollout_gate", pool, reason=verdict.reason, outcome=verdict.result
+                )
             self._results[pool] = result
         for refusal in decision.refusals:
             log.warning("rollout_command_refused", pool=pool, reason=refusal)
-            self._on_event(ROLLOUT_REFUSED, pool, refusal, "refused")
+            self._journal.record_event(ROLLOUT_REFUSED, pool, reason=refusal, outcome="refused")
 
     def _report_state(
         self, pool: str, record: RolloutRecord, state: RolloutState, step: int, reason: str
@@ -83,9 +81,11 @@ class RolloutEvents:
             step=step,
             reason=reason,
         )
-        self._on_event("rollout_state", pool, reason, state)
+        self._journal.record_event("rollout_state", pool, reason=reason, outcome=state)
 
     def report_end(self, pool: str) -> None:
         """Record that a pool declares no rollouts any more."""
         log.info("rollouts_ended", pool=pool)
-        self._on_event("rollouts_ended", pool, "it declares none any more", "ok")
+        self._journal.record_event(
+            "rollouts_ended", pool, reason="it declares none any more", outcome="ok"
+        )
