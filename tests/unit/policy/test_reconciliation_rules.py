@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from argosy.policy.reconciliation import (
     reconcile,
     replica_name,
 )
+from argosy.policy.reconciliation.member import STATES
 
 NOW = 1000.0
 POOL = DesiredPool(name="a", launcher="local", generation=2, replicas=2)
@@ -331,3 +333,9 @@ def test_phase_of_gateway_names_no_model(fields: dict[str, object], reason: str)
 def test_impossible_pool_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.structs.replace(POOL, **fields)
+
+
+def test_documentation_has_the_table_of_states() -> None:
+    page = Path(__file__).parents[3] / "docs/explanation/replica-status.md"
+    rows = [f"| {state} | {row.condition} | `{row.phase}` |\n" for state, row in STATES.items()]
+    assert "".join(rows) in page.read_text()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from argosy.policy.reconciliation.actions import ReplicaPhase
 from argosy.policy.reconciliation.desired import DesiredPool
 from argosy.policy.reconciliation.liveness import hang_deadline
 from argosy.policy.reconciliation.observed import (
@@ -13,14 +16,57 @@ from argosy.policy.reconciliation.observed import (
     WarmUpState,
 )
 
-_STATES: Mapping[LaunchState | None, int] = {
-    LaunchState.RUNNING: 0,
-    LaunchState.PROVISIONING: 1,
-    LaunchState.DRAINING: 2,
-    LaunchState.EXITED: 4,
+
+class MemberState(enum.StrEnum):
+    """State of a replica that its launcher lists. `STATES` says what each means."""
+
+    DRAINING = "draining"
+    EXITED = "exited"
+    PROVISIONING = "provisioning"
+    HUNG = "hung"
+    NOT_WARM = "not warm"
+    LOADING = "loading"
+    WARMING = "warming"
+    SERVING = "serving"
+
+
+class StateRow(NamedTuple):
+    """Meaning of a state."""
+
+    condition: str
+    phase: ReplicaPhase
+    """Phase that operators see, as long as the replica stays in the fleet."""
+    keep_rank: int
+    """The smaller, the rather it is kept if the pool has too many replicas."""
+
+
+STATES: Mapping[MemberState, StateRow] = {
+    MemberState.DRAINING: StateRow(
+        "it finishes its requests, then exits", ReplicaPhase.DRAINING, 2
+    ),
+    MemberState.EXITED: StateRow("its process has exited", ReplicaPhase.STOPPED, 4),
+    MemberState.PROVISIONING: StateRow(
+        "its launcher waits for a machine, a GPU or an image", ReplicaPhase.PROVISIONING, 1
+    ),
+    MemberState.HUNG: StateRow(
+        "it neither answers nor steps since its deadline", ReplicaPhase.FAILED, 3
+    ),
+    MemberState.NOT_WARM: StateRow("its warm-up failed", ReplicaPhase.FAILED, 0),
+    MemberState.LOADING: StateRow("it runs, but does not serve", ReplicaPhase.LOADING, 0),
+    MemberState.WARMING: StateRow(
+        "it serves, but has not finished its warm-up", ReplicaPhase.WARMING, 0
+    ),
+    MemberState.SERVING: StateRow(
+        "it serves: it can be in the rotation, or a spare", ReplicaPhase.READY, 0
+    ),
 }
-_HUNG = 3
-"""Ranks of states: the further from serving, the larger."""
+"""All states. The first whose condition holds counts. The documentation shows this table."""
+
+_LAUNCH_STATES = {
+    LaunchState.DRAINING: MemberState.DRAINING,
+    LaunchState.EXITED: MemberState.EXITED,
+    LaunchState.PROVISIONING: MemberState.PROVISIONING,
+}
 
 
 class Member:
@@ -28,18 +74,15 @@ class Member:
 
     __slots__ = (
         "deadline",
-        "has_failed_warm_up",
         "held_reason",
         "in_rotation",
-        "is_available",
         "is_current",
-        "is_hung",
         "is_known",
         "is_stopped",
-        "is_usable",
         "leaving_reason",
         "may_serve",
         "replica",
+        "state",
     )
 
     def __init__(
@@ -50,20 +93,14 @@ class Member:
         self.is_current = replica.generation == pool.generation
         self.is_known = replica.launcher not in observed.unavailable_launchers
         """Whether its launcher can list it now. Nothing is done to a replica of unknown state."""
-        is_running = self.is_known and replica.state is LaunchState.RUNNING
-        self.is_hung = is_running and now >= self.deadline.at
-        self.may_serve = is_running and replica.in_rotation and replica.ready_at is not None
-        """Whether it may serve requests, even if a health check of the controller says otherwise."""
-        self.has_failed_warm_up = pool.requires_warm_up and replica.warm_up is WarmUpState.FAILED
-        self.is_usable = (
-            is_running
-            and replica.is_serving
-            and not self.is_hung
-            and (not pool.requires_warm_up or replica.warm_up is WarmUpState.SUCCEEDED)
+        self.state = _find_state(replica, pool, is_hung=self.is_known and now >= self.deadline.at)
+        self.may_serve = (
+            self.is_known
+            and replica.state is LaunchState.RUNNING
+            and replica.in_rotation
+            and replica.ready_at is not None
         )
-        """Whether it can be in the rotation, or a spare."""
-        self.is_available = self.is_usable and self.may_serve and replica.is_routed
-        """Whether it serves the requests of all gateways."""
+        """Whether it may serve requests, even if a health check of the controller says otherwise."""
         self.in_rotation = replica.in_rotation
         """Whether the rotation contains it once the actions decided so far are carried out."""
         self.leaving_reason = ""
@@ -73,14 +110,39 @@ class Member:
         self.held_reason = ""
         """Why it is not taken out, although it is hung or leaves; empty if it need not be or is taken out."""
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be in the rotation, or a spare."""
+        return self.is_known and self.state is MemberState.SERVING
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it serves the requests of all gateways."""
+        return self.is_usable and self.may_serve and self.replica.is_routed
+
     def sort_key(self) -> tuple[bool, bool, int, bool, int, int]:
         """Return the order in which members are kept: those with the smallest key first."""
         replica = self.replica
         return (
             not self.is_current,
             not self.is_usable,
-            _HUNG if self.is_hung else _STATES[replica.state],
+            STATES[self.state].keep_rank,
             not replica.in_rotation,
             -replica.generation,
             replica.ordinal,
         )
+
+
+def _find_state(replica: ObservedReplica, pool: DesiredPool, *, is_hung: bool) -> MemberState:
+    launched = _LAUNCH_STATES.get(replica.state) if replica.state is not None else None
+    if launched is not None:
+        return launched
+    if is_hung:
+        return MemberState.HUNG
+    if pool.requires_warm_up and replica.warm_up is WarmUpState.FAILED:
+        return MemberState.NOT_WARM
+    if not replica.is_serving:
+        return MemberState.LOADING
+    if pool.requires_warm_up and replica.warm_up is not WarmUpState.SUCCEEDED:
+        return MemberState.WARMING
+    return MemberState.SERVING

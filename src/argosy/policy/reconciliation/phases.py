@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from argosy.policy.reconciliation.actions import PhaseReport, ReplicaPhase
 from argosy.policy.reconciliation.desired import DesiredPool
-from argosy.policy.reconciliation.member import Member
-from argosy.policy.reconciliation.observed import LaunchState, WarmUpState
+from argosy.policy.reconciliation.member import STATES, Member, MemberState
 from argosy.policy.reconciliation.restarts import RestartPlan
-
-_ROUTED = PhaseReport(ReplicaPhase.READY, "every gateway routes to it")
-_ACCEPTS = PhaseReport(ReplicaPhase.READY, "it accepts requests")
-_SPARE = PhaseReport(ReplicaPhase.READY, "it is a spare")
 
 
 def describe_start(plan: RestartPlan, now: float) -> PhaseReport:
@@ -23,44 +18,44 @@ def describe_start(plan: RestartPlan, now: float) -> PhaseReport:
 
 def describe_member(member: Member, pool: DesiredPool) -> PhaseReport:
     """Describe a replica that its launcher lists and that is not restarted."""
-    replica = member.replica
-    if replica.state is LaunchState.DRAINING:
-        report = PhaseReport(ReplicaPhase.DRAINING, replica.reason or "it finishes its requests")
-    elif replica.state is LaunchState.EXITED:
-        report = PhaseReport(ReplicaPhase.STOPPED, member.leaving_reason or replica.reason)
+    replica, state = member.replica, member.state
+    phase, reason = STATES[state].phase, _explain(member, pool)
+    if state in {MemberState.DRAINING, MemberState.EXITED}:
+        pass
     elif member.leaving_reason and not member.in_rotation:
         waits = "; a gateway still routes to it" if replica.is_routed_by_any else ""
-        report = PhaseReport(ReplicaPhase.DRAINING, member.leaving_reason + waits)
-    elif replica.state is LaunchState.PROVISIONING:
-        reason = replica.reason or "its launcher prepares its start"
-        report = PhaseReport(ReplicaPhase.PROVISIONING, reason)
-    elif member.is_hung:
-        report = PhaseReport(ReplicaPhase.FAILED, member.deadline.reason)
-    else:
-        report = _describe_running(member, pool)
-    if member.held_reason:
-        report = PhaseReport(report.phase, f"{report.reason}; {member.held_reason}")
-    return report
+        phase, reason = ReplicaPhase.DRAINING, member.leaving_reason + waits
+    elif state is MemberState.SERVING and member.in_rotation and not replica.is_routed:
+        phase = ReplicaPhase.WARMING
+    return PhaseReport(phase, f"{reason}; {member.held_reason}" if member.held_reason else reason)
 
 
-def _describe_running(member: Member, pool: DesiredPool) -> PhaseReport:
+def _explain(member: Member, pool: DesiredPool) -> str:
+    """Return why a replica is in its state."""
     replica = member.replica
-    if not replica.is_serving:
-        starts = "it loads its model" if pool.serves_model else "it starts"
-        reason = starts if replica.ready_at is None else "it has stopped serving"
-        return PhaseReport(ReplicaPhase.LOADING, replica.activity or reason)
-    if pool.requires_warm_up and replica.warm_up is not WarmUpState.SUCCEEDED:
-        failed = replica.warm_up is WarmUpState.FAILED
-        error = f"its warm-up failed: {replica.warm_up_error}"
-        return PhaseReport(
-            ReplicaPhase.FAILED if failed else ReplicaPhase.WARMING,
-            error if failed else "it answers its warm-up requests",
-        )
-    if not member.in_rotation:
-        return _SPARE
-    if not replica.is_routed:
-        return PhaseReport(ReplicaPhase.WARMING, "not every gateway routes to it yet")
-    return _ROUTED if pool.serves_model else _ACCEPTS
+    match member.state:
+        case MemberState.DRAINING:
+            return replica.reason or "it finishes its requests"
+        case MemberState.EXITED:
+            return member.leaving_reason or replica.reason
+        case MemberState.PROVISIONING:
+            return replica.reason or "its launcher prepares its start"
+        case MemberState.HUNG:
+            return member.deadline.reason
+        case MemberState.NOT_WARM:
+            return f"its warm-up failed: {replica.warm_up_error}"
+        case MemberState.LOADING:
+            starts = "it loads its model" if pool.serves_model else "it starts"
+            is_first = replica.ready_at is None
+            return replica.activity or (starts if is_first else "it has stopped serving")
+        case MemberState.WARMING:
+            return "it answers its warm-up requests"
+        case MemberState.SERVING:
+            if not member.in_rotation:
+                return "it is a spare"
+            if not replica.is_routed:
+                return "not every gateway routes to it yet"
+            return "every gateway routes to it" if pool.serves_model else "it accepts requests"
 
 
 def _format_seconds(seconds: float) -> str:

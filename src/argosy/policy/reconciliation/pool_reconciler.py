@@ -20,7 +20,7 @@ from argosy.policy.reconciliation.actions import (
 )
 from argosy.policy.reconciliation.desired import DesiredPool
 from argosy.policy.reconciliation.disruption_budget import DisruptionBudget
-from argosy.policy.reconciliation.member import Member
+from argosy.policy.reconciliation.member import Member, MemberState
 from argosy.policy.reconciliation.observed import (
     LaunchState,
     ObservedFleet,
@@ -157,9 +157,9 @@ class PoolReconciler:
             replica = member.replica
             if not member.is_known or replica.state is not LaunchState.RUNNING:
                 continue
-            if member.is_hung:
+            if member.state is MemberState.HUNG:
                 reason = member.deadline.reason
-            elif member.has_failed_warm_up and not member.in_rotation:
+            elif member.state is MemberState.NOT_WARM and not member.in_rotation:
                 reason = f"its warm-up failed: {replica.warm_up_error}"
             else:
                 self.wake_at = min(self.wake_at, member.deadline.at)
