@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from argosy.policy.autoscaling import AutoscalerState, CapacityState
-from argosy.policy.reconciliation import ReplicaPhase, ReplicaRun, WarmUpState
+from argosy.policy.reconciliation import ReplicaMemory, ReplicaPhase, WarmUpState
 
 OBSERVED_NAME = "observed"
 REPLICA_PREFIX = "replica/"
@@ -28,23 +28,9 @@ MAX_START_TIMES = 9
 T = TypeVar("T")
 
 
-class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica as its controller knows it. Times are seconds since the epoch."""
+class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
+    """A replica as its controller knows it, also for operators. Times are seconds since the epoch."""
 
-    name: str
-    pool: str
-    generation: int
-    ordinal: int
-    launcher: str
-    attempt: int = 0
-    """Attempt that the next fields belong to."""
-    ready_at: float | None = None
-    """When this attempt first served."""
-    warm_up: WarmUpState = WarmUpState.NOT_STARTED
-    warm_up_error: str = ""
-    in_rotation: bool = False
-    """Whether the pools that are published for the gateways contain it."""
-    past_runs: tuple[ReplicaRun, ...] = ()
     phase: ReplicaPhase = ReplicaPhase.PENDING
     reason: str = ""
     """Why it is in this phase."""
@@ -52,7 +38,6 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     node: str = ""
     zone: str = ""
-    started_at: float = 0.0
     running: int = 0
     """Requests that it runs, by its latest report."""
     cached_tokens: int = 0

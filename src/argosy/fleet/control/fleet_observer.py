@@ -19,7 +19,7 @@ from argosy.fleet.control.replica_monitor import (
 )
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
-from argosy.policy.reconciliation import ObservedReplica
+from argosy.policy.reconciliation import ObservedReplica, ReplicaMemory
 from argosy.protocol import LoadResponse
 
 LOAD_UPDATE_INTERVAL_S = 5.0
@@ -144,10 +144,8 @@ class FleetObserver:
             self._records.replicas[name] = record
             observed.append(
                 ObservedReplica(
-                    launcher=launcher,
                     state=replica.state,
                     reason=replica.reason,
-                    started_at=replica.started_at,
                     exited_at=replica.exited_at,
                     start_error=replica.start_error,
                     activity=_describe_activity(replica, reading.load),
@@ -158,7 +156,7 @@ class FleetObserver:
                 )
             )
         observed += [
-            ObservedReplica(launcher=record.launcher, **self._remembered(record))
+            ObservedReplica(**self._remembered(record))
             for name, record in self._records.replicas.items()
             if name not in listed
         ]
@@ -189,6 +187,7 @@ class FleetObserver:
                 self._records.add_start_time(source, max(0.0, now - replica.started_at))
         return msgspec.structs.replace(
             record,
+            launcher=launcher,
             ready_at=ready_at,
             url=replica.url or "",
             node=replica.node,
@@ -199,19 +198,9 @@ class FleetObserver:
     def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:
         """Return the fields of an observation that do not come from a launcher or a health check."""
         is_gateway = record.pool == GATEWAY_POOL
-        return {
-            "name": record.name,
-            "pool": record.pool,
-            "generation": record.generation,
-            "ordinal": record.ordinal,
-            "attempt": record.attempt,
-            "ready_at": record.ready_at,
-            "warm_up": record.warm_up,
-            "warm_up_error": record.warm_up_error,
-            "in_rotation": record.in_rotation,
+        return {name: getattr(record, name) for name in ReplicaMemory.__struct_fields__} | {
             "is_routed": is_gateway or self._publisher.is_routed(record.name),
             "is_routed_by_any": not is_gateway and self._publisher.is_routed_by_any(record.name),
-            "past_runs": record.past_runs,
         }
 
 

@@ -43,12 +43,10 @@ class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
     """Why it ended, such as `it exited with status 3`."""
 
 
-class ObservedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that a launcher, the published rotation or the history of runs contains.
+class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What the store keeps of a replica, because it cannot be observed after a restart of the controller.
 
-    All fields apply to its latest attempt, and times are seconds since the epoch. Each field names who supplies it:
-    the launcher's listing, the controller's health checks, the gateways, or the store, which keeps what cannot
-    be observed after a restart of the controller.
+    All but the past runs applies to the latest attempt. Times are seconds since the epoch.
     """
 
     name: str
@@ -58,14 +56,31 @@ class ObservedReplica(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int
     launcher: str
     """Name of the launcher that runs it."""
+    attempt: int = 0
+    """Number of times that it was started."""
+    started_at: float = 0.0
+    """When the latest attempt started."""
+    ready_at: float | None = None
+    """When this attempt first served, by the first health check that succeeded."""
+    warm_up: WarmUpState = WarmUpState.NOT_STARTED
+    """Warm-up of this attempt. One that was running when its controller ended has not started."""
+    warm_up_error: str = ""
+    in_rotation: bool = False
+    """Whether the latest version of the pools that was published for the gateways contains it."""
+    past_runs: tuple[ReplicaRun, ...] = ()
+    """Up to `MAX_PAST_RUNS` earlier runs, oldest first. See `Start.ended_run`."""
+
+
+class ObservedReplica(ReplicaMemory, frozen=True, kw_only=True):
+    """A replica that a launcher, the published rotation or the history of runs contains.
+
+    Each field names who supplies it: the launcher's listing, the controller's health checks, or the gateways.
+    """
+
     state: LaunchState | None = None
     """Launcher. None if it does not list the replica."""
     reason: str = ""
     """Launcher: why the replica waits, or why it exited."""
-    attempt: int = 0
-    """Launcher: number of times that it was started."""
-    started_at: float = 0.0
-    """Launcher: when the latest attempt started."""
     exited_at: float | None = None
     """Launcher."""
     start_error: str = ""
@@ -79,21 +94,11 @@ class ObservedReplica(msgspec.Struct, frozen=True, kw_only=True):
     reports no counter."""
     is_serving: bool = False
     """Health check: whether its `/ready` answers 200 at present."""
-    ready_at: float | None = None
-    """Store: when this attempt first served. The controller records it at the first health check that succeeds."""
-    warm_up: WarmUpState = WarmUpState.NOT_STARTED
-    """Store: the warm-up of this attempt. One that was running when its controller ended has not started."""
-    warm_up_error: str = ""
-    """Store: why the warm-up failed."""
-    in_rotation: bool = False
-    """Store: whether the latest version of the pools that was published for the gateways contains it."""
     is_routed: bool = False
     """Gateways: whether all that can be reached route to it. True if the fleet has no gateway, but not if none of them
     can be reached, because these may still route by an older version."""
     is_routed_by_any: bool = False
     """Gateways: whether at least one that can be reached routes to it."""
-    past_runs: tuple[ReplicaRun, ...] = ()
-    """Store: up to `MAX_PAST_RUNS` earlier runs, oldest first. See `Start.ended_run`."""
 
 
 class ObservedFleet(msgspec.Struct, frozen=True, kw_only=True):
