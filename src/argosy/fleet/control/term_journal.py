@@ -13,7 +13,7 @@ from argosy.store import FleetEvent
 
 
 class TermJournal:
-    """What a leader knows, what it reports, and whether it has to decide again. Not thread-safe.
+    """Records and events of a term, and the event that lets the leader decide again. Not thread-safe.
 
     Args:
         context: The fleet.

@@ -44,7 +44,7 @@ class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store keeps of a replica, because it cannot be observed after a restart of the controller.
+    """Memory of a replica in the store, since a controller that was restarted cannot observe it.
 
     All but the past runs applies to the latest attempt. Times are seconds since the epoch.
     """
