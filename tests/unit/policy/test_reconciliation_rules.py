@@ -145,6 +145,12 @@ def names(actions: tuple[Action, ...]) -> list[str]:
             id="restarts-old-while-new-loads",
         ),
         pytest.param(
+            [replica(0, 1, **EXITED), replica(0, **LOADING), replica(1, **LOADING)],
+            {"max_surge": 0, "max_unavailable": 1},
+            [],
+            id="leaves-old-down-if-new-have-its-room",
+        ),
+        pytest.param(
             [replica(0), replica(1, state=LaunchState.DRAINING)],
             {},
             ["Withdraw a-2-1", "Start a-2-2"],

@@ -187,14 +187,19 @@ class PoolReconciler:
                 member.held_reason = "it stays in the rotation until enough others are routed"
 
     def _restart_exited(self) -> None:
+        """Restart what has exited. An outdated replica waits if those that replace it have taken its room."""
+        states = [each.replica.state for each in self._members]
+        room = self._size + self._pool.max_surge - len(states) + states.count(LaunchState.EXITED)
         for member in self._members:
             replica = member.replica
             if (
                 replica.state is LaunchState.EXITED
                 and member.is_known
                 and not member.leaving_reason
+                and (member.is_current or room > 0)
             ):
                 self._start(replica, replica.launcher)
+                room -= 1
 
     def _start_missing(self) -> None:
         """Start replicas with the lowest free ordinals, unless too many exist already."""
