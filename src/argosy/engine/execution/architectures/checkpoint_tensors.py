@@ -101,11 +101,17 @@ def _raise_missing(
 def _raise_unread(
     path: Path, files: Mapping[str, Path], architecture: OwnArchitecture, names: list[str]
 ) -> None:
+    stored_in = ", ".join(sorted({files[name].name for name in names[:MAX_LISTED_TENSORS]}))
+    raise ValueError(
+        f"{path}: {list_names(names)} in {stored_in} would not be read, because a "
+        f"{architecture.architecture} with the settings of config.json has no such tensors; "
+        "correct config.json, or remove the tensors if the model does not need them"
+    )
+
+
+def list_names(names: list[str]) -> str:
+    """Return the first names, and the number of the others, for an error."""
     listed = ", ".join(names[:MAX_LISTED_TENSORS])
     if len(names) > MAX_LISTED_TENSORS:
         listed += f" and {len(names) - MAX_LISTED_TENSORS} others"
-    stored_in = ", ".join(sorted({files[name].name for name in names[:MAX_LISTED_TENSORS]}))
-    raise ValueError(
-        f"{path}: {listed} in {stored_in} would not be read, because a {architecture.architecture} with the settings "
-        "of config.json has no such tensors; correct config.json, or remove the tensors if the model does not need them"
-    )
+    return listed

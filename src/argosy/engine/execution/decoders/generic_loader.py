@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.checkpoint_tensors import MAX_LISTED_TENSORS
+from argosy.engine.execution.architectures.checkpoint_tensors import list_names
 from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
     CheckpointReader,
     StoredPart,
@@ -163,7 +163,7 @@ class _Loader:
                 isinstance(self.modules[name.rpartition(".")[0]], nn.Embedding)
                 for name in (entry.target, *self._aliases(entry.target))
             )
-            if self._pack_key(entry.target) in self._pack_cache and is_used_packed_only:
+            if entry.target in self._pack_cache and is_used_packed_only:
                 return {entry.target: declared}
             (source,) = next(iter(entry.sources.values()))
             return {entry.target: self._checkpoint.read_parts((StoredPart(source),))}
@@ -186,7 +186,7 @@ class _Loader:
         except Exception as error:
             names = [name for sources in entry.sources.values() for name in sources]
             raise ValueError(
-                f"{self._model.path}: {_list_names(names)} cannot become {entry.target} ({error}); "
+                f"{self._model.path}: {list_names(names)} cannot become {entry.target} ({error}); "
                 "config.json and the weights belong to different models"
             ) from error
         return {
@@ -234,7 +234,7 @@ class _Loader:
         sources = [name for names in entry.sources.values() for name in names]
         if tensor.shape != declared.shape:
             raise ValueError(
-                f"{self._model.path}: {_list_names(sources)} give {target} the shape {list(tensor.shape)}, "
+                f"{self._model.path}: {list_names(sources)} give {target} the shape {list(tensor.shape)}, "
                 f"but it should have {list(declared.shape)}; config.json and the weights belong to different models"
             )
         dtype = torch.float32 if self._fp32_names.search(target) else declared.dtype
@@ -260,7 +260,7 @@ class _Loader:
                 weight,
                 tensors.get("bias"),
                 weight_format,
-                partial(self._pack_cache.get, self._pack_key(f"{module_name}.weight")),
+                partial(self._pack_cache.get, f"{module_name}.weight"),
             )
             parent, _, name = module_name.rpartition(".")
             setattr(self._model.module.get_submodule(parent), name, packed)
@@ -280,13 +280,13 @@ class _Loader:
 
         def read(name: str, expert: int) -> Tensor:
             declared = self._declared[f"{module_name}.{name}"]
-            if self._pack_key(f"{module_name}.{name}.{expert}") in self._pack_cache:
+            if f"{module_name}.{name}.{expert}" in self._pack_cache:
                 return declared[0]
             tensor = self._read_expert(entries[name], expert)
             return self._to_declared(f"{module_name}.{name}", tensor, declared[0], entries[name])
 
         def pack(weight: Tensor, bias: Tensor | None, name: str) -> Callable[[Tensor], Tensor]:
-            get_packed = partial(self._pack_cache.get, self._pack_key(f"{module_name}.{name}"))
+            get_packed = partial(self._pack_cache.get, f"{module_name}.{name}")
             return self._device.create_linear(weight, bias, self._quantize, get_packed)
 
         module.packed_experts = pack_experts(module, read, pack)
@@ -321,15 +321,12 @@ class _Loader:
             name for name, other in self._declared.items() if other is declared and name != target
         ]
 
-    def _pack_key(self, parameter: str) -> str:
-        return f"generic.{parameter}"
-
     # --- errors ------------------------------------------------------------------------------------
 
     def _reject_unread(self, names: list[str]) -> None:
         if names:
             raise ValueError(
-                f"{self._model.path}: {_list_names(names)} would not be read, because a "
+                f"{self._model.path}: {list_names(names)} would not be read, because a "
                 f"{self._model.architecture.architecture} with the settings of config.json has no such tensors; "
                 "correct config.json, or remove the tensors if the model does not need them"
             )
@@ -344,13 +341,6 @@ class _Loader:
         ]
         if incomplete or unfinished:
             raise ValueError(
-                f"{self._model.path} lacks tensors of {_list_names(incomplete or unfinished)}; "
+                f"{self._model.path} lacks tensors of {list_names(incomplete or unfinished)}; "
                 "the download is incomplete or config.json belongs to another model"
             )
-
-
-def _list_names(names: list[str]) -> str:
-    listed = ", ".join(names[:MAX_LISTED_TENSORS])
-    if len(names) > MAX_LISTED_TENSORS:
-        listed += f" and {len(names) - MAX_LISTED_TENSORS} others"
-    return listed
