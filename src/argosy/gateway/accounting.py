@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 
@@ -238,6 +239,16 @@ class AccountSync:
         if (await asyncio.wait({self._seed_task}, timeout=LIMIT_SEED_WAIT_S))[0]:
             seed_task, self._seed_task = self._seed_task, None
             await seed_task
+
+    def read_gauges(self) -> dict[str, Any]:
+        """Return the fields of `GatewayGauges` about accounts, usage and limits."""
+        usage_log = self.accounting.usage_log
+        return {
+            "usage_pending_records": usage_log.pending_records,
+            "usage_unpersisted_records": usage_log.unpersisted_records,
+            "store_up": self.accounting.is_fresh,
+            "quota_backend": self.limits.read_quota_status(),
+        }
 
     def close(self) -> None:
         """Cancel the task that reads past usage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -38,7 +39,8 @@ from argosy.gateway.filters import (
     open_idempotency_store,
     open_quota_backend,
 )
-from argosy.gateway.fleet_pools import FleetPoolsHandler, load_fleet_pools
+from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet_pools
+from argosy.gateway.gateway_part import GatewayPart
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
@@ -117,6 +119,8 @@ class GatewayServer:
         self._config = config
         self._on_ready = on_ready
         self._fleet_control = fleet_control
+        self._replica_logs = replica_logs
+        self._lessons = lessons
         versions = () if pools is None else pools.versions
         self._registry = ModelRegistry(
             build_model_entries(config, versions), config.routes, resolver
@@ -128,28 +132,37 @@ class GatewayServer:
         self._cors = CorsPolicy(config.auth.allowed_origins)
         self._metrics = GatewayMetrics()
         self._traces = TraceStore(config.explain)
-        self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
         self._gateway_id = new_gateway_id()
         self._loop_monitor = LoopMonitor()
         self._series = SeriesCollector(config, self._models) if config.series.enabled else None
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
-        self._fleet_pools = (
-            None
-            if pools is None
-            else FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
-        )
-        self._replica_logs = replica_logs
-        self._lessons = lessons
         self._outcomes: OutcomeMeter | None = None
-        self._config_reloader: ConfigReloader | None = None
-        self._console: Console | None = None
-        if load_config is not None and pools is None:
-            self._config_reloader = ConfigReloader(
-                config, load_config, self._registry, self._on_models_changed
-            )
+        self._certificates: CertificateWatcher | None = None
+        self._fleet_pools: FleetPoolsHandler | None = None
+        self._parts: list[GatewayPart] = []
+        """Optional parts that the gateway has, in the order in which they were added."""
+        self._add_settings_parts(pools, load_config)
         self._stop_requested = asyncio.Event()
         self._force_stop = asyncio.Event()
+
+    def _add_settings_parts(
+        self, pools: FleetPools | None, load_config: ConfigLoader | None
+    ) -> None:
+        """Add the parts that follow files or the controller: certificates, and models by one of two ways."""
+        config = self._config
+        if config.tls is not None:
+            certificates = self._certificates = CertificateWatcher(config.tls)
+            self._parts.append(GatewayPart(reload=certificates.reload, tasks=[certificates.watch]))
+        if pools is not None:
+            handler = FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
+            self._fleet_pools = handler
+            self._parts.append(
+                GatewayPart(read_gauges=lambda: {"desired_replicas": handler.desired_replicas})
+            )
+        elif load_config is not None:
+            reloader = ConfigReloader(config, load_config, self._registry, self._on_models_changed)
+            self._parts.append(GatewayPart(reload=reloader.request_reload, tasks=[reloader.run]))
 
     @property
     def replicas(self) -> list[ReplicaEndpoint]:
@@ -164,20 +177,16 @@ class GatewayServer:
 
     def reload(self) -> None:
         """Reload the TLS certificates, and the models and routes of the settings."""
-        if self._certificates is not None:
-            self._certificates.reload()
-        if self._config_reloader is not None:
-            self._config_reloader.request_reload()
+        for part in self._parts:
+            part.reload()
 
     def _on_models_changed(self) -> None:
         """Re-resolve aliases after a reload. A limit or price of an alias may now apply to a different model.
 
         The versions to measure may have changed as well.
         """
-        if self._outcomes is not None and self._fleet_pools is not None:
-            self._outcomes.apply(self._fleet_pools.versions)
-        if self._account_sync is not None:
-            self._account_sync.rebind_model_names()
+        for part in self._parts:
+            part.on_models_changed()
 
     async def run(self, listen_socket: socket.socket | None = None) -> None:
         """Serve until `stop` is called.
@@ -236,6 +245,16 @@ class GatewayServer:
         self._account_sync = AccountSync(accounting, self._models, self._authenticator, limits)
         exit_stack.callback(self._account_sync.close)
         await self._await_unless_stopped(self._account_sync.start(accounting.snapshot))
+        self._parts.append(
+            GatewayPart(
+                on_models_changed=self._account_sync.rebind_model_names,
+                read_gauges=self._account_sync.read_gauges,
+                tasks=[
+                    partial(accounting.poll_accounts, self._account_sync.apply_snapshot),
+                    accounting.roll_up_usage,
+                ],
+            )
+        )
         return [limits, UsageRecorder(accounting.usage_log)]
 
     async def _await_unless_stopped(self, startup: Coroutine[Any, Any, T]) -> T | None:
@@ -268,17 +287,15 @@ class GatewayServer:
             if store is None or config.store is None
             else ResponseState(store, config.store.keep_responses_days, idempotency_store)
         )
-        background_tasks: list[CoroutineFactory] = []
         if store is not None and self._fleet_pools is not None:
-            background_tasks += self._build_rollout_tasks(store, self._fleet_pools)
+            self._parts.append(self._build_fleet_part(store, self._fleet_pools))
             self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
         generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
 
         def read_metrics() -> GatewayGauges:
             return self._read_metrics(app, generation)
 
-        if config.console.enabled:
-            self._console = self._build_console(store, read_metrics)
+        console = self._build_console(store, read_metrics) if config.console.enabled else None
         background = BackgroundResponses(response_state, generation.chat_completions)
         routes = build_routes(
             self._models,
@@ -289,28 +306,42 @@ class GatewayServer:
             None if account_sync is None else account_sync.limits,
             refuse_unknown_fields=config.unknown_fields == "refuse",
         )
-        if self._console is not None:
-            routes = self._console.build_routes(routes)
+        if console is not None:
+            self._parts.append(GatewayPart(on_drain=console.events.close))
+            routes = console.build_routes(routes)
         if peers is not None:
+            self._parts.append(GatewayPart(start=peers.register, tasks=[peers.keep_registered]))
             routes += self._build_peer_routes(peers, generation, series_queries)
         routes += self._build_admin(peers, series_queries, generation.previewer)
         app = GatewayApp(
             add_openapi_route(routes),
             authenticate=self._authenticator.authenticate,
-            sessions=None if self._console is None else self._console.sessions,
+            sessions=None if console is None else console.sessions,
             cors=self._cors,
             metrics=self._metrics,
             config=config,
             gateway_id=self._gateway_id,
         )
+        if store is not None:
+            expiry = [response_state.delete_expired_forever, background.watch_forever]
+            self._parts.append(GatewayPart(tasks=expiry))
+        if self._series is not None:
+            fleet_pools = self._fleet_pools
+            run_series = partial(
+                self._series.run,
+                lambda: generation.queued_requests,
+                generation.count_by_tenant,
+                lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
+            )
+            self._parts.append(GatewayPart(tasks=[run_series]))
         await self._registry.start()
-        if peers is not None:
-            await peers.register()
-            background_tasks.append(peers.keep_registered)
-        background_tasks += self._list_background_tasks(background, generation, response_state)
+        for part in self._parts:
+            await part.start()
+        tasks = [generation.monitor_streams, self._loop_monitor.run]
+        tasks += [task for part in self._parts for task in part.tasks]
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
-        await self._listen(app, background, listen_socket, background_tasks, descriptors_per_client)
+        await self._listen(app, background, listen_socket, tasks, descriptors_per_client)
 
     def _build_peers(self, store: Store, listen_socket: socket.socket) -> PeerGateways:
         config = self._config
@@ -386,10 +417,8 @@ class GatewayServer:
             sign_in = OidcSignIn(oidc, trusted.issuer, authenticator, sessions)
         return Console(guard, sessions, events, sign_in)
 
-    def _build_rollout_tasks(
-        self, store: Store, fleet_pools: FleetPoolsHandler
-    ) -> list[CoroutineFactory]:
-        """Return the background tasks that follow the routes of the fleet and measure versions."""
+    def _build_fleet_part(self, store: Store, fleet_pools: FleetPoolsHandler) -> GatewayPart:
+        """Build the part that follows the routes of the fleet and measures versions."""
         fleet = self._config.fleet or ""
         watcher = RouteWatcher(store.fleets, fleet, fleet_pools.follow_routes)
         gate = LocalGate(
@@ -400,40 +429,12 @@ class GatewayServer:
             follow_routes=fleet_pools.follow_routes,
             on_rolled_back=lambda model: self._metrics.rollbacks.add((model,)),
         )
-        self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch, self._metrics)
-        self._outcomes.apply(fleet_pools.versions)
-        return [watcher.watch, self._outcomes.run, gate.run]
-
-    def _list_background_tasks(
-        self,
-        background: BackgroundResponses,
-        generation: CompletionHandlers,
-        response_state: ResponseState,
-    ) -> list[CoroutineFactory]:
-        """Return the background tasks, except for those of rollouts and of the registration of this gateway."""
-        tasks: list[CoroutineFactory] = [generation.monitor_streams, self._loop_monitor.run]
-        if self._account_sync is not None:
-            accounting = self._account_sync.accounting
-            tasks += [
-                partial(accounting.poll_accounts, self._account_sync.apply_snapshot),
-                accounting.roll_up_usage,
-                response_state.delete_expired_forever,
-                background.watch_forever,
-            ]
-        fleet_pools = self._fleet_pools
-        if self._series is not None:
-            run_series = partial(
-                self._series.run,
-                lambda: generation.queued_requests,
-                generation.count_by_tenant,
-                lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
-            )
-            tasks.append(run_series)
-        if self._config_reloader is not None:
-            tasks.append(self._config_reloader.run)
-        if self._certificates is not None:
-            tasks.append(self._certificates.watch)
-        return tasks
+        outcomes = self._outcomes = OutcomeMeter(self._gateway_id, gate.on_batch, self._metrics)
+        outcomes.apply(fleet_pools.versions)
+        return GatewayPart(
+            on_models_changed=lambda: outcomes.apply(fleet_pools.versions),
+            tasks=[watcher.watch, outcomes.run, gate.run],
+        )
 
     async def _listen(
         self,
@@ -497,8 +498,7 @@ class GatewayServer:
         return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 
     def _read_metrics(self, app: GatewayApp, generation: CompletionHandlers) -> GatewayGauges:
-        account_sync = self._account_sync
-        return GatewayGauges(
+        gauges = GatewayGauges(
             in_flight=app.in_flight,
             connections=0 if self._http_server is None else self._http_server.connection_count,
             fast_path_streams=generation.fast_path_streams,
@@ -510,26 +510,18 @@ class GatewayServer:
                 for pool in self._models.pools
             },
             routes={route.pool: route.version for route in self._registry.routes.values()},
-            desired_replicas={}
-            if self._fleet_pools is None
-            else self._fleet_pools.desired_replicas,
-            usage_pending_records=0
-            if account_sync is None
-            else account_sync.accounting.usage_log.pending_records,
-            usage_unpersisted_records=0
-            if account_sync is None
-            else account_sync.accounting.usage_log.unpersisted_records,
-            store_up=None if account_sync is None else account_sync.accounting.is_fresh,
-            quota_backend=None if account_sync is None else account_sync.limits.read_quota_status(),
         )
+        for part in self._parts:
+            gauges = dataclasses.replace(gauges, **part.read_gauges())
+        return gauges
 
     async def _drain(
         self, app: GatewayApp, background: BackgroundResponses, server: HttpServer
     ) -> None:
         """Let running requests end, for at most `drain_deadline_s` or until `stop` is called again."""
         log.info("draining", in_flight=app.in_flight)
-        if self._console is not None:
-            self._console.events.close()
+        for part in self._parts:
+            part.on_drain()
 
         async def drain() -> None:
             await server.drain(self._config.drain_keepalive_s)

@@ -196,26 +196,26 @@ class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OrganisationFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a list of one organisation's records, or of all by default."""
+    """Filter and page of a list. Without an organisation it has the records of all."""
 
     organisation: str | None = None
 
 
 class ProjectFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a list of one project's records, or of all by default."""
+    """Filter and page of a list. Without a project it has the records of all."""
 
     project: str | None = None
 
 
 class OwnerFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a list of one owner's limits or those of one kind of owners, or of all by default."""
+    """Filter and page of the list of limits, by owner or kind of owner. Without either it has all limits."""
 
     owner_kind: OwnerKind | None = None
     owner: str | None = None
 
 
 class ModelFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a list of one model's prices, or of all by default."""
+    """Filter and page of the list of prices. Without a model it has the prices of all."""
 
     model: str | None = None
 

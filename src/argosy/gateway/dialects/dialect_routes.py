@@ -17,7 +17,7 @@ from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers
 from argosy.gateway.dialects.responses_session import ResponsesSession
-from argosy.gateway.dialects.stored_lists import PageQuery
+from argosy.gateway.dialects.stored_lists import ItemPageQuery
 from argosy.gateway.dialects.stored_response_handlers import RetrieveQuery, StoredResponseHandlers
 from argosy.gateway.http_route import (
     ACCESS_ERRORS,
@@ -155,10 +155,10 @@ def _build_state_routes(
     response, conversation = "/v1/responses/{id}", "/v1/conversations/{id}"
     items, item = f"{conversation}/items", f"{conversation}/items/{{item}}"
     retrieve = describe("getResponse", stream=EVENTS_MEDIA_TYPE, query=RetrieveQuery)
-    list_input = describe("listResponseInput", query=PageQuery)
+    list_input = describe("listResponseInput", query=ItemPageQuery)
     create = describe("createConversation", body=CreateConversationRequest, is_body_optional=True)
     update = describe("updateConversation", body=UpdateConversationRequest)
-    list_items = describe("listConversationItems", query=PageQuery)
+    list_items = describe("listConversationItems", query=ItemPageQuery)
     add_items = describe("addConversationItems", body=AddItemsRequest)
     rows: list[tuple[str, str, Handler, Operation]] = [
         ("GET", response, stored.retrieve, retrieve),

@@ -13,7 +13,7 @@ from argosy.http_server import HttpExchange
 from argosy.protocol import parse_query
 
 
-class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
+class ItemPageQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Query parameters of a list."""
 
     after: str | None = None
@@ -48,10 +48,10 @@ def parse_query_string(exchange: HttpExchange) -> dict[str, str]:
     return dict(parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True))
 
 
-def parse_page_query(exchange: HttpExchange) -> PageQuery:
+def parse_page_query(exchange: HttpExchange) -> ItemPageQuery:
     """Parse the query of a list.
 
     Raises:
         ApiError: 400 if a parameter is invalid.
     """
-    return parse_query(PageQuery, parse_query_string(exchange))
+    return parse_query(ItemPageQuery, parse_query_string(exchange))
