@@ -14,6 +14,7 @@ import openai
 import pytest
 from tests.integration.test_metrics import value
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_client import serve_gateway
 from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from typer.testing import CliRunner
@@ -38,7 +39,6 @@ class TenantGateway:
 
     url: str
     server: GatewayServer
-    running: asyncio.Task[None]
     store: Store
     engine: FakeEngine
     web: Project
@@ -86,7 +86,6 @@ async def run_tenant_gateway(
     keys = {
         "web": create_key(web, "web"),
         "other": create_key(other, "other"),
-        "small": create_key(web, "small", models=("small",)),
         "admin": create_key(other, "admin", role="admin", scope="gateway"),
     }
     terms.set_limit(
@@ -106,47 +105,9 @@ async def run_tenant_gateway(
             explain=ExplainConfig(retention_s=retention_s),
             drain_deadline_s=0.5,
         )
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        server = GatewayServer(config, url.set_result)
-        running = asyncio.create_task(server.run())
-        try:
-            waited: set[asyncio.Future[Any]] = {running, url}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                await running
-            yield TenantGateway(url.result(), server, running, store, engine, web, other, keys)
-        finally:
-            server.stop()
-            await asyncio.gather(running, return_exceptions=True)
-            store.close()
-
-
-async def test_keys_decide_who_may_use_which_model(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with run_tenant_gateway(tmp_path, tokenizer) as gateway:
-        async with gateway.sdk("sk-argosy-unknown") as sdk:
-            with pytest.raises(openai.AuthenticationError):
-                await sdk.chat.completions.create(model="big", messages=MESSAGES)
-        async with gateway.sdk(gateway.keys["small"]) as sdk:
-            with pytest.raises(openai.PermissionDeniedError):
-                await sdk.chat.completions.create(model="big", messages=MESSAGES)
-            assert [model.id async for model in await sdk.models.list()] == []
-        async with gateway.sdk(gateway.keys["web"]) as sdk:
-            completion = await sdk.chat.completions.create(model="largest", messages=MESSAGES)
-            assert completion.usage is not None
-            assert completion.usage.completion_tokens == 30
-            assert {model.id async for model in await sdk.models.list()} == {"big", "largest"}
-        async with gateway.client(None) as client:
-            assert (await client.post(CHAT_PATH, json=BODY)).status_code == 401
-            assert (await client.get("/metrics")).status_code == 401
-            assert (await client.get("/ready")).status_code == 200
-        (request,) = gateway.engine.requests
-        assert request.tenant == gateway.web.id
-        (record,) = await gateway.wait_for_records(1)
-        assert (record.project, record.status, record.output_tokens) == (
-            gateway.web.id,
-            "completed",
-            30,
-        )
+        async with serve_gateway(config) as (server, url):
+            yield TenantGateway(url, server, store, engine, web, other, keys)
+        store.close()
 
 
 async def test_replica_receives_the_cache_domain_and_priority_of_a_project(
@@ -279,23 +240,6 @@ async def test_explanation_expires_without_further_requests(
         assert explanation["source"] == "ledger"
 
 
-async def test_metrics_count_usage_by_tenant_for_administrators(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with run_tenant_gateway(tmp_path, tokenizer) as gateway:
-        async with gateway.client("web") as client:
-            await client.post(CHAT_PATH, json=BODY | {"stream": True})
-            assert (await client.get("/metrics")).status_code == 403
-        async with gateway.client("admin") as client:
-            metrics = (await client.get("/metrics")).text
-        tenant = {"tenant": gateway.web.id, "model": "big"}
-        assert value(metrics, "argosy_gateway_tokens_total", kind="output", **tenant) == 30
-        assert value(metrics, "argosy_gateway_cost_dollars_total", **tenant) > 600e-9
-        assert value(metrics, "argosy_gateway_requests_total", status="completed", **tenant) == 1
-        assert value(metrics, "argosy_gateway_inter_token_latency_seconds_count") > 0
-        assert value(metrics, "argosy_gateway_replica_status", status="ready") == 1
-
-
 async def test_stream_cut_by_the_drain_deadline_is_charged(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -310,35 +254,8 @@ async def test_stream_cut_by_the_drain_deadline_is_charged(
             while data.count(b'"content"') < 6:  # the role and five tokens
                 data += await anext(chunks)
             gateway.server.stop()
-            await gateway.running
             end = b"".join([chunk async for chunk in chunks])
             assert b'"code":"draining"' in end
             assert b"[DONE]" not in end
         (record,) = await gateway.wait_for_records(1)
         assert (record.status, record.output_tokens) == ("failed", 5)
-
-
-async def test_keys_are_created_and_revoked_while_the_gateway_runs(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with run_tenant_gateway(tmp_path, tokenizer) as gateway:
-        async with gateway.client("admin") as client:
-            body = {"project": gateway.web.id, "name": "new"}
-            created = (await client.post("/admin/keys", json=body)).json()
-        headers = {"authorization": f"Bearer {created['key']}"}
-        async with httpx2.AsyncClient(base_url=gateway.url, headers=headers) as client:
-            assert (await client.get("/v1/models")).status_code == 200
-            gateway.store.accounts.revoke_key(created["id"], actor="test")
-            while (await client.get("/v1/models")).status_code == 200:  # noqa: ASYNC110 - accounts are polled
-                await asyncio.sleep(0.05)
-
-
-async def test_gateway_without_keys_does_not_listen_on_all_interfaces() -> None:
-    replicas = [ReplicaConfig(url="http://127.0.0.1:9")]
-    config = GatewayConfig(
-        host="0.0.0.0",  # noqa: S104 - the rejected setting
-        port=0,
-        models=[ModelConfig(name="big", replicas=replicas)],
-    )
-    with pytest.raises(ValueError, match="no API keys yet"):
-        await GatewayServer(config, lambda _: None).run()

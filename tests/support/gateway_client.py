@@ -41,6 +41,26 @@ def replica_config(backend: FakeBackend, **settings: Any) -> ReplicaConfig:  # n
 
 
 @contextlib.asynccontextmanager
+async def serve_gateway(
+    config: GatewayConfig,
+    **options: Any,  # noqa: ANN401 - keyword arguments of `GatewayServer`
+) -> AsyncIterator[tuple[GatewayServer, str]]:
+    """Run a gateway in this event loop, and yield it with its URL. Raises what ends it before it listens."""
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = GatewayServer(config, url.set_result, **options)
+    running = asyncio.create_task(server.run())
+    try:
+        futures: set[asyncio.Future[Any]] = {running, url}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+        yield server, await url
+    finally:
+        server.stop()
+        await running
+
+
+@contextlib.asynccontextmanager
 async def run_gateway_server(
     config: GatewayConfig,
     load_config: ConfigLoader | None = None,
@@ -48,15 +68,11 @@ async def run_gateway_server(
     client_timeout_s: float | None = 30.0,
 ) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
     """Run a gateway in this event loop, with a client."""
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(config, url.set_result, load_config, resolver)
-    running = asyncio.create_task(server.run())
-    try:
-        async with httpx2.AsyncClient(base_url=await url, timeout=client_timeout_s) as client:
-            yield server, client
-    finally:
-        server.stop()
-        await running
+    async with (
+        serve_gateway(config, load_config=load_config, resolver=resolver) as (server, url),
+        httpx2.AsyncClient(base_url=url, timeout=client_timeout_s) as client,
+    ):
+        yield server, client
 
 
 @contextlib.asynccontextmanager

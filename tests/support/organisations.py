@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 import httpx2
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.lessons import LESSONS
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
 from tests.support.fake_upstream import (
@@ -20,6 +19,7 @@ from tests.support.fake_upstream import (
     fake_upstream,
     respond_with_tokens,
 )
+from tests.support.gateway_client import serve_gateway
 
 CallerReach = Literal["gateway", "own", "other"]
 """Where a role is held: in the whole gateway, in the customer's organisation or in another one."""
@@ -163,15 +163,9 @@ async def run_admin_gateway(
             fleet="demo",
             **settings,
         )
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        server = GatewayServer(config, ready.set_result, lessons=LESSONS)
-        task = asyncio.create_task(server.run())
-        try:
-            gateway = AdminGateway(store_url, await ready, store, home_project, root_key)
-            gateway.upstreams = upstreams
-            async with gateway.client:
-                yield gateway
-        finally:
-            server.stop()
-            await task
-            store.close()
+        _, url = await stack.enter_async_context(serve_gateway(config, lessons=LESSONS))
+        gateway = AdminGateway(store_url, url, store, home_project, root_key)
+        gateway.upstreams = upstreams
+        async with gateway.client:
+            yield gateway
+    store.close()

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx2
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_client import run_gateway_server
 from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.limit_harness import make_limit, make_snapshot
 from tests.support.replica_servers import MODEL, RunningReplica, events, serve
 from tests.support.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.filters import LimitFilter, UsageRecorder
@@ -501,18 +501,13 @@ async def test_streams_work_without_fast_path(
     async with serve(engine) as served:
         models = [ModelConfig(name="big", replicas=[replica_config(served)])]
         config = GatewayConfig(port=0, models=models, fast_path=setting)
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         with capture_logs() as logs:
-            server = GatewayServer(config, url.set_result)
-            running = asyncio.create_task(server.run())
-            async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            async with run_gateway_server(config) as (_, client):
                 task = asyncio.create_task(client.post(PATH, json=BODY))
                 await engine.paused.wait()
                 metrics = await client.get("/metrics")
                 engine.may_continue.set()
                 response = await task
-            server.stop()
-            await running
     assert token_ids(response.content) == TOKENS
     assert "argosy_gateway_fast_path_streams 0.0" in metrics.text.splitlines()
     reasons = [entry["reason"] for entry in logs if entry["event"] == "fast_path_unavailable"]

@@ -15,6 +15,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, fake_upstream
+from tests.support.gateway_client import run_gateway_server
 
 from argosy.gateway import (
     GatewayConfig,
@@ -66,15 +67,8 @@ async def run_gateway(
         body_limit_bytes=body_limit_bytes,
         queue=queue,
     )
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(config, url.set_result)
-    running = asyncio.create_task(server.run())
-    try:
-        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
-            yield client
-    finally:
-        server.stop()
-        await running
+    async with run_gateway_server(config) as (_, client):
+        yield client
 
 
 async def respond(request: UpstreamRequest) -> None:

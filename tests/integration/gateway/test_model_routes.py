@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 from tests.integration.test_metrics import value
 from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.gateway_client import serve_gateway
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 from typer.testing import CliRunner
@@ -18,7 +19,6 @@ from typer.testing import CliRunner
 from argosy.cli.app import app
 from argosy.gateway import (
     GatewayConfig,
-    GatewayServer,
     ModelConfig,
     ReplicaConfig,
     RouteConfig,
@@ -113,15 +113,9 @@ async def run_routed_gateway(
             routes=list(routes),
             store=StoreConfig(url=url),
         )
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        server = GatewayServer(config, ready.set_result)
-        running = asyncio.create_task(server.run())
-        try:
-            yield RoutedGateway(await ready, store, qwen_server, next_server, web, premium, keys)
-        finally:
-            server.stop()
-            await running
-            store.close()
+        async with serve_gateway(config) as (_, gateway_url):
+            yield RoutedGateway(gateway_url, store, qwen_server, next_server, web, premium, keys)
+        store.close()
 
 
 async def test_routes_by_header_and_tier_apply_in_order(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.support.byte_server import (
 from tests.support.certificates import Authority, Pair
 from tests.support.fake_backend import ANSWER_TEXT, Fault, serve_backends
 from tests.support.fake_engine import FakeEngine
-from tests.support.gateway_client import BODIES, COMPLETION, QUICK_TIMEOUTS, stream
+from tests.support.gateway_client import BODIES, COMPLETION, QUICK_TIMEOUTS, serve_gateway, stream
 from tests.support.http_serving import run_server
 from tests.support.replica_servers import CONFIG, MODEL, serve
 from tests.support.waiting import stable_value
@@ -73,14 +73,8 @@ async def run_gateway(
     """Run a gateway and yield it with its URL."""
     model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
     settings = GatewayConfig(port=0, models=[model], timeouts=QUICK_TIMEOUTS, tls=tls)
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(settings, url.set_result)
-    task = asyncio.create_task(server.run())
-    try:
-        yield server, await url
-    finally:
-        server.stop()
-        await task
+    async with serve_gateway(settings) as server_and_url:
+        yield server_and_url
 
 
 @contextlib.asynccontextmanager
