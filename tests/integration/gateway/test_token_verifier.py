@@ -51,101 +51,76 @@ def encode_part(value: dict[str, Any]) -> str:
 # --- principals ----------------------------------------------------------------------------------
 
 
-def test_email_selects_user_with_role_and_project(issuer: TokenIssuer) -> None:
-    principal = authenticate(
-        make_jwt_authenticator(issuer), bearer(issuer.token(email="Ann@Acme.test"))
-    )
-    assert (principal.user, principal.role, principal.key) == ("user_ann", "operator", "")
-    assert (principal.organisation, principal.project, principal.tier) == (
-        "org_acme",
-        "proj_chat",
-        0,
-    )
+ACME_CHAT = {"organisation": "acme", "project": "chat"}
 
 
-def test_subject_selects_user_and_claim_selects_project_of_same_organisation(
-    issuer: TokenIssuer,
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        pytest.param(
+            {"email": "Ann@Acme.test"},
+            {"user": "user_ann", "role": "operator", "key": "", "tier": 0}
+            | {"organisation": "org_acme", "project": "proj_chat"},
+            id="email-selects-user-with-role-and-project",
+        ),
+        pytest.param(
+            {"sub": "user_ann", "project": "shared"},
+            {"user": "user_ann", "project": "proj_shared"},
+            id="claim-selects-project-of-users-organisation",
+        ),
+        pytest.param(
+            ACME_CHAT | {"email": "new@acme.test", "groups": ["staff", "viewer", "operator"]},
+            {"user": "new@acme.test", "organisation": "org_acme", "project": "proj_chat"}
+            | {"role": "operator", "role_scope": "organisation"},
+            id="claims-place-unknown-user",
+        ),
+        # A lone surrogate could be encoded neither in the trace nor in the metrics of the request.
+        pytest.param(
+            ACME_CHAT | {"sub": "a\ud800\0\nb"},
+            {"user": "a???b", "organisation": "org_acme"},
+            id="unprintable-characters-become-question-marks",
+        ),
+        pytest.param(
+            {"sub": "user_eve", "groups": ["viewer"]},
+            {"organisation": "org_zeta", "role": "admin", "role_scope": "gateway"}
+            | {"cache_domain": "org_zeta"},
+            id="gateway-role-of-user-takes-precedence",
+        ),
+        pytest.param(
+            {"groups": ["admin"], "organisation": "acme"},
+            {"project": "", "cache_domain": "org_acme"},
+            id="cache-domain-without-project-is-organisations",
+        ),
+        pytest.param(
+            {"email": "ann@acme.test", "organisation": "zeta", "project": "office"},
+            {"user": "user_ann2"},
+            id="shared-email-selects-user-of-claimed-organisation",
+        ),
+        pytest.param(
+            {"email": "ann@acme.test"}, {"user": "user_ann"}, id="shared-email-selects-oldest-user"
+        ),
+        pytest.param(
+            {"project": "shared"}, {"project": "proj_shared"}, id="shared-name-selects-oldest"
+        ),
+        pytest.param(
+            {"project": "shared", "organisation": "zeta"},
+            {"project": "proj_shared2"},
+            id="shared-name-selects-project-of-claimed-organisation",
+        ),
+    ],
+)
+def test_claims_select_principal(
+    issuer: TokenIssuer, claims: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    authenticator = make_jwt_authenticator(issuer)
-    token = issuer.token(sub="user_ann", project="shared")
-    assert authenticate(authenticator, bearer(token)).project == "proj_shared"
-    other_organisation = issuer.token(sub="user_ann", project="office")
-    assert token_rejection(authenticator, other_organisation) == (
-        403,
-        "The token's project 'office' is unknown. Check the token.",
-    )
-
-
-def test_claims_place_unknown_user_in_project(issuer: TokenIssuer) -> None:
-    authenticator = make_jwt_authenticator(issuer, role_claim="groups", project_claim="team")
-    token = issuer.token(
-        email="new@acme.test",
-        organisation="acme",
-        team="chat",
-        groups=["staff", "viewer", "operator"],
-    )
-    principal = authenticate(authenticator, bearer(token))
-    assert principal.user == "new@acme.test"
-    assert (principal.organisation, principal.project) == ("org_acme", "proj_chat")
-    assert (principal.role, principal.role_scope) == ("operator", "organisation")
-
-
-def test_unprintable_characters_of_claim_become_question_marks(issuer: TokenIssuer) -> None:
-    """A lone surrogate could be encoded neither in the trace nor in the metrics of the request."""
-    authenticator = make_jwt_authenticator(issuer)
-    token = issuer.token(sub="a\ud800\0\nb", organisation="acme", project="chat")
-    principal = authenticate(authenticator, bearer(token))
-    assert principal.user == "a???b"
-    assert principal.organisation == "org_acme"
-
-
-def test_gateway_role_of_user_takes_precedence_over_role_claim(issuer: TokenIssuer) -> None:
     authenticator = make_jwt_authenticator(issuer, role_claim="groups")
-    principal = authenticate(authenticator, bearer(issuer.token(sub="user_eve", groups=["viewer"])))
-    assert (principal.organisation, principal.role, principal.role_scope) == (
-        "org_zeta",
-        "admin",
-        "gateway",
-    )
+    principal = authenticate(authenticator, bearer(issuer.token(**claims), "10.0.0.1"))
+    assert {name: getattr(principal, name) for name in expected} == expected
 
 
-def test_principal_without_project_uses_cache_domain_of_organisation(
-    issuer: TokenIssuer,
-) -> None:
-    authenticator = make_jwt_authenticator(issuer, role_claim="groups")
-    token = issuer.token(groups=["admin"], organisation="acme")
-    assert (
-        authenticate(authenticator, bearer(token)).project,
-        authenticate(authenticator, bearer(token)).cache_domain,
-    ) == (
-        "",
-        "org_acme",
-    )
-    assert (
-        authenticate(authenticator, bearer(issuer.token(sub="user_eve"))).cache_domain == "org_zeta"
-    )
-
-
-def test_shared_email_selects_user_of_claimed_organisation_or_oldest_user(
-    issuer: TokenIssuer,
-) -> None:
-    authenticator = make_jwt_authenticator(issuer)
-    token = issuer.token(email="ann@acme.test", organisation="zeta", project="office")
-    assert authenticate(authenticator, bearer(token, "10.0.0.1")).user == "user_ann2"
-    assert (
-        authenticate(authenticator, bearer(issuer.token(email="ann@acme.test"))).user == "user_ann"
-    )
-
-
-def test_shared_project_name_selects_oldest_project_or_claimed_organisation(
-    issuer: TokenIssuer,
-) -> None:
-    authenticator = make_jwt_authenticator(issuer)
-    assert (
-        authenticate(authenticator, bearer(issuer.token(project="shared"))).project == "proj_shared"
-    )
-    other = issuer.token(project="shared", organisation="zeta")
-    assert authenticate(authenticator, bearer(other)).project == "proj_shared2"
+def test_project_claim_has_a_configured_name(issuer: TokenIssuer) -> None:
+    authenticator = make_jwt_authenticator(issuer, project_claim="team")
+    token = issuer.token(organisation="acme", team="chat")
+    assert authenticate(authenticator, bearer(token)).project == "proj_chat"
 
 
 def test_role_claims_are_ignored_without_role_claim_setting(issuer: TokenIssuer) -> None:
@@ -164,6 +139,7 @@ def test_role_claims_are_ignored_without_role_claim_setting(issuer: TokenIssuer)
         ({"project": "nowhere"}, 403, "is unknown"),
         ({"project": "chat", "organisation": "nobody"}, 403, "is unknown"),
         ({"project": "chat", "organisation": "zeta"}, 403, "is unknown"),
+        ({"sub": "user_ann", "project": "office"}, 403, "'office' is unknown. Check the token"),
         ({"project": "old"}, 401, "archived"),
         ({"project": ["chat"]}, 403, "names no project"),
         ({"project": "office"}, 403, "may not be used from"),
