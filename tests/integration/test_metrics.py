@@ -95,16 +95,6 @@ async def test_route_labels_are_bounded(replica_server: RunningReplica) -> None:
     assert routes == {"/v1/models/{model}", "other"}
 
 
-async def test_counters_survive_core_restart(
-    replica_server: RunningReplica, engine: FakeEngine
-) -> None:
-    engine.stats = msgspec.structs.replace(engine.stats, generated_tokens_total=10)
-    await replica_server.client.get("/metrics")
-    engine.stats = msgspec.structs.replace(engine.stats, generated_tokens_total=4)
-    text = (await replica_server.client.get("/metrics")).text
-    assert value(text, "argosy_generation_tokens_total") == 14
-
-
 async def test_aborts_are_counted_by_reason(
     replica_server: RunningReplica, engine: FakeEngine
 ) -> None:

@@ -112,46 +112,16 @@ async def counted_units(server: RedisServer, name: str) -> int:
 # --- limits under load ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("failure_mode", "kill_at", "min_admitted", "max_admitted"),
-    [
-        pytest.param("open", None, 90, 100, id="up"),
-        pytest.param("closed", 50, 50, 100, id="killed-closed"),
-        pytest.param("open", 50, 50, 2 * 100, id="killed-open"),
-    ],
-)
-async def test_concurrent_requests_stay_within_limit(
-    server: RedisServer,
-    failure_mode: QuotaFailureMode,
-    kill_at: int | None,
-    min_admitted: int,
-    max_admitted: int,
-) -> None:
-    async with shared_filters(
-        server, make_limit("requests", 100, "hour"), failure_mode=failure_mode
-    ) as filters:
-        for each in filters:  # every gateway learns the number of gateways
-            assert await is_admitted(each)
-        admitted = len(filters)
-
-        async def send_requests(limits: LimitFilter) -> None:
-            nonlocal admitted
-            for _ in range(12):
-                result = await is_admitted(limits)
-                admitted += result
-                if result and admitted == kill_at:
-                    server.process.kill()
-
-        await asyncio.gather(*(send_requests(each) for each in filters * 25))
-        if kill_at is None:
-            error = await expect_rejection(filters[0], make_context())
-            assert error.code == "rate_limit_exceeded"
-            assert "the key's limit of 100 requests per hour" in error.message
-        else:
-            assert server.process.wait(WAIT_TIMEOUT_S) == -signal.SIGKILL
-    assert min_admitted <= admitted <= max_admitted
-    if kill_at is None:
-        assert await counted_units(server, "key-requests-hour-None") == admitted
+async def test_concurrent_requests_stay_within_limit(server: RedisServer) -> None:
+    limit = make_limit("requests", 100, "hour")
+    async with shared_filters(server, limit) as filters:
+        admitted = [await asyncio.gather(*map(is_admitted, filters * 12)) for _ in range(25)]
+        error = await expect_rejection(filters[0], make_context())
+        assert error.code == "rate_limit_exceeded"
+        assert "the key's limit of 100 requests per hour" in error.message
+    total = sum(map(sum, admitted))
+    assert 90 <= total <= 100
+    assert await counted_units(server, limit.id) == total
 
 
 async def test_streams_exceed_token_limit_only_by_overdraft(server: RedisServer) -> None:
@@ -358,19 +328,6 @@ async def test_unused_grant_is_returned_to_other_gateways(server: RedisServer) -
 
         await wait_until(has_rest)
         assert not await is_admitted(busy)
-
-
-async def test_rotated_key_keeps_its_usage(server: RedisServer) -> None:
-    limit = make_limit("requests", 10, "hour")
-    rotated = msgspec.structs.replace(
-        make_snapshot(msgspec.structs.replace(limit, owner="k2")), successors={"k1": "k2"}
-    )
-    async with shared_filters(server, limit) as filters:
-        assert [await count_admitted(each, 2) for each in filters] == [2, 2, 2]
-        for each in filters:
-            each.apply_snapshot(rotated)
-        after = sum([await count_admitted(each, 10) for each in filters])
-    assert 9 <= 6 + after <= 10
 
 
 async def test_limit_of_moved_alias_starts_without_usage_of_previous_model(

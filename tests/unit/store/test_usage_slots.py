@@ -65,21 +65,6 @@ def test_records_that_the_store_rejects_are_synced_to_disk(tmp_path: Path) -> No
     log.close()
 
 
-def test_long_texts_stay_within_their_slot(tmp_path: Path) -> None:
-    log = UsageLog(tmp_path)
-    names = [f"request-{number}" for number in range(10)]
-    slots = [
-        log.allocate_slot(new_record(name, user="u" * 2000 * (number % 2)), RATES)
-        for number, name in enumerate(names)
-    ]
-    for slot in slots:
-        slot.finish("completed", "replica" * 200, NOW)
-    records = drain(log)
-    log.close()
-    assert [record.request for record in records] == names
-    assert [record.user[:85] for record in records] == ["", "u" * 85] * 5
-
-
 @pytest.mark.parametrize("letter", ["u", "\u00fc", "\0u"])
 def test_texts_around_the_maximum_size_are_complete_or_cut(tmp_path: Path, letter: str) -> None:
     log = UsageLog(tmp_path)
