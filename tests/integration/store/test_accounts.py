@@ -29,6 +29,10 @@ from argosy.store import (
 from argosy.store.records import AccountRecord
 from argosy.store.validation import MAX_RECORDS_PER_ORGANISATION
 
+RULES = pytest.mark.parametrize(
+    "database_kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.exhaustive)]
+)
+"""Mark of tests of rules that Python code applies. The other tests store and read each type on both databases."""
 OWNER_KINDS: tuple[OwnerKind, ...] = ("organisation", "project", "user", "key")
 
 # --- organisations, projects and users -----------------------------------------------------------
@@ -106,6 +110,7 @@ def test_changed_fields_are_stored(store: Store, project: Project, user: User) -
     assert changed_user == replace(user, role="admin", scope="gateway")
 
 
+@RULES
 def test_only_effective_changes_raise_the_version(store: Store, project: Project) -> None:
     version = store.load_snapshot().version
     store.accounts.change_project(project.id, name="search", tier="standard", actor=ACTOR)
@@ -116,6 +121,7 @@ def test_only_effective_changes_raise_the_version(store: Store, project: Project
     assert store.load_snapshot().version == version + 1
 
 
+@RULES
 def test_names_are_unique_within_their_owner(
     store: Store, organisation: Organisation, project: Project, user: User
 ) -> None:
@@ -136,6 +142,7 @@ def test_names_are_unique_within_their_owner(
         accounts.create_key(project.id, "laptop", actor=ACTOR)
 
 
+@RULES
 def test_names_of_ended_records_can_be_reused(
     store: Store, organisation: Organisation, project: Project, user: User, clock: FakeClock
 ) -> None:
@@ -154,6 +161,7 @@ def test_names_of_ended_records_can_be_reused(
     accounts.create_organisation(organisation.name, actor=ACTOR)
 
 
+@RULES
 def test_archived_organisation_ends_its_projects_and_users(
     store: Store, project: Project, user: User, clock: FakeClock
 ) -> None:
@@ -165,6 +173,7 @@ def test_archived_organisation_ends_its_projects_and_users(
     assert [user.disabled_at for user in snapshot.users] == [START + 10]
 
 
+@RULES
 def test_ended_records_cannot_be_changed_or_used(
     store: Store, project: Project, user: User
 ) -> None:
@@ -211,6 +220,7 @@ def test_unknown_ids_are_named(store: Store, organisation: Organisation) -> None
         accounts.create_project("ab\0sent", "search", actor=ACTOR)
 
 
+@RULES
 def test_invalid_values_are_rejected_by_name(store: Store, project: Project) -> None:
     create_organisation = store.accounts.create_organisation
     change_project = partial(store.accounts.change_project, project.id)
@@ -261,6 +271,7 @@ def test_invalid_values_are_rejected_by_name(store: Store, project: Project) -> 
     assert store.load_snapshot().version == version
 
 
+@RULES
 def test_records_of_two_organisations_cannot_be_linked(
     store: Store, project: Project, user: User
 ) -> None:
@@ -280,6 +291,7 @@ def test_records_of_two_organisations_cannot_be_linked(
 # --- keys ----------------------------------------------------------------------------------------
 
 
+@RULES
 def test_key_secret_is_returned_once_and_only_its_digest_stored(
     store: Store, project: Project
 ) -> None:
@@ -295,6 +307,7 @@ def test_key_secret_is_returned_once_and_only_its_digest_stored(
     assert store.accounts.create_key(project.id, "other", actor=ACTOR)[1] != plain
 
 
+@RULES
 def test_rotated_key_is_valid_until_the_overlap_ends(
     store: Store, project: Project, user: User, clock: FakeClock
 ) -> None:
@@ -329,6 +342,7 @@ def test_rotated_key_is_valid_until_the_overlap_ends(
         accounts.rotate_key(new.id, 10, actor=ACTOR)
 
 
+@RULES
 def test_snapshot_omits_revoked_keys_at_once_and_expired_keys_after_30_days(
     store: Store, project: Project, clock: FakeClock
 ) -> None:
@@ -343,6 +357,7 @@ def test_snapshot_omits_revoked_keys_at_once_and_expired_keys_after_30_days(
     assert [key.id for key in store.accounts.list_keys()] == [revoked.id, expired.id]
 
 
+@RULES
 def test_bootstrap_creates_default_records_and_an_admin_key_once(store: Store) -> None:
     created = store.accounts.bootstrap(actor="serve")
     assert created is not None
@@ -360,6 +375,7 @@ def test_bootstrap_creates_default_records_and_an_admin_key_once(store: Store) -
 # --- limits, prices and the snapshot -------------------------------------------------------------
 
 
+@RULES
 def test_limit_replaces_the_limit_of_the_same_unit_window_and_model(
     store: Store, project: Project
 ) -> None:
@@ -380,6 +396,7 @@ def test_limit_replaces_the_limit_of_the_same_unit_window_and_model(
     assert terms.list_limits("organisation") == []
 
 
+@RULES
 def test_prices_have_a_history(store: Store) -> None:
     terms = store.limits_and_prices
 
@@ -448,6 +465,7 @@ def test_scoped_lists_hold_records_of_one_organisation(
     assert terms.for_organisation(other.id).list_limits() == []
 
 
+@RULES
 def test_scoped_changes_reject_records_of_other_organisations(
     store: Store, organisation: Organisation, project: Project, user: User
 ) -> None:
@@ -492,6 +510,7 @@ def test_scoped_changes_reject_records_of_other_organisations(
     assert len(terms.list_prices()) == 1
 
 
+@RULES
 @pytest.mark.parametrize("record_type", [Project, User, Key, Limit])
 def test_organisation_at_its_maximum_rejects_another_record(
     store: Store, monkeypatch: pytest.MonkeyPatch, record_type: type[AccountRecord]
@@ -521,6 +540,7 @@ def test_organisation_at_its_maximum_rejects_another_record(
     accounts.create_key(foreign.id, "k", actor=ACTOR)
 
 
+@RULES
 def test_ended_records_do_not_count_towards_the_maximum(
     store: Store, clock: FakeClock, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
