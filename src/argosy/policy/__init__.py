@@ -66,7 +66,7 @@ from argosy.policy.prefix_cache_index import (
     compute_prefix_keys,
 )
 from argosy.policy.prefix_tree import PrefixNode, PrefixTree, RecentPrompt
-from argosy.policy.prices import NO_CHARGE, PriceEntry, PriceList, Rates
+from argosy.policy.prices import NO_CHARGE, Rates
 from argosy.policy.quota_meters import (
     CalendarPeriod,
     ConcurrencyMeter,
@@ -166,8 +166,6 @@ __all__ = [
     "PrefixCacheIndex",
     "PrefixNode",
     "PrefixTree",
-    "PriceEntry",
-    "PriceList",
     "Probe",
     "ProbeAnswer",
     "ProbeEffect",

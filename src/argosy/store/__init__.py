@@ -52,6 +52,7 @@ from argosy.store.ledger import (
     parse_report_groups,
 )
 from argosy.store.limits_and_prices import LimitsAndPrices
+from argosy.store.price_list import PriceList
 from argosy.store.quota_backend import (
     LocalQuotaBackend,
     QuotaBackend,
@@ -157,6 +158,7 @@ __all__ = [
     "PageRequest",
     "PoolGeneration",
     "Price",
+    "PriceList",
     "Project",
     "QueryTimeoutError",
     "QuotaBackend",

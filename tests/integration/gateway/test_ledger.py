@@ -33,12 +33,13 @@ from argosy.gateway.request_context import (
 )
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.http_server import HttpExchange
-from argosy.policy import PriceList, RequestStatus
+from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
     AccountSnapshot,
     Limit,
     Price,
+    PriceList,
     StoreConfig,
     UsageLog,
     UsageLogFullError,

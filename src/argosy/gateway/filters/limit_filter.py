@@ -31,7 +31,6 @@ from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import (
     OutputLengthEstimator,
-    PriceList,
     QuotaLimit,
     QuotaRejection,
     QuotaUsage,
@@ -47,6 +46,7 @@ from argosy.store import (
     Clock,
     Limit,
     OwnerKind,
+    PriceList,
     QuotaBackend,
     UsageReportRow,
     create_quota_backend,
