@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.scripted_core import CORE
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy
 

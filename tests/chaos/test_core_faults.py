@@ -20,10 +20,10 @@ from tests.support.scripted_core import (
 )
 from tests.support.waiting import until
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineFailedError, EngineRequest
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.delta_stream import MAX_CRASHES, DeltaStream
-from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy
 from argosy.protocol import ApiError, SamplingParams
 

@@ -11,7 +11,7 @@ from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.replica_servers import RunningReplica, serve
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.store import open_store
 

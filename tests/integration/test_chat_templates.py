@@ -17,7 +17,7 @@ import transformers
 from tests.support.vocabularies import byte_level_backend
 
 from argosy.engine.serving.preprocessing.chat_messages import to_template_messages
-from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text import ChatTemplate
 from argosy.engine.serving.text.template_renderer import TemplateSyntaxError
 from argosy.protocol import ApiError, ChatMessageParam
 

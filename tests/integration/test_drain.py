@@ -16,8 +16,8 @@ from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.fake_replica import REPLY as PROCESS_REPLY
 from tests.support.replica_servers import CONFIG, RunningReplica, chat, events, replica_process
 
-from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine import ReplicaServerConfig
+from argosy.engine.serving.text import Tokenizer
 
 
 def drain_config(deadline_s: float) -> ReplicaServerConfig:

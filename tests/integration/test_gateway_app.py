@@ -12,7 +12,7 @@ from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, serve
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.request_context import RequestContext
 

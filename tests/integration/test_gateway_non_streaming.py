@@ -20,7 +20,7 @@ from tests.support.replica_servers import (
     serve,
 )
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, RunningReplica, serve
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.gateway import ReplicaConfig
 
 CHAT = "/v1/chat/completions"

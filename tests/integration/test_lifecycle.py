@@ -17,11 +17,11 @@ from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine
 from tests.support.replica_servers import CONFIG, MODEL, chat, load_text_processing, serve
 
-from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP, EngineConfig
+from argosy.engine import EngineConfig, EngineFailedError, ReplicaServerConfig
+from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
-from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import LoadProgress
-from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.models import BUNDLED_MODEL
 
 

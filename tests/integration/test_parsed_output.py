@@ -13,11 +13,10 @@ import pytest_asyncio
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.replica_servers import MODEL, RunningReplica, serve
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.serving.output_parsing import FORMATS
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
-from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import ChatTemplate, Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import EventParser
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.engine.pooling_cases import EMBEDDERS, TEXTS, save_transformer
 from tests.support.waiting import until
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.pooling import PoolingProcessor
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders

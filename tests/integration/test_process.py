@@ -15,11 +15,9 @@ from tests.support.request_deltas import all_deltas, next_delta
 from tests.support.scripted_core import CORE, Command, expected_tokens, prompt
 from tests.support.waiting import until
 
-from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineConfig, EngineFailedError, EngineRequest, PrestartedCore
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.engine_core.core_start import PrestartedCore
-from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.protocol import ApiError, SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -26,11 +26,10 @@ from tests.support.replica_servers import (
     serve,
 )
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.serving.api_server.generation import Generation
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
-from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import ChatTemplate, Tokenizer
 from argosy.protocol import LOAD_SCHEMA_VERSION, ApiError, ArithmeticIdentity
 
 

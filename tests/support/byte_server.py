@@ -8,8 +8,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
-from argosy.gateway.upstream.upstream import Upstream
+from argosy.gateway.upstream import Upstream, UpstreamError
+from argosy.gateway.upstream.connection import UpstreamConnection
 from argosy.protocol import parse_endpoint
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

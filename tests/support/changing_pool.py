@@ -11,7 +11,7 @@ import httpx2
 
 from argosy.gateway import GatewayConfig, GatewayServer
 from argosy.gateway.config_reloader import ConfigLoader
-from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
+from argosy.gateway.pool import Resolver, resolve_host
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, fake_upstream
 from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until

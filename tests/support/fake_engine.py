@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineFailedError, EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
@@ -17,9 +17,8 @@ from argosy.engine.serving.core_messages import (
     LoadProgress,
 )
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
-from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.protocol import ArithmeticIdentity
 from argosy.telemetry import CoreStats
 

@@ -14,10 +14,8 @@ from typing import cast
 import msgspec
 import uvloop
 
-from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineConfig, EngineRequest, ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
-from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.models import BUNDLED_MODEL
 from argosy.telemetry import configure_logging

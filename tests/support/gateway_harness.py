@@ -25,16 +25,13 @@ from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import BackgroundResponses, ResponseState
-from argosy.gateway.filters.telemetry_filter import TelemetryFilter
+from argosy.gateway.filters import TelemetryFilter
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
-from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
-from argosy.gateway.model_registry.model_router import ModelRouter
-from argosy.gateway.model_registry.replica_admin import ReplicaAdmin
+from argosy.gateway.model_registry import ModelRouter, ReplicaAdmin, build_model_entries
+from argosy.gateway.model_registry.model_entries import build_model_router
 from argosy.gateway.operations import OperationsHandlers
-from argosy.gateway.pool import Prober
-from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
-from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
-from argosy.gateway.proxy.handlers import CompletionHandlers
+from argosy.gateway.pool import Prober, ReplicaEndpoint
+from argosy.gateway.proxy import CompletionHandlers, FastPath, load_fast_path
 from argosy.gateway.request_context import RequestContext, RequestFilter
 from argosy.gateway.request_trace import TraceStore
 from argosy.gateway.routes import build_routes

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from argosy.deployment import LimitsConfig
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
 from argosy.store import IdempotencyConfig, StoreConfig
 from tests.support.fake_engine import FakeEngine, Script

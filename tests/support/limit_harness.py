@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, cast
 
-from argosy.gateway.filters.limit_filter import LimitFilter
-from argosy.gateway.pool.pool import Pool
+from argosy.gateway.filters import LimitFilter
+from argosy.gateway.pool import Pool
 from argosy.gateway.pooling_handlers import EMBEDDINGS
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import CHAT, RequestContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.replica_servers import load_text_processing

@@ -14,9 +14,8 @@ from typing import Any, cast
 import httpx2
 import msgspec
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
-from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing

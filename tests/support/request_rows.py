@@ -7,6 +7,7 @@ import msgspec
 from argosy.bench import (
     BenchResult,
     BenchSettings,
+    LengthDistribution,
     LoadSpec,
     Objectives,
     RequestRow,
@@ -15,7 +16,6 @@ from argosy.bench import (
     Workload,
     summarize,
 )
-from argosy.bench.lengths import LengthDistribution
 from argosy.bench.target import BenchTarget
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence
-from argosy.protocol.sampling import SamplingParams
+from argosy.protocol import SamplingParams
 from tests.support.fake_executor import FakeExecutor, reference_output
 
 WORKLOAD_STEPS = 41

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineConfig, EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
     CoreReady,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from argosy.policy.rollout import (
+    ROLLBACK_STATES,
     CheckStatus,
     CommandKind,
     DeclaredVersion,
@@ -28,7 +29,7 @@ from argosy.policy.rollout import (
     VersionStatus,
     decide,
 )
-from argosy.policy.rollout.rollout_record import ROLLBACK_STATES, TERMINAL_STATES
+from argosy.policy.rollout.rollout_record import TERMINAL_STATES
 from argosy.policy.traffic import PoolRoute
 
 TICK_S = 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 
 LINES = [
     "hello world, the cat sat on the mat",

@@ -1,6 +1,6 @@
 """Command-line interface: the `argosy` command.
 
-The module `app` registers one module per command. The account commands open the store directly through
+The public module `app` registers one module per command. The account commands open the store directly through
 `account_lookup`. The commands `serve`, `gateway` and `replica` run servers. `replica_options` makes the options of
 replicas from the settings that declare them. The commands `chat`, `explain` and `bench` are HTTP clients of a server.
 The module `output` prints records as tables or JSON, and `failure` ends a command with a message and an exit status.
@@ -72,4 +72,4 @@ def _keep_named_command(app: Typer, arguments: Sequence[str]) -> None:
         app.registered_commands, app.registered_groups = named, []
 
 
-__all__ = ["main"]
+__all__ = ["app", "main"]

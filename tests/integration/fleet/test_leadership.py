@@ -11,7 +11,8 @@ from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
-from argosy.fleet.control.leadership import Leadership, is_gone, process_holder
+from argosy.fleet.control import process_holder
+from argosy.fleet.control.leadership import Leadership, is_gone
 from argosy.store import DeposedError, FleetStore
 
 FLEET = "demo"

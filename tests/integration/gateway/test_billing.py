@@ -28,7 +28,7 @@ from tests.support.metered_gateway import (
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy import response_writers
 from argosy.protocol import format_event

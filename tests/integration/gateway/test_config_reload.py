@@ -33,8 +33,8 @@ from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.engine_core.engine_client import EngineFailedError
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine import EngineFailedError
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import GatewayConfig, load_config
 from argosy.store import Price
 

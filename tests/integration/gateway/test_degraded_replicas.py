@@ -37,7 +37,7 @@ from tests.support.replica_servers import MODEL, completion, serve
 from tests.support.waiting import until
 
 from argosy.deployment import BackendKind
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.request_context import RequestFilter
 from argosy.policy import ReplicaStatus, RetryBudget, health_check, poison_requests

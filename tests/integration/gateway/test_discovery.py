@@ -32,7 +32,7 @@ from tests.support.waiting import until
 
 from argosy.deployment import KvEventAddress
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
-from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
+from argosy.gateway.pool import Resolver, resolve_host
 
 NEVER_S = 1e9
 

@@ -17,7 +17,7 @@ from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, completion, events, serve
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
 
 TOKENS = list(range(100, 106))

@@ -29,9 +29,9 @@ from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
 from argosy.deployment import BackendKind
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
-from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
 from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE
 from argosy.protocol import format_event

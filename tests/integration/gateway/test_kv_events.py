@@ -16,11 +16,10 @@ from tests.support.waiting import until
 
 from argosy.engine.serving.api_server.kv_events_handler import MAX_NAMES_PER_EVENT
 from argosy.engine.serving.core_messages import KvChange
-from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway.kv_events.subscription import subscribe
-from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
-from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
-from argosy.gateway.upstream.upstream import Upstream
+from argosy.engine.serving.text import Tokenizer
+from argosy.gateway.kv_events import TextBlockMaps, subscribe
+from argosy.gateway.pool import ReplicaEndpoint
+from argosy.gateway.upstream import Upstream
 from argosy.policy import EventPrefixIndex
 from argosy.protocol import (
     EventParser,

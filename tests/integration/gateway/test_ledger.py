@@ -21,9 +21,8 @@ from tests.support.waiting import until
 
 from argosy.gateway import accounting as accounting_module
 from argosy.gateway.accounting import AccountingService
-from argosy.gateway.filters.limit_filter import LimitFilter
-from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
-from argosy.gateway.pool.pool import Pool
+from argosy.gateway.filters import LimitFilter, UsageRecorder, flush_usage_forever
+from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_context import (
     CHAT,

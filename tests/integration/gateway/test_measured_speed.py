@@ -14,11 +14,10 @@ from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, bundled_model_engine, chat, completion, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.pool.prober import Prober
-from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
-from argosy.gateway.upstream.upstream import Upstream
+from argosy.gateway.pool import Prober, ReplicaEndpoint
+from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
     BLOCK_TOKENS,

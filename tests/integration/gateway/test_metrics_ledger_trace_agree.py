@@ -32,10 +32,10 @@ from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
 from argosy.deployment import Timeouts
-from argosy.engine.engine_request import EngineRequest
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine import EngineRequest
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.filters.limit_filter import LimitFilter
+from argosy.gateway.filters import LimitFilter
 from argosy.gateway.request_context import RequestContext
 from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, Limit, UsageRecord, create_quota_backend

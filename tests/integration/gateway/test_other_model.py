@@ -19,8 +19,8 @@ from tests.support.fake_engine import FakeEngine, Script, arithmetic
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 
-from argosy.engine.engine_request import EngineRequest
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine import EngineRequest
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy.upstream_headers import parse_arithmetic_id
 

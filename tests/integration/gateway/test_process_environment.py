@@ -29,7 +29,7 @@ from tests.support.pipes import fill
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import is_listening, until
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 
 COMMAND = (sys.executable, "-m", "argosy.cli", "gateway", "--config")

@@ -21,8 +21,8 @@ from tests.support.waiting import until
 from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
-from argosy.engine.engine_request import EngineRequest
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine import EngineRequest
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 

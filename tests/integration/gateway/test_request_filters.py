@@ -18,7 +18,7 @@ from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
 from argosy.deployment import BackendKind
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.protocol import ApiError
 

@@ -14,8 +14,8 @@ from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
 from argosy.deployment import Timeouts
-from argosy.engine.engine_request import EngineRequest
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine import EngineRequest
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
 
 

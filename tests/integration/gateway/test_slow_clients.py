@@ -14,7 +14,7 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 
 LONG_TIMEOUTS = Timeouts(

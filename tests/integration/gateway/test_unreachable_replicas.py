@@ -19,7 +19,7 @@ from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
 from argosy.engine import EngineFailedError
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
 
 PATIENT = Timeouts(

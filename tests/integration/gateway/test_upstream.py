@@ -26,12 +26,16 @@ from tests.support.byte_server import (
 )
 from tests.support.waiting import stable_value, until
 
+from argosy.gateway.upstream import (
+    Upstream,
+    UpstreamError,
+    UpstreamResponse,
+    resolve_addresses,
+    upstream_response,
+)
 from argosy.gateway.upstream import connection as upstream_connection
-from argosy.gateway.upstream import upstream_response
-from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
-from argosy.gateway.upstream.name_resolution import resolve_addresses
-from argosy.gateway.upstream.upstream import CONNECTION_ATTEMPT_DELAY_S, Upstream
-from argosy.gateway.upstream.upstream_response import UpstreamResponse
+from argosy.gateway.upstream.connection import UpstreamConnection
+from argosy.gateway.upstream.upstream import CONNECTION_ATTEMPT_DELAY_S
 from argosy.policy import AttemptOutcome
 from argosy.protocol import parse_endpoint
 

@@ -20,7 +20,7 @@ from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 from tests.support.waiting import until
 
-from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import (
     ROUTE_PREFIX,
     FleetPools,

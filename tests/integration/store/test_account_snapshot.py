@@ -12,9 +12,16 @@ from tests.integration.store.conftest import ACTOR
 from tests.support.database_work import count_rows_read, fill
 from tests.support.fake_clock import FakeClock
 
-from argosy.store import AccountSnapshot, Price, Project, Store, open_store, snapshot_reader
+from argosy.store import (
+    AccountSnapshot,
+    ConflictError,
+    Price,
+    Project,
+    Store,
+    open_store,
+    snapshot_reader,
+)
 from argosy.store.database import Database
-from argosy.store.errors import ConflictError
 from argosy.store.snapshot_reader import read_snapshot
 
 DAY = 86_400.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.integration.store.conftest import ACTOR, START
 from tests.support.fake_clock import FakeClock
 
+from argosy.gateway.auth import TokenClaims
 from argosy.gateway.auth.credential_index import CredentialIndex
-from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.store import Project, Store, User
 
 PROJECT_NAME = "web"

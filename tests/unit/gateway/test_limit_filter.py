@@ -35,8 +35,7 @@ from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
-from argosy.store import Limit, LocalQuotaBackend, Price, UsageReportRow
-from argosy.store.clock import SteadyClock
+from argosy.store import Limit, LocalQuotaBackend, Price, SteadyClock, UsageReportRow
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)

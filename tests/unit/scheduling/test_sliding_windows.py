@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.scheduling import KvCacheGroups, Scheduler, Sequence, StepPlan
 from argosy.protocol import SamplingParams
 from tests.support.fake_executor import reference_output

@@ -10,10 +10,10 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
 from argosy.engine.scheduling.ttft_guard import MAX_BURST_YIELDS, YIELD_INTERVAL_STEPS
-from argosy.protocol.sampling import SamplingParams
+from argosy.protocol import SamplingParams
 
 LIMITS = SchedulerLimits(
     max_seqs=32,

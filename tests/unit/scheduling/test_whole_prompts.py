@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.pooling import PoolingParams
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, StepPlan, StepResult
 from argosy.protocol import SamplingParams

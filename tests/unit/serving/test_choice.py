@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice

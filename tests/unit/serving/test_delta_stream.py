@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineRequest
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.protocol import SamplingParams

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
 from argosy.constraints import TOOL_FIELDS
-from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine import EngineConfig, EngineRequest
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
@@ -29,6 +28,7 @@ from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import (
+    PARAMETER_RANGES,
     ApiError,
     ChatCompletionRequest,
     ChatMessageParam,
@@ -36,14 +36,13 @@ from argosy.protocol import (
     DetokenizeRequest,
     SamplingParams,
     TokenizeRequest,
+    ignored_parameters,
     parse_body,
 )
 from argosy.protocol.parameter_rules import (
     IGNORED_PARAMETERS,
     NEUTRAL_PARAMETERS,
-    PARAMETER_RANGES,
     RESTRICTED_PARAMETERS,
-    ignored_parameters,
 )
 
 TOKENIZER = byte_level()

@@ -4,3 +4,8 @@ A `Tokenizer` encodes prompts and maps tokens to bytes. A `ChatTemplate` renders
 `Detokenizer` turns generated tokens into text incrementally, and a `StopStringMatcher` finds stop strings in that text.
 Each choice of a response is a `Choice`, which consumes the core's deltas and keeps text, tokens and finish reason.
 """
+
+from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Tokenizer"]
