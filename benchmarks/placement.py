@@ -93,10 +93,10 @@ class World:
         number = next(self._numbers)
         request = PlacementRequest(
             str(number),
-            tenant,
-            tier,
-            1.0,
             100,
+            tenant=tenant,
+            tier=tier,
+            weight=1.0,
             compute_block_keys=lambda: [b"%016d" % (number % 50)],
             compute_digest=lambda: b"%d" % number,
             max_output_tokens=tokens,

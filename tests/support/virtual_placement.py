@@ -160,10 +160,10 @@ class PlacementWorld:
         number = next(self._numbers)
         request = PlacementRequest(
             f"q{number}",
-            tenant,
-            tier,
-            weight,
             100,
+            tenant=tenant,
+            tier=tier,
+            weight=weight,
             compute_block_keys=lambda: [b"%16d" % (number % 7)],
             compute_digest=lambda: b"%d" % number,
             max_output_tokens=2 * target,
@@ -194,7 +194,7 @@ class PlacementWorld:
             self.counts["previewed"] += 1
         elif refusal is not None:
             assert f"refuse {request.id} {refusal[0].name}" in log
-        elif request.queued is not None:
+        elif request.is_queued:
             assert request.queued_ahead == preview.queued_ahead
 
     def answer(self, request: PlacementRequest, attempt: Attempt) -> None:
@@ -378,7 +378,7 @@ class PlacementWorld:
     def _check_request(self, each: VirtualRequest) -> None:
         request, state = each.request, each.request.state
         assert request.attempts == each.calls or state is RequestState.REFUSED
-        assert (request.queued is not None) == (state in WAITING)
+        assert request.is_queued == (state in WAITING)
         assert request.displaced_key is None or state is RequestState.DISPLACED
         assert request.is_placed or state not in PLACED
         match state:

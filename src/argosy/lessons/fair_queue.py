@@ -42,18 +42,24 @@ class FairQueueFrame(msgspec.Struct, frozen=True, kw_only=True):
     fifo_served_tokens: list[int]
 
 
+class _Request(QueuedRequest, eq=False):
+    """A request that the lesson shows by its number."""
+
+    number: int = 0
+
+
 def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]:
     """Dispatch all requests, one after the other."""
     weights, costs = [1, parameters.weight, 1], [parameters.flood_cost, *[OTHER_COST_TOKENS] * 2]
     counts = [parameters.flood, OTHER_REQUESTS, OTHER_REQUESTS]
-    queue, fifo = DispatchQueue[int](), deque[int]()
+    queue, fifo = DispatchQueue[_Request](), deque[int]()
     served, fifo_served, done = [0] * 3, [0] * 3, [0] * 3
 
     def push(tenant: int) -> None:
         for number in range(counts[tenant]):
             queue.push(
-                QueuedRequest(
-                    item=number + 1,
+                _Request(
+                    number=number + 1,
                     tier=TIER,
                     tenant=TENANTS[tenant],
                     weight=weights[tenant],
@@ -79,7 +85,7 @@ def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]
         fifo_served[other] += costs[other]
         done[tenant] += 1
         backlog = queue.count_by_tenant()
-        text = f"The slot goes to request {request.item} of tenant {request.tenant}. It costs {costs[tenant]} tokens."
+        text = f"The slot goes to request {request.number} of tenant {request.tenant}. It costs {costs[tenant]} tokens."
         if other == tenant:
             text += " In the order of arrival, this tenant would get it too."
         else:

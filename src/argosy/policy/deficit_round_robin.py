@@ -17,10 +17,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+import msgspec
 
 QUANTUM_TOKENS = 256.0
 """Weighted tokens per round for the tenant with the largest weight; others get credit in proportion to their weight.
@@ -29,29 +28,31 @@ The largest weight is that of all requests pushed since the tier was last empty.
 """
 
 
-@dataclass(slots=True)
-class QueuedRequest(Generic[T]):
-    """Request that waits to be dispatched."""
+class QueuedRequest(msgspec.Struct, eq=False, kw_only=True):
+    """Request that can wait to be dispatched."""
 
-    item: T
     tier: int
     """Tier of the tenant; 0 is the highest."""
     tenant: str
     weight: float
-    cost_tokens: float
+    cost_tokens: float = 0.0
     """Expected cost in weighted tokens of prompt and response."""
-    arrived_at: float
+    arrived_at: float = 0.0
+    """When it began to wait."""
     deadline: float = math.inf
     size_bytes: int = 0
     """Bytes of memory that the request holds while it waits."""
     is_first: bool = False
     """Whether it precedes the tenant's other requests, because it has run before."""
-    sequence_number: int = field(default=0, init=False)
+    sequence_number: int = 0
     """Unique number, assigned by `DispatchQueue.push`."""
-    is_dequeued: bool = field(default=False, init=False)
-    """Whether the request was dispatched or removed."""
-    is_charged: bool = field(default=False, init=False)
+    is_queued: bool = False
+    """Whether it waits in a queue."""
+    is_charged: bool = False
     """Whether the cost was charged to the tenant, which happens only if another tenant waited or had debt."""
+
+
+T = TypeVar("T", bound=QueuedRequest)
 
 
 class _TenantQueue(Generic[T]):
@@ -95,7 +96,7 @@ class _TenantQueue(Generic[T]):
         self.credit += level * (self.weight - weight)
         self.weight = weight
 
-    def peek(self, queued: Mapping[int, QueuedRequest[T]]) -> QueuedRequest[T]:
+    def peek(self, queued: Mapping[int, T]) -> T:
         """Return the next request. The tenant must have one in `queued`."""
         while self.deadline_heap[0][1] not in queued:
             heapq.heappop(self.deadline_heap)
@@ -122,7 +123,7 @@ class TierQueue(Generic[T]):
         """Tenants with waiting requests."""
         self.idle_debtors: dict[str, _TenantQueue[T]] = {}
         """Tenants without waiting requests that are in debt."""
-        self.queued: dict[int, QueuedRequest[T]] = {}
+        self.queued: dict[int, T] = {}
         """Waiting requests by sequence number.
 
         The heaps hold numbers only. They keep the number of a dequeued request while an older request waits.
@@ -142,7 +143,7 @@ class TierQueue(Generic[T]):
         self.held: set[str] = set()
         """Tenants that are served only while no other tenant waits."""
 
-    def push(self, request: QueuedRequest[T]) -> None:
+    def push(self, request: T) -> None:
         """Enqueue a request."""
         tenant = self.ring.get(request.tenant)
         if tenant is None:
@@ -159,13 +160,14 @@ class TierQueue(Generic[T]):
         tenant.count += 1
         tenant.size_bytes += request.size_bytes
         self.queued[request.sequence_number] = request
+        request.is_queued, request.is_charged = True, False
         deadline = min(request.deadline, request.arrived_at + self._max_overtake_s)
         if request.is_first:
             deadline = -math.inf
         heapq.heappush(tenant.deadline_heap, (deadline, request.sequence_number))
         heapq.heappush(self.arrival_heap, (request.arrived_at, request.sequence_number))
 
-    def pop(self) -> QueuedRequest[T]:
+    def pop(self) -> T:
         """Dequeue the next request. There must be one."""
         tenant = self._select_tenant()
         request = tenant.peek(self.queued)
@@ -176,23 +178,23 @@ class TierQueue(Generic[T]):
             self._move_to_end(tenant)
         return request
 
-    def take(self, request: QueuedRequest[T]) -> None:
+    def take(self, request: T) -> None:
         """Dequeue a request out of turn."""
         tenant = self.ring[request.tenant]
         self._charge_and_remove(request, tenant)
         if tenant.name in self.ring:
             self._reindex(tenant)
 
-    def _charge_and_remove(self, request: QueuedRequest[T], tenant: _TenantQueue[T]) -> None:
+    def _charge_and_remove(self, request: T, tenant: _TenantQueue[T]) -> None:
         """Dequeue a request. Its tenant pays the expected cost, unless no other tenant waits or has debt."""
         request.is_charged = len(self.ring) + len(self.idle_debtors) > 1
         if request.is_charged:
             tenant.credit -= request.cost_tokens
         self.remove(request)
 
-    def remove(self, request: QueuedRequest[T]) -> None:
+    def remove(self, request: T) -> None:
         """Remove a request without charging its tenant."""
-        request.is_dequeued = True
+        request.is_queued = False
         del self.queued[request.sequence_number]
         tenant = self.ring[request.tenant]
         tenant.count -= 1

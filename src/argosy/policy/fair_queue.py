@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from argosy.policy.deficit_round_robin import QueuedRequest, TierQueue
 
-T = TypeVar("T")
+T = TypeVar("T", bound=QueuedRequest)
 
 PROMOTION_INTERVAL = 4
 """Turns from one promotion to the next."""
@@ -85,7 +85,7 @@ class DispatchQueue(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def push(self, request: QueuedRequest[T]) -> None:
+    def push(self, request: T) -> None:
         """Enqueue a request."""
         self._last_number += 1
         self._count += 1
@@ -94,9 +94,9 @@ class DispatchQueue(Generic[T]):
         request.sequence_number = self._last_number
         self._tiers[request.tier].push(request)
 
-    def remove(self, request: QueuedRequest[T]) -> bool:
+    def remove(self, request: T) -> bool:
         """Remove a cancelled or expired request; return False if it was dequeued before."""
-        if request.is_dequeued:
+        if not request.is_queued:
             return False
         self._count -= 1
         self.size_bytes -= request.size_bytes
@@ -106,7 +106,7 @@ class DispatchQueue(Generic[T]):
 
     def pop(
         self, now: float, lowest_tier: int = LOWEST_TIER, lowest_free_tier: int = LOWEST_TIER
-    ) -> QueuedRequest[T] | None:
+    ) -> T | None:
         """Dequeue the next request to dispatch; return None if no request may be dispatched.
 
         Slots that are reserved for a tier in between do not exclude lower tiers from their turns, because a higher tier
@@ -137,14 +137,14 @@ class DispatchQueue(Generic[T]):
         self.cost_tokens -= request.cost_tokens
         return request
 
-    def take(self, request: QueuedRequest[T]) -> None:
+    def take(self, request: T) -> None:
         """Dequeue a waiting request out of turn, as if it were the next one."""
         self._tiers[request.tier].take(request)
         self._count -= 1
         self.size_bytes -= request.size_bytes
         self.cost_tokens -= request.cost_tokens
 
-    def next_requests(self, tier: int) -> list[QueuedRequest[T]]:
+    def next_requests(self, tier: int) -> list[T]:
         """Return the next request of each tenant that waits in a tier."""
         queue = self._tiers[tier]
         return [tenant.peek(queue.queued) for tenant in queue.ring.values()]
@@ -157,9 +157,9 @@ class DispatchQueue(Generic[T]):
         """Charge the actual cost of a dispatched request minus the expected one; negative amounts are a refund."""
         self._tiers[tier].charge(tenant, weight, cost_tokens)
 
-    def count_ahead(self, request: QueuedRequest[T]) -> int:
+    def count_ahead(self, request: T) -> int:
         """Return the number of other waiting requests in the same and higher tiers."""
-        return self.count_up_to(request.tier) - (not request.is_dequeued)
+        return self.count_up_to(request.tier) - request.is_queued
 
     def count_up_to(self, tier: int) -> int:
         """Return the number of waiting requests in a tier and the higher ones."""

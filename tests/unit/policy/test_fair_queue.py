@@ -7,40 +7,27 @@ import weakref
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.queued_requests import NumberedRequest, queued
 
 from argosy.policy import (
     PROMOTION_INTERVAL,
     QUANTUM_TOKENS,
     DispatchQueue,
-    QueuedRequest,
     TenantBacklog,
 )
-
-
-def queued(
-    item: int = 0,
-    *,
-    tier: int = 1,
-    tenant: str = "a",
-    weight: float = 1.0,
-    cost: float = 100.0,
-    arrival: float = 0.0,
-    deadline: float = math.inf,
-) -> QueuedRequest[int]:
-    return QueuedRequest(item, tier, tenant, weight, cost, arrival, deadline, size_bytes=item + 1)
 
 
 class DeficitRoundRobin:
     """Model of deficit round robin over one tier, which visits every tenant in each round."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[QueuedRequest[int]]] = {}
+        self.waiting: dict[str, list[NumberedRequest]] = {}
         self.credit: dict[str, float] = {}
         """Credit of the waiting tenants, and of those that left in debt."""
         self.weight: dict[str, float] = {}
         self.heaviest = 0.0
 
-    def push(self, request: QueuedRequest[int]) -> None:
+    def push(self, request: NumberedRequest) -> None:
         self.waiting.setdefault(request.tenant, []).append(request)
         self.credit.setdefault(request.tenant, 0.0)
         self.weight[request.tenant] = request.weight
@@ -59,7 +46,7 @@ class DeficitRoundRobin:
             self.waiting[name] = self.waiting.pop(name)
         return request.item, charged
 
-    def remove(self, request: QueuedRequest[int]) -> None:
+    def remove(self, request: NumberedRequest) -> None:
         self.waiting[request.tenant].remove(request)
         if not self.waiting[request.tenant]:
             del self.waiting[request.tenant]
@@ -98,7 +85,11 @@ class DeficitRoundRobin:
 def test_dispatch_order_matches_deficit_round_robin_model(
     steps: list[tuple[str, str, float, int]],
 ) -> None:
-    queue, model, waiting = DispatchQueue[int](), DeficitRoundRobin(), list[QueuedRequest[int]]()
+    queue, model, waiting = (
+        DispatchQueue[NumberedRequest](),
+        DeficitRoundRobin(),
+        list[NumberedRequest](),
+    )
     for number, (operation, tenant, weight, cost) in enumerate(steps):
         if operation == "push":
             request = queued(number, tenant=tenant, weight=weight, cost=abs(cost))
@@ -132,7 +123,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_every_request_leaves_exactly_once(steps: list[tuple[str, int, str, int]]) -> None:
-    queue, waiting, now = DispatchQueue[int](), list[QueuedRequest[int]](), 0.0
+    queue, waiting, now = DispatchQueue[NumberedRequest](), list[NumberedRequest](), 0.0
     for number, (operation, tier, tenant, size) in enumerate(steps):
         now += 1.0
         if operation == "push":
@@ -157,7 +148,7 @@ def test_every_request_leaves_exactly_once(steps: list[tuple[str, int, str, int]
 
 
 def test_higher_tier_goes_first_and_deadlines_order_a_tenants_requests() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for number, (tier, deadline) in enumerate(
         [(2, 1.0), (1, math.inf), (1, 9.0), (0, math.inf), (1, 5.0)]
     ):
@@ -167,7 +158,7 @@ def test_higher_tier_goes_first_and_deadlines_order_a_tenants_requests() -> None
 
 
 def test_old_low_tier_requests_are_promoted_at_a_bounded_rate() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for _ in range(100):
         queue.push(queued(tier=2, arrival=0.0))
         queue.push(queued(tier=0, arrival=99.0))
@@ -177,7 +168,7 @@ def test_old_low_tier_requests_are_promoted_at_a_bounded_rate() -> None:
         assert request is not None
         turns.append(request.tier)
     assert turns.count(2) == 40 // PROMOTION_INTERVAL
-    fresh = DispatchQueue[int]()
+    fresh = DispatchQueue[NumberedRequest]()
     for _ in range(10):
         fresh.push(queued(tier=2, arrival=99.0))
         fresh.push(queued(tier=0, arrival=99.0))
@@ -194,7 +185,7 @@ def test_old_low_tier_requests_are_promoted_at_a_bounded_rate() -> None:
 def test_service_per_weight_differs_within_the_bound(
     costs: list[int], outputs: list[int], weights: list[float]
 ) -> None:
-    queue, served = DispatchQueue[int](), [0.0] * len(weights)
+    queue, served = DispatchQueue[NumberedRequest](), [0.0] * len(weights)
 
     def push(tenant: int, number: int) -> None:
         cost = costs[number % len(costs)]
@@ -226,7 +217,7 @@ def test_only_relative_weights_count_and_the_heaviest_gets_one_quantum_per_round
 ) -> None:
     orders = []
     for factor in (1.0, 2.0**-power):
-        queue = DispatchQueue[int]()
+        queue = DispatchQueue[NumberedRequest]()
         for number in range(20):
             for tenant, weight in enumerate(weights):
                 cost = costs[(number + tenant) % len(costs)]
@@ -235,7 +226,7 @@ def test_only_relative_weights_count_and_the_heaviest_gets_one_quantum_per_round
             [request.tenant for request in (queue.pop(0.0) for _ in range(60)) if request]
         )
     assert orders[0] == orders[1]
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for _ in range(20):
         for name in "ab":
             queue.push(queued(tenant=name, weight=1000.0, cost=1000.0))
@@ -244,7 +235,7 @@ def test_only_relative_weights_count_and_the_heaviest_gets_one_quantum_per_round
 
 
 def test_service_while_alone_is_no_debt_to_later_tenants() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for _ in range(50):
         queue.push(queued(tenant="early", cost=100.0))
         assert queue.pop(0.0) is not None
@@ -266,7 +257,7 @@ def test_service_while_alone_is_no_debt_to_later_tenants() -> None:
 def test_running_requests_are_charged_their_expected_output(
     output_differences: list[tuple[int, int]], tenants: int, concurrency: int
 ) -> None:
-    expected_output, queue = 256, DispatchQueue[int]()
+    expected_output, queue = 256, DispatchQueue[NumberedRequest]()
     charged, running = [0.0] * tenants, list[tuple[str, int]]()
     for tenant in range(tenants):
         queue.push(queued(tenant=str(tenant), cost=10 + expected_output))
@@ -291,7 +282,7 @@ def test_running_requests_are_charged_their_expected_output(
 
 
 def test_overcharge_is_refunded_and_service_while_alone_is_free() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for number in range(40):
         queue.push(queued(number, tenant="early", cost=1000.0))
     alone = [queue.pop(0.0) for _ in range(10)]
@@ -308,7 +299,7 @@ def test_overcharge_is_refunded_and_service_while_alone_is_free() -> None:
 
 
 def test_debts_of_idle_tenants_are_paid_off_by_weight() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for tenant, weight in (("heavy", 10.0), ("light", 1.0)):
         queue.push(queued(tenant=tenant, weight=weight))
     first = queue.pop(0.0)
@@ -325,7 +316,7 @@ def test_debts_of_idle_tenants_are_paid_off_by_weight() -> None:
 
 
 def serve_one_at_a_time(
-    queue: DispatchQueue[int], cost: float, turns: int, extra_cost: float
+    queue: DispatchQueue[NumberedRequest], cost: float, turns: int, extra_cost: float
 ) -> list[str]:
     """Return the dispatched tenants. Many requests wait for "many", and one at a time for "one", which costs extra."""
     for _ in range(turns + 50):
@@ -350,7 +341,7 @@ def test_tenant_with_one_request_at_a_time_pays_its_debts() -> None:
 
 
 def test_idle_tenant_accumulates_no_credit() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     queue.push(queued(tenant="away", cost=1000.0))
     for _ in range(300):
         queue.push(queued(tenant="stays", cost=1000.0))
@@ -363,7 +354,7 @@ def test_idle_tenant_accumulates_no_credit() -> None:
 
 
 def test_pop_returns_admissible_tiers_only() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     for tier in range(3):
         queue.push(queued(tier, tier=tier))
     assert [request.item for request in (queue.pop(0.0, 1) for _ in range(3)) if request] == [0, 1]
@@ -375,7 +366,7 @@ def test_pop_returns_admissible_tiers_only() -> None:
 
 def test_promotion_respects_the_lowest_admissible_tier() -> None:
     for lowest_tier, tiers in ((1, [0] * 8), (2, [0, 0, 0, 2] * 2)):
-        queue = DispatchQueue[int]()
+        queue = DispatchQueue[NumberedRequest]()
         for _ in range(8):
             queue.push(queued(tier=2, arrival=0.0))
             queue.push(queued(tier=0, arrival=99.0))
@@ -384,7 +375,7 @@ def test_promotion_respects_the_lowest_admissible_tier() -> None:
 
 
 def test_tenant_backlog_counts_requests_and_bytes() -> None:
-    queue = DispatchQueue[int]()
+    queue = DispatchQueue[NumberedRequest]()
     assert queue.tenant_backlog(1, "a") == TenantBacklog()
     first, second = queued(1, arrival=1.0), queued(2, arrival=2.0)
     queue.push(first)
@@ -397,26 +388,22 @@ def test_tenant_backlog_counts_requests_and_bytes() -> None:
 
 
 def test_count_ahead_ignores_lower_tiers() -> None:
-    queue, mine = DispatchQueue[int](), queued(tier=1)
+    queue, mine = DispatchQueue[NumberedRequest](), queued(tier=1)
     queue.push(queued(tier=0))
     queue.push(mine)
     queue.push(queued(tier=2))
     assert queue.count_ahead(mine) == 1
 
 
-class Body:
-    """Memory that a queued request holds."""
-
-
 @given(st.lists(st.sampled_from(["dispatched", "cancelled"]), min_size=1, max_size=10))
 def test_departed_request_is_released_while_an_older_one_waits(exits: list[str]) -> None:
     """Otherwise clients that disconnect at once could fill the memory beyond the bound on bytes."""
-    queue, released = DispatchQueue[Body](), list[weakref.ref[Body]]()
-    queue.push(QueuedRequest(Body(), 1, "slow", 1.0, 1.0, arrived_at=0.0, deadline=0.5))
+    queue, released = DispatchQueue[NumberedRequest](), list[weakref.ref[NumberedRequest]]()
+    queue.push(queued(tenant="slow", cost=1.0, deadline=0.5))
     for exit_ in exits:
         tenant = "slow" if exit_ == "cancelled" else "quick"
-        request = QueuedRequest(Body(), 1, tenant, 1.0, 1.0, arrived_at=1.0)
-        released.append(weakref.ref(request.item))
+        request = queued(tenant=tenant, cost=1.0, arrival=1.0)
+        released.append(weakref.ref(request))
         queue.push(request)
         if exit_ == "cancelled":
             assert queue.remove(request)

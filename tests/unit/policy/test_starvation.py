@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.queued_requests import NumberedRequest, queued
 
-from argosy.policy import DispatchQueue, QueuedRequest, lowest_admissible_tier, promote_after_s
+from argosy.policy import DispatchQueue, lowest_admissible_tier, promote_after_s
 
 RESPONSE_INTERVAL_S = 0.5
 """Time between two responses that end."""
@@ -21,13 +22,13 @@ def served_by_tier(
 
     `flooding_tiers` always have waiting requests, `rare_tier` sometimes. `ended_indexes` picks the requests that end.
     """
-    queue, running, last_arrival = DispatchQueue[int](), list[int](), [-math.inf] * 3
+    queue, running, last_arrival = DispatchQueue[NumberedRequest](), list[int](), [-math.inf] * 3
     served, now, waiting = [0, 0, 0], 0.0, [0, 0, 0]
 
     def push(tier: int) -> None:
         last_arrival[tier] = now
         waiting[tier] += 1
-        queue.push(QueuedRequest(0, tier, "tenant", 1.0, 100.0, now))
+        queue.push(queued(tier=tier, arrival=now))
 
     for tick in range(1200):
         now = tick * RESPONSE_INTERVAL_S
@@ -80,13 +81,13 @@ def test_rare_tier_neither_starves_nor_blocks_saturated_tiers(
 def test_urgent_deadlines_do_not_starve_a_tenants_other_requests(
     timeout_s: float, earlier_requests: int
 ) -> None:
-    queue, now = DispatchQueue[int](), 0.0
-    queue.push(QueuedRequest(0, 1, "tenant", 1.0, 100.0, now))
+    queue, now = DispatchQueue[NumberedRequest](), 0.0
+    queue.push(queued(arrival=now))
     for _ in range(earlier_requests):
-        queue.push(QueuedRequest(1, 1, "tenant", 1.0, 100.0, now, now + timeout_s))
+        queue.push(queued(1, arrival=now, deadline=now + timeout_s))
     while now <= 60.0:
         now += 1.0
-        queue.push(QueuedRequest(1, 1, "tenant", 1.0, 100.0, now, now + timeout_s))
+        queue.push(queued(1, arrival=now, deadline=now + timeout_s))
         dispatched = queue.pop(now)
         assert dispatched is not None
         if dispatched.item == 0:
@@ -105,12 +106,12 @@ def test_request_of_a_lower_tier_is_served_before_its_wait_ends(
 ) -> None:
     """Requests of the highest tier always wait, and `turns` slots become free within the longest wait."""
     assert promote_after_s(tier, max_wait_s) <= max_wait_s / 2
-    queue = DispatchQueue[int](max_wait_s)
+    queue = DispatchQueue[NumberedRequest](max_wait_s)
     for turn in range(-earlier_turns, turns + 1):
         now = max_wait_s * turn / turns
-        queue.push(QueuedRequest(0, 0, "flood", 1.0, 100.0, now))
+        queue.push(queued(tier=0, tenant="flood", arrival=now))
         if turn == 0:
-            queue.push(QueuedRequest(1, tier, "patient", 1.0, 100.0, now))
+            queue.push(queued(1, tier=tier, tenant="patient", arrival=now))
         dispatched = queue.pop(now)
         assert dispatched is not None
         if dispatched.item == 1:
@@ -120,11 +121,11 @@ def test_request_of_a_lower_tier_is_served_before_its_wait_ends(
 
 @given(st.floats(1.0, 59.0))
 def test_urgent_deadlines_do_not_outlast_a_short_wait(max_wait_s: float) -> None:
-    queue = DispatchQueue[int](max_wait_s)
-    queue.push(QueuedRequest(0, 1, "tenant", 1.0, 100.0, 0.0))
+    queue = DispatchQueue[NumberedRequest](max_wait_s)
+    queue.push(queued())
     for turn in range(1, 9):
         now = max_wait_s * turn / 8
-        queue.push(QueuedRequest(1, 1, "tenant", 1.0, 100.0, now, now + max_wait_s / 8))
+        queue.push(queued(1, arrival=now, deadline=now + max_wait_s / 8))
         dispatched = queue.pop(now)
         assert dispatched is not None
         if dispatched.item == 0:

@@ -55,10 +55,10 @@ def build_placement_request(
     """
     return PlacementRequest(
         request_id,
-        principal.tenant,
-        tier,
-        principal.weight,
         fields.estimated_prompt_tokens,
+        tenant=principal.tenant,
+        tier=tier,
+        weight=principal.weight,
         compute_block_keys=partial(compute_block_keys, fields, principal.cache_domain, model)
         if fields.generates
         else list,

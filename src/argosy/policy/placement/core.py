@@ -268,7 +268,7 @@ class PlacementCore:
             request
             for request, its_queue in self._requests.items()
             if its_queue is queue
-            and (request.queued is not None or request.displaced_key is not None)
+            and (request.is_queued or request.displaced_key is not None)
             and may_move(queue.pool, request, now)
         ]
         for request in moving:

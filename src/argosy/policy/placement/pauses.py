@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from argosy.policy.deficit_round_robin import QueuedRequest
 from argosy.policy.fair_queue import LOWEST_TIER
 from argosy.policy.placement.giving_way import GivingWay, is_pausable_at
 from argosy.policy.placement.messages import Pause
@@ -36,15 +35,14 @@ def choose_pauses(
         queued
         for tier in TIER_RANKS
         for queued in queue.queue.next_requests(tier)
-        if now - queued.arrived_at >= settings.after_s[tier]
-        and queued.item not in queue.beneficiaries
+        if now - queued.arrived_at >= settings.after_s[tier] and queued not in queue.beneficiaries
     ]
     if not (waiting and max_pauses):
         return []
     plan = PausePlan(queue, settings, now)
     waiting.sort(key=lambda each: (each.tier, plan.load(each.tier, each.tenant), each.arrived_at))
 
-    def may_wait(queued: QueuedRequest[PlacementRequest]) -> bool:
+    def may_wait(queued: PlacementRequest) -> bool:
         """Whether an expected slot may still come. It has not if the request has waited for twice the time."""
         return now - queued.arrived_at < 2 * settings.after_s[queued.tier]
 
@@ -54,9 +52,9 @@ def choose_pauses(
     )
     num_expected = len(queue.beneficiaries)  # other streams pause for these
     pauses: list[Pause] = []
-    for queued in waiting:
-        tier, request = queued.tier, queued.item
-        if may_wait(queued) and num_expected < expected_slots[tier]:
+    for request in waiting:
+        tier = request.tier
+        if may_wait(request) and num_expected < expected_slots[tier]:
             num_expected += 1
             continue
         pause = plan.choose(request) if tier in tiers else None

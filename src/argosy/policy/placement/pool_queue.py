@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from argosy.policy.deficit_round_robin import QueuedRequest
 from argosy.policy.fair_queue import DispatchQueue
 from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
 from argosy.policy.placement.attempt import Attempt
@@ -151,27 +150,15 @@ class PoolQueue:
             cost = weighted_tokens(0, max(1, expected_tokens - request.output_tokens))
         else:
             cost = weighted_tokens(request.prompt_tokens, expected_tokens)
-        request.queued = QueuedRequest(
-            item=request,
-            tier=request.tier,
-            tenant=request.tenant,
-            weight=request.weight,
-            cost_tokens=cost,
-            arrived_at=now,
-            deadline=request.deadline,
-            size_bytes=request.size_bytes,
-            is_first=is_paused,
-        )
-        self.queue.push(request.queued)
+        request.cost_tokens, request.arrived_at, request.is_first = cost, now, is_paused
+        self.queue.push(request)
         if request.queued_at is None:
             request.queued_at = now
-            request.queued_ahead = self.queue.count_ahead(request.queued)
+            request.queued_ahead = self.queue.count_ahead(request)
 
     def withdraw(self, request: PlacementRequest) -> None:
         """Remove a request from where it waits, if it does."""
-        if request.queued is not None:
-            self.queue.remove(request.queued)
-            request.queued = None
+        if self.queue.remove(request):
             self.beneficiaries.pop(request, None)
         elif request.displaced_key is not None:
             self.withdraw_displaced(request)
@@ -183,25 +170,23 @@ class PoolQueue:
         """
         free_slots = self._count_slots(now)
         for request in self.beneficiaries:
-            if free_slots[request.tier] > 0 and request.queued is not None:
-                self.queue.take(request.queued)
+            if free_slots[request.tier] > 0 and request.is_queued:
+                self.queue.take(request)
                 del self.beneficiaries[request]
                 return request
         lowest_tier = self.lowest_admissible_tier(free_slots, self.total_slots, now)
         queued = self.queue.pop(now, lowest_tier, sum(map(bool, free_slots)) - 1)
         if queued is None:
             return None
-        self.beneficiaries.pop(queued.item, None)
-        return queued.item
+        self.beneficiaries.pop(queued, None)
+        return queued
 
     def pop_any(self, now: float) -> PlacementRequest | None:
         """Dequeue the next request, whether a slot is free or not; None if none waits."""
         queued = self.queue.pop(now)
-        if queued is None:
-            return None
-        queued.item.queued = None
-        self.beneficiaries.pop(queued.item, None)
-        return queued.item
+        if queued is not None:
+            self.beneficiaries.pop(queued, None)
+        return queued
 
     # --- displaced requests ----------------------------------------------------------------------
 
@@ -241,8 +226,8 @@ class PoolQueue:
 
     def start(self, request: PlacementRequest) -> None:
         """Count a request that was taken from the queue, or did not have to wait, and prepay its expected cost."""
-        queued, request.queued = request.queued, None
-        charged = queued.cost_tokens if queued is not None and queued.is_charged else 0.0
+        charged = request.cost_tokens if request.is_charged else 0.0
+        request.is_charged = False
         request.unspent_tokens = charged
         request.unspent_prompt = (
             0.0

@@ -58,14 +58,11 @@ class PlacementError(Exception):
     """An event does not fit the state of its request, which is a bug of the driver or of the core."""
 
 
-class PlacementRequest(msgspec.Struct, eq=False):
+class PlacementRequest(QueuedRequest, eq=False):
     """Request that the driver creates. Only the core changes its state."""
 
     # --- facts, which never change ---
     id: str
-    tenant: str
-    tier: int
-    weight: float
     prompt_tokens: int
     """Estimated tokens of the prompt."""
     compute_block_keys: Callable[[], list[bytes]]
@@ -75,12 +72,9 @@ class PlacementRequest(msgspec.Struct, eq=False):
     tool_tokens: int = 0
     """Part of `prompt_tokens` that describes the tools, which templates render first."""
     prompt_bytes: int = 0
-    size_bytes: int = 0
-    """Memory that the request holds while it waits."""
     choice_count: int = 1
     max_output_tokens: int | None = None
     session_id: str = ""
-    deadline: float = math.inf
     is_stream: bool = True
     """Whether the client receives the response as a stream."""
     can_aggregate: bool = True
@@ -115,8 +109,6 @@ class PlacementRequest(msgspec.Struct, eq=False):
     """Time of the first failure since the last progress; infinite if there was none."""
     must_wait_for_budget: bool = False
     """Whether the next attempt has to wait for the retry budget or a healthy replica."""
-    queued: QueuedRequest[PlacementRequest] | None = None
-    """Its entry in the queue, while it is there."""
     queued_at: float | None = None
     """When it first had to wait."""
     queued_ahead: int = 0
