@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,29 +11,23 @@ from typer import Option
 if TYPE_CHECKING:
     from argosy.gateway import ConsoleConfig
 
-CONSOLE_PANEL = "Console"
+_console = partial(Option, rich_help_panel="Console")
 ServeConsole = Annotated[
     bool,
-    Option(
-        "--console/--no-console",
-        help="Serve the web console at /.",
-        rich_help_panel=CONSOLE_PANEL,
-    ),
+    _console("--console/--no-console", help="Serve the web console at /."),
 ]
 AllowedHosts = Annotated[
     list[str] | None,
-    Option(
+    _console(
         "--allowed-host",
         help="Name under which browsers may open the console, such as llm.example.com; may be given several times.",
-        rich_help_panel=CONSOLE_PANEL,
     ),
 ]
 ConsoleInsecureHttp = Annotated[
     bool,
-    Option(
+    _console(
         "--console-insecure-http",
         help="Allow to sign in to the console over plain HTTP from other machines.",
-        rich_help_panel=CONSOLE_PANEL,
     ),
 ]
 

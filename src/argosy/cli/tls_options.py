@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -9,25 +10,12 @@ from typer import Option
 if TYPE_CHECKING:
     from argosy.http_server import TlsConfig
 
-TlsCert = Annotated[
-    str | None,
-    Option(
-        help="PEM file with the server's certificate; enables TLS.",
-        metavar="FILE",
-        rich_help_panel="Access",
-    ),
-]
-TlsKey = Annotated[
-    str | None,
-    Option(help="PEM file with the certificate's key.", metavar="FILE", rich_help_panel="Access"),
-]
+_file = partial(Option, metavar="FILE", rich_help_panel="Access")
+TlsCert = Annotated[str | None, _file(help="PEM file with the server's certificate; enables TLS.")]
+TlsKey = Annotated[str | None, _file(help="PEM file with the certificate's key.")]
 TlsClientCa = Annotated[
     str | None,
-    Option(
-        help="PEM file with the authority that must have signed the clients' certificates.",
-        metavar="FILE",
-        rich_help_panel="Access",
-    ),
+    _file(help="PEM file with the authority that must have signed the clients' certificates."),
 ]
 
 

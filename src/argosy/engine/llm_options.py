@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.offline_prompts import to_plain
 from argosy.models import BUNDLED_MODEL
-from argosy.protocol import unknown_argument_error
+from argosy.protocol import UnsupportedOption, unknown_argument_error
 
 log = structlog.get_logger(__name__)
 
@@ -28,23 +28,15 @@ VLLM_NAMES = {
 """Names of vLLM, and the options with the same meaning."""
 
 
-class _OtherOption(NamedTuple):
-    """Option of vLLM without an equivalent."""
-
-    neutral_values: tuple[object, ...]
-    """Values with which the option changes nothing, so that nothing is reported."""
-    remedy: str
-
-
 _ALWAYS_NEUTRAL = (None, False, 0, "", "auto")
 _IGNORED_OPTIONS = {
-    "gpu_memory_utilization": _OtherOption((), "Set kv_memory_bytes to limit the KV cache."),
-    "swap_space": _OtherOption((4,), "Set host_kv_bytes to keep evicted KV blocks."),
-    "enforce_eager": _OtherOption((), "Graphs are used where they are faster."),
-    "cpu_offload_gb": _OtherOption((), "Set quantize if the weights do not fit."),
-    "max_logprobs": _OtherOption((20,), "The limit is 20."),
-    "disable_log_stats": _OtherOption((True,), "Call get_metrics."),
-    "download_dir": _OtherOption((), "Set HF_HOME."),
+    "gpu_memory_utilization": UnsupportedOption((), "Set kv_memory_bytes to limit the KV cache."),
+    "swap_space": UnsupportedOption((4,), "Set host_kv_bytes to keep evicted KV blocks."),
+    "enforce_eager": UnsupportedOption((), "Graphs are used where they are faster."),
+    "cpu_offload_gb": UnsupportedOption((), "Set quantize if the weights do not fit."),
+    "max_logprobs": UnsupportedOption((20,), "The limit is 20."),
+    "disable_log_stats": UnsupportedOption((True,), "Call get_metrics."),
+    "download_dir": UnsupportedOption((), "Set HF_HOME."),
     **dict.fromkeys(
         (
             "allowed_local_media_path",
@@ -64,31 +56,39 @@ _IGNORED_OPTIONS = {
             "scheduling_policy",
             "structured_outputs_config",
         ),
-        _OtherOption((True,), "It has no effect here."),
+        UnsupportedOption((True,), "It has no effect here."),
     ),
 }
 """Options that change speed or memory only. A warning names them."""
 _ONE_PROCESS = "Run several replicas with `argosy serve --replicas N` instead."
 _REFUSED_OPTIONS = {
-    "tensor_parallel_size": _OtherOption((1,), _ONE_PROCESS),
-    "pipeline_parallel_size": _OtherOption((1,), _ONE_PROCESS),
-    "data_parallel_size": _OtherOption((1,), _ONE_PROCESS),
-    "runner": _OtherOption((), "Set task."),
-    "convert": _OtherOption(("none",), "Set task."),
-    "tokenizer": _OtherOption((), "Put the tokenizer's files into the directory of the model."),
-    "tokenizer_mode": _OtherOption((), "The tokenizer of the checkpoint is used."),
-    "tokenizer_revision": _OtherOption((), "Set revision."),
-    "skip_tokenizer_init": _OtherOption((), "The tokenizer is always loaded."),
-    "load_format": _OtherOption(("safetensors",), "The format is that of the checkpoint's files."),
-    "enable_lora": _OtherOption((), "Merge the adapter into the model."),
-    "speculative_config": _OtherOption((), "Remove it. Outputs are the same without it."),
-    "hf_overrides": _OtherOption(({},), "Change the config.json of the model."),
-    "hf_token": _OtherOption((), "Set the environment variable HF_TOKEN."),
-    "logits_processors": _OtherOption(([],), "Use logit_bias or structured_outputs of a request."),
-    "limit_mm_per_prompt": _OtherOption(({},), "Models take text only."),
-    "mm_processor_kwargs": _OtherOption(({},), "Models take text only."),
-    "pooler_config": _OtherOption((), "The checkpoint states the pooling."),
-    "logprobs_mode": _OtherOption(("raw_logprobs",), "Log-probabilities are those of raw logits."),
+    "tensor_parallel_size": UnsupportedOption((1,), _ONE_PROCESS),
+    "pipeline_parallel_size": UnsupportedOption((1,), _ONE_PROCESS),
+    "data_parallel_size": UnsupportedOption((1,), _ONE_PROCESS),
+    "runner": UnsupportedOption((), "Set task."),
+    "convert": UnsupportedOption(("none",), "Set task."),
+    "tokenizer": UnsupportedOption(
+        (), "Put the tokenizer's files into the directory of the model."
+    ),
+    "tokenizer_mode": UnsupportedOption((), "The tokenizer of the checkpoint is used."),
+    "tokenizer_revision": UnsupportedOption((), "Set revision."),
+    "skip_tokenizer_init": UnsupportedOption((), "The tokenizer is always loaded."),
+    "load_format": UnsupportedOption(
+        ("safetensors",), "The format is that of the checkpoint's files."
+    ),
+    "enable_lora": UnsupportedOption((), "Merge the adapter into the model."),
+    "speculative_config": UnsupportedOption((), "Remove it. Outputs are the same without it."),
+    "hf_overrides": UnsupportedOption(({},), "Change the config.json of the model."),
+    "hf_token": UnsupportedOption((), "Set the environment variable HF_TOKEN."),
+    "logits_processors": UnsupportedOption(
+        ([],), "Use logit_bias or structured_outputs of a request."
+    ),
+    "limit_mm_per_prompt": UnsupportedOption(({},), "Models take text only."),
+    "mm_processor_kwargs": UnsupportedOption(({},), "Models take text only."),
+    "pooler_config": UnsupportedOption((), "The checkpoint states the pooling."),
+    "logprobs_mode": UnsupportedOption(
+        ("raw_logprobs",), "Log-probabilities are those of raw logits."
+    ),
 }
 """Options that change the outputs or ask for what does not exist."""
 _DTYPE_NAMES = {

@@ -133,7 +133,12 @@ from argosy.protocol.replica_report import (
     RequestReport,
     parse_replica_report,
 )
-from argosy.protocol.sampling import ReasoningBlock, SamplingParams, unknown_argument_error
+from argosy.protocol.sampling import (
+    ReasoningBlock,
+    SamplingParams,
+    UnsupportedOption,
+    unknown_argument_error,
+)
 from argosy.protocol.sse import (
     EVENT_END,
     EventParser,
@@ -251,6 +256,7 @@ __all__ = [
     "ToolCallCustom",
     "ToolCallFunction",
     "TopLogprob",
+    "UnsupportedOption",
     "Usage",
     "VersionResponse",
     "check_parameters",

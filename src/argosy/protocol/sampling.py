@@ -20,7 +20,7 @@ class ReasoningBlock(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     """Number of reasoning tokens after which the engine closes the block; None for no limit."""
 
 
-class _UnsupportedOption(NamedTuple):
+class UnsupportedOption(NamedTuple):
     """Option of vLLM without an equivalent here."""
 
     neutral_values: tuple[object, ...]
@@ -29,29 +29,27 @@ class _UnsupportedOption(NamedTuple):
 
 
 _UNSUPPORTED_OPTIONS = {
-    "best_of": _UnsupportedOption(
-        (None, 1), "Set n, and rank the outputs by `cumulative_logprob`."
-    ),
-    "use_beam_search": _UnsupportedOption((None, False), "Set n and a temperature."),
-    "length_penalty": _UnsupportedOption((None, 1.0), "It only applies to beam search."),
-    "early_stopping": _UnsupportedOption((None, False), "It only applies to beam search."),
-    "logits_processors": _UnsupportedOption(
+    "best_of": UnsupportedOption((None, 1), "Set n, and rank the outputs by `cumulative_logprob`."),
+    "use_beam_search": UnsupportedOption((None, False), "Set n and a temperature."),
+    "length_penalty": UnsupportedOption((None, 1.0), "It only applies to beam search."),
+    "early_stopping": UnsupportedOption((None, False), "It only applies to beam search."),
+    "logits_processors": UnsupportedOption(
         (None, []), "Use logit_bias, allowed_token_ids or structured_outputs."
     ),
-    "guided_decoding": _UnsupportedOption((None,), "Use structured_outputs."),
-    "detokenize": _UnsupportedOption((None, True), "Outputs always have a text."),
-    "output_kind": _UnsupportedOption((None,), "`AsyncLLM.stream` yields cumulative outputs."),
-    "flat_logprobs": _UnsupportedOption((None, False), "Read the list `logprobs`."),
-    "logprob_token_ids": _UnsupportedOption((None, []), "Use logprobs."),
-    "prompt_logprob_token_ids": _UnsupportedOption((None, []), "Use prompt_logprobs."),
-    "prompt_logprob_start": _UnsupportedOption((None, 0), "Use prompt_logprobs."),
-    "repetition_detection": _UnsupportedOption((None,), "Use repetition_penalty."),
-    "skip_reading_prefix_cache": _UnsupportedOption(
+    "guided_decoding": UnsupportedOption((None,), "Use structured_outputs."),
+    "detokenize": UnsupportedOption((None, True), "Outputs always have a text."),
+    "output_kind": UnsupportedOption((None,), "`AsyncLLM.stream` yields cumulative outputs."),
+    "flat_logprobs": UnsupportedOption((None, False), "Read the list `logprobs`."),
+    "logprob_token_ids": UnsupportedOption((None, []), "Use logprobs."),
+    "prompt_logprob_token_ids": UnsupportedOption((None, []), "Use prompt_logprobs."),
+    "prompt_logprob_start": UnsupportedOption((None, 0), "Use prompt_logprobs."),
+    "repetition_detection": UnsupportedOption((None,), "Use repetition_penalty."),
+    "skip_reading_prefix_cache": UnsupportedOption(
         (None, False), "Give the prompt a `cache_salt` of its own."
     ),
-    "extra_args": _UnsupportedOption((None, {}), "Remove it."),
-    "watermarking": _UnsupportedOption((None, False), "Remove it."),
-    "stream_interval": _UnsupportedOption((None, 1), "`AsyncLLM.stream` yields every token."),
+    "extra_args": UnsupportedOption((None, {}), "Remove it."),
+    "watermarking": UnsupportedOption((None, False), "Remove it."),
+    "stream_interval": UnsupportedOption((None, 1), "`AsyncLLM.stream` yields every token."),
 }
 
 

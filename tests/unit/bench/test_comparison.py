@@ -72,7 +72,7 @@ def test_intervals_have_their_nominal_coverage() -> None:
 def test_several_runs_per_side_cover_run_to_run_variance() -> None:
     rng = np.random.default_rng(0)
     covered = {1: 0, 4: 0}
-    for trial in range(20):
+    for trial in range(12):
         sides = [
             [
                 noisy_result(factor * each, 9 * trial + n, 20)
@@ -85,9 +85,9 @@ def test_several_runs_per_side_cover_run_to_run_variance() -> None:
             mean = next(each for each in ratios if each.measure == "ttft mean ms")
             assert mean.runs == (runs, runs)
             covered[runs] += mean.low <= 1.2 <= mean.high
-    assert covered[4] >= 17
+    assert covered[4] >= 10
     # Servers differ by 20 % from run to run, which the requests of one run cannot show.
-    assert covered[1] < 12
+    assert covered[1] < 7
 
 
 def test_equal_runs_have_ratio_one() -> None:

@@ -23,18 +23,20 @@ MODEL = ServedModel(("chat", "other name"), "/models/a folder")
 EMBEDDING = ServedModel(("minilm",), "/models/minilm")
 
 
+@with_replica_options()
+def command(options: Mapping[str, Any], *, context: typer.Context) -> None:
+    context.obj.append(options)
+
+
+APP = typer.Typer()
+APP.command()(command)
+COMMAND = typer.main.get_command(APP)
+
+
 def parse_options(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Return the options that a command with those of a replica gets."""
     parsed: list[Mapping[str, Any]] = []
-
-    @with_replica_options()
-    def command(options: Mapping[str, Any], *, context: typer.Context) -> None:
-        del context
-        parsed.append(options)
-
-    app = typer.Typer()
-    app.command()(command)
-    typer.main.get_command(app)(list(arguments), standalone_mode=False)
+    COMMAND(list(arguments), standalone_mode=False, obj=parsed)
     return parsed[0]
 
 
