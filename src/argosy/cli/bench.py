@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import glob
 import os
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from argosy.cli import bench_arguments as parse
-from argosy.cli import bench_options as options
 from argosy.cli.bench_progress import BenchProgress
 from argosy.cli.failure import EXIT_FAILURE, fail
 
 if TYPE_CHECKING:
     from argosy.bench import BenchResult, BenchSettings
+
+_server = partial(Option, rich_help_panel="Server")
+_load = partial(Option, rich_help_panel="Load")
+_prompts = partial(Option, rich_help_panel="Prompts")
+_results = partial(Option, rich_help_panel="Results")
+
+MAX_PLANNED = 10_000_000
+"""Largest number of planned requests or tokens. The whole plan is held in memory."""
+
+ResultFiles = Annotated[
+    str,
+    Argument(
+        metavar="FILE[,FILE...]", help="Result files of one side, or patterns like 'old-*.json'."
+    ),
+]
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
 
@@ -25,45 +41,154 @@ app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
 def bench(
     context: typer.Context,
     *,
-    url: options.Url = "http://127.0.0.1:8000",
-    model: options.Model = None,
-    api: options.ApiOption = "completions",
-    api_key: options.ApiKey = None,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    temperature: options.Temperature = 0.0,
-    ignore_eos: options.IgnoreEos = True,
-    chunk_usage: options.ChunkUsage = True,
-    timeout: options.Timeout = 600.0,
-    rate: options.Rate = None,
-    arrival: options.ArrivalKind = "poisson",
-    burstiness: options.Burstiness = 1.0,
-    concurrency: options.Concurrency = None,
-    requests: options.Requests = None,
-    duration: options.Duration = None,
-    warmup: options.Warmup = 0,
-    ramp: options.Ramp = 0.0,
-    find_rate: options.FindRate = False,
-    min_attainment: options.MinAttainment = 0.99,
-    precision: options.Precision = 0.05,
-    seed: options.Seed = 0,
-    input_len: options.InputLen = "uniform:32-512",
-    output_len: options.OutputLen = "uniform:16-128",
-    prefix_len: options.PrefixLen = 0,
-    prefix_groups: options.PrefixGroups = 1,
-    turns: options.Turns = 1,
-    think_time: options.ThinkTime = 0.0,
-    prompts: options.Prompts = None,
-    trace: options.Trace = None,
-    trace_speed: options.TraceSpeed = 1.0,
-    prompt_form: options.PromptForm = "auto",
-    tokenizer: options.Tokenizer = None,
-    goodput: options.Goodput = None,
-    save: options.Save = None,
-    html: options.Html = None,
-    csv: options.Csv = None,
-    prometheus: options.Prometheus = None,
-    self_check: options.SelfCheck = False,
+    url: Annotated[
+        str, _server(help="URL of the server, or unix:PATH.", envvar="ARGOSY_URL")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, _server(help="Model name; by default the server's first model.")
+    ] = None,
+    api: Annotated[Literal["completions", "chat"], _server(help="API to measure.")] = "completions",
+    api_key: Annotated[
+        str | None,
+        _server(help="Sent as a bearer token.", envvar=["ARGOSY_API_KEY", "OPENAI_API_KEY"]),
+    ] = None,
+    header: Annotated[
+        list[str] | None, _server(help="`NAME: VALUE`; may be given several times.")
+    ] = None,
+    extra_body: Annotated[
+        str | None, _server(help="JSON object whose fields are added to each request.")
+    ] = None,
+    temperature: Annotated[float, _server(min=0.0, help="0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[
+        bool,
+        _server(
+            "--ignore-eos/--no-ignore-eos",
+            help="Generate up to the planned length, if the server supports it.",
+        ),
+    ] = True,
+    chunk_usage: Annotated[
+        bool,
+        _server(
+            "--chunk-usage/--no-chunk-usage",
+            help="Request a token count in each chunk, if the server supports it.",
+        ),
+    ] = True,
+    timeout: Annotated[
+        float, _server(min=0.001, help="Timeout of one request in seconds.")
+    ] = 600.0,
+    rate: Annotated[
+        str | None,
+        _load(
+            metavar="R[,R...]",
+            help="Requests per second, sent on schedule even if the server is slow; `inf` sends all at once."
+            " Several are a sweep.",
+        ),
+    ] = None,
+    arrival: Annotated[
+        Literal["poisson", "gamma", "constant"],
+        _load("--arrival", help="Distribution of the arrivals."),
+    ] = "poisson",
+    burstiness: Annotated[
+        float, _load(help="Burstiness of gamma arrivals: 1 is Poisson, less is burstier.")
+    ] = 1.0,
+    concurrency: Annotated[
+        str | None,
+        _load(
+            metavar="N[,N...]",
+            help="Requests in flight: without --rate exactly this number, with --rate at most.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        _load(min=1, max=MAX_PLANNED, help="Number of requests; 200 without a duration."),
+    ] = None,
+    duration: Annotated[
+        float | None, _load(min=0.001, help="Seconds in which requests are started.")
+    ] = None,
+    warmup: Annotated[
+        int,
+        _load(min=0, max=MAX_PLANNED, help="Number of warm-up requests, which are not measured."),
+    ] = 0,
+    ramp: Annotated[
+        float, _load(min=0.0, help="Seconds in which the load grows; not measured.")
+    ] = 0.0,
+    find_rate: Annotated[
+        bool,
+        _load(
+            "--find-rate",
+            help="Find the highest rate that meets the objectives, starting at --rate.",
+        ),
+    ] = False,
+    min_attainment: Annotated[
+        float, _load(min=0.0, max=1.0, help="Share of requests that must meet the objectives.")
+    ] = 0.99,
+    precision: Annotated[
+        float, _load(min=0.001, help="Relative precision of the found rate.")
+    ] = 0.05,
+    seed: Annotated[
+        int, _load(min=0, help="Seed of the plan; the same seed plans the same requests.")
+    ] = 0,
+    input_len: Annotated[
+        str,
+        _prompts(
+            metavar="LENGTHS",
+            help="Prompt tokens: 128, uniform:32-512, normal:256,64 or lognormal:200,0.8.",
+        ),
+    ] = "uniform:32-512",
+    output_len: Annotated[
+        str, _prompts(metavar="LENGTHS", help="Output tokens, in the same syntax.")
+    ] = "uniform:16-128",
+    prefix_len: Annotated[
+        int, _prompts(min=0, max=MAX_PLANNED, help="Tokens of a shared prompt prefix.")
+    ] = 0,
+    prefix_groups: Annotated[
+        int, _prompts(min=1, max=MAX_PLANNED, help="Number of different prefixes.")
+    ] = 1,
+    turns: Annotated[int, _prompts(min=1, help="Requests per conversation.")] = 1,
+    think_time: Annotated[float, _prompts(min=0.0, help="Seconds between two turns.")] = 0.0,
+    prompts: Annotated[
+        Path | None, _prompts(help="File of prompts: JSON lines, or text with one prompt per line.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        _prompts(
+            help="Mooncake, BurstGPT or Azure trace for lengths, and for times without --rate."
+        ),
+    ] = None,
+    trace_speed: Annotated[
+        float, _prompts(min=0.001, help="Speed factor of the trace's times.")
+    ] = 1.0,
+    prompt_form: Annotated[
+        Literal["auto", "tokens", "words"], _prompts(help="Content of synthetic prompts.")
+    ] = "auto",
+    tokenizer: Annotated[
+        str | None,
+        _prompts(
+            metavar="PATH",
+            help="A tokenizer.json for token prompts if the server has no /tokenize.",
+        ),
+    ] = None,
+    goodput: Annotated[
+        str | None,
+        _results(
+            metavar="OBJECTIVES",
+            help="Objectives of a good request in ms: ttft:200,tpot:50,e2el:4000.",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None, _results(help="JSON file for the result, with a row per request.")
+    ] = None,
+    html: Annotated[Path | None, _results(help="HTML file for a report with plots.")] = None,
+    csv: Annotated[Path | None, _results(help="CSV file with a row per request.")] = None,
+    prometheus: Annotated[
+        Path | None,
+        _results(
+            help="File for the summaries in the format of node_exporter's textfile collector (NAME.prom)."
+        ),
+    ] = None,
+    self_check: Annotated[
+        bool, _results("--self-check", help="Measure the noise of this client and exit.")
+    ] = False,
 ) -> None:
     """Send requests to a server and measure latency and throughput as its clients see them."""
     if context.invoked_subcommand is not None:
@@ -132,8 +257,8 @@ def bench(
 
 @app.command("compare")
 def compare_files(
-    a: options.ResultFiles,
-    b: options.ResultFiles,
+    a: ResultFiles,
+    b: ResultFiles,
     *,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
     output: Annotated[Path | None, typer.Option(help="File for the ratios as JSON.")] = None,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
+from typer import Option
 
-from argosy.cli import serve_options
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.console_options import AllowedHosts, ConsoleInsecureHttp, ServeConsole
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
@@ -53,16 +53,58 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
-    replicas: serve_options.ReplicaCount = 1,
-    embedding_model: serve_options.EmbeddingModels = None,
-    gpus: serve_options.GpuSharingOption = "own",
+    replicas: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Number of replica processes, each on its own GPU; without GPUs they share CPUs and memory.",
+        ),
+    ] = 1,
+    embedding_model: Annotated[
+        list[str] | None,
+        Option(
+            "--embedding-model",
+            metavar="[NAME=]MODEL",
+            help="Embedding model or reranker to serve at the same address, on the CPU; may be given several times.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        Literal["own", "shared"],
+        Option(
+            help="Whether several replicas may share a GPU; by default each has its own.",
+            rich_help_panel="Advanced",
+        ),
+    ] = "own",
     store: StoreUrl = None,
-    auth: serve_options.AuthModeOption = "auto",
-    allowed_origins: serve_options.AllowedOrigins = None,
+    auth: Annotated[
+        Literal["auto", "required", "disabled"],
+        Option(
+            help="Which requests need an API key: all (required), none (disabled), or all once a key exists (auto)."
+            " With auto, the first key is created if the server listens on a public address.",
+            rich_help_panel="Access",
+        ),
+    ] = "auto",
+    allowed_origins: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ORIGIN",
+            help="Origin of web pages that may send requests, like https://app.example.com, or * for all; may be given"
+            " several times. By default origins on this machine.",
+            rich_help_panel="Access",
+        ),
+    ] = None,
     console: ServeConsole = True,
     allowed_host: AllowedHosts = None,
     console_insecure_http: ConsoleInsecureHttp = False,
-    log_content: serve_options.LogContent = False,
+    log_content: Annotated[
+        bool,
+        Option(
+            "--log-content",
+            help="Keep prompts and raw outputs for `argosy explain`; all users who may explain a request can"
+            " read them.",
+            rich_help_panel="Advanced",
+        ),
+    ] = False,
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
     from argosy.cli.auth_bootstrap import AuthBootstrap
