@@ -17,6 +17,10 @@ from argosy.store import Organisation, Project, Store, User, open_store
 START = 1_763_750_000.0
 TEMPLATE = "migrated"
 ACTOR = "key:test"
+RULES = pytest.mark.parametrize(
+    "database_kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.exhaustive)]
+)
+"""Mark of tests of rules that Python code applies. The other tests store and read each type on both databases."""
 
 
 @pytest.fixture

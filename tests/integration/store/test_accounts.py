@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.integration.store.conftest import ACTOR, START
+from tests.integration.store.conftest import ACTOR, RULES, START
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
@@ -29,10 +29,6 @@ from argosy.store import (
 from argosy.store.records import AccountRecord
 from argosy.store.validation import MAX_RECORDS_PER_ORGANISATION
 
-RULES = pytest.mark.parametrize(
-    "database_kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.exhaustive)]
-)
-"""Mark of tests of rules that Python code applies. The other tests store and read each type on both databases."""
 OWNER_KINDS: tuple[OwnerKind, ...] = ("organisation", "project", "user", "key")
 
 # --- organisations, projects and users -----------------------------------------------------------

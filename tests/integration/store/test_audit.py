@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from tests.integration.store.conftest import START, run_concurrently
+from tests.integration.store.conftest import RULES, START, run_concurrently
 
 from argosy.store import AuditVerification, Price, Store, StoreError
 from argosy.store.audit import hash_entry
@@ -92,6 +92,7 @@ def test_entries_are_listed_by_page_and_by_subject(store: Store) -> None:
     assert store.audit_log.list_entries(subject=newest[1].subject) == [newest[1]]
 
 
+@RULES
 def test_entries_contain_no_secret(store: Store, database: Database) -> None:
     created = store.accounts.bootstrap(actor="serve")
     assert created is not None
@@ -115,6 +116,7 @@ def test_database_rejects_changes_of_entries(
     assert store.audit_log.verify() == AuditVerification(entries=5)
 
 
+@RULES
 @pytest.mark.parametrize(
     ("statement", "broken", "problem"),
     [
@@ -144,6 +146,7 @@ def test_verification_finds_the_tampered_entry(
     )
 
 
+@RULES
 @pytest.mark.parametrize("details", ["not JSON", "[1]", ""])
 def test_unreadable_entry_is_reported_with_a_remedy(
     store: Store, database: Database, database_kind: str, details: str
