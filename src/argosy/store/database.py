@@ -13,7 +13,8 @@ from sqlite3 import SQLITE_BUSY, SQLITE_PROTOCOL, OperationalError
 from sqlite3 import Connection as SqliteConnection
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, inspect, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
 from sqlalchemy.exc import OperationalError as ServerError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -296,6 +297,14 @@ def _missing_store_error(name: str) -> StoreError:
     return StoreError(
         f"There is no Argosy store in {name}. Check the URL, or create a store with `argosy keys create`."
     )
+
+
+def conflict_aware_insert(
+    connection: Connection, table: Table
+) -> sqlite.Insert | postgresql.Insert:
+    """Return an insert of the connection's dialect, which can name what happens if a row exists."""
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    return insert(table)
 
 
 def parse_url(url: str) -> URL:

@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, Row, Table, delete, insert, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from argosy.store import schema
-from argosy.store.database import Database
+from argosy.store.database import Database, conflict_aware_insert
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
 from argosy.store.numbered_rows import in_time_range
 from argosy.store.record_tables import AccountTransaction
@@ -505,8 +504,7 @@ def _insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[st
 
 def _lock(connection: Connection, fleet: str) -> None:
     """Lock the fleet's row until the end of the transaction, after creating it where it does not exist."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    statement = (sqlite.insert if is_sqlite else postgresql.insert)(schema.fleet_leases).values(
+    statement = conflict_aware_insert(connection, schema.fleet_leases).values(
         fleet=fleet, epoch=0, holder="", renewals=0, renewed_at=0.0, last_event=0
     )
     connection.execute(statement.on_conflict_do_nothing(index_elements=["fleet"]))

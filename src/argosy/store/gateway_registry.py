@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 from sqlalchemy import delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from argosy.store import schema
-from argosy.store.database import Database
+from argosy.store.database import Database, conflict_aware_insert
 
 LIVENESS_TIMEOUT_S = 60.0
 """Time after its last heartbeat after which a gateway counts as gone."""
@@ -43,8 +42,7 @@ class GatewayRegistry:
         now, table = self._clock(), schema.gateways
         values = msgspec.structs.asdict(record) | {"seen_at": now}
         with self._database.write_transaction() as connection:
-            is_sqlite = connection.dialect.name == "sqlite"
-            insert = (sqlite.insert if is_sqlite else postgresql.insert)(table).values(values)
+            insert = conflict_aware_insert(connection, table).values(values)
             connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_=values))
             connection.execute(delete(table).where(table.c.seen_at < now - RECORD_RETENTION_S))
 

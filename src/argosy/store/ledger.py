@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,12 +28,11 @@ from sqlalchemy import (
     tuple_,
     union_all,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from argosy.store import schema
 from argosy.store.csv_export import format_csv, format_csv_time
-from argosy.store.database import Database
+from argosy.store.database import Database, conflict_aware_insert
 from argosy.store.records import OwnerKind, UsageRecord, UsageStatus
 
 ReportGroup = Literal[
@@ -59,10 +58,6 @@ MAX_OWNERS_PER_QUERY = 5000
 _UNINDEXED_FIELDS = ("model", "asked", "route", "replica")
 _REPORT_GROUPS: tuple[ReportGroup, ...] = get_args(ReportGroup)
 _SUMMED_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
-_INSERT_BY_DIALECT: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
-    "sqlite": sqlite.insert,
-    "postgresql": postgresql.insert,
-}
 _COLUMNS = (*UsageRecord.__struct_fields__, "day")
 _days = schema.usage_days.c
 RequestCount = tuple[ColumnElement[Any], ColumnElement[Any]]
@@ -548,7 +543,7 @@ class Ledger:
             last = connection.execute(end_times.offset(ROLL_UP_BATCH_ROWS - 1).limit(1)).scalar()
             if last is not None:
                 past = rows.c.ended_at <= last
-            insert = _INSERT_BY_DIALECT[connection.dialect.name](days)
+            insert = conflict_aware_insert(connection, days)
             sums = _select_sums(rows, func.count(), _REPORT_GROUPS, [past])
             sums = sums.add_columns(func.count() - _CHARGED_REQUESTS[0])
             summed = ("requests", *_SUMMED_COLUMNS, "unanswered")

@@ -6,10 +6,9 @@ import secrets
 from collections.abc import Callable
 
 from sqlalchemy import select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from argosy.store import schema
-from argosy.store.database import Database
+from argosy.store.database import Database, conflict_aware_insert
 
 
 class SecretStore:
@@ -28,8 +27,7 @@ class SecretStore:
             "created_at": self._clock(),
         }
         with self._database.write_transaction() as connection:
-            is_sqlite = connection.dialect.name == "sqlite"
-            statement = (sqlite.insert if is_sqlite else postgresql.insert)(table).values(row)
+            statement = conflict_aware_insert(connection, table).values(row)
             connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
             query = select(table.c.value).where(table.c.name == name)
             return bytes(connection.execute(query).scalar_one())
