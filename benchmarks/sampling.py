@@ -12,6 +12,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from argosy.engine.execution.executor.sampler import Sampler
@@ -45,7 +46,7 @@ def milliseconds(
     sampler = Sampler(len(params), logits.shape[1], torch.device("cpu"), ops)
     for row, row_params in enumerate(params):
         sampler.admit(AdmittedSequence(row, list(range(256)), 200, row_params, []), [0])
-    rows, positions = torch.arange(len(params)), torch.full((len(params),), 256)
+    rows, positions = np.arange(len(params)), np.full(len(params), 256)
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
         begin = time.perf_counter()

@@ -29,8 +29,8 @@ def create_sampler(*params: SamplingParams, tokens: list[int] | None = None) -> 
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, position: int = 3) -> list[int]:
-    rows = torch.arange(len(logits))
-    positions = torch.full((len(logits),), position)
+    rows = np.arange(len(logits))
+    positions = np.full(len(logits), position)
     tokens, _ = sampler(logits.clone(), rows, positions)
     return list(tokens.tolist())
 
@@ -159,7 +159,7 @@ def test_logprobs_use_unedited_logits() -> None:
     sampler = create_sampler(
         SamplingParams(temperature=0.0, logprobs=3, logit_bias={4: 100.0}), SamplingParams(seed=1)
     )
-    _, logprobs = sampler(logits.clone(), torch.arange(2), torch.tensor([3, 3]))
+    _, logprobs = sampler(logits.clone(), np.arange(2), np.array([3, 3]))
     raw = torch.log_softmax(logits[0], -1)
     assert list(logprobs) == [0]
     logprob = logprobs[0]
@@ -174,7 +174,7 @@ def test_invalid_row_is_reported_and_others_are_sampled() -> None:
     expected = logits.argmax(-1).tolist()
     logits[1, 3] = float("nan")
     sampler = create_sampler(*[SamplingParams(temperature=0.0)] * 3)
-    tokens, _ = sampler(logits, torch.arange(3), torch.tensor([3, 3, 3]))
+    tokens, _ = sampler(logits, np.arange(3), np.array([3, 3, 3]))
     assert tokens.tolist() == [expected[0], -1, expected[2]]
 
 
@@ -184,7 +184,7 @@ def test_reused_row_forgets_previous_params() -> None:
     )
     sampler.admit(AdmittedSequence(0, [1], 1, SamplingParams(temperature=0.0), []), [0])
     logits = random_logits(8)
-    sampled, logprobs = sampler(logits.clone(), torch.tensor([0]), torch.tensor([1]))
+    sampled, logprobs = sampler(logits.clone(), np.array([0]), np.array([1]))
     assert sampled.tolist() == logits.argmax(-1).tolist()
     assert not logprobs
 
@@ -206,9 +206,7 @@ def test_logits_are_restored_bit_for_bit() -> None:
     before = logits.view(torch.int32).clone()
     tokens = [1, 2, 3, 3, 1]
     sampler = create_sampler(*EDITING_PARAMS, tokens=tokens)
-    sampler(
-        logits, torch.arange(len(EDITING_PARAMS)), torch.full((len(EDITING_PARAMS),), len(tokens))
-    )
+    sampler(logits, np.arange(len(EDITING_PARAMS)), np.full(len(EDITING_PARAMS), len(tokens)))
     assert torch.equal(logits.view(torch.int32), before)
 
 
@@ -217,6 +215,6 @@ def test_logits_are_restored_bit_for_bit() -> None:
 def test_edits_do_not_hide_invalid_logits(value: float, token: int) -> None:
     logits = random_logits(10, rows=len(EDITING_PARAMS))
     logits[:, token] = value
-    rows = torch.arange(len(EDITING_PARAMS))
-    sampled, _ = create_sampler(*EDITING_PARAMS)(logits, rows, torch.full_like(rows, 3))
+    rows = np.arange(len(EDITING_PARAMS))
+    sampled, _ = create_sampler(*EDITING_PARAMS)(logits, rows, np.full_like(rows, 3))
     assert sampled.tolist() == [-1] * len(rows)

@@ -78,27 +78,30 @@ class Sampler:
         self._penalties.admit(admission)
 
     def __call__(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, masks: TokenMasks | None = None
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        masks: TokenMasks | None = None,
     ) -> tuple[Tensor, dict[int, Logprob]]:
         """Sample the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
         Logits [S, V] float32 are edited in place, because a copy would cost more than sampling. They are restored,
-        except for rows with a mask whose log-probabilities are not requested. Rows and positions are [S] int64 in host
-        memory, which avoids waiting for the device.
+        except for rows with a mask whose log-probabilities are not requested. Rows and positions are in host memory,
+        which avoids waiting for the device.
 
         Returns:
             Tokens [S] int64 on the device, -1 for rows whose logits were not finite, and the log-probabilities under
             the unmodified logits, by batch index, for valid rows that requested them.
         """
-        batch_rows, batch_positions = rows.numpy(), positions.numpy()
         edits = LogitEdits(logits)
         if masks is not None:
-            self._apply_masks(edits, masks, batch_rows)
-        self._apply_edits(edits, batch_rows, batch_positions)
-        tokens = self._ops.sample(logits, self._build_metadata(batch_rows, batch_positions))
+            self._apply_masks(edits, masks, rows)
+        self._apply_edits(edits, rows, positions)
+        tokens = self._ops.sample(logits, self._build_metadata(rows, positions))
         edits.undo()
-        self._penalties.record_output(batch_rows, tokens)
-        return tokens, self._sampled_logprobs(logits, batch_rows, tokens)
+        self._penalties.record_output(rows, tokens)
+        return tokens, self._sampled_logprobs(logits, rows, tokens)
 
     def compute_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprob]:
         """Compute log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `num_top` likeliest."""

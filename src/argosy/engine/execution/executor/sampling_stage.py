@@ -139,8 +139,9 @@ class SamplingStage:
         if count != len(packed.logit_index):
             selected = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sample_index))
             logits = logits[self._device.to_device(selected)]
-        rows, positions = map(torch.from_numpy, (packed.sample_rows, packed.sample_positions))
-        tokens, logprobs = self._sampler(logits[:count], rows, positions, masks)
+        tokens, logprobs = self._sampler(
+            logits[:count], packed.sample_rows, packed.sample_positions, masks
+        )
         self._persistent_batch.append_tokens(step.sample_index, tokens)
         return tokens, logprobs
 

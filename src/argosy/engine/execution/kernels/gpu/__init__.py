@@ -1,7 +1,7 @@
 """Execution on NVIDIA GPUs, with kernels in Triton. Importing this package requires Triton.
 
-Function `cuda_device.create_cuda_device` finds the GPU and makes a `device.GpuDevice`, which implements the engine's
-`Device`. The device creates the operations of a model: `attention` with its kernels in `attention_kernels`, the linear
+Function `cuda_device.create_cuda_device` finds the GPU and makes a `CudaDevice`, a `device.GpuDevice` with what belongs
+to CUDA. The device creates the operations of a model: `attention` with its kernels in `attention_kernels`, the linear
 layers of `linear`, and the norms and gated activations of `elementwise`. Module `sampling` samples tokens. Module
 `memory_profile` stores the measured memory use of the largest step on disk.
 
