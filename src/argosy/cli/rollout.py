@@ -84,42 +84,34 @@ def pause(
         _finish(target, name, command, wait_s=timeout if wait else None, json=json)
 
 
-@app.command()
-def resume(
-    pool: PoolArgument = None,
-    *,
-    force: Force = False,
-    reason: Reason = "",
-    wait: Wait = True,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    files: FilesOption = None,
-    fleet: FleetOption = None,
-    store: StoreUrl = None,
-    json: JsonOutput = False,
-) -> None:
-    """Continue a paused rollout, or try a version again that was rolled back."""
-    with open_fleet(files, fleet, store) as target:
-        name, command = _store_command(target, pool, "resume", reason, force=force)
-        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
+def _add_forced_command(kind: CommandName, summary: str) -> None:
+    """Add a command that may go on without evidence."""
+
+    def send(
+        pool: PoolArgument = None,
+        *,
+        force: Force = False,
+        reason: Reason = "",
+        wait: Wait = True,
+        timeout: Timeout = DEFAULT_TIMEOUT_S,
+        files: FilesOption = None,
+        fleet: FleetOption = None,
+        store: StoreUrl = None,
+        json: JsonOutput = False,
+    ) -> None:
+        with open_fleet(files, fleet, store) as target:
+            name, command = _store_command(target, pool, kind, reason, force=force)
+            _finish(target, name, command, wait_s=timeout if wait else None, json=json)
+
+    app.command(kind, help=summary)(send)
 
 
-@app.command()
-def promote(
-    pool: PoolArgument = None,
-    *,
-    force: Force = False,
-    reason: Reason = "",
-    wait: Wait = True,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    files: FilesOption = None,
-    fleet: FleetOption = None,
-    store: StoreUrl = None,
-    json: JsonOutput = False,
-) -> None:
-    """Go to the next step now. Without enough evidence it needs --force and --reason."""
-    with open_fleet(files, fleet, store) as target:
-        name, command = _store_command(target, pool, "promote", reason, force=force)
-        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
+_add_forced_command(
+    "resume", "Continue a paused rollout, or try a version again that was rolled back."
+)
+_add_forced_command(
+    "promote", "Go to the next step now. Without enough evidence it needs --force and --reason."
+)
 
 
 @app.command()

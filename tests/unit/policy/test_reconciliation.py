@@ -194,7 +194,10 @@ class FleetMachine(RuleBasedStateMachine):
 
 FEW_OR_MANY = pytest.mark.parametrize(
     "number",
-    [pytest.param(20, id="few"), pytest.param(1000, marks=pytest.mark.exhaustive, id="many")],
+    [
+        pytest.param(20, id="few"),
+        pytest.param(1000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)], id="many"),
+    ],
 )
 
 

@@ -35,10 +35,9 @@ from argosy.fleet.control.version_observer import (
     EjectionWatch,
     divide_pool,
     find_crash_loop,
-    is_ready,
     observe_version,
 )
-from argosy.policy.reconciliation import ObservedReplica
+from argosy.policy.reconciliation import ObservedReplica, is_ready
 from argosy.policy.rollout import (
     TRAFFIC_STATES,
     CheckStatus,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from argosy.fleet.control.declared_fleet import VersionTarget
 from argosy.fleet.control.pinned_prompts import CheckResult
 from argosy.policy import RestartLimits
-from argosy.policy.reconciliation import LaunchState, ObservedReplica, WarmUpState, plan_restart
+from argosy.policy.reconciliation import LaunchState, ObservedReplica, is_ready, plan_restart
 from argosy.policy.rollout import (
     ROLLBACK_STATES,
     CheckStatus,
@@ -21,17 +21,6 @@ MAX_CRASHES = 3
 MAX_EJECTED_S = 15.0
 """Time for which gateways may eject all replicas of a candidate. Shorter times without an ejection do not interrupt it,
 since gateways try an ejected replica again and again."""
-
-
-def is_ready(replica: ObservedReplica, *, requires_warm_up: bool) -> bool:
-    """Return whether a replica is warm, and every gateway can send it requests."""
-    return (
-        replica.state is LaunchState.RUNNING
-        and replica.is_serving
-        and replica.in_rotation
-        and replica.is_routed
-        and (not requires_warm_up or replica.warm_up is WarmUpState.SUCCEEDED)
-    )
 
 
 def observe_version(

@@ -28,8 +28,8 @@ from argosy.fleet.launchers.ray_placement import (
     rank_nodes,
 )
 from argosy.fleet.launchers.ray_replica_table import (
+    RayRecord,
     RayReplica,
-    ReplicaRecord,
     ReplicaTable,
 )
 from argosy.fleet.launchers.ray_supervisor import decode_status
@@ -202,7 +202,7 @@ class ReplicaRegistry:
             state=LaunchState.PROVISIONING,
             attempt=past_attempts + 1,
         )
-        replica = RayReplica(ReplicaRecord(replica=waiting, past_attempts=past_attempts))
+        replica = RayReplica(RayRecord(replica=waiting, past_attempts=past_attempts))
         self._table.put(replica)
         try:
             async with self._placement_lock:

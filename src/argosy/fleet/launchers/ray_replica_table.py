@@ -30,7 +30,7 @@ _ORDER = (
 """States in the order of the life of an attempt."""
 
 
-class ReplicaRecord(msgspec.Struct, kw_only=True):
+class RayRecord(msgspec.Struct, kw_only=True):
     """State of a replica as it is kept outside of the registry. Contains no secrets."""
 
     replica: LaunchedReplica
@@ -42,7 +42,7 @@ class ReplicaRecord(msgspec.Struct, kw_only=True):
 class RayReplica:
     """A replica, and what the registry holds to control it."""
 
-    def __init__(self, record: ReplicaRecord) -> None:
+    def __init__(self, record: RayRecord) -> None:
         self.record = record
         self.group: PlacementGroup | None = None
         self.supervisor: ActorHandle | None = None
@@ -98,7 +98,7 @@ class ReplicaTable:
         self._epoch = int(records.get(_EPOCH_KEY, b"0"))
         for key, value in records.items():
             if key.startswith(_REPLICA_KEY):
-                replica = RayReplica(msgspec.json.decode(value, type=ReplicaRecord))
+                replica = RayReplica(msgspec.json.decode(value, type=RayRecord))
                 self._replicas[replica.name] = replica
 
     def check_epoch(self, epoch: int) -> None:

@@ -22,6 +22,7 @@ from argosy.policy.reconciliation.actions import (
     Withdraw,
 )
 from argosy.policy.reconciliation.desired import DesiredFleet, DesiredPool
+from argosy.policy.reconciliation.member import is_ready
 from argosy.policy.reconciliation.observed import (
     MAX_PAST_RUNS,
     LaunchState,
@@ -58,6 +59,7 @@ __all__ = [
     "WarmUpState",
     "Withdraw",
     "continue_observation",
+    "is_ready",
     "plan_restart",
     "reconcile",
     "replica_name",

@@ -93,7 +93,8 @@ class Member:
         self.is_current = replica.generation == pool.generation
         self.is_known = replica.launcher not in observed.unavailable_launchers
         """Whether its launcher can list it now. Nothing is done to a replica of unknown state."""
-        self.state = _find_state(replica, pool, is_hung=self.is_known and now >= self.deadline.at)
+        is_hung = self.is_known and now >= self.deadline.at
+        self.state = _find_state(replica, pool.requires_warm_up, is_hung=is_hung)
         self.may_serve = (
             self.is_known
             and replica.state is LaunchState.RUNNING
@@ -133,16 +134,27 @@ class Member:
         )
 
 
-def _find_state(replica: ObservedReplica, pool: DesiredPool, *, is_hung: bool) -> MemberState:
-    launched = _LAUNCH_STATES.get(replica.state) if replica.state is not None else None
+def _find_state(
+    replica: ObservedReplica,
+    requires_warm_up: bool,  # noqa: FBT001 - of the pool
+    *,
+    is_hung: bool,
+) -> MemberState:
+    launched = None if replica.state is None else _LAUNCH_STATES.get(replica.state)
     if launched is not None:
         return launched
     if is_hung:
         return MemberState.HUNG
-    if pool.requires_warm_up and replica.warm_up is WarmUpState.FAILED:
+    if requires_warm_up and replica.warm_up is WarmUpState.FAILED:
         return MemberState.NOT_WARM
     if not replica.is_serving:
         return MemberState.LOADING
-    if pool.requires_warm_up and replica.warm_up is not WarmUpState.SUCCEEDED:
+    if requires_warm_up and replica.warm_up is not WarmUpState.SUCCEEDED:
         return MemberState.WARMING
     return MemberState.SERVING
+
+
+def is_ready(replica: ObservedReplica, *, requires_warm_up: bool) -> bool:
+    """Return whether a replica is in the rotation, can be there, and every gateway can send it requests."""
+    state = _find_state(replica, requires_warm_up, is_hung=False)
+    return state is MemberState.SERVING and replica.in_rotation and replica.is_routed

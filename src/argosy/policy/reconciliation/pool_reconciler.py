@@ -187,19 +187,24 @@ class PoolReconciler:
                 member.held_reason = "it stays in the rotation until enough others are routed"
 
     def _restart_exited(self) -> None:
-        """Restart what has exited. An outdated replica waits if those that replace it have taken its room."""
+        """Restart what has exited, current replicas first, as far as others have not taken its room."""
         states = [each.replica.state for each in self._members]
-        room = self._size + self._pool.max_surge - len(states) + states.count(LaunchState.EXITED)
+        num_running = len(states) - states.count(LaunchState.EXITED)
+        room = self._size + self._pool.max_surge - num_running
         for member in self._members:
             replica = member.replica
             if (
-                replica.state is LaunchState.EXITED
-                and member.is_known
-                and not member.leaving_reason
-                and (member.is_current or room > 0)
+                replica.state is not LaunchState.EXITED
+                or not member.is_known
+                or member.leaving_reason
             ):
+                continue
+            if room > 0:
                 self._start(replica, replica.launcher)
-                room -= 1
+            else:
+                waiting = f"it waits until another of the {num_running} replicas exits"
+                self.phases[replica.name] = PhaseReport(ReplicaPhase.PENDING, waiting)
+            room -= 1
 
     def _start_missing(self) -> None:
         """Start replicas with the lowest free ordinals, unless too many exist already."""

@@ -1,4 +1,7 @@
-"""Complaints about other autoscalers, each as a scenario that Argosy's has to pass."""
+"""Complaints about other autoscalers, each as a scenario that Argosy's has to pass.
+
+Those about an exceeded budget, replicas that cannot start, several owners and capped metrics are in test_autoscaler.py.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ from tests.support.simulated_pool import SimulatedPool
 from argosy.policy.autoscaling import (
     ArrivedTokens,
     AutoscalerSettings,
-    ManualScale,
-    ScalingOwner,
 )
 
 SETTINGS = AutoscalerSettings(min_replicas=1, max_replicas=40)
@@ -120,40 +121,12 @@ def metrics_restart() -> None:
     assert set(pool.run(590, 0.0)) == {12}, "the demand has to be known for the whole window"
 
 
-def exceeded_budget() -> None:
-    """More replicas than the GPU budget permits are asked for, and remain pending."""
-    pool = SimulatedPool(AutoscalerSettings(max_replicas=6), replicas=5, startup_s=math.inf)
-    assert max(pool.run(900, 5000.0)) == 6
-    assert "the maximum is 6" in pool.decisions[-1].reason
-
-
-def unstartable_replica() -> None:
-    """A single replica that cannot start stops every later decision."""
-    pool = SimulatedPool(SETTINGS, replicas=8)
-    stuck = {"failing_replicas": 1, "ready_replicas": 7}
-    assert pool.run(60, 1200.0, **stuck)[-1] >= 14
-
-
-def two_owners() -> None:
-    """Two owners change the replica count in turn."""
-    pool = SimulatedPool(SETTINGS, replicas=4)
-    manual = ManualScale(replicas=2, set_by="alice")
-    assert set(pool.run(900, 800.0, manual_scale=manual)) == {2}
-    assert {each.owner for each in pool.decisions} == {ScalingOwner.OPERATOR}
-
-
 def stuck_high() -> None:
     """The count remains high for half an hour after a peak, or without any demand."""
     pool = SimulatedPool(SETTINGS, replicas=12)
     pool.run(900, 1000.0)
     assert pool.run(1500, 100.0)[-1] <= 3
     assert pool.run(1200, 0.0)[-1] == 1
-
-
-def capped_metric() -> None:
-    """A metric that is capped at 1 never reaches its target, so that nothing is ever added."""
-    pool = SimulatedPool(SETTINGS, replicas=2)
-    assert pool.run(120, 100.0, kv_used_replicas=2.0)[-1] == 3
 
 
 def work_of_prompts() -> None:
@@ -185,12 +158,7 @@ def work_of_prompts() -> None:
         ("keda-3065", missing_metrics),
         ("keda-965", metrics_restart),
         ("keda-4249", missing_metrics),
-        ("dynamo-12428", exceeded_budget),
-        ("dynamo-9774", unstartable_replica),
-        ("dynamo-4420", two_owners),
-        ("dynamo-7416", exceeded_budget),
         ("kserve-5701", missing_metrics),
-        ("llmkube-482", capped_metric),
     ],
 )
 def test_complaint_does_not_apply(complaint: str, scenario: Callable[[], None]) -> None:
