@@ -40,7 +40,7 @@ PEOPLE_GRAMMAR = json.dumps(
         ]
     }
 )
-PARAMS = SamplingParams(max_tokens=250, grammar=PEOPLE_GRAMMAR, logprobs=0)
+PARAMS = SamplingParams(max_tokens=120, grammar=PEOPLE_GRAMMAR, logprobs=0)
 THINKING = msgspec.structs.replace(PARAMS, reasoning=ReasoningBlock(end_ids=(60, 62), budget=60))
 CONFIG = EngineConfig(
     model=str(BUNDLED_MODEL), threads=1, max_model_len=512, num_blocks=256, warmup=False

@@ -13,7 +13,7 @@ from argosy.constraints.json_types import json_type, schema_types
 from argosy.constraints.limits import MAX_GRAMMAR_TEXT_BYTES, PARSER_LIMITS
 from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint, Relaxation
 from argosy.constraints.request_constraint import read_constraint
-from argosy.constraints.schema_compiler import ANSWER_WHITESPACE, schema_grammar
+from argosy.constraints.schema_compiler import schema_grammar
 from argosy.constraints.tools import (
     CUSTOM_INPUT,
     TOOL_FIELDS,
@@ -25,7 +25,6 @@ from argosy.constraints.tools import (
 )
 
 __all__ = [
-    "ANSWER_WHITESPACE",
     "CUSTOM_INPUT",
     "MAX_GRAMMAR_TEXT_BYTES",
     "PARSER_LIMITS",

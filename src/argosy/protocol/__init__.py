@@ -11,7 +11,7 @@ describes a route in a server's OpenAPI document.
 
 from argosy.protocol.arithmetic import ArithmeticIdentity, differing_parts
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
-from argosy.protocol.error_codes import ERROR_CODES, ErrorCode
+from argosy.protocol.error_codes import ERROR_CODES
 from argosy.protocol.errors import ApiError, invalid_request
 from argosy.protocol.kv_events import (
     BLOCK_NAME_BYTES,
@@ -35,7 +35,6 @@ from argosy.protocol.openai_requests import (
     DrainRequest,
     GenerationRequest,
     JsonObject,
-    ResumeInput,
     StreamOptions,
     TokenizeRequest,
 )
@@ -52,7 +51,6 @@ from argosy.protocol.openai_responses import (
     DetokenizeResponse,
     EarlyStopReason,
     ErrorBody,
-    ErrorDetail,
     FinishReason,
     ModelCard,
     ModelList,
@@ -207,8 +205,6 @@ __all__ = [
     "Endianness",
     "Endpoint",
     "ErrorBody",
-    "ErrorCode",
-    "ErrorDetail",
     "EventParser",
     "EventSplitter",
     "FinishReason",
@@ -238,7 +234,6 @@ __all__ = [
     "RerankResult",
     "RerankedDocument",
     "ResponseWarning",
-    "ResumeInput",
     "SamplingParams",
     "Score",
     "ScoreList",

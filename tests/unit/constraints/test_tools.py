@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.case_tables import read_cases
 
 from argosy.constraints import CUSTOM_INPUT, TOOL_FIELDS, ToolChoice, read_tools
-from argosy.constraints.tools import MAX_TOOL_DEPTH, MAX_TOOLS, MAX_TOOLS_BYTES
+from argosy.constraints.tools import MAX_TOOLS, MAX_TOOLS_BYTES
 from argosy.protocol import ApiError
 
+CASES = Path(__file__).with_name("request_cases.jsonl")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 TIME = {"type": "function", "function": {"name": "clock.get:time"}}
@@ -157,78 +160,12 @@ def function(**body: object) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": body}]}
 
 
-DEEP: dict[str, Any] = {}
-for _ in range(MAX_TOOL_DEPTH):
-    DEEP = {"x": DEEP}
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"tools": {}}, "tools", "invalid_type"),
-        ({"tools": [None]}, "tools[0]", "invalid_type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
-        ({"tools": [{"type": ["function"]}]}, "tools[0].type", "invalid_type"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].custom", "missing_required_parameter"),
-        (function(), "tools[0].function.name", "missing_required_parameter"),
-        (function(name=1), "tools[0].function.name", "invalid_type"),
-        (function(name=""), "tools[0].function.name", "invalid_value"),
-        (function(name="a b"), "tools[0].function.name", "invalid_value"),
-        (function(name="</tool_call>"), "tools[0].function.name", "invalid_value"),
-        (function(name="a\n"), "tools[0].function.name", "invalid_value"),
-        (function(name="x" * 129), "tools[0].function.name", "invalid_value"),
-        (function(name="f", description=1), "tools[0].function.description", "invalid_type"),
-        (function(name="f", strict="yes"), "tools[0].function.strict", "invalid_type"),
-        (function(name="f", parameters=[]), "tools[0].function.parameters", "invalid_type"),
-        (
-            function(name="f", parameters={"type": "string"}),
-            "tools[0].function.parameters.type",
-            "invalid_value",
-        ),
-        (function(name="f", parameters=DEEP), "tools", "invalid_value"),
+        *read_cases(CASES, "malformed tools"),
         (function(name="f", description="x" * MAX_TOOLS_BYTES), "tools", "invalid_value"),
         ({"tools": [WEATHER] * (MAX_TOOLS + 1)}, "tools", "invalid_value"),
-        ({"tools": [WEATHER, TIME, WEATHER]}, "tools[2]", "invalid_value"),
-        ({"tools": [WEATHER], "functions": [{"name": "f"}]}, "functions", "invalid_value"),
-        ({"functions": [{"name": "f"}], "tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tools": TOOLS, "function_call": {"name": "shell"}}, "function_call", "invalid_value"),
-        (
-            {"functions": [{"name": "f"}], "function_call": "required"},
-            "function_call",
-            "invalid_value",
-        ),
-        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "invalid_value"),
-        ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "invalid_type"),
-        ({"tools": TOOLS, "tool_choice": {"type": ["x"]}}, "tool_choice.type", "invalid_type"),
-        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice.type", "invalid_value"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function"}},
-            "tool_choice.function",
-            "missing_required_parameter",
-        ),
-        (
-            {"tools": [TIME], "tool_choice": CHOOSE_WEATHER},
-            "tool_choice",
-            "invalid_value",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": None}},
-            "tool_choice.allowed_tools",
-            "invalid_type",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}},
-            "tool_choice.tools",
-            "invalid_value",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [{}]}},
-            "tool_choice.mode",
-            "invalid_value",
-        ),
-        ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_type"),
     ],
 )
 def test_malformed_tools_are_refused_by_path(fields: dict[str, Any], param: str, code: str) -> None:

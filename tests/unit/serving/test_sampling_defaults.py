@@ -23,7 +23,6 @@ from argosy.engine.serving.preprocessing.sampling_defaults import (
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.models import BUNDLED_MODEL
-from argosy.protocol import SamplingParams
 
 RECOMMENDED: dict[str, Any] = {
     "do_sample": True,
@@ -128,12 +127,6 @@ def test_unapplied_settings_are_named(tmp_path: Path) -> None:
     )
     defaults = read_sampling_defaults(path)
     assert (defaults.values, defaults.unapplied) == ({}, ("do_sample", "no_repeat_ngram_size"))
-
-
-def test_defaults_become_sampling_params(tmp_path: Path) -> None:
-    path = write_generation_config(tmp_path, temperature=0.7, top_k=-1, max_new_tokens=40)
-    expected = SamplingParams(temperature=0.7, top_k=0, max_tokens=40)
-    assert read_sampling_defaults(path).to_sampling_params() == expected
 
 
 def test_bundled_model_recommends_nothing() -> None:

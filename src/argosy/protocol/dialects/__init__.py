@@ -17,10 +17,8 @@ from argosy.protocol.dialects.chat_output_reader import parse_error_body
 from argosy.protocol.dialects.chat_request import TranslatedRequest
 from argosy.protocol.dialects.dialect_output import (
     DialectOutput,
-    OutputEnd,
     OutputError,
     OutputIdentity,
-    OutputTokens,
 )
 from argosy.protocol.dialects.dialect_translator import (
     BodyTranslator,
@@ -50,7 +48,6 @@ from argosy.protocol.dialects.pooling_requests import (
     CohereRerankRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
-    TeiRerankRequest,
     TranslatedPooling,
     is_tei_request,
     translate_cohere_embed,
@@ -66,7 +63,6 @@ from argosy.protocol.dialects.responses_compaction import (
 )
 from argosy.protocol.dialects.responses_events import (
     ClientEvent,
-    CreateResponseEvent,
     parse_client_event,
     parse_create_event,
 )
@@ -98,7 +94,6 @@ __all__ = [
     "CohereRerankRequest",
     "CompactRequest",
     "CountTokensRequest",
-    "CreateResponseEvent",
     "DialectOutput",
     "DialectTranslator",
     "EndListener",
@@ -112,14 +107,11 @@ __all__ = [
     "OllamaGenerateRequest",
     "OllamaModelRequest",
     "OllamaOutput",
-    "OutputEnd",
     "OutputError",
     "OutputIdentity",
-    "OutputTokens",
     "ReasoningCipher",
     "ResponsesOutput",
     "ResponsesRequest",
-    "TeiRerankRequest",
     "TranslatedPooling",
     "TranslatedRequest",
     "assign_item_ids",

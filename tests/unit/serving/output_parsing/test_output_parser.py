@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.call_renderer import Call, CallRenderer
+from tests.support.case_tables import read_cases
 from tests.support.tool_call_fixtures import FIXTURES, format_of, pieces_of, to_result
 
 from argosy.constraints import Tool
@@ -23,6 +25,7 @@ from argosy.engine.serving.output_parsing import (
 )
 from argosy.engine.serving.output_parsing.events import CallEnd, CallStart, OutputEvent
 
+CASES = Path(__file__).with_name("malformed_outputs.jsonl")
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -195,108 +198,16 @@ def test_a_call_is_content_if_calls_are_not_parsed(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "output", "content", "calls", "ended"),
-    [
-        ("hermes", "<tool_call>no JSON</tool_call>!", "<tool_call>no JSON</tool_call>!", [], 0),
-        (
-            "hermes",
-            'a <tool_call>{"name": "search", "arguments": {}}}\n</tool_call>\nb',
-            "a\nb",
-            [("search", "{}")],
-            1,
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "search", "arguments": {"a": ]}}</tool_call>b',
-            "b",
-            [("search", '{"a": ]}}')],
-            0,
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "search", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            None,
-            [("search", '{"a": 1}')],
-            1,
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "search", "arguments": {"a": "1\n2"}}</tool_call>',
-            None,
-            [("search", '{"a": "1\\n2"}')],
-            1,
-        ),
-        ("hermes", "a<tool_call>\n", "a", [], 0),
-        (
-            "hermes",
-            '<tool_call>{"type": "function", "function": {"name": "search", "arguments": {}}}</tool_call>',
-            None,
-            [("search", "{}")],
-            1,
-        ),
-        ("llama3-json", '{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', [], 0),
-        ("llama3-json", '{"name": "sear', '{"name": "sear', [], 0),
-        (
-            "llama3-json",
-            '{"name": "search", "parameters": {}}; {"a": 1}',
-            '; {"a": 1}',
-            [("search", "{}")],
-            1,
-        ),
-        ("pythonic", "[1, 2, 3]", "[1, 2, 3]", [], 0),
-        (
-            "pythonic",
-            "[search(1, ratio=x.y)]",
-            None,
-            [("search", '{"text": 1, "ratio": "x.y"}')],
-            1,
-        ),
-        ("kimi-k2", "a<|tool_calls_section_begin|>b", "a", [], 0),
-        (
-            "gpt-oss",
-            "<|channel|>commentary to=functions.search<|message|>no JSON<|call|><|channel|>final<|message|>a",
-            "a",
-            [("search", "no JSON")],
-            0,
-        ),
-        (
-            "qwen3-xml",
-            "<tool_call>\n<function=search>\n<parameter=items>\n['a', None]\n</parameter>\n</function>\n</tool_call>",
-            None,
-            [("search", '{"items": ["a", null]}')],
-            1,
-        ),
-        (
-            "qwen3-xml",
-            "<tool_call>\n<function=search>\n<parameter=count>\nmany\n</parameter>\n</tool_call>a",
-            "a",
-            [("search", '{"count": "many"}')],
-            1,
-        ),
-        ("qwen3-xml", "Use <function=name> tags.", "Use <function=name> tags.", [], 0),
-        (
-            "gemma4",
-            "<|tool_call>call:search no<tool_call|>",
-            "<|tool_call>call:search no<tool_call|>",
-            [],
-            0,
-        ),
-        (
-            "gemma4",
-            "<|tool_call>call:search{a:[1,b c],d:}<tool_call|>",
-            None,
-            [("search", '{"a": [1, "b c"], "d": ""}')],
-            1,
-        ),
-    ],
+    read_cases(CASES, "malformed"),
 )
 def test_malformed_output_costs_only_the_call(
-    name: str, output: str, content: str | None, calls: list[tuple[str, str]], ended: int
+    name: str, output: str, content: str | None, calls: list[list[str]], ended: int
 ) -> None:
     output_format = SPECIAL[name]
     pieces = CallRenderer(output_format).syntax(output)
     events = join(parse(output_format, [pieces]))
     result = to_result(events)
-    assert [(call.name, call.arguments_raw) for call in result.tool_calls] == calls
+    assert [[call.name, call.arguments_raw] for call in result.tool_calls] == calls
     assert result.content == content
     assert sum(isinstance(event, CallEnd) for event in events) == ended
 

@@ -50,7 +50,6 @@ from argosy.protocol import (
     GenerationRequest,
     format_comment,
     format_event,
-    ignored_parameters,
     invalid_request,
     parse_request_body,
     unsupported_task_error,
@@ -178,11 +177,11 @@ class GenerationHandlers:
             and len(raw) < MIN_THREADED_BODY_BYTES
             and not _GRAMMAR_FIELDS.search(raw)
         )
-        body, spec, ignored = (
+        body, spec, unknown = (
             prepare() if is_quick else await self._replica.preparation_threads.run(prepare)
         )
         self._replica.require_ready()  # the replica may have begun to drain meanwhile
-        report_ignored_fields(exchange, ignored)
+        report_ignored_fields(exchange, unknown + spec.ignored_fields)
         report_relaxed_keywords(exchange, [item.keyword for _, item in spec.plan.relaxations])
         return body, spec
 
@@ -194,14 +193,12 @@ class GenerationHandlers:
         headers: GatewayHeaders,
         refuse_unknown: bool,  # noqa: FBT001 - a partial call
     ) -> tuple[Body, ResponseSpec, tuple[str, ...]]:
-        """Return the body, the specification of its response, and the ignored fields."""
+        """Return the body, the specification of its response, and the unknown fields."""
         body, unknown = parse_request_body(
             endpoint.request_type, raw, refuse_unknown=refuse_unknown
         )
         self._replica.check_model(body.model)
-        spec = endpoint.prepare_request(model.processor, body, headers)
-        parameters = ignored_parameters(msgspec.structs.asdict(body))
-        return body, spec, unknown + parameters + spec.plan.ignored_fields
+        return body, endpoint.prepare_request(model.processor, body, headers), unknown
 
     async def _generate(
         self,

@@ -43,6 +43,7 @@ from argosy.protocol import (
     TokenizeRequest,
     check_parameters,
     check_range,
+    ignored_parameters,
     invalid_request,
     unsupported_parameter,
 )
@@ -125,12 +126,11 @@ class RequestProcessor:
 
     def prepare_chat(self, body: ChatCompletionRequest, headers: GatewayHeaders) -> ResponseSpec:
         """Convert a chat body. Its one prompt is rendered by the model's template."""
-        self._check_parameters(body)
+        fields = self._check_parameters(body)
         body = self.sampling_defaults.apply(body)
         if body.echo:
             raise unsupported_parameter("echo", "Chats cannot be echoed. Use /v1/completions.")
         logprobs = sampling_params.chat_logprobs(body)
-        fields = _set_fields(body)
         tools, answer = read_tools(fields), read_constraint(fields)
         variables = template_variables(body, self._template)
         prompt = self._prompt_tokenizer.tokenize_chat(
@@ -149,11 +149,11 @@ class RequestProcessor:
             body, tools, answer, variables=variables, prompt_text=prompt.text
         )
         params = self._sampling_params(body, plan, max_tokens, logprobs, body.prompt_logprobs)
-        return self._build_spec(body, headers, [prompt], plan, params)
+        return self._build_spec(body, fields, headers, [prompt], plan, params)
 
     def prepare_completion(self, body: CompletionRequest, headers: GatewayHeaders) -> ResponseSpec:
         """Convert a completion body with one or several prompts of text or token ids."""
-        self._check_parameters(body)
+        fields = self._check_parameters(body)
         body = self.sampling_defaults.apply(body)
         n = body.n or 1
         if body.best_of not in {None, n}:
@@ -170,9 +170,10 @@ class RequestProcessor:
         self._prompt_tokenizer.check_fit(prompts, max_tokens, "prompt")
         requested = [body.prompt_logprobs, logprobs if body.echo else None]
         prompt_logprobs = max((k for k in requested if k is not None), default=None)
-        plan = self._plan_completion(body)
+        plan = self._plan_completion(fields)
         params = self._sampling_params(body, plan, max(max_tokens, 1), logprobs, prompt_logprobs)
-        return self._build_spec(body, headers, prompts, plan, params, is_scoring=max_tokens == 0)
+        is_scoring = max_tokens == 0
+        return self._build_spec(body, fields, headers, prompts, plan, params, is_scoring=is_scoring)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the token ids that a completion or a chat would have for the prompt or the messages."""
@@ -185,14 +186,18 @@ class RequestProcessor:
         token_id_rules.check_token_ids("tokens", body.tokens, self._vocab_size)
         return self._tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    def _check_parameters(self, body: GenerationRequest) -> None:
+    def _check_parameters(self, body: GenerationRequest) -> dict[str, Any]:
+        """Check the parameters whose rules do not depend on the prompt, and return those that the body sets."""
         if not self._generates:
             raise ApiError(
                 400,
                 "unsupported_task",
                 "This model computes embeddings, scores or labels and generates no text. Use another model.",
             )
-        check_parameters(msgspec.structs.asdict(body))
+        fields = {
+            name: value for name, value in msgspec.structs.asdict(body).items() if value is not None
+        }
+        check_parameters(fields)
         if body.timeout_s is not None:
             maximum = math.inf if self._timeout_s is None else self._timeout_s
             allowed_range = NumericRange(0, maximum, exclusive_minimum=True)
@@ -206,10 +211,11 @@ class RequestProcessor:
                 "'truncation_side' has no effect without 'truncate_prompt_tokens'. Set both.",
                 "truncation_side",
             )
+        return fields
 
-    def _plan_completion(self, body: CompletionRequest) -> OutputPlan:
+    def _plan_completion(self, fields: dict[str, Any]) -> OutputPlan:
         """Plan a completion's output. Schemas must be enforced completely, as if they were strict."""
-        answer = read_constraint(_set_fields(body))
+        answer = read_constraint(fields)
         if answer is None:
             return OutputPlan()
         if answer.relaxations:
@@ -253,6 +259,7 @@ class RequestProcessor:
     def _build_spec(
         self,
         body: GenerationRequest,
+        fields: dict[str, Any],
         headers: GatewayHeaders,
         prompts: list[PromptState],
         plan: OutputPlan,
@@ -300,6 +307,7 @@ class RequestProcessor:
             choices=[create_choice(index) for index in range(len(requests))],
             prompts=prompts,
             plan=plan,
+            ignored_fields=ignored_parameters(fields) + plan.ignored_fields,
             logprob_formatter=None if params.logprobs is None else formatter,
             prompt_logprob_formatter=None if body.prompt_logprobs is None else formatter,
             include_token_ids=bool(body.return_token_ids),
@@ -425,13 +433,6 @@ def _reassign_parents(
                 reassigned[sibling], parent_id=reassigned[parent].id
             )
     return reassigned
-
-
-def _set_fields(body: GenerationRequest) -> dict[str, Any]:
-    """Return the fields that the body sets."""
-    return {
-        name: value for name, value in msgspec.structs.asdict(body).items() if value is not None
-    }
 
 
 def salt_cache_domain(domain: str, salt: str | None) -> str:

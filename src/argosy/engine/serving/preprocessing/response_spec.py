@@ -33,6 +33,8 @@ class ResponseSpec:
     prompts: list[PromptState]
     plan: OutputPlan
     """Constraints of the output, and the way in which it is parsed."""
+    ignored_fields: tuple[str, ...]
+    """Fields of the request that have no effect on this model."""
     logprob_formatter: LogprobFormatter | None
     """None if no log-probabilities are wanted."""
     prompt_logprob_formatter: LogprobFormatter | None

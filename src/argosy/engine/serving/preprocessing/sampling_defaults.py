@@ -14,7 +14,7 @@ from argosy.engine.execution.config.generation_config import (
     applies_sampling_defaults,
     read_generation_config,
 )
-from argosy.protocol import PARAMETER_RANGES, GenerationRequest, SamplingParams
+from argosy.protocol import PARAMETER_RANGES, GenerationRequest
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
@@ -75,11 +75,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             if name in _SAMPLING_FIELDS and getattr(body, name) is None
         }
         return msgspec.structs.replace(body, **missing) if missing else body
-
-    def to_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that sets none."""
-        params = msgspec.convert(self.values, SamplingParams)
-        return msgspec.structs.replace(params, top_k=max(params.top_k, 0))
 
 
 _SAMPLING_FIELDS = (

@@ -39,7 +39,7 @@ class OutputPlan:
     relaxations: tuple[tuple[str, Relaxation], ...] = ()
     """Request field and keyword of each part of a schema that is not enforced."""
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the request without effect on this model."""
+    """Fields of the request without effect on this output."""
 
     @property
     def warnings(self) -> list[ResponseWarning]:
