@@ -111,11 +111,12 @@ class _CompletionState:
             self.choice.push(delta)
         except ApiError as error:
             self.error = error.message
-        piece = self.choice.drain()
-        self.text += piece.text
-        self.events += piece.events
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
+        self.text += self.choice.new_text
+        if isinstance(self.choice, ParsedChoice):
+            self.events += self.choice.new_events
+        self.tokens += self.choice.new_tokens
+        self.logprobs += self.choice.new_logprobs
+        self.choice.clear_output()
 
     def to_output(self) -> CompletionOutput:
         has_logprobs = self.request.params.logprobs is not None

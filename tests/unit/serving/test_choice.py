@@ -38,10 +38,10 @@ def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[i
                 finish_reason="length" if last else None,
             )
         )
-        piece = choice.drain()
-        text += piece.text
-        tokens_out += piece.tokens
-        logprob_tokens += [logprob.token for logprob in piece.logprobs]
+        text += choice.new_text
+        tokens_out += choice.new_tokens
+        logprob_tokens += [logprob.token for logprob in choice.new_logprobs]
+        choice.clear_output()
         if choice.finish_reason is not None:
             break
     return text, tokens_out, logprob_tokens
@@ -71,16 +71,15 @@ def test_usage_counts_resumed_tokens() -> None:
     choice = new_choice(SamplingParams(max_tokens=100), output=[300, 301])
     choice.push(Delta(id="r", tokens=[302], finish_reason="length"))
     assert choice.output_tokens == 3
-    assert choice.drain().tokens == [302]
+    assert choice.new_tokens == [302]
 
 
 @pytest.mark.parametrize(("token", "reason"), [(EOS, None), (300, 300)])
 def test_stop_reason_is_a_requested_stop_token_only(token: int, reason: int | None) -> None:
     choice = new_choice(SamplingParams(stop_token_ids=(300,)))
     choice.push(Delta(id="r", tokens=[301, token], finish_reason="stop", stop_token=token))
-    piece = choice.drain()
-    assert (piece.finish_reason, piece.stop_reason) == ("stop", reason)
-    assert piece.text == TOKENIZER.decode([301])
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
+    assert choice.new_text == TOKENIZER.decode([301])
 
 
 @pytest.mark.parametrize(("finish", "status"), [("error", 500), ("cancelled", 499)])
@@ -97,7 +96,6 @@ def test_scoring_drops_the_sampled_token() -> None:
     choice = ScoringChoice(0, request, prompt, TOKENIZER)
     logprob = Logprob(2, -1.0, 1, [])
     choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[logprob], finish_reason="stop"))
-    piece = choice.drain()
-    assert (piece.text, piece.tokens, piece.finish_reason) == ("", [], "length")
+    assert (choice.new_text, choice.new_tokens, choice.finish_reason) == ("", [], "length")
     assert prompt.logprobs == [logprob]
     assert choice.output_tokens == 0

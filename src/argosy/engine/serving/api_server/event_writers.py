@@ -9,7 +9,7 @@ import msgspec
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.api_server.chat_output import has_visible_output, render_deltas
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
-from argosy.engine.serving.text.choice import Choice, ChoiceOutput
+from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import ChatLogprobs, format_event
 
@@ -71,40 +71,45 @@ class ChatEventWriter:
         self._started_choices = {choice.index for choice in spec.choices if spec.is_resumed(choice)}
 
     def encode_output(self, choice: Choice) -> bytes:
-        output = choice.drain()
         events = []
-        deltas = self._deltas(choice, output)
+        deltas = self._deltas(choice)
         if choice.index not in self._started_choices:
             self._started_choices.add(choice.index)
             events.append(self._role_chunk(choice, deltas))
         if deltas or (
-            output.tokens and (self._spec.include_token_ids or self._spec.logprob_formatter)
+            choice.new_tokens and (self._spec.include_token_ids or self._spec.logprob_formatter)
         ):
             logprobs = (
-                self._spec.logprob_formatter.format_chat(output.logprobs)
+                self._spec.logprob_formatter.format_chat(choice.new_logprobs)
                 if self._spec.logprob_formatter
                 else None
             )
-            ids = b',"token_ids":' + _encode(output.tokens) if self._spec.include_token_ids else b""
+            ids = (
+                b',"token_ids":' + _encode(choice.new_tokens)
+                if self._spec.include_token_ids
+                else b""
+            )
             no_output = b"{}" if isinstance(choice, ParsedChoice) else b'{"content":""}'
             first, *others = deltas or [no_output]
             events.append(self._chunk(choice, first, logprobs, ids + b"}]"))
             events += [self._chunk(choice, delta, None, b"}]") for delta in others]
-        if output.finish_reason is not None:
+        if choice.finish_reason is not None:
             events.append(self._final_chunk(choice))
+        choice.clear_output()
         return b"".join(events)
 
     def encode_usage(self) -> bytes:
         return self._envelope.usage_event()
 
-    def _deltas(self, choice: Choice, output: ChoiceOutput) -> list[bytes]:
-        """Encode the `delta` objects of the output. The tokens belong to all of them together."""
+    def _deltas(self, choice: Choice) -> list[bytes]:
+        """Encode the `delta` objects of the new output. The tokens belong to all of them together."""
         if isinstance(choice, ParsedChoice):
-            deltas = render_deltas(choice, output.events, self._spec.id)
-            if output.finish_reason is not None and not has_visible_output(choice):
+            deltas = render_deltas(choice, choice.new_events, self._spec.id)
+            if choice.finish_reason is not None and not has_visible_output(choice):
                 deltas.append({"content": ""})
             return list(map(_encode, deltas))
-        return [b'{"content":' + _encode(output.text) + b"}"] if output.text else []
+        text = choice.new_text
+        return [b'{"content":' + _encode(text) + b"}"] if text else []
 
     def _role_chunk(self, choice: Choice, deltas: list[bytes]) -> bytes:
         """Encode the first chunk. The content is null until there is some, as in a whole message of tool calls."""
@@ -170,22 +175,23 @@ class CompletionEventWriter:
         is_first = choice.index not in self._text_offsets
         if is_first and self._awaits_prompt_logprobs(choice):
             return b""
-        output = choice.drain()
-        text, tokens, token_logprobs = output.text, output.tokens, output.logprobs
+        new_tokens, token_logprobs = choice.new_tokens, choice.new_logprobs
+        text, tokens = choice.new_text, new_tokens
+        choice.clear_output()
         if is_first and choice.prompt.is_echoed:
             text = choice.prompt.text + text
             tokens = choice.prompt.token_ids + tokens
             token_logprobs = choice.prompt.logprobs + token_logprobs
         has_token_fields = self._spec.include_token_ids or self._spec.logprob_formatter is not None
-        if not (text or output.finish_reason is not None or (tokens and has_token_fields)):
+        if not (text or choice.finish_reason is not None or (tokens and has_token_fields)):
             return b""
         ids = b""
         if self._spec.include_token_ids:
-            ids = b',"token_ids":' + _encode(output.tokens)
+            ids = b',"token_ids":' + _encode(new_tokens)
             if is_first:
                 ids += b',"prompt_token_ids":' + _encode(choice.prompt.token_ids)
         logprobs = self._encode_logprobs(choice, tokens, token_logprobs)
-        ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return b"".join(
             (
                 self._envelope.prefix,

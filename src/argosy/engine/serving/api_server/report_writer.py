@@ -39,9 +39,9 @@ class ReportWriter:
         )
 
     def encode_output(self, choice: Choice) -> bytes:
-        tokens = choice.pending_tokens
+        tokens = choice.new_tokens
         events = self._writer.encode_output(choice)
-        if self._outputs is not None and not choice.pending_tokens:  # else the writer holds it back
+        if self._outputs is not None and not choice.new_tokens:  # else the writer holds it back
             self._outputs[choice.index] += tokens
         if self._is_reported or any(other.finish_reason is None for other in self._spec.choices):
             return events

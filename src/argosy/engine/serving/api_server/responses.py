@@ -38,20 +38,19 @@ def build_chat_completion(spec: ResponseSpec) -> ChatCompletion:
 
 
 def _build_chat_choice(spec: ResponseSpec, choice: Choice) -> ChatChoice:
-    output = choice.drain()
-    if output.finish_reason is None:
+    if choice.finish_reason is None:
         raise ApiError(500, "internal_error", "An internal error: a choice has not ended.")
     return ChatChoice(
         index=choice.index,
-        message=build_message(choice, output.events, spec.id)
+        message=build_message(choice, choice.new_events, spec.id)
         if isinstance(choice, ParsedChoice)
-        else ChatMessage(content=output.text),
-        logprobs=spec.logprob_formatter.format_chat(output.logprobs)
+        else ChatMessage(content=choice.new_text),
+        logprobs=spec.logprob_formatter.format_chat(choice.new_logprobs)
         if spec.logprob_formatter
         else None,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        token_ids=output.tokens if spec.include_token_ids else UNSET,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.new_tokens if spec.include_token_ids else UNSET,
     )
 
 
@@ -67,20 +66,19 @@ def build_completion(spec: ResponseSpec) -> Completion:
 
 
 def _build_completion_choice(spec: ResponseSpec, choice: Choice) -> CompletionChoice:
-    output = choice.drain()
     prompt = choice.prompt
-    tokens, logprobs = output.tokens, output.logprobs
+    tokens, logprobs = choice.new_tokens, choice.new_logprobs
     if prompt.is_echoed:
         tokens, logprobs = prompt.token_ids + tokens, prompt.logprobs + logprobs
     return CompletionChoice(
         index=choice.index,
-        text=prompt.text + output.text,
+        text=prompt.text + choice.new_text,
         logprobs=spec.logprob_formatter.format_completion(tokens, logprobs, 0)
         if spec.logprob_formatter
         else None,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        token_ids=output.tokens if spec.include_token_ids else UNSET,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.new_tokens if spec.include_token_ids else UNSET,
         prompt_token_ids=prompt.token_ids if spec.include_token_ids else UNSET,
         prompt_logprobs=(
             spec.prompt_logprob_formatter.format_prompt(prompt.logprobs)

@@ -37,9 +37,9 @@ class ResumeMetadataWriter:
         """Number of cached tokens in the last prompt comment."""
 
     def encode_output(self, choice: Choice) -> bytes:
-        tokens = choice.pending_tokens
+        tokens = choice.new_tokens
         events = self._writer.encode_output(choice)
-        if choice.pending_tokens:
+        if choice.new_tokens:
             return events  # the writer holds the output back
         comment = b"argosy %d %s" % (choice.index, ",".join(map(str, tokens)).encode())
         if choice.finish_reason is not None:

@@ -46,7 +46,7 @@ from argosy.engine.serving.core_messages import (
 )
 from argosy.engine.serving.engine_core.constraint_stats import ConstraintStats
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
-from argosy.engine.serving.engine_core.held_requests import HeldRequest, HeldRequests
+from argosy.engine.serving.engine_core.held_requests import HeldRequests
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.engine.serving.engine_core.phase_seconds import PhaseSeconds
 from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
@@ -146,7 +146,7 @@ class EngineCore:
             self._queue_request(request, now)
             return
         grammar = self._grammars.submit(request.params.grammar)
-        self._held.add(HeldRequest(request, grammar, now, now + self._timeout_s(request)))
+        self._held.add(request, grammar, now, now + self._timeout_s(request))
         self._queue_compiled_requests()
 
     def _queue_request(self, request: EngineRequest, arrived_at: float) -> None:
@@ -162,12 +162,11 @@ class EngineCore:
 
     def _queue_compiled_requests(self) -> None:
         """Queue the held requests whose grammar is ready. End those whose grammar was refused."""
-        for held in self._held.pop_ready():
-            request = held.request
-            error = held.grammar.exception()
+        for request, grammar, arrived_at in self._held.pop_ready():
+            error = grammar.exception()
             if error is None:
-                self._grammars_in_use[request.id] = held.grammar.result()
-                self._queue_request(request, held.arrived_at)
+                self._grammars_in_use[request.id] = grammar.result()
+                self._queue_request(request, arrived_at)
                 continue
             if not isinstance(error, ValueError):
                 log.error("grammar_compilation_failed", request=request.id, error=repr(error))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing import Piece
-from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, EarlyStopReason, FinishReason, find_early_stop
@@ -38,19 +35,6 @@ class PromptState:
     """Names of the prompt's first full KV blocks, if they are cached."""
 
 
-class ChoiceOutput(NamedTuple):
-    """Text, tokens and status that a choice gained since the last `Choice.drain`."""
-
-    text: str
-    tokens: list[int]
-    logprobs: list[Logprob]
-    """Log-probability of each of `tokens` if they are wanted."""
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    events: Sequence[OutputEvent] = ()
-    """Parsed output, which replaces `text` for choices that parse it."""
-
-
 class Choice:
     """State of one choice. Uses no clock and does no I/O."""
 
@@ -76,8 +60,10 @@ class Choice:
         )
         self._detokenizer = self._create_detokenizer(tokenizer)
         self._text: list[str] = []
-        self._tokens: list[int] = []
-        self._logprobs: list[Logprob] = []
+        self.new_tokens: list[int] = []
+        """Tokens since the last `clear_output`."""
+        self.new_logprobs: list[Logprob] = []
+        """Log-probability of each of `new_tokens` if they are wanted."""
 
     @property
     def output_tokens(self) -> int:
@@ -90,9 +76,9 @@ class Choice:
         return find_early_stop(self.finish_reason, self.stop_reason)
 
     @property
-    def pending_tokens(self) -> list[int]:
-        """Tokens that the next `drain` returns. Do not modify the list."""
-        return self._tokens
+    def new_text(self) -> str:
+        """Text since the last `clear_output`. Empty for choices that parse their output."""
+        return "".join(self._text)
 
     def push(self, delta: Delta) -> None:
         """Add a delta.
@@ -150,21 +136,13 @@ class Choice:
 
     def _count_tokens(self, delta: Delta, used_tokens: int) -> None:
         """Count the leading tokens of a delta that belong to the choice."""
-        self._tokens += delta.tokens[:used_tokens]
-        self._logprobs += delta.logprobs[:used_tokens]
+        self.new_tokens += delta.tokens[:used_tokens]
+        self.new_logprobs += delta.logprobs[:used_tokens]
         self.generated_tokens += used_tokens
 
-    def drain(self) -> ChoiceOutput:
-        """Return everything that is new since the last call."""
-        output = ChoiceOutput(
-            text="".join(self._text),
-            tokens=self._tokens,
-            logprobs=self._logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-        self._text, self._tokens, self._logprobs = [], [], []
-        return output
+    def clear_output(self) -> None:
+        """Forget the new output, which was encoded."""
+        self._text, self.new_tokens, self.new_logprobs = [], [], []
 
 
 class ScoringChoice(Choice):

@@ -16,7 +16,7 @@ from argosy.engine.serving.output_parsing.events import (
     OutputEvent,
     ReasoningText,
 )
-from argosy.engine.serving.text.choice import Choice, ChoiceOutput, PromptState
+from argosy.engine.serving.text.choice import Choice, PromptState
 from argosy.engine.serving.text.custom_tool_input import CustomInputDecoder
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.output_plan import OutputPlan
@@ -32,7 +32,7 @@ _EVENT_NAMES: dict[type[OutputEvent], str] = {
 
 
 class ParsedChoice(Choice):
-    """Choice whose output is parsed. `ChoiceOutput.events` holds the output, and `text` stays empty.
+    """Choice whose output is parsed into `new_events`. Its `new_text` stays empty.
 
     Resumed tokens pass through the parser without output, so that it continues exactly where the resumed stream ended.
     """
@@ -69,15 +69,16 @@ class ParsedChoice(Choice):
             in_reasoning=plan.in_reasoning,
             parse_calls=plan.parse_calls,
         )
-        self._events: list[OutputEvent] = []
+        self.new_events: list[OutputEvent] = []
+        """Parsed output since the last `clear_output`."""
         super().__init__(index, request, prompt, tokenizer, is_complete=is_complete)
         self._push_tokens(request.resumed_tokens)
-        self._events.clear()
+        self.new_events.clear()
 
-    def drain(self) -> ChoiceOutput:
-        """Return everything that is new since the last call."""
-        events, self._events = self._events, []
-        return super().drain()._replace(events=events)
+    def clear_output(self) -> None:
+        """Forget the new output, which was encoded."""
+        super().clear_output()
+        self.new_events = []
 
     def _create_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
         return Detokenizer(tokenizer, self.request.params, [], self.plan.markers)
@@ -126,10 +127,10 @@ class ParsedChoice(Choice):
                 case CallArguments(call, text) if call in self.custom_calls:
                     text = self.custom_calls[call].feed(text)
                     if text:
-                        self._events.append(CallArguments(call, text))
+                        self.new_events.append(CallArguments(call, text))
                     continue
                 case CallEnd():
                     self.ended_calls += 1
                 case ContentText(text) if self.plan.document is not None:
                     self._document.append(text)
-            self._events.append(event)
+            self.new_events.append(event)
