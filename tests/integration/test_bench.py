@@ -30,7 +30,6 @@ from argosy.bench import (
     RequestRow,
     TargetOptions,
 )
-from argosy.bench.stub_server import StubDelays, StubServer
 
 # --- the real replica --------------------------------------------------------------------------
 
@@ -232,24 +231,6 @@ async def test_rate_search_finds_best_rate() -> None:
         )
     assert [point.met_objectives for point in result.runs][:4] == [True, True, True, False]
     assert result.best_rate == 2000
-
-
-# --- the stub ----------------------------------------------------------------------------------
-
-
-async def test_stub_server_and_client_agree_on_times() -> None:
-    stub = StubServer(StubDelays(first_token_s=0.002, token_gap_s=0.001))
-    server, url = await stub.start()
-    result = await measure(url, LoadSpec(arrivals=AT_ONCE, requests=10))
-    server.close()
-    assert result.runs[0].summary.completed == 10
-    times = [each for each in stub.request_times.values() if len(each.token_sent_at) > 1]
-    assert sum(len(each.token_sent_at) for each in times) == result.runs[0].summary.output_tokens
-    for row in result.runs[0].rows:
-        # The client cannot measure less than the stub's own delay.
-        assert row.chunks_s[0] - row.sent_s >= 0.002
-        assert row.end_s - row.chunks_s[0] >= 0.0
-        assert len(row.chunks_s) == row.planned_output
 
 
 # --- target addresses -----------------------------------------------------------------------------

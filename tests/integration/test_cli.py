@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.cli.sizes import format_count, format_size
 from argosy.models import BUNDLED_MODEL
 
 runner = CliRunner()
@@ -240,8 +239,3 @@ def test_invalid_memory_size_is_rejected() -> None:
     result = runner.invoke(app, ["models", "inspect", "--memory", "lots"])
     assert result.exit_code == 2
     assert "8GiB" in result.output
-
-
-def test_sizes_and_counts_are_formatted() -> None:
-    assert [format_size(n) for n in (512, 4096, 3 * 2**30)] == ["512 B", "4 KiB", "3 GiB"]
-    assert [format_count(n) for n in (12, 8_130_000, 7e9)] == ["12", "8.13 M", "7 B"]

@@ -17,7 +17,6 @@ from argosy.cli.serve_pools import ServedModel, declare_fleet, plan_pools
 from argosy.deployment import dump_fleet, parse_fleet
 from argosy.engine import build_replica_settings
 from argosy.fleet import ReplicaGroup
-from argosy.fleet.launch_spec import build_launch_spec
 
 MODEL = ServedModel(("chat", "other name"), "/models/a folder")
 EMBEDDING = ServedModel(("minilm",), "/models/minilm")
@@ -106,18 +105,16 @@ def test_groups_of_replicas_and_embedding_models_are_pools() -> None:
     pools = plan_pools(MODEL, [EMBEDDING], groups, 2.5, options, {"TMPDIR": "/run/x"})
     config = declare_fleet(pools)
     assert parse_fleet(dump_fleet(config, "json")) == config
-    specs = {
-        spec.name: spec
-        for pool in config.pools
-        for spec in (
-            build_launch_spec(config, pool, 1, ordinal) for ordinal in range(pool.initial_replicas)
-        )
-    }
-    assert list(specs) == ["replica-0-1-0", "replica-0-1-1", "replica-1-1-0", "embedding-0-1-0"]
-    assert specs["replica-0-1-1"].environment == {"TMPDIR": "/run/x", "CUDA_VISIBLE_DEVICES": "0"}
-    assert specs["replica-1-1-0"].environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
-    assert options_of(specs["replica-1-1-0"].command)["max_seqs"] == 4
-    _, engine = build_replica_settings(options_of(specs["embedding-0-1-0"].command))
+    first, second, embedding = config.pools
+    assert [(pool.name, pool.replicas) for pool in config.pools] == [
+        ("replica-0", 2),
+        ("replica-1", 1),
+        ("embedding-0", 1),
+    ]
+    assert first.environment == {"TMPDIR": "/run/x", "CUDA_VISIBLE_DEVICES": "0"}
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert options_of(config.engines[second.engine].command)["max_seqs"] == 4
+    _, engine = build_replica_settings(options_of(config.engines[embedding.engine].command))
     assert (engine.device, engine.threads, engine.max_seqs) == ("cpu", 2, 64)
     assert [(model.name, model.aliases) for model in config.models] == [
         ("chat", ("other name",)),
