@@ -1,4 +1,8 @@
-"""Wire formats of the supported backends with their quirks, as their versions of November 2026 send them."""
+"""Wire formats of the supported backends with their quirks, as their versions of November 2026 send them.
+
+The gateway also runs against real servers of vLLM and llama.cpp (`tests/integration/test_vllm.py`,
+`test_llama_cpp.py`). The formats of the other backends were never compared with their servers.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The model is a list of tokens. A request that resumes from a prefix of them, as text or as token ids, gets the rest.
 Any other resume gets `WRONG_TOKENS`, so that a wrongly assembled response shows.
+
+`backend_formats` says which formats were compared with real servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Scripted engine with the interface of `EngineClient`: real tokens, no model, steps controlled by the test."""
+"""Scripted engine with the interface of `EngineClient`: real tokens, no model, steps controlled by the test.
+
+Never compared with `EngineClient`.
+"""
 
 from __future__ import annotations
 

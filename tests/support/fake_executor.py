@@ -1,4 +1,7 @@
-"""Executor that stores tokens in place of KV and of recurrent states, so that every wrong one is a wrong token."""
+"""Executor that stores tokens in place of KV and of recurrent states, so that every wrong one is a wrong token.
+
+Never compared with `TorchExecutor`.
+"""
 
 from __future__ import annotations
 

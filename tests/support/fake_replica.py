@@ -2,6 +2,8 @@
 
 The prompt selects the output: "wait" and "forever" pause until SIGUSR1, "endless" has very many tokens.
 Every other prompt gets a short reply.
+
+Never compared with `argosy replica`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Fake upstream server whose responses a test scripts, down to the bytes and to where the connection is cut."""
+"""Fake upstream server whose responses a test scripts, down to the bytes and to where the connection is cut.
+
+Never compared: each test scripts what its server sends.
+"""
 
 from __future__ import annotations
 

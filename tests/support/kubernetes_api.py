@@ -3,6 +3,8 @@
 It does what https://kubernetes.io/docs/reference/using-api/api-concepts/ says, and cites the sections of that page. It
 keeps objects in memory, validates each one by the schemas of Kubernetes, and serves what the launcher uses: get, list,
 watch, create, replace, merge patch and delete.
+
+Never compared with a real API server.
 """
 
 from __future__ import annotations

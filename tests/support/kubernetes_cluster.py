@@ -2,6 +2,8 @@
 
 What it leaves out: ReplicaSets between Deployments and pods, preStop hooks (their time is not waited for), probes, and
 images, which are those of this machine. Pods of one Deployment get the same address again.
+
+Never compared with a real cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""KV event publisher as in vLLM and SGLang: ZeroMQ, numbered batches and a replay of the last ones."""
+"""KV event publisher as in vLLM and SGLang: ZeroMQ, numbered batches and a replay of the last ones.
+
+Never compared with theirs; `tests/integration/test_vllm_kv_events.py` runs with vLLM's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fake native replica that streams scripted deltas with resume metadata, and can be cut after any token."""
+"""Fake native replica that streams scripted deltas with resume metadata, and can be cut after any token.
+
+Never compared with a native replica.
+"""
 
 from __future__ import annotations
 

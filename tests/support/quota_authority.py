@@ -1,4 +1,7 @@
-"""Python model of the quota authority in `store/leases.lua`, for tests in virtual time."""
+"""Python model of the quota authority in `store/leases.lua`, for tests in virtual time.
+
+Compared with the script in a real Redis by `test_redis_script_grants_same_units_as_model`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A fleet with a real controller and store, a simulated cluster under a virtual clock, and scripted gateways.
 
 The virtual clock advances by a second, or by `round_s`, whenever the controller has reconciled.
+
+Never compared with real gateways.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `EngineConfig.model` names a scratch directory that outlives the process. The core counts its loads and
 its injected faults there. A prompt is `[command, k, times, ...salt]`. The command takes effect before
 output token k, at most `times` times.
+
+Never compared with `EngineCore`.
 """
 
 import enum

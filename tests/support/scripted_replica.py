@@ -2,6 +2,8 @@
 
 Arguments: a socket path, port or HOST:PORT, then what it does. With `complete` it answers POST requests with a
 completion. It imports little and needs no package.
+
+Never compared with a real replica.
 """
 
 import fcntl

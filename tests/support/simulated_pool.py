@@ -1,4 +1,7 @@
-"""A pool of replicas that start after a while, driven by an autoscaler under a virtual clock."""
+"""A pool of replicas that start after a while, driven by an autoscaler under a virtual clock.
+
+Never compared with a real pool.
+"""
 
 from __future__ import annotations
 

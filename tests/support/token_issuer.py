@@ -1,4 +1,7 @@
-"""OpenID Connect issuer on a free port, and authenticators that trust its tokens."""
+"""OpenID Connect issuer on a free port, and authenticators that trust its tokens.
+
+Never compared with a real issuer.
+"""
 
 from __future__ import annotations
 

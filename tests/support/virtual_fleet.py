@@ -1,4 +1,7 @@
-"""Gateways that share one limit in virtual time and send messages only when they have to."""
+"""Gateways that share one limit in virtual time and send messages only when they have to.
+
+Never compared with gateways in processes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A fleet under a virtual clock: a simulated cluster, gateways, a store, and controllers that reconcile.
 
 After each action the fleet checks by what really serves, and not by what a controller believes, that it was permitted.
+
+Never compared with a real fleet.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `PlacementWorld` performs effects on virtual replicas and feeds the core what its caller makes happen.
 `PlacementSimulation` lets all of it happen by itself, from a seed.
+
+Never compared with a gateway.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A pool under a virtual clock: replicas that start and crash, gateways that follow the route, and the decisions.
 
 After each decision the invariants of rollouts are checked.
+
+Never compared with a real rollout.
 """
 
 from __future__ import annotations

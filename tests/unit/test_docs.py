@@ -115,6 +115,20 @@ def test_pages_name_existing_tests_and_results() -> None:
                 assert (ROOT / "benchmarks/results" / code).exists(), f"{page}: {code}"
 
 
+DOUBLE = re.compile(r"(fake_(?!clock)|kubernetes_(api|cluster)|scripted|simulated|virtual)")
+
+
+def test_doubles_say_whether_they_were_compared_with_the_real_thing() -> None:
+    doubles = [path for path in (ROOT / "tests/support").glob("*.py") if DOUBLE.match(path.name)]
+    silent = [
+        path.name
+        for path in doubles
+        if "compared" not in (ast.get_docstring(ast.parse(path.read_text())) or "").lower()
+    ]
+    assert doubles
+    assert not silent
+
+
 def gateway_metrics() -> set[str]:
     quota = QuotaBackendGauges(is_connected=True, degraded_allowed=0, degraded_rejected=0)
     gauges = GatewayGauges(store_up=True, quota_backend=quota)
