@@ -16,6 +16,7 @@ from tests.support.backend_formats import Vllm
 from tests.support.fake_backend import Fault, serve_backends
 from tests.support.fake_engine import FakeEngine, Script, constant_script
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.metered_gateway import (
     CHATS,
     COMPLETIONS,
@@ -30,9 +31,11 @@ from tests.support.waiting import until
 
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.filters.usage_recorder import UsageRecorder
 from argosy.gateway.proxy import response_writers
+from argosy.gateway.request_context import RequestContext, RequestFilter
 from argosy.protocol import format_event
-from argosy.store import UsageRecord
+from argosy.store import UsageLog, UsageRecord
 
 NOTHING = (0, 0, 0, 0)
 
@@ -172,6 +175,31 @@ async def test_failed_stream_is_billed_for_delivered_tokens(
         record = await metered.assert_consistent()
     assert record.status == "failed"
     assert (billed(record) == NOTHING) is is_free
+
+
+async def test_output_that_a_started_stream_never_sent_is_free(tmp_path: Path) -> None:
+    class GeneratesUnseenTokens(RecordingFilter):
+        async def on_request(self, context: RequestContext) -> bool:
+            context.delivered.output_tokens = 3
+            return await super().on_request(context)
+
+    async def script(request: UpstreamRequest) -> None:
+        await asyncio.sleep(0.1)  # until the gateway starts the stream
+        request.writer.close()
+
+    usage_log, records = UsageLog(tmp_path), list[UsageRecord]()
+    filters: list[RequestFilter] = [UsageRecorder(usage_log), GeneratesUnseenTokens()]
+    async with (
+        fake_upstream(script) as upstream,
+        run_gateway(filters, ReplicaConfig(url=upstream.url), early_stream_start_s=0.01) as gateway,
+    ):
+        body = {"model": "big", "prompt": PROMPT, "n": 2} | STREAM
+        response = await gateway.client.post(COMPLETIONS, json=body)
+        assert (response.status_code, "upstream_failed" in response.text) == (200, True)
+        await gateway.wait_until_idle()
+    usage_log.drain(records.extend)
+    usage_log.close()
+    assert [(billed(record), record.status) for record in records] == [(NOTHING, "failed")]
 
 
 async def test_rejected_request_is_free(tmp_path: Path) -> None:
