@@ -109,13 +109,10 @@ class GatewayServer:
         Raises:
             ValueError: The settings are invalid. The message says what to change.
         """
-        pools = None
-        if config.fleet is not None:
-            pools = load_fleet_pools(config)
-            if pools.version:
-                config = msgspec.structs.replace(
-                    config, models=list(pools.models), routes=list(pools.routes)
-                )
+        pools = None if config.fleet is None else load_fleet_pools(config)
+        if pools is not None and pools.version:
+            models, routes = list(pools.models), list(pools.routes)
+            config = msgspec.structs.replace(config, models=models, routes=routes)
         self._config = config
         self._on_ready = on_ready
         self._fleet_control = fleet_control
@@ -279,9 +276,6 @@ class GatewayServer:
         config, account_sync = self._config, self._account_sync
         store = None if account_sync is None else account_sync.accounting.store
         peers = None if store is None else self._build_peers(store, listen_socket)
-        series_queries = (
-            None if self._series is None else SeriesQueries(self._series, self._gateway_id, peers)
-        )
         response_state = (
             ResponseState(None)
             if store is None or config.store is None
@@ -291,12 +285,34 @@ class GatewayServer:
             self._parts.append(self._build_fleet_part(store, self._fleet_pools))
             self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
         generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
+        background = BackgroundResponses(response_state, generation.chat_completions)
+        app = self._build_app(generation, response_state, background, store, peers)
+        if store is not None:
+            expiry = [response_state.delete_expired_forever, background.watch_forever]
+            self._parts.append(GatewayPart(tasks=expiry))
+        await self._registry.start()
+        for part in self._parts:
+            await part.start()
+        tasks = [generation.monitor_streams, self._loop_monitor.run]
+        tasks += [task for part in self._parts for task in part.tasks]
+        # Client and replica socket. The fast path duplicates both.
+        descriptors_per_client = 2 if fast_path is None else 4
+        await self._listen(app, background, listen_socket, tasks, descriptors_per_client)
+
+    def _build_app(
+        self,
+        generation: CompletionHandlers,
+        response_state: ResponseState,
+        background: BackgroundResponses,
+        store: Store | None,
+        peers: PeerGateways | None,
+    ) -> GatewayApp:
+        """Build the application and the route table, and add the parts that have routes."""
+        config, account_sync, fleet_pools = self._config, self._account_sync, self._fleet_pools
 
         def read_metrics() -> GatewayGauges:
             return self._read_metrics(app, generation)
 
-        console = self._build_console(store, read_metrics) if config.console.enabled else None
-        background = BackgroundResponses(response_state, generation.chat_completions)
         routes = build_routes(
             self._models,
             generation,
@@ -306,9 +322,20 @@ class GatewayServer:
             None if account_sync is None else account_sync.limits,
             refuse_unknown_fields=config.unknown_fields == "refuse",
         )
+        console = self._build_console(store, read_metrics) if config.console.enabled else None
         if console is not None:
             self._parts.append(GatewayPart(on_drain=console.events.close))
             routes = console.build_routes(routes)
+        series_queries = None
+        if self._series is not None:
+            series_queries = SeriesQueries(self._series, self._gateway_id, peers)
+            run_series = partial(
+                self._series.run,
+                lambda: generation.queued_requests,
+                generation.count_by_tenant,
+                lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
+            )
+            self._parts.append(GatewayPart(tasks=[run_series]))
         if peers is not None:
             self._parts.append(GatewayPart(start=peers.register, tasks=[peers.keep_registered]))
             routes += self._build_peer_routes(peers, generation, series_queries)
@@ -322,26 +349,7 @@ class GatewayServer:
             config=config,
             gateway_id=self._gateway_id,
         )
-        if store is not None:
-            expiry = [response_state.delete_expired_forever, background.watch_forever]
-            self._parts.append(GatewayPart(tasks=expiry))
-        if self._series is not None:
-            fleet_pools = self._fleet_pools
-            run_series = partial(
-                self._series.run,
-                lambda: generation.queued_requests,
-                generation.count_by_tenant,
-                lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
-            )
-            self._parts.append(GatewayPart(tasks=[run_series]))
-        await self._registry.start()
-        for part in self._parts:
-            await part.start()
-        tasks = [generation.monitor_streams, self._loop_monitor.run]
-        tasks += [task for part in self._parts for task in part.tasks]
-        # Client and replica socket. The fast path duplicates both.
-        descriptors_per_client = 2 if fast_path is None else 4
-        await self._listen(app, background, listen_socket, tasks, descriptors_per_client)
+        return app
 
     def _build_peers(self, store: Store, listen_socket: socket.socket) -> PeerGateways:
         config = self._config

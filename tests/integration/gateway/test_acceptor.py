@@ -16,6 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 import uvloop
+from tests.support.http_serving import run_server
 
 from argosy.http_server import HttpRequest, HttpServer, bind_tcp, bind_unix
 from argosy.http_server import server as server_module
@@ -24,6 +25,7 @@ from argosy.http_server.acceptor import UnixListenSocket
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SERVER = """
 import uvloop
+from tests.support.http_serving import run_server
 from argosy.http_server import HttpServer, bind_tcp
 
 async def hello(request):
@@ -68,16 +70,12 @@ def test_burst_of_connections_is_accepted_within_few_iterations() -> None:
 
 
 async def test_connection_after_close_is_refused_immediately() -> None:
-    server, listen_socket = HttpServer(unused_app), bind_tcp("127.0.0.1", 0)
-    address = listen_socket.getsockname()
-    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    _, writer = await asyncio.open_connection(*address)
-    server.stop_accepting()
-    with pytest.raises(ConnectionRefusedError):
-        await asyncio.open_connection(*address)
-    writer.close()
-    server.stop()
-    await task
+    async with run_server(unused_app) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        server.stop_accepting()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
 
 
 def test_failed_listen_on_unix_path_leaves_no_socket_file(
@@ -102,14 +100,10 @@ async def test_connection_is_closed_if_setup_fails(
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     monkeypatch.setattr(server_module, "HttpConnection", mock.Mock(side_effect=ValueError("no")))
-    server, listen_socket = HttpServer(unused_app), bind_tcp("127.0.0.1", 0)
-    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    reader, writer = await asyncio.open_connection(*listen_socket.getsockname())
-    async with asyncio.timeout(30):
+    async with run_server(unused_app) as (_, port), asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await reader.read() == b""
-    writer.close()
-    server.stop()
-    await task
+        writer.close()
 
 
 @pytest.fixture

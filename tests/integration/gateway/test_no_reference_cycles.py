@@ -19,6 +19,7 @@ from tests.support.byte_server import (
 from tests.support.certificates import Authority
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, gateway
+from tests.support.http_serving import run_server
 from tests.support.waiting import stable_value, until
 
 from argosy.gateway import ReplicaConfig
@@ -30,9 +31,7 @@ from argosy.http_server import (
     CertificateWatcher,
     HttpExchange,
     HttpRequest,
-    HttpServer,
     TlsConfig,
-    bind_tcp,
 )
 from argosy.http_server import connection as http_connection
 
@@ -70,19 +69,16 @@ async def test_closed_client_connections_are_freed(tmp_path: Path, protocol: str
         certificates = CertificateWatcher(TlsConfig(certificate=pair.certificate, key=pair.key))
     if protocol == "tls":
         trust = ssl.create_default_context(cafile=authority.ca)
-    server, listen_socket = HttpServer(respond, certificates), bind_tcp("127.0.0.1", 0)
-    task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    for _ in range(3):
-        reader, writer = await asyncio.open_connection(*listen_socket.getsockname(), ssl=trust)
-        writer.write(REQUEST)
-        if protocol == "http-to-tls":
-            assert not await reader.read()
-        else:
-            assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
-        writer.transport.abort()
-    await until(lambda: not server.connection_count)
-    server.stop()
-    await task
+    async with run_server(respond, certificates) as (server, port):
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+            writer.write(REQUEST)
+            if protocol == "http-to-tls":
+                assert not await reader.read()
+            else:
+                assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
+            writer.transport.abort()
+        await until(lambda: not server.connection_count)
     assert await stable_value(lambda: count_objects(http_connection.HttpConnection)) <= before
 
 

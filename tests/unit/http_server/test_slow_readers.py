@@ -8,9 +8,9 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from tests.support.http_serving import HttpLimits
+from tests.support.http_serving import HttpLimits, run_server
 
-from argosy.http_server import HttpExchange, HttpRequest, HttpServer, SlowReaderError, bind_tcp
+from argosy.http_server import HttpExchange, HttpRequest, SlowReaderError
 from argosy.http_server.http_exchange import MAX_PIECE_BYTES
 
 MIB = 1 << 20
@@ -29,16 +29,12 @@ async def connected_client(
         response_task.set_result(task)
         await asyncio.wait({task})
 
-    listening = bind_tcp("127.0.0.1", 0)
-    listener = HttpServer(app)
-    serving = asyncio.create_task(listener.serve(sockets=[listening]))
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(listening.getsockname())
-        client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
-        yield client, await response_task
-    listener.stop()
-    await serving
+    async with run_server(app) as (_, port):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port))
+            client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+            yield client, await response_task
 
 
 class BackpressuredTransport:

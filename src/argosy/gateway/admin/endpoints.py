@@ -211,20 +211,25 @@ class AdminEndpoint:
     """Function that handles a call. Its ValueErrors are answered with 400, 404 or 409."""
     response_type: Any
     """Return type of `handler`: a type to encode as JSON, bytes of JSON, or an iterator of text to stream."""
-    query_type: type
-    body_type: type | None
-    is_nonblocking: bool
+    query_type: type = NoParameters
+    body_type: type | None = None
+    is_nonblocking: bool = False
     """Whether the handler runs on the event loop's thread and never blocks it; it may be a coroutine function.
 
     Others use the store in worker threads.
     """
-    is_long_poll: bool
+    is_long_poll: bool = False
     """Whether the handler waits for events. It holds a slot of the limiter only while it reads."""
-    query_time_limit_s: float
+    query_time_limit_s: float = QUERY_TIME_LIMIT_S
     """Longest time of each query of the store."""
-    media_type: str
-    is_safe: bool
-    """Whether it changes nothing, as every GET, so that accounts need not be read again afterwards."""
+    media_type: str = JSON_MEDIA_TYPE
+    changes_nothing: bool = False
+    """Whether it changes nothing although it is no GET, such as a preview."""
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it changes nothing, so that accounts need not be read again afterwards."""
+        return self.changes_nothing or self.method == "GET"
 
     def describe(self) -> Operation:
         """Describe the endpoint for the OpenAPI document. Its operation id is the name of the handler."""
@@ -255,14 +260,7 @@ class AdminEndpoints(list[AdminEndpoint]):
         path: str,
         role: Role,
         scope: RoleScope = "organisation",
-        *,
-        query_type: type = NoParameters,
-        body_type: type | None = None,
-        is_nonblocking: bool = False,
-        is_long_poll: bool = False,
-        query_time_limit_s: float = QUERY_TIME_LIMIT_S,
-        media_type: str = JSON_MEDIA_TYPE,
-        is_safe: bool = False,
+        **options: Any,  # noqa: ANN401 - the other fields of `AdminEndpoint`
     ) -> Callable[[EndpointHandler], EndpointHandler]:
         """Return a decorator that registers a function as endpoint. Its return annotation is the response type."""
 
@@ -275,13 +273,7 @@ class AdminEndpoints(list[AdminEndpoint]):
                     scope=scope,
                     handler=handler,
                     response_type=get_type_hints(handler)["return"],
-                    query_type=query_type,
-                    body_type=body_type,
-                    is_nonblocking=is_nonblocking,
-                    is_long_poll=is_long_poll,
-                    query_time_limit_s=query_time_limit_s,
-                    media_type=media_type,
-                    is_safe=is_safe or method == "GET",
+                    **options,
                 )
             )
             return handler

@@ -160,7 +160,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @endpoints.register(
-    "POST", "/admin/fleet/plan", "operator", "gateway", body_type=PlanChange, is_safe=True
+    "POST", "/admin/fleet/plan", "operator", "gateway", body_type=PlanChange, changes_nothing=True
 )
 def plan_fleet_change(scope: AdminScope, request: AdminRequest) -> FleetPlan:
     """Show what applying a declaration would change. Nothing is changed."""

@@ -53,7 +53,7 @@ class PrefixesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     "gateway",
     body_type=PreviewRequest,
     is_nonblocking=True,
-    is_safe=True,
+    changes_nothing=True,
 )
 def preview_routing(scope: AdminScope, request: AdminRequest) -> RoutingPreview:
     """Preview which model, version and replica a request would get, and why. Limits are not checked.
