@@ -26,7 +26,7 @@ from tests.support.native_upstream import (
 )
 
 from argosy.cli.explain import print_explanation
-from argosy.gateway import ReplicaConfig
+from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.request_trace import ContentStore
 from argosy.protocol import RequestReport
 
@@ -99,7 +99,8 @@ async def run_native(
     first, second = NativeUpstream(native_script=script), NativeUpstream(native_script=script)
     async with listening(first, second):
         replicas = [ReplicaConfig(url=one.url, kind="argosy") for one in (first, second)]
-        async with run_gateway_before(folder, *replicas, log_content=log_content) as gateway:
+        settings = {"log_content": log_content, "timeouts": Timeouts()}  # on a busy machine too
+        async with run_gateway_before(folder, *replicas, **settings) as gateway:
             for replica in gateway.running.replicas:
                 # the fake replicas do not report readiness
                 replica.health.on_reported_state("ready", 0.0)
