@@ -33,15 +33,15 @@ MAX_LINES = 60
 MAX_BRANCHES_OF_LIST = 5
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.Match)
 LIMITS = {
-    "test files that import foreign private modules": 104,
+    "test files that import foreign private modules": 99,
     "circles of imports": 0,
-    "functions over 60 lines that are no list or kernel": 4,
+    "functions over 60 lines that are no list or kernel": 5,
 }
 RECORDS = {"NamedTuple", "Struct", "TypedDict", "dataclass"}
 # Where the kernels for GPUs were before they had a folder with the others: earlier commits are measured, too.
 KERNELS = (".execution.kernels.", ".execution.gpu.")
 PATH_TABLE = "docs/explanation/request-lifecycle.md"
-CALLS_TEST = "tests/unit/test_request_path.py"
+CALLS_TEST = "tests/unit/test_gateway_request_path.py"
 
 
 @dataclass
@@ -216,29 +216,24 @@ def find_long_functions(modules: dict[str, Module]) -> list[str]:
 
 
 def read_path_types(root: Path) -> dict[str, int] | None:
-    """Return how many types the documentation lists on each direction of the path, if it does."""
+    """Return how many types the documentation lists for a prompt, for a token and beside them, if it does."""
     page = root / PATH_TABLE
     text = page.read_text() if page.is_file() else ""
-    _, heading, section = text.partition("## Types on the path")
-    if not heading:
-        return None
-    section = re.split(r"^## ", section, maxsplit=1, flags=re.MULTILINE)[0]
-    counts: dict[str, int] = {}
-    title = "path"
-    for line in section.splitlines():
-        if line.startswith("### "):
-            title = line[4:].strip()
-        elif re.match(r"\|\s*`(\w+)`", line):
-            counts[title] = counts.get(title, 0) + 1
-    return counts
+    section = text.partition("## Types on the path\n")[2].partition("\n## ")[0]
+    counts = {"prompt": 0, "token": 0, "beside": 0}
+    for part in section.split("\n### ")[1:]:
+        title, _, table = part.partition("\n")
+        kind = next((kind for kind in counts if kind in title), "beside")
+        counts[kind] += len(re.findall(r"^\| `\w+`", table, re.MULTILINE))
+    return counts if section else None
 
 
-def read_calls(root: Path) -> int | None:
-    """Return the recorded number of Python calls of a small request, if a test records it."""
+def read_calls(root: Path) -> dict[str, int] | None:
+    """Return the recorded numbers of Python calls of a small request, if a test records them."""
     test = root / CALLS_TEST
     text = test.read_text() if test.is_file() else ""
-    recorded = re.search(r"^[A-Z_]*CALLS[A-Z_]*(?::[^=]*)? = (\d+)", text, re.MULTILINE)
-    return int(recorded.group(1)) if recorded else None
+    recorded = re.search(r"^MAX_CALLS = (\{[^}]*\})", text, re.MULTILINE)
+    return ast.literal_eval(recorded.group(1)) if recorded else None
 
 
 def count_lines(root: Path, paths: list[str]) -> int:
