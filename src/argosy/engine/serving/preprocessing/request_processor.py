@@ -285,26 +285,23 @@ class RequestProcessor:
         for prompt in prompts:
             if not prompt.is_echoed:
                 prompt.text = ""  # it may be long, and nothing reads it any more
-        tokenizer = self._tokenizer
-
-        def create_choice(index: int) -> Choice:
-            request, prompt, done = requests[index], prompts[index // n], index in completed
-            if plan.output_format is not None:
-                return ParsedChoice(index, request, prompt, tokenizer, plan=plan, is_complete=done)
-            choice_type = ScoringChoice if is_scoring else Choice
-            return choice_type(index, request, prompt, tokenizer, is_complete=done)
-
-        formatter = LogprobFormatter(
-            tokenizer,
-            tokenizer.special_ids if params.skip_special_tokens else frozenset(),
-            "token_id:{}".format if body.return_tokens_as_token_ids else tokenizer.token_text,
-        )
+        formatter = self._create_formatter(body, params)
         options = body.stream_options or StreamOptions()
         return ResponseSpec(
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
             model=body.model,
-            choices=[create_choice(index) for index in range(len(requests))],
+            choices=[
+                self._create_choice(
+                    index,
+                    request,
+                    prompts[index // n],
+                    plan,
+                    is_scoring=is_scoring,
+                    is_complete=index in completed,
+                )
+                for index, request in enumerate(requests)
+            ],
             prompts=prompts,
             plan=plan,
             ignored_fields=ignored_parameters(fields) + plan.ignored_fields,
@@ -317,6 +314,33 @@ class RequestProcessor:
             resumed_cached_tokens=headers.resumed_cached_tokens or 0,
             delivered_tokens=delivered,
         )
+
+    def _create_formatter(
+        self, body: GenerationRequest, params: SamplingParams
+    ) -> LogprobFormatter:
+        tokenizer = self._tokenizer
+        return LogprobFormatter(
+            tokenizer,
+            tokenizer.special_ids if params.skip_special_tokens else frozenset(),
+            "token_id:{}".format if body.return_tokens_as_token_ids else tokenizer.token_text,
+        )
+
+    def _create_choice(
+        self,
+        index: int,
+        request: EngineRequest,
+        prompt: PromptState,
+        plan: OutputPlan,
+        *,
+        is_scoring: bool,
+        is_complete: bool,
+    ) -> Choice:
+        if plan.output_format is not None:
+            return ParsedChoice(
+                index, request, prompt, self._tokenizer, plan=plan, is_complete=is_complete
+            )
+        choice_type = ScoringChoice if is_scoring else Choice
+        return choice_type(index, request, prompt, self._tokenizer, is_complete=is_complete)
 
     def _build_engine_requests(
         self,
