@@ -27,14 +27,14 @@ def make_splice(handle: int) -> tuple[Mock, StreamSplice, Mock]:
     )
     return (
         fast_path,
-        StreamSplice(fast_path, StreamingWriter(exchange), context, Mock()),
+        StreamSplice(fast_path, StreamingWriter(exchange), context),
         response,
     )
 
 
 def test_rejected_stream_is_read_by_event_loop_again() -> None:
     fast_path, splice, response = make_splice(0)
-    splice.begin(response)
+    splice.begin(response, Mock())
     fast_path.attach.assert_called_once()
     response.reclaim_socket.assert_called_once_with(b"")
     times, unread = splice.end()
@@ -45,7 +45,7 @@ def test_attached_stream_is_not_lent_again() -> None:
     """Two chunks that arrive together each ask for it."""
     fast_path, splice, response = make_splice(7)
     for _ in range(2):
-        splice.begin(response)
+        splice.begin(response, Mock())
     fast_path.attach.assert_called_once()
     response.lend_socket.assert_called_once()
     response.reclaim_socket.assert_not_called()

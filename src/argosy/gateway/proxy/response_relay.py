@@ -73,7 +73,7 @@ class ResponseRelay:
             and isinstance(writer, StreamingWriter)
             and context.fields.choice_count == 1
         ):
-            self._splice = StreamSplice(fast_path, writer, context, self.take_back_stream)
+            self._splice = StreamSplice(fast_path, writer, context)
         self._start_notifier: StartNotifier | None = None
         """Writes to the client while the model starts."""
         self._output_tokens = 0
@@ -357,7 +357,7 @@ class ResponseRelay:
             and not self._client_backpressure
             and self._context.end_reason is None
         ):
-            self._splice.begin(call)
+            self._splice.begin(call, self.take_back_stream)
 
     def take_back_stream(self) -> None:
         """Take the stream back from native code and read it here again."""

@@ -27,7 +27,6 @@ class StreamSplice:
         "_handle",
         "_is_active",
         "_number",
-        "_on_returned",
         "_retry_after_chunks",
         "_skipped_chunks",
         "_writer",
@@ -38,7 +37,6 @@ class StreamSplice:
         fast_path: FastPath,
         writer: StreamingWriter,
         context: RequestContext,
-        on_returned: Callable[[], object],
     ) -> None:
         """Create a splice for a stream on the event loop.
 
@@ -46,12 +44,10 @@ class StreamSplice:
             fast_path: Native code.
             writer: Writes to the client.
             context: The request.
-            on_returned: Called when native code has returned the stream, and has to call `end`.
         """
         self._fast_path = fast_path
         self._writer = writer
         self._context = context
-        self._on_returned = on_returned
         self._is_active = False
         """Whether the stream is on the fast path."""
         self._number = self._handle = 0
@@ -70,8 +66,14 @@ class StreamSplice:
         self._skipped_chunks = 0
         return True
 
-    def begin(self, response: UpstreamResponse) -> None:
-        """Let native code forward the stream up to the tokens that are covered, if both sockets can be lent."""
+    def begin(self, response: UpstreamResponse, on_returned: Callable[[], object]) -> None:
+        """Let native code forward the stream up to the tokens that are covered, if both sockets can be lent.
+
+        Args:
+            response: The replica's response.
+            on_returned: Called when native code has returned the stream, and has to call `end`. It is not kept longer,
+                since it would keep the caller alive, which owns this splice.
+        """
         if self._is_active:  # two chunks that arrive together each ask for it
             return
         context = self._context
@@ -82,7 +84,7 @@ class StreamSplice:
             slot = context.usage_slot
             address = None if slot is None else slot.output_counter_address
             self._number, self._handle = self._fast_path.attach(
-                self._on_returned, replica_fd, client_fd, tokens, covered, address
+                on_returned, replica_fd, client_fd, tokens, covered, address
             )
             self._is_active = bool(self._handle)
         if not self._is_active:
