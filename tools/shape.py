@@ -5,9 +5,9 @@
 `--places` lists what each rule found; only files that git knows are counted. `--check`, a part of `make check`,
 fails if a rule finds more than its limit in `LIMITS`. Limits only fall: lower one when you made its count smaller.
 
-Private module: a module of `argosy` that lies in a package with public names (`__all__`), is not one of them,
-and is no such package itself. A test may import it if it lies in `tests/unit/X` or `tests/X`
-and one of the module's packages is called X.
+Private module: a module of `argosy` that lies in a package with public names (what its `__init__.py` imports), is not
+one of them, and is no such package itself. A test may import it if it lies in `tests/unit/X` or `tests/X` and one of
+the module's packages is called X.
 
 Circle: modules that import each other, at any level and also for types only.
 
@@ -104,15 +104,16 @@ def read_source(root: Path, paths: list[str]) -> dict[str, Module]:
 
 
 def list_public_names(module: Module) -> set[str]:
-    """Return what a package lists in `__all__`."""
-    return {
-        name.value
-        for node in module.tree.body
-        if module.path.endswith("__init__.py") and isinstance(node, ast.Assign)
-        if isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
-        for name in ast.walk(node.value)
-        if isinstance(name, ast.Constant) and isinstance(name.value, str)
-    }
+    """Return what the `__init__.py` of a package imports from the package, or lists in `__all__`."""
+    if not module.path.endswith("__init__.py"):
+        return set()
+    names = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("argosy."):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names |= set(ast.literal_eval(node.value))
+    return names
 
 
 def find_private_modules(modules: dict[str, Module]) -> set[str]:

@@ -23,24 +23,3 @@ from argosy.constraints.tools import (
     ToolRequest,
     read_tools,
 )
-
-__all__ = [
-    "CUSTOM_INPUT",
-    "MAX_GRAMMAR_TEXT_BYTES",
-    "PARSER_LIMITS",
-    "TOOL_FIELDS",
-    "JsonWhitespace",
-    "OutputConstraint",
-    "Relaxation",
-    "Tool",
-    "ToolChoice",
-    "ToolChoiceMode",
-    "ToolRequest",
-    "check_grammar",
-    "json_type",
-    "read_constraint",
-    "read_tools",
-    "schema_grammar",
-    "schema_types",
-    "validate_document",
-]

@@ -14,12 +14,3 @@ from argosy.fleet.device_assignment import (
     usable_gpus,
 )
 from argosy.fleet.runtime_folder import runtime_folder
-
-__all__ = [
-    "VISIBLE_DEVICES_VARIABLE",
-    "GpuSharing",
-    "ReplicaGroup",
-    "group_replicas",
-    "runtime_folder",
-    "usable_gpus",
-]

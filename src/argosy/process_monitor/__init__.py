@@ -17,17 +17,3 @@ from argosy.process_monitor.messages import (
 )
 from argosy.process_monitor.rotating_log import read_log_end
 from argosy.process_monitor.startup_reporter import StartupReporter
-
-__all__ = [
-    "DRAIN_SIGNAL",
-    "REPORT_VARIABLE",
-    "STOP_SIGNAL",
-    "MonitorSettings",
-    "ProcessReport",
-    "ProcessStatus",
-    "StartResult",
-    "StartupReporter",
-    "count_oom_kills",
-    "own_cgroup",
-    "read_log_end",
-]

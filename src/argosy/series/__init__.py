@@ -13,28 +13,3 @@ from argosy.series.metrics import check_metrics, compute_metrics, metric_names, 
 from argosy.series.reader import MAX_STEPS, choose_step, fill_from_archive, read_series
 from argosy.series.recorder import MinuteRow, Readings, RequestSample, SeriesRecorder
 from argosy.series.schema import SCHEMAS, STEP_PHASES, ScopeKind, scope_kind
-
-__all__ = [
-    "MAX_STEPS",
-    "SCHEMAS",
-    "STEP_PHASES",
-    "LogHistogram",
-    "MinuteRow",
-    "Readings",
-    "RequestSample",
-    "ScopeKind",
-    "SeriesArchive",
-    "SeriesFrame",
-    "SeriesRecorder",
-    "check_metrics",
-    "choose_step",
-    "compute_metrics",
-    "decode_counts",
-    "fill_from_archive",
-    "merge_gateways",
-    "metric_names",
-    "needed_histograms",
-    "percentiles",
-    "read_series",
-    "scope_kind",
-]

@@ -21,23 +21,3 @@ from argosy.settings.options import (
 from argosy.settings.secret_names import is_secret_name, is_secret_value
 from argosy.settings.sizes import Size, parse_size
 from argosy.settings.yaml_nodes import MAX_SETTINGS_BYTES, dump_yaml
-
-__all__ = [
-    "MAX_SETTINGS_BYTES",
-    "DeclaredOption",
-    "Panel",
-    "SettingError",
-    "SettingPath",
-    "SettingsDocument",
-    "Size",
-    "check_fields",
-    "convert_settings",
-    "declared_options",
-    "define_options",
-    "dump_yaml",
-    "format_path",
-    "is_secret_name",
-    "is_secret_value",
-    "option",
-    "parse_size",
-]

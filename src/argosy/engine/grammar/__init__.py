@@ -15,18 +15,3 @@ from argosy.engine.grammar.token_constraint import (
     end_token_ids,
     is_constrained,
 )
-
-__all__ = [
-    "DEAD_END_CODE",
-    "CompiledGrammar",
-    "GrammarCompiler",
-    "GrammarError",
-    "GrammarTokenizer",
-    "MaskBatch",
-    "PendingMasks",
-    "RowMasks",
-    "TokenConstraint",
-    "build_grammar_tokenizer",
-    "end_token_ids",
-    "is_constrained",
-]

@@ -27,24 +27,3 @@ from argosy.engine.scheduling.step_plan import (
     StepPlan,
     StepResult,
 )
-
-__all__ = [
-    "NO_BLOCK",
-    "AdmittedSequence",
-    "BatchingPolicy",
-    "BlockPool",
-    "BlockRestore",
-    "ContinuousBatching",
-    "HostCacheIndex",
-    "KvCacheGroups",
-    "Logprob",
-    "Scheduler",
-    "SchedulerLimits",
-    "Sequence",
-    "SequenceFailure",
-    "SequenceUpdate",
-    "StaticBatching",
-    "StepDurations",
-    "StepPlan",
-    "StepResult",
-]

@@ -13,15 +13,3 @@ from argosy.fleet.control.environment import check_launchers, fleet_folder, open
 from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.leadership import process_holder
 from argosy.fleet.control.used_models import UsedModels, find_used_models
-
-__all__ = [
-    "DEFAULT_LEASE_S",
-    "Controller",
-    "FleetContext",
-    "UsedModels",
-    "check_launchers",
-    "find_used_models",
-    "fleet_folder",
-    "open_launcher",
-    "process_holder",
-]

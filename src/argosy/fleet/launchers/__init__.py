@@ -13,18 +13,3 @@ from argosy.fleet.launchers.launcher import (
 from argosy.fleet.launchers.local import LocalProcessLauncher
 from argosy.fleet.launchers.ray import RayLauncher
 from argosy.policy.reconciliation import LaunchState
-
-__all__ = [
-    "KubernetesLauncher",
-    "KubernetesSettings",
-    "LaunchError",
-    "LaunchProbes",
-    "LaunchResources",
-    "LaunchSpec",
-    "LaunchState",
-    "LaunchedReplica",
-    "Launcher",
-    "LocalProcessLauncher",
-    "RayLauncher",
-    "StaleEpochError",
-]

@@ -12,5 +12,3 @@ from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminScope
 from argosy.gateway.admin.lessons import Lesson
 from argosy.gateway.admin.routes import build_admin_routes, list_endpoints
-
-__all__ = ["AdminCallLimiter", "AdminScope", "Lesson", "build_admin_routes", "list_endpoints"]

@@ -31,25 +31,3 @@ from argosy.gateway.auth.client_address import (
 )
 from argosy.gateway.auth.failure_limiter import AuthFailureLimiter
 from argosy.gateway.auth.token_claims import TokenClaims
-
-__all__ = [
-    "AuthConfig",
-    "AuthFailureLimiter",
-    "Authenticator",
-    "ConnectionInfo",
-    "IpAddress",
-    "JwtConfig",
-    "TokenClaims",
-    "can_use_model",
-    "check_exposure",
-    "check_grant",
-    "check_model_access",
-    "check_role",
-    "has_credential",
-    "has_role",
-    "is_local_origin",
-    "is_loopback",
-    "organisation_scope",
-    "parse_address",
-    "parse_authority",
-]

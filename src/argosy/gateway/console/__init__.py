@@ -12,13 +12,3 @@ from argosy.gateway.console.console import Console
 from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions
-
-__all__ = [
-    "BrowserGuard",
-    "Console",
-    "ConsoleConfig",
-    "ConsoleEvents",
-    "ConsoleSessions",
-    "OidcConfig",
-    "OidcSignIn",
-]

@@ -10,15 +10,3 @@ from argosy.gateway.dialects.background_responses import BackgroundResponses
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, translate_pooling
 from argosy.gateway.dialects.dialect_routes import LENIENT_DIALECT_BODIES, build_dialect_routes
 from argosy.gateway.dialects.response_state import ResponseState
-
-__all__ = [
-    "ANTHROPIC",
-    "LENIENT_DIALECT_BODIES",
-    "OLLAMA",
-    "VERSION_HEADER",
-    "AnthropicHandlers",
-    "BackgroundResponses",
-    "ResponseState",
-    "build_dialect_routes",
-    "translate_pooling",
-]

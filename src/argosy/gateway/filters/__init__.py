@@ -18,17 +18,3 @@ from argosy.gateway.filters.idempotency_filter import (
 from argosy.gateway.filters.limit_filter import LimitFilter, open_quota_backend
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
-
-__all__ = [
-    "IDEMPOTENCY_KEY_HEADER",
-    "IdempotencyFilter",
-    "LimitFilter",
-    "LimitsConfig",
-    "TelemetryFilter",
-    "UsageRecorder",
-    "check_existing_claim",
-    "flush_usage_forever",
-    "open_idempotency_store",
-    "open_quota_backend",
-    "scope_key",
-]

@@ -9,5 +9,3 @@ from the prompts sent to it. All replicas that tokenize alike share one of the `
 
 from argosy.gateway.kv_events.subscription import subscribe
 from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
-
-__all__ = ["TextBlockMaps", "subscribe"]

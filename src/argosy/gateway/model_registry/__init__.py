@@ -13,13 +13,3 @@ from argosy.gateway.model_registry.model_entries import ModelEntries, build_mode
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.model_registry.registry import ModelRegistry
 from argosy.gateway.model_registry.replica_admin import ReplicaAdmin, ReplicaChange
-
-__all__ = [
-    "ModelEntries",
-    "ModelRegistry",
-    "ModelRouter",
-    "ReplicaAdmin",
-    "ReplicaChange",
-    "RouteTarget",
-    "build_model_entries",
-]

@@ -17,21 +17,3 @@ from argosy.gateway.pool.pool import Pool, PoolVersions
 from argosy.gateway.pool.prefix_map import PrefixMap, build_prefix_map
 from argosy.gateway.pool.prober import Prober
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
-
-__all__ = [
-    "AdminSettings",
-    "CoroutineFactory",
-    "DiscoveryMode",
-    "DnsDiscovery",
-    "ModelStartup",
-    "Pool",
-    "PoolVersions",
-    "PrefixMap",
-    "Prober",
-    "ReplicaEndpoint",
-    "Resolver",
-    "build_placement_request",
-    "build_prefix_map",
-    "resolve_host",
-    "run_with_restarts",
-]

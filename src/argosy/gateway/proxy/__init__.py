@@ -14,19 +14,3 @@ from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error, starting_error
 from argosy.gateway.proxy.routing_preview import RoutingPreview, RoutingPreviewer
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes
-
-__all__ = [
-    "REFUSE_UNKNOWN_FIELDS",
-    "RETRY_AFTER_S",
-    "CompletionHandlers",
-    "DemandReport",
-    "FastPath",
-    "ModelDemand",
-    "RoutingPreview",
-    "RoutingPreviewer",
-    "forward_notes",
-    "load_fast_path",
-    "no_replica_error",
-    "prebuild_fast_path",
-    "starting_error",
-]

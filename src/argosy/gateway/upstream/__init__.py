@@ -17,17 +17,3 @@ from argosy.gateway.upstream.upstream_response import (
     StreamPausedError,
     UpstreamResponse,
 )
-
-__all__ = [
-    "ResponseTooLargeError",
-    "StreamPausedError",
-    "Upstream",
-    "UpstreamError",
-    "UpstreamResponse",
-    "UpstreamTls",
-    "create_client_ssl_context",
-    "encode_headers",
-    "fetch_path",
-    "fetch_response",
-    "resolve_addresses",
-]

@@ -7,5 +7,3 @@ rolls a failing version back while no controller is heard.
 
 from argosy.gateway.version_comparison.local_gate import LocalGate
 from argosy.gateway.version_comparison.outcome_meter import OutcomeMeter
-
-__all__ = ["LocalGate", "OutcomeMeter"]

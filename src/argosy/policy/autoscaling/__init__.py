@@ -18,23 +18,3 @@ from argosy.policy.autoscaling.decision import (
 from argosy.policy.autoscaling.observation import ArrivedTokens, ManualScale, PoolObservation
 from argosy.policy.autoscaling.schedule import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.policy.autoscaling.settings import AutoscalerSettings
-
-__all__ = [
-    "WEEKDAYS",
-    "ArrivedTokens",
-    "Autoscaler",
-    "AutoscalerSettings",
-    "AutoscalerState",
-    "CapacityEstimator",
-    "CapacityState",
-    "DemandBasis",
-    "ManualScale",
-    "PoolObservation",
-    "ReplicaReport",
-    "ScalingAction",
-    "ScalingArithmetic",
-    "ScalingDecision",
-    "ScalingOwner",
-    "ScheduleWindow",
-    "Weekday",
-]

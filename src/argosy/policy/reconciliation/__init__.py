@@ -36,31 +36,3 @@ from argosy.policy.reconciliation.observed import (
 )
 from argosy.policy.reconciliation.reconciler import reconcile
 from argosy.policy.reconciliation.restarts import plan_restart
-
-__all__ = [
-    "MAX_PAST_RUNS",
-    "Action",
-    "Admit",
-    "DesiredFleet",
-    "DesiredPool",
-    "Drain",
-    "LaunchState",
-    "ObservedFleet",
-    "ObservedReplica",
-    "PhaseReport",
-    "Reconciliation",
-    "Remove",
-    "ReplicaMemory",
-    "ReplicaPhase",
-    "ReplicaRun",
-    "Start",
-    "Stop",
-    "Warm",
-    "WarmUpState",
-    "Withdraw",
-    "continue_observation",
-    "is_ready",
-    "plan_restart",
-    "reconcile",
-    "replica_name",
-]

@@ -22,27 +22,3 @@ from argosy.policy.traffic.traffic_route import (
     TrafficRoute,
     WeightedPool,
 )
-
-__all__ = [
-    "ALL_TENANTS",
-    "DailyWindow",
-    "FlagUnit",
-    "PercentageFlag",
-    "PoolRoute",
-    "RouteRollback",
-    "SaltChoice",
-    "ServingChoice",
-    "ShadowCopy",
-    "ShadowSampler",
-    "TrafficRoute",
-    "TrafficSubject",
-    "UserTraffic",
-    "Variant",
-    "VersionChoice",
-    "WeightedPool",
-    "choose_salt",
-    "clamp_share",
-    "hash_point",
-    "heavy_tenants",
-    "sticky_key",
-]

@@ -13,5 +13,3 @@ from argosy.engine.execution.checkpoint_formats.quantization_config import (
     QuantizationConfig,
     parse_quantization,
 )
-
-__all__ = ["LOADABLE_FORMATS", "QuantizationConfig", "parse_quantization"]

@@ -12,15 +12,3 @@ from argosy.engine.serving.output_parsing.output_grammar import OutputGrammar, b
 from argosy.engine.serving.output_parsing.output_parser import OutputParser
 from argosy.engine.serving.output_parsing.pieces import MarkerToken, Piece
 from argosy.engine.serving.output_parsing.prompt_reasoning import prompt_opens_reasoning
-
-__all__ = [
-    "FORMATS",
-    "MarkerToken",
-    "OutputFormat",
-    "OutputGrammar",
-    "OutputParser",
-    "Piece",
-    "build_output_grammar",
-    "detect_format",
-    "prompt_opens_reasoning",
-]

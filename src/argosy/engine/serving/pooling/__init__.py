@@ -7,12 +7,3 @@ The `PoolingProcessor` validates and tokenizes the inputs of a call. It returns 
 from argosy.engine.pooling import PoolingInfo, PoolingTask
 from argosy.engine.serving.pooling.pooling_job import PoolingJob, PoolingResult, read_vector
 from argosy.engine.serving.pooling.pooling_processor import PoolingProcessor
-
-__all__ = [
-    "PoolingInfo",
-    "PoolingJob",
-    "PoolingProcessor",
-    "PoolingResult",
-    "PoolingTask",
-    "read_vector",
-]

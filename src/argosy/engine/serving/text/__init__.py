@@ -7,5 +7,3 @@ Each choice of a response is a `Choice`, which consumes the core's deltas and ke
 
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
-
-__all__ = ["ChatTemplate", "Tokenizer"]

@@ -11,7 +11,7 @@ each). They never change a result.
 """
 
 try:
-    import triton  # noqa: F401 - checks for Triton and names the remedy
+    import triton
 except ImportError as missing:
     raise ImportError(
         "Triton is not installed; serving on a GPU needs pip install 'argosy[gpu]' (Linux on x86-64)"
