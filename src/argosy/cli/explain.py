@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
-
 import typer
-
 from argosy.cli.admin_client import call_admin_api
 from argosy.cli.failure import fail
-from argosy.cli.money import format_dollars, format_price
 from argosy.cli.output import format_one_line, open_console
-from argosy.cli.replica_report import print_replica_report
-from argosy.cli.timestamps import format_timestamp
+from argosy.cli.quantities import format_dollars, format_price, format_timestamp
+import json
+from typing import TYPE_CHECKING, Any
+from argosy.cli.output import format_one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.console import Console
 
 BAR_WIDTH = 28
 """Width of the bars in characters."""
@@ -37,6 +37,8 @@ SECTION_KEYS = frozenset(
     }
 )
 """Keys that have their own section. Other keys were added by request filters, and are printed under their names."""
+CONTENT_KEYS = {"prompts": "prompt", "outputs": "output"}
+"""Keys with long texts, and the heading of one of their texts."""
 
 
 def explain(
@@ -325,3 +327,26 @@ def _extra_table(name: str, section: Any) -> Table:  # noqa: ANN401 - JSON value
 
 def _format_value(value: Any) -> str:  # noqa: ANN401 - JSON value
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def print_replica_report(console: Console, report: dict[str, Any]) -> None:
+    """Print a report, its prompts and outputs last and with their line breaks."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="replica report", title_justify="left", box=None, show_header=False)
+    for name, value in report.items():
+        if name not in CONTENT_KEYS:
+            shown = value if isinstance(value, str) else json.dumps(_round(value))
+            table.add_row(format_one_line(name), Text(format_one_line(shown)))
+    if table.row_count:
+        console.print(table)
+    for key, heading in CONTENT_KEYS.items():
+        texts = report.get(key, [])
+        for number, text in enumerate(texts, 1):
+            console.print(Text(f"{heading} {number} of {len(texts)}", style="bold"))
+            console.print(Text("\n".join(map(format_one_line, text.split("\n")))))
+
+
+def _round(value: Any) -> Any:  # noqa: ANN401 - JSON value
+    return round(value, 3) if isinstance(value, float) else value

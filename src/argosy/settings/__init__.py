@@ -1,9 +1,9 @@
 """Settings files: YAML that is decoded into msgspec structs, with errors that name file, key, problem and remedy.
 
-`SettingsDocument` reads one file, or several of which each is an overlay of those before it (`overlays`). `yaml_nodes`
-parses a file within limits, so that no file can exhaust memory. The document converts its value into a struct
-(`conversion`). Then it runs the caller's validation, which raises `SettingError` for a setting. `secret_names`
-recognises settings that hold secrets, and `sizes` parses sizes such as `8GiB`.
+`SettingsDocument` reads one file, or several of which each is an overlay of those before it. `yaml_nodes` parses a
+file within limits, so that no file can exhaust memory. The document converts its value into a struct (`conversion`).
+Then it runs the caller's validation, which raises `SettingError` for a setting. `secret_names` recognises
+settings that hold secrets, and `sizes` parses sizes such as `8GiB`.
 
 The module `options` turns fields of a struct into options of commands.
 """

@@ -1,9 +1,4 @@
-"""Counters and histograms with cheap recording, converted to Prometheus metric families at each scrape.
-
-Recording happens for every token, so it uses no locks and no label objects. One thread records, and a scrape in any
-thread reads the current values. Gauges are built at the scrape. Names follow the Prometheus guidelines, so that
-`promtool check metrics` passes.
-"""
+"""X."""
 
 from __future__ import annotations
 
@@ -12,10 +7,11 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
+import asyncio
+from collections.abc import Callable, Coroutine
 
 METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -126,3 +122,20 @@ def gauge_family(
     for label_values, value in values.items():
         family.add_metric(label_values, value)
     return family
+
+
+class CoalescedScrape:
+    """Result of `render`, computed once for all concurrent callers. Not thread-safe: use it from one event loop."""
+
+    def __init__(self, render: Callable[[], Coroutine[None, None, bytes]]) -> None:
+        self._render = render
+        self._task: asyncio.Task[bytes] | None = None
+
+    async def get_text(self) -> bytes:
+        """Return the result of the running `render` call, or of a new one if none is running.
+
+        A cancelled caller does not cancel the rendering for the others. Exceptions of `render` propagate.
+        """
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._render())
+        return await asyncio.shield(self._task)

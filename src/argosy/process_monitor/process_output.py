@@ -1,4 +1,4 @@
-"""Log file that is rotated by size."""
+"""Where a monitor writes the output of its process: a log file that is rotated by size, and a terminal or pipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 from pathlib import Path
+import os
+import select
 
 MAX_LAST_LINE_LEN = 300
 _TAIL_BYTES = 4096
@@ -73,3 +75,34 @@ def read_log_end(path: Path, max_bytes: int) -> bytes:
 
 def _rotated(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
+
+
+MAX_WAIT_MS = 1000
+PIECE_BYTES = 4096
+"""Number of bytes that a pipe that is ready takes without blocking (POSIX's PIPE_BUF on Linux)."""
+
+
+class ForwardedOutput:
+    """Writes to a descriptor that other processes share. Never fails, and never blocks for long.
+
+    A monitor that is blocked could not end its process. Output that a stopped reader does not take is dropped; the log
+    has it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._is_stopped = False
+
+    def write(self, data: bytes) -> None:
+        """Write output, or drop it if the reader has stopped or is gone."""
+        while data:
+            if not self._poll.poll(0 if self._is_stopped else MAX_WAIT_MS):
+                self._is_stopped = True
+                return
+            self._is_stopped = False
+            try:
+                data = data[os.write(self._fd, data[:PIECE_BYTES]) :]
+            except OSError:
+                return
