@@ -6,14 +6,13 @@ the counts in the Prometheus text format, together with gauges that are read at 
 metric names. Logging is set up once with `configure_logging`, and `bind_request` adds the request id to each event.
 """
 
-from argosy.telemetry.coalesced_scrape import CoalescedScrape
 from argosy.telemetry.core_stats import CoreStats
-from argosy.telemetry.gateway_gauges import (
+from argosy.telemetry.gateway_metrics import (
     GatewayGauges,
+    GatewayMetrics,
     QuotaBackendGauges,
     ReplicaGauges,
 )
-from argosy.telemetry.gateway_metrics import GatewayMetrics
-from argosy.telemetry.instruments import METRICS_CONTENT_TYPE
+from argosy.telemetry.instruments import METRICS_CONTENT_TYPE, CoalescedScrape
 from argosy.telemetry.logs import LogFormat, bind_request, configure_logging
 from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes

@@ -6,15 +6,15 @@ The number of label values is bounded. Models and replicas are those of the conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from argosy.policy import ReplicaStatus
-from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import NamedTuple
+
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
 from argosy.policy import ReplicaStatus
 from argosy.protocol import TokenUsage
 from argosy.telemetry.instruments import (
@@ -26,6 +26,14 @@ from argosy.telemetry.instruments import (
     Histogram,
     gauge_family,
 )
+
+MAX_TENANT_LABELS = 1000
+MAX_CODE_LABELS = 100
+MAX_VERSION_LABELS = 1000
+OTHER_LABEL = "other"
+NANODOLLARS_PER_DOLLAR = 10**9
+QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGauges:
@@ -78,14 +86,6 @@ class GatewayGauges:
     """Whether the account snapshot is current; None without a store."""
     quota_backend: QuotaBackendGauges | None = None
     """State of the quota backend; None if the gateway shares no limits."""
-
-
-MAX_TENANT_LABELS = 1000
-MAX_CODE_LABELS = 100
-MAX_VERSION_LABELS = 1000
-OTHER_LABEL = "other"
-NANODOLLARS_PER_DOLLAR = 10**9
-QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 
 
 class _BoundedLabel:
