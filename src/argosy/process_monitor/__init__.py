@@ -14,6 +14,6 @@ from argosy.process_monitor.messages import (
     ProcessReport,
     ProcessStatus,
     StartResult,
+    StartupReporter,
 )
-from argosy.process_monitor.rotating_log import read_log_end
-from argosy.process_monitor.startup_reporter import StartupReporter
+from argosy.process_monitor.process_output import read_log_end

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import msgspec
 import contextlib
 import os
+import signal
 from collections.abc import Mapping
+
 import msgspec
 
 DRAIN_SIGNAL = signal.SIGTERM

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from argosy.folders import replace_file
-from argosy.process_monitor.forwarded_output import ForwardedOutput
 from argosy.process_monitor.memory_limit import (
     MemoryLimit,
     count_oom_kills,
@@ -32,7 +31,7 @@ from argosy.process_monitor.messages import (
     ProcessReport,
     ProcessStatus,
 )
-from argosy.process_monitor.rotating_log import RotatingLog
+from argosy.process_monitor.process_output import ForwardedOutput, RotatingLog
 
 CHECK_INTERVAL_S = 1.0
 MAX_REPORT_BYTES = 1 << 16

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from pathlib import Path
-import os
 import select
+from pathlib import Path
 
 MAX_LAST_LINE_LEN = 300
 _TAIL_BYTES = 4096
 _FRAME = " \t│|"
 _WORD = re.compile(r"\w")
+MAX_WAIT_MS = 1000
+PIECE_BYTES = 4096
+"""Number of bytes that a pipe that is ready takes without blocking (POSIX's PIPE_BUF on Linux)."""
 
 
 class RotatingLog:
@@ -75,11 +77,6 @@ def read_log_end(path: Path, max_bytes: int) -> bytes:
 
 def _rotated(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
-
-
-MAX_WAIT_MS = 1000
-PIECE_BYTES = 4096
-"""Number of bytes that a pipe that is ready takes without blocking (POSIX's PIPE_BUF on Linux)."""
 
 
 class ForwardedOutput:

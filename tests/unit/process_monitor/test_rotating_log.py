@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.process_monitor import read_log_end
-from argosy.process_monitor.rotating_log import RotatingLog
+from argosy.process_monitor.process_output import RotatingLog
 
 
 def test_rotation_keeps_one_older_file(tmp_path: Path) -> None:
