@@ -14,9 +14,8 @@ from argosy.cli.account_lookup import (
     open_existing_store,
 )
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.money import format_dollars, format_price
 from argosy.cli.output import JsonOutput, print_json, print_records
-from argosy.cli.timestamps import format_timestamp
+from argosy.cli.quantities import format_dollars, format_price, format_timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from argosy.cli.console_options import override_console_config
+from argosy.cli.server_options import override_console_config
 
 if TYPE_CHECKING:
     from argosy.gateway import AuthConfig, ConsoleConfig

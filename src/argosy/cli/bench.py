@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
 import typer
 from typer import Argument, Option
+
 from argosy.cli import bench_arguments as parse
 from argosy.cli.failure import EXIT_FAILURE, fail
-from typing import TYPE_CHECKING
 from argosy.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
-    from argosy.bench import BenchResult, BenchSettings
-    from argosy.bench import RequestRow
+    from argosy.bench import BenchResult, BenchSettings, RequestRow
 
 _server = partial(Option, rich_help_panel="Server")
 _load = partial(Option, rich_help_panel="Load")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
 from argosy.cli.failure import fail
+from argosy.cli.output import strip_control_characters
 from argosy.cli.server_client import (
     DEFAULT_URL,
     ServerApiKey,
@@ -15,15 +20,8 @@ from argosy.cli.server_client import (
     fail_without_server,
     open_client,
 )
-import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-import typer
-from argosy.cli.output import strip_control_characters
-from argosy.cli.server_client import error_message
 
 if TYPE_CHECKING:
-    import httpx2
     import httpx2
 
 HELP_TEXT = "/quit exits, /clear starts a new conversation, Ctrl-C interrupts an answer."

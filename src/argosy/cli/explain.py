@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
+
 import typer
-from argosy.cli.admin_client import call_admin_api
+
 from argosy.cli.failure import fail
 from argosy.cli.output import format_one_line, open_console
 from argosy.cli.quantities import format_dollars, format_price, format_timestamp
-import json
-from typing import TYPE_CHECKING, Any
-from argosy.cli.output import format_one_line
+from argosy.cli.server_client import DEFAULT_URL, GatewayUrl, call_admin_api
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from rich.console import Console
 
 BAR_WIDTH = 28
 """Width of the bars in characters."""
@@ -44,9 +42,7 @@ CONTENT_KEYS = {"prompts": "prompt", "outputs": "output"}
 def explain(
     request: Annotated[str, typer.Argument(help="Id of the request, or of the response.")],
     *,
-    url: Annotated[
-        str, typer.Option(help="URL of the gateway, or unix:PATH.", envvar="ARGOSY_URL")
-    ] = "http://127.0.0.1:8000",
+    url: GatewayUrl = DEFAULT_URL,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +78,7 @@ def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
     if "ledger" in explanation:
         console.print(_format_ledger_line(explanation["ledger"]))
     if "replica_report" in explanation:
-        print_replica_report(console, explanation["replica_report"])
+        _print_replica_report(console, explanation["replica_report"])
     for name, section in explanation.items():
         if name not in SECTION_KEYS:
             console.print(_extra_table(name, section))
@@ -329,7 +325,7 @@ def _format_value(value: Any) -> str:  # noqa: ANN401 - JSON value
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def print_replica_report(console: Console, report: dict[str, Any]) -> None:
+def _print_replica_report(console: Console, report: dict[str, Any]) -> None:
     """Print a report, its prompts and outputs last and with their line breaks."""
     from rich.table import Table
     from rich.text import Text

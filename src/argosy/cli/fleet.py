@@ -25,7 +25,7 @@ from argosy.cli.fleet_target import (
     parse_revision,
 )
 from argosy.cli.output import JsonOutput, print_json, print_records
-from argosy.cli.timestamps import format_timestamp
+from argosy.cli.quantities import format_timestamp
 
 if TYPE_CHECKING:
     from argosy.deployment import FleetConfig, FleetPlan, PlannedChange

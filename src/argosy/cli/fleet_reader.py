@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from argosy.cli.admin_client import call_admin_api
 from argosy.cli.failure import fail
 from argosy.cli.fleet_target import FleetTarget, find_fleet, parse_revision
-from argosy.cli.server_client import DEFAULT_URL
+from argosy.cli.server_client import DEFAULT_URL, call_admin_api
 
 if TYPE_CHECKING:
     from argosy.deployment import FleetStatus, ReplicaRecord

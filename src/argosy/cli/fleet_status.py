@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from argosy.cli.account_lookup import StoreUrl
-from argosy.cli.admin_client import GatewayApiKey
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_reader import FleetGatewayUrl, open_fleet_reader
 from argosy.cli.fleet_target import FilesOption, FleetOption
 from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
+from argosy.cli.quantities import format_timestamp
 from argosy.cli.rollout_report import shorten_digests
-from argosy.cli.timestamps import format_timestamp
+from argosy.cli.server_client import GatewayApiKey
 
 if TYPE_CHECKING:
     from argosy.deployment import FleetStatus

@@ -8,15 +8,18 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from argosy.cli.client_commands import api_url
-from argosy.cli.console_options import (
+from argosy.cli.failure import fail
+from argosy.cli.server_options import (
     AllowedHosts,
     ConsoleInsecureHttp,
     ServeConsole,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
+    build_tls_config,
     override_console_config,
 )
-from argosy.cli.failure import fail
-from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.cli.startup_display import api_url
 from argosy.http_server import TlsConfig
 from argosy.process import format_os_error
 

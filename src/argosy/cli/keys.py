@@ -24,7 +24,7 @@ from argosy.cli.account_lookup import (
     resolve_project,
 )
 from argosy.cli.output import JsonOutput, print_json, print_records, print_result
-from argosy.cli.timestamps import format_timestamp, parse_duration, parse_future_time
+from argosy.cli.quantities import format_timestamp, parse_duration, parse_future_time
 
 app = typer.Typer(help="API keys: create, list, rotate, revoke.", no_args_is_help=True)
 

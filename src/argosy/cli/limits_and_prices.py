@@ -21,9 +21,15 @@ from argosy.cli.account_lookup import (
     open_existing_store,
     open_or_create_store,
 )
-from argosy.cli.money import format_dollars, format_price, parse_dollars, parse_price
 from argosy.cli.output import JsonOutput, print_records, print_result
-from argosy.cli.timestamps import format_timestamp, parse_future_time
+from argosy.cli.quantities import (
+    format_dollars,
+    format_price,
+    format_timestamp,
+    parse_dollars,
+    parse_future_time,
+    parse_price,
+)
 
 if TYPE_CHECKING:
     from argosy.store import Limit, OwnerKind, Store

@@ -12,7 +12,7 @@ import typer
 
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import JsonOutput, format_one_line, print_records
-from argosy.cli.sizes import format_size
+from argosy.cli.quantities import format_size
 from argosy.model_store import (
     DIGEST_PREFIX,
     FileHashes,

@@ -1,23 +1,20 @@
-"""`argosy models`: properties of a checkpoint, its memory needs, and how much of it fits on this machine., and removal of unused ones."""
+"""`argosy models`: what a checkpoint is, what memory it needs on this machine, and the removal of unused models."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
+
 import typer
-from argosy.cli import model_garbage, model_versions
-from argosy.cli.failure import fail
-from argosy.cli.quantities import format_count, format_size, parse_size
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-import typer
+
+from argosy.cli import model_versions
 from argosy.cli.account_lookup import StoreUrl, open_existing_store
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.quantities import format_size
+from argosy.cli.quantities import format_count, format_size, parse_size
 from argosy.model_store import ModelStoreError, collect_garbage, open_model_store
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ app.command("list")(model_versions.list_models)
 app.command("show")(model_versions.show)
 app.command("verify")(model_versions.verify)
 app.command("promote")(model_versions.promote)
-app.command("gc")(model_garbage.collect)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +214,8 @@ def _print_fit(fit: ModelFit) -> None:
         )
 
 
-def collect(
+@app.command("gc")
+def collect_unused(
     *,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be removed.")

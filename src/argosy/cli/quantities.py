@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import typer
-from argosy import settings
 import re
 from datetime import UTC, datetime
-from typing import Literal
-import typer
 from decimal import Decimal, InvalidOperation, Overflow
+from typing import Literal
+
 import typer
+
+from argosy import settings
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")

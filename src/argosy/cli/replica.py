@@ -11,7 +11,7 @@ import typer
 
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
 from argosy.cli.replica_options import with_replica_options
-from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.cli.server_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
 from argosy.engine import EngineConfig, PrestartedCore, ReplicaServerConfig
 from argosy.process import format_os_error
 from argosy.process_monitor import StartupReporter

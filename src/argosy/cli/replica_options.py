@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from argosy.cli.failure import fail
-from argosy.cli.sizes import parse_size
+from argosy.cli.quantities import parse_size
 from argosy.engine import REPLICA_OPTIONS
 from argosy.settings import DeclaredOption, Panel
 

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from argosy.cli.admin_client import GatewayApiKey, GatewayUrl, call_admin_api
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import JsonOutput, print_json, print_records
-from argosy.cli.server_client import DEFAULT_URL
-from argosy.cli.timestamps import format_timestamp
+from argosy.cli.quantities import format_timestamp
+from argosy.cli.server_client import DEFAULT_URL, GatewayApiKey, GatewayUrl, call_admin_api
 
 app = typer.Typer(
     no_args_is_help=True, help="List, drain, cordon and weigh the replicas of a gateway."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from argosy.cli.output import print_records, strip_control_characters
-from argosy.cli.timestamps import format_timestamp
+from argosy.cli.quantities import format_timestamp
 
 if TYPE_CHECKING:
     from argosy.deployment import RolloutReport

@@ -12,10 +12,17 @@ import typer
 from typer import Option
 
 from argosy.cli.account_lookup import StoreUrl
-from argosy.cli.console_options import AllowedHosts, ConsoleInsecureHttp, ServeConsole
 from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
 from argosy.cli.replica_options import with_replica_options
-from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.cli.server_options import (
+    AllowedHosts,
+    ConsoleInsecureHttp,
+    ServeConsole,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
+    build_tls_config,
+)
 from argosy.engine import ReplicaServerConfig
 from argosy.process import format_os_error
 

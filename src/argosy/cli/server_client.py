@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+from typer import Option
+
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import strip_control_characters
-from typing import TYPE_CHECKING, Annotated, Any
-from typer import Option
-from argosy.cli.failure import EXIT_FAILURE, fail
 
 if TYPE_CHECKING:
-    import httpx2
     from collections.abc import Mapping
+
     import httpx2
 
 ServerUrl = Annotated[

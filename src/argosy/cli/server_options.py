@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
-from typer import Option
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+
 import msgspec
 from typer import Option
 
 if TYPE_CHECKING:
-    from argosy.http_server import TlsConfig
     from argosy.gateway import ConsoleConfig
+    from argosy.http_server import TlsConfig
 
 _file = partial(Option, metavar="FILE", rich_help_panel="Access")
 TlsCert = Annotated[str | None, _file(help="PEM file with the server's certificate; enables TLS.")]

@@ -1,24 +1,21 @@
-"""Terminal output of a server that starts: a progress bar, then its address and commands to try, which work as printed."""
+"""Terminal output of a server that starts: a progress bar, then its address, and commands that work as printed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from rich.panel import Panel
-from rich.text import Text
-from argosy.progress_bar import ProgressBar
 import ipaddress
 import json
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from argosy.progress_bar import ProgressBar
+
 if TYPE_CHECKING:
-    from argosy.http_server import TlsConfig
     from argosy.http_server import TlsConfig
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -61,6 +58,9 @@ class StartupDisplay(ProgressBar):
             store_url: Store URL, unless it is the default.
             has_console: Whether the server has a console for browsers.
         """
+        from rich.panel import Panel
+        from rich.text import Text
+
         self.stop()
         headline = Text.assemble(
             (model, "bold"), " is ready at ", (api_url(url, tls), "bold green")

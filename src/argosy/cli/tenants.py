@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-import typer
-from argosy.cli.account_lookup import (
-    StoreUrl,
-    audit_actor,
-    find_organisation,
-    open_existing_store,
-    open_or_create_store,
-)
-from argosy.cli.output import JsonOutput, print_records, print_result
-from argosy.cli.quantities import format_timestamp
 import shlex
 from collections import Counter
 from typing import Annotated, Literal
+
 import typer
-from argosy.cli import limits_and_prices, organisations, users
+
+from argosy.cli import limits_and_prices
 from argosy.cli.account_lookup import (
     DEFAULT_NAME,
     AllowedNetworks,
     OrganisationName,
+    ProjectName,
+    RoleName,
     RouteFlags,
+    ScopeName,
     StoreUrl,
     TierName,
     audit_actor,
     display_name,
+    find_organisation,
     find_project,
+    find_user,
+    format_scope,
     given_changes,
     open_existing_store,
     open_or_create_store,
@@ -35,39 +32,22 @@ from argosy.cli.account_lookup import (
 )
 from argosy.cli.output import JsonOutput, print_records, print_result
 from argosy.cli.quantities import format_timestamp
-from typing import Annotated
-import typer
-from argosy.cli.account_lookup import (
-    DEFAULT_NAME,
-    OrganisationName,
-    ProjectName,
-    RoleName,
-    ScopeName,
-    StoreUrl,
-    audit_actor,
-    find_organisation,
-    find_project,
-    find_user,
-    format_scope,
-    given_changes,
-    open_existing_store,
-)
-from argosy.cli.output import JsonOutput, print_records, print_result
-from argosy.cli.quantities import format_timestamp
 
-organisations_app = typer.Typer(help="Organisations, which own projects and users.", no_args_is_help=True)
+app = typer.Typer(
+    help="Tenants: organisations, projects, users, limits, prices.", no_args_is_help=True
+)
+organisations_app = typer.Typer(
+    help="Organisations, which own projects and users.", no_args_is_help=True
+)
+users_app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
+app.add_typer(organisations_app, name="organisations")
+app.add_typer(users_app, name="users")
+app.add_typer(limits_and_prices.limits_app, name="limits")
+app.add_typer(limits_and_prices.prices_app, name="prices")
 
 OrganisationArgument = Annotated[
     str, typer.Argument(metavar="ORGANISATION", help="Id or name of the organisation.")
 ]
-app = typer.Typer(
-    help="Tenants: organisations, projects, users, limits, prices.", no_args_is_help=True
-)
-app.add_typer(organisations.app, name="organisations")
-app.add_typer(users.app, name="users")
-app.add_typer(limits_and_prices.limits_app, name="limits")
-app.add_typer(limits_and_prices.prices_app, name="prices")
-
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
 WeightOption = Annotated[
     float | None, typer.Option(help="Scheduling weight among projects of the same tier.")
@@ -90,8 +70,6 @@ QuotaFailureModeOption = Annotated[
         " open admits, closed rejects."
     ),
 ]
-users_app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
-
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Id or email.")]
 ScopeOption = Annotated[
     ScopeName | None,

@@ -21,9 +21,8 @@ from argosy.cli.account_lookup import (
     open_existing_store,
 )
 from argosy.cli.failure import fail
-from argosy.cli.money import format_dollars
 from argosy.cli.output import JsonOutput, print_records
-from argosy.cli.timestamps import parse_past_time
+from argosy.cli.quantities import format_dollars, parse_past_time
 
 if TYPE_CHECKING:
     from argosy.store import ReportGroup, UsageReportRow

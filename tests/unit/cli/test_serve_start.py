@@ -13,8 +13,7 @@ import pytest
 from tests.support.certificates import Authority
 
 from argosy.cli.auth_bootstrap import AuthBootstrap, AuthModeName, AuthSetup
-from argosy.cli.client_commands import api_url
-from argosy.cli.startup_display import StartupDisplay
+from argosy.cli.startup_display import StartupDisplay, api_url
 from argosy.http_server import TlsConfig
 from argosy.store import open_store
 

@@ -1,6 +1,6 @@
 """Formatting of sizes and counts."""
 
-from argosy.cli.sizes import format_count, format_size
+from argosy.cli.quantities import format_count, format_size
 
 
 def test_sizes_and_counts_are_formatted() -> None:
