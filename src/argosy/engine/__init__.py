@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     )
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
-    from argosy.engine.replica_options import (
+    from argosy.engine.serving.api_server.replica_server import serve_replica
+    from argosy.engine.serving.api_server.replica_server_config import (
         REPLICA_OPTIONS,
+        ReplicaServerConfig,
         build_replica_settings,
     )
-    from argosy.engine.serving.api_server.replica_server import serve_replica
-    from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
     from argosy.engine.serving.engine_core.core_start import PrestartedCore
     from argosy.engine.serving.engine_core.engine_client import EngineFailedError
     from argosy.engine.serving.preprocessing.text_processing import tool_format_names
@@ -83,9 +83,9 @@ _MODULE_BY_NAME = {
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
     "EngineRequest": "engine_request",
-    "REPLICA_OPTIONS": "replica_options",
+    "REPLICA_OPTIONS": "serving.api_server.replica_server_config",
     "RequestOutput": "outputs",
-    "build_replica_settings": "replica_options",
+    "build_replica_settings": "serving.api_server.replica_server_config",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.architectures.model_summary",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
-from argosy.engine.serving.api_server.chat_output import build_message
+from argosy.engine.serving.api_server.responses import build_message
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec

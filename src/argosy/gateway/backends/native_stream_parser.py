@@ -1,6 +1,6 @@
 """Parser for the stream of a native replica, with the resume metadata that another replica continues from.
 
-`argosy.engine.serving.api_server.resume_metadata` writes the metadata and documents its format.
+`argosy.engine.serving.api_server.event_writers` writes the metadata and documents its format.
 """
 
 from __future__ import annotations

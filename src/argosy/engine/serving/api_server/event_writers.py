@@ -1,17 +1,26 @@
-"""Writers that encode choices as server-sent events. Constant parts of the chunks are encoded once."""
+"""Writers of the events of a stream: chunks with the output of its choices, and comments for a gateway."""
 
 from __future__ import annotations
 
+from binascii import b2a_base64
+from collections import Counter
 from typing import Protocol
 
 import msgspec
 
 from argosy.engine.scheduling import Logprob
-from argosy.engine.serving.api_server.chat_output import has_visible_output, render_deltas
+from argosy.engine.serving.api_server.responses import has_visible_output, render_deltas
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.parsed_choice import ParsedChoice
-from argosy.protocol import ChatLogprobs, format_event
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.protocol import (
+    MAX_REPORTED_CHARS,
+    ChatLogprobs,
+    RequestReport,
+    format_comment,
+    format_event,
+)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,7 +38,7 @@ class EventWriter(Protocol):
 
 
 class _ChunkEnvelope:
-    """Constant parts of every chunk around its choice: response identity before, usage after."""
+    """Constant parts of every chunk around its choice, encoded once: response identity before, usage after."""
 
     def __init__(self, spec: ResponseSpec, kind: str) -> None:
         identity = {
@@ -238,3 +247,122 @@ class CompletionEventWriter:
         ):
             return False
         return len(prompt.logprobs) < len(prompt.token_ids) - 1
+
+
+class ResumeMetadataWriter:
+    """An `EventWriter` that adds resume metadata, token ids in comments, to the events of another writer.
+
+    A gateway enables it with the header `x-argosy-resume-metadata`, and can then resume the stream on another replica.
+    After the events of each output follows one comment:
+
+        : argosy <choice> <ids, comma-separated>[ <finish reason>[ <early stop reason>]]
+
+    Another comment precedes the first output. With several prompts it is repeated when more cached tokens are known:
+
+        : argosy prompt <tokens> <cached tokens>[ <names of its KV blocks, in base64>]
+
+    Events count only together with the comment that follows them. An interrupted stream is resumed after its last
+    complete comment. The ids go into the body's `resume`, the cached tokens into the header `x-argosy-cached-tokens`.
+    Nothing is then missing or sent twice.
+
+    The header `x-argosy-resume-given` contains, comma-separated, how many ids of each choice the client itself
+    supplied. No stream has delivered those. The header `x-argosy-arithmetic-id` identifies the arithmetic. A request
+    that sends it back gets 409 from a replica of another model.
+    """
+
+    def __init__(self, spec: ResponseSpec, writer: EventWriter) -> None:
+        self._spec = spec
+        self._writer = writer
+        self._reported_cached_tokens: int | None = None
+        """Number of cached tokens in the last prompt comment."""
+
+    def encode_output(self, choice: Choice) -> bytes:
+        tokens = choice.new_tokens
+        events = self._writer.encode_output(choice)
+        if choice.new_tokens:
+            return events  # the writer holds the output back
+        comment = b"argosy %d %s" % (choice.index, ",".join(map(str, tokens)).encode())
+        if choice.finish_reason is not None:
+            comment += b" " + choice.finish_reason.encode()
+            if choice.early_stop is not None:
+                comment += b" " + choice.early_stop.encode()
+        return self._encode_prompt_metadata() + events + format_comment(comment)
+
+    def encode_usage(self) -> bytes:
+        return self._writer.encode_usage()
+
+    def _encode_prompt_metadata(self) -> bytes:
+        cached_tokens = self._spec.cached_tokens
+        if cached_tokens == self._reported_cached_tokens:
+            return b""
+        self._reported_cached_tokens = cached_tokens
+        prompts = self._spec.prompts
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        comment = b"argosy prompt %d %d" % (tokens, cached_tokens)
+        if len(prompts) == 1 and prompts[0].block_names:
+            comment += b" " + b2a_base64(prompts[0].block_names, newline=False)
+        return format_comment(comment)
+
+
+class ReportWriter:
+    """An `EventWriter` that adds a `protocol.RequestReport`, as a comment, once all choices of another writer ended."""
+
+    def __init__(
+        self,
+        spec: ResponseSpec,
+        writer: EventWriter,
+        tokenizer: Tokenizer,
+        *,
+        includes_content: bool,
+    ) -> None:
+        """Create the writer. `includes_content` adds rendered prompts and raw outputs to the report."""
+        self._spec = spec
+        self._writer = writer
+        self._tokenizer = tokenizer
+        self._is_reported = False
+        self._outputs: list[list[int]] | None = (
+            [list(choice.request.resumed_tokens) for choice in spec.choices]
+            if includes_content
+            else None
+        )
+
+    def encode_output(self, choice: Choice) -> bytes:
+        tokens = choice.new_tokens
+        events = self._writer.encode_output(choice)
+        if self._outputs is not None and not choice.new_tokens:  # else the writer holds it back
+            self._outputs[choice.index] += tokens
+        if self._is_reported or any(other.finish_reason is None for other in self._spec.choices):
+            return events
+        self._is_reported = True
+        return events + format_comment(b"argosy report " + _encode(self._build_report()))
+
+    def encode_usage(self) -> bytes:
+        return self._writer.encode_usage()
+
+    def _build_report(self) -> RequestReport:
+        spec, compile_s = self._spec, self._spec.plan.compile_s
+        parsed = [choice for choice in spec.choices if isinstance(choice, ParsedChoice)]
+        events: Counter[str] = Counter()
+        for choice in parsed:
+            events.update(choice.event_counts)
+        has_grammar = bool(spec.choices[0].request.params.grammar)
+        output_tokens = sum(choice.output_tokens for choice in spec.choices)
+        return RequestReport(
+            grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
+            masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,
+            reasoning_tokens=spec.reasoning_tokens,
+            tool_calls=sum(choice.ended_calls for choice in parsed),
+            malformed_calls=sum(choice.started_calls - choice.ended_calls for choice in parsed),
+            parser_events=dict(events),
+            warnings=[w.code for choice in spec.choices for w in spec.warnings(choice)],
+            prompts=self._prompts(),
+            outputs=[self._decode(tokens) for tokens in self._outputs or ()],
+        )
+
+    def _prompts(self) -> list[str]:
+        if self._outputs is None:
+            return []
+        return [self._decode(prompt.token_ids) for prompt in self._spec.prompts]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)[:MAX_REPORTED_CHARS]

@@ -1,17 +1,18 @@
-"""Endpoints of models that pool: how each reads its body, prepares its job, and builds its response."""
+"""Endpoints of models that pool: how each reads its body, prepares its job, and encodes its response."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar
 
+import msgspec
 import numpy as np
 from msgspec import UNSET, Raw
 from numpy.typing import NDArray
 
-from argosy.engine.serving.api_server.vector_encoding import encode_vector, encode_vector_bytes
 from argosy.engine.serving.pooling import PoolingInfo, PoolingJob, PoolingProcessor, PoolingResult
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
 from argosy.protocol import (
@@ -21,6 +22,8 @@ from argosy.protocol import (
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
+    EmbedDType,
+    Endianness,
     NormalizedInput,
     PooledRequest,
     PooledResponse,
@@ -315,3 +318,33 @@ def _vector_encoder(body: EmbeddingRequest) -> Callable[[Vector], Raw]:
         dtype=body.embed_dtype or "float32",
         endianness=body.endianness or "native",
     )
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_vector(vector: NDArray[np.float32]) -> Raw:
+    """Encode a vector, or a matrix, as JSON lists of numbers."""
+    return Raw(_encode(vector.tolist()))
+
+
+def encode_vector_bytes(
+    vector: NDArray[np.float32], dtype: EmbedDType = "float32", endianness: Endianness = "native"
+) -> Raw:
+    """Encode the bytes of a vector as a JSON string in base64, little-endian unless `endianness` is `big`."""
+    order = ">" if endianness == "big" else "<"
+    numbers: NDArray[Any]
+    match dtype:
+        case "float32":
+            numbers = vector.astype(order + "f4")
+        case "float16":
+            numbers = vector.astype(order + "f2")
+        case "bfloat16":
+            numbers = _round_to_bfloat16(vector).astype(order + "u2")
+    return Raw(b'"' + b64encode(numbers.tobytes()) + b'"')
+
+
+def _round_to_bfloat16(vector: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the upper halves of the numbers' bits, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

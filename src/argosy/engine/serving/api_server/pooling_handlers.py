@@ -11,12 +11,13 @@ from typing import Any, Generic
 
 import msgspec
 
+from argosy.engine.serving.api_server.generation import abort_reason
 from argosy.engine.serving.api_server.generation_handlers import (
     MIN_THREADED_BODY_BYTES,
     end_disconnected,
-    parse_gateway_headers,
 )
-from argosy.engine.serving.api_server.ignored_fields import (
+from argosy.engine.serving.api_server.headers import (
+    parse_gateway_headers,
     refuses_unknown_fields,
     report_ignored_fields,
 )
@@ -28,7 +29,6 @@ from argosy.engine.serving.api_server.pooling_endpoints import (
     ResponseHead,
 )
 from argosy.engine.serving.api_server.replica_state import ReplicaState
-from argosy.engine.serving.api_server.request_metrics import abort_reason
 from argosy.engine.serving.pooling import PoolingJob, PoolingProcessor, PoolingResult
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, salt_cache_domain
 from argosy.engine.serving.preprocessing.response_spec import new_response_id

@@ -10,13 +10,12 @@ import msgspec
 import structlog
 
 from argosy.engine.serving.api_server.generation_handlers import GenerationHandlers
-from argosy.engine.serving.api_server.ignored_fields import (
+from argosy.engine.serving.api_server.headers import (
     refuses_unknown_fields,
     report_ignored_fields,
 )
 from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
 from argosy.engine.serving.api_server.pooling_handlers import ReplicaPoolingHandlers
-from argosy.engine.serving.api_server.replica_operations import OPERATIONS
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.http_server import (
     HttpExchange,
@@ -30,21 +29,74 @@ from argosy.http_server import (
     run_handler,
 )
 from argosy.protocol import (
+    EVENTS_MEDIA_TYPE,
     DetokenizeRequest,
     DetokenizeResponse,
     DrainRequest,
+    KvEvent,
+    LoadResponse,
     ModelCard,
     ModelList,
+    Operation,
+    RerankRequest,
+    RerankResponse,
+    SharedErrors,
     StatusResponse,
     TokenizeRequest,
     TokenizeResponse,
     VersionResponse,
+    json_operation,
     parse_body,
     parse_request_body,
     render_openapi,
+    shared_operations,
 )
 from argosy.telemetry import METRICS_CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import CoalescedScrape, bind_request
+
+_GENERATION_ERRORS = {
+    "400": "The request is invalid. `param` names the parameter to change.",
+    "404": "The replica does not serve this model.",
+    "408": "The request timed out before its first token or before its body was complete.",
+    "413": "The body is too large.",
+    "415": "Compressed bodies are not supported.",
+    "499": "The request was cancelled.",
+    "500": "The engine failed.",
+    "503": "The replica is not ready or is draining. Retry after `Retry-After` seconds.",
+}
+_UTILITY_ERRORS = {
+    code: _GENERATION_ERRORS[code] for code in ("400", "404", "408", "413", "415", "503")
+}
+_UNAVAILABLE = {"503": _GENERATION_ERRORS["503"]}
+_DRAIN_ERRORS = _UTILITY_ERRORS | {
+    "403": "A web page sent the request.",
+    "415": "The body is compressed or not declared as `application/json`.",
+}
+
+
+OPERATIONS = shared_operations(
+    SharedErrors(
+        generation=_GENERATION_ERRORS,
+        utility=_UTILITY_ERRORS,
+        listing=_UNAVAILABLE,
+        status=_UNAVAILABLE,
+        liveness=_UNAVAILABLE,
+        operator={},
+    )
+) | {
+    "/tokenizer_info": json_operation("tokenizerInfo", {"type": "object"}, _UNAVAILABLE),
+    "/v2/rerank": json_operation("rerankV2", RerankResponse, _GENERATION_ERRORS, RerankRequest),
+    "/load": json_operation("load", LoadResponse, _UNAVAILABLE),
+    "/kv_events": Operation("followKvEvents", {EVENTS_MEDIA_TYPE: KvEvent}, _UNAVAILABLE),
+    "/drain": json_operation(
+        "drain", StatusResponse, _DRAIN_ERRORS, DrainRequest, is_body_optional=True
+    ),
+    "/undrain": json_operation(
+        "undrain", StatusResponse, _UNAVAILABLE | {"403": _DRAIN_ERRORS["403"]}
+    ),
+}
+"""Operations by path."""
+
 
 ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
 

@@ -1,15 +1,18 @@
-"""Settings of the replica server."""
+"""Settings of the replica server, and the options of a replica by which it and its engine are configured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from argosy.engine.engine_config import EngineConfig
 from argosy.http_server import TlsConfig
 from argosy.model_store import REFERENCE_PREFIX
-from argosy.settings import option
+from argosy.models import BUNDLED_MODEL
+from argosy.settings import convert_settings, declared_options, define_options, option, parse_size
 
 
 class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,3 +101,39 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         elif path.exists():
             own_name = path.resolve().name.removesuffix(".gguf")
         return self.served_model_names or (own_name,)
+
+
+SERVER_DEFAULTS: Mapping[str, Any] = {"model": str(BUNDLED_MODEL), "request_timeout": 600.0}
+"""Defaults of a replica's options that `LLM` does not have."""
+REPLICA_OPTIONS = {
+    name: msgspec.structs.replace(each, default=SERVER_DEFAULTS.get(name, each.default))
+    for name, each in declared_options(EngineConfig, ReplicaServerConfig).items()
+}
+"""Options of `argosy replica` by name."""
+ReplicaOptions = define_options(
+    "ReplicaOptions", "Options of `argosy replica`.", REPLICA_OPTIONS.values()
+)
+
+
+def build_replica_settings(
+    options: Mapping[str, Any],
+) -> tuple[ReplicaServerConfig, EngineConfig]:
+    """Build the settings of the server and the engine from options by name. The others have their defaults.
+
+    Raises:
+        ValueError: An option is unknown or has an invalid value. The message names it and what it may be.
+    """
+    checked = convert_settings(options, ReplicaOptions)
+    values = {**SERVER_DEFAULTS, **{name: getattr(checked, name) for name in options}}
+    return ReplicaServerConfig(**_fields(values, ReplicaServerConfig)), EngineConfig(
+        **_fields(values, EngineConfig)
+    )
+
+
+def _fields(values: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of a structure that options set."""
+    return {
+        each.field: parse_size(values[name]) if each.is_size else values[name]
+        for name, each in declared_options(struct).items()
+        if values.get(name) is not None
+    }

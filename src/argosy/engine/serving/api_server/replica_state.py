@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
-from argosy.engine.serving.api_server.preparation_threads import PreparationThreads
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.engine_core.engine_client import EngineClient
@@ -317,3 +318,26 @@ class ReplicaState:
             if sender != gateway:
                 tiers_by_gateway.setdefault(sender, Counter())[request.tier] += 1
         return list(tiers_by_gateway.values())
+
+
+T = TypeVar("T")
+
+MAX_THREADS = 32
+"""Maximum number of requests in preparation. Most of the time their threads wait for a render process."""
+
+
+class PreparationThreads:
+    """Pool of threads. Its threads start on demand."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="prepare")
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run `function` in a thread, with the context of the caller, and return its result."""
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: context.run(function))
+
+    def close(self) -> None:
+        """End the threads that are idle, and the others when they become idle."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
