@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.engine_core.core_start import COMPUTE_ENVIRONMENT
 from benchmarks.checkpoints import SHAPES, make_checkpoint
 
 if TYPE_CHECKING:

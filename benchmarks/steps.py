@@ -29,9 +29,9 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.serving.engine_core.core_start import COMPUTE_ENVIRONMENT
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from benchmarks.checkpoints import SHAPES, make_checkpoint

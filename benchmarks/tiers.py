@@ -18,10 +18,10 @@ import statistics
 import time
 from dataclasses import dataclass, field, replace
 
-from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Scheduler
+from argosy.engine.serving.engine_core.core_start import COMPUTE_ENVIRONMENT
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 

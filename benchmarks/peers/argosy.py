@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any
 
-from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.engine_core.core_start import COMPUTE_ENVIRONMENT
 from benchmarks.peers.worker import KV_GIB, MAX_SEQS, Request, Settings, Stamps, main
 
 for name, value in COMPUTE_ENVIRONMENT.items():

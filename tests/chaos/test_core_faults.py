@@ -22,9 +22,9 @@ from tests.support.waiting import until
 
 from argosy.engine import EngineFailedError, EngineRequest
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.engine_core.delta_stream import MAX_CRASHES, DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy
+from argosy.engine.serving.engine_core.in_flight_requests import MAX_CRASHES, DeltaStream
 from argosy.protocol import ApiError, SamplingParams
 
 LENGTH = 40

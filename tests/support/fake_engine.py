@@ -19,7 +19,7 @@ from argosy.engine.serving.core_messages import (
     EngineFinishReason,
     LoadProgress,
 )
-from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text import Tokenizer
 from argosy.protocol import ArithmeticIdentity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 
 
 async def next_delta(stream: DeltaStream) -> Delta | None:

@@ -26,8 +26,8 @@ MODULES_ON_THE_PATH = (
     "argosy.engine.serving.preprocessing.sampling_params",
     "argosy.engine.serving.text.choice",
     "argosy.engine.serving.text.detokenizer",
-    "argosy.engine.serving.text.output_plan",
-    "argosy.engine.serving.text.parsed_choice",
+    "argosy.engine.serving.text.choice",
+    "argosy.engine.serving.text.choice",
 )
 BESIDE_THE_PATH = {
     "argosy.constraints.output_constraint": {"JsonWhitespace", "Relaxation"},

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.llm_options import build_engine_config
+from argosy.engine.llm_options import build_engine_config, drop_neutral_options
 from argosy.engine.offline_prompts import Conversation, PromptInput
 from argosy.engine.offline_request_processor import (
     ChatOptions,
@@ -20,9 +20,8 @@ from argosy.engine.offline_request_processor import (
     expand_sampling_params,
 )
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector
-from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.engine.unsupported_calls import drop_neutral_options
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.protocol import SamplingParams
 
 T = TypeVar("T")

@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, TypeVar, Unpack
 
-from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.llm_options import build_engine_config
-from argosy.engine.offline_metrics import Metric, read_metrics
+from argosy.engine.llm_options import UNSUPPORTED_METHODS, build_engine_config, drop_neutral_options
 from argosy.engine.offline_pooling import PoolingCalls
 from argosy.engine.offline_prompts import (
     Conversation,
@@ -34,17 +32,18 @@ from argosy.engine.offline_request_processor import (
 )
 from argosy.engine.offline_tokenizer import LLMTokenizer
 from argosy.engine.outputs import RequestOutput, RequestOutputCollector, build_failed_output
+from argosy.engine.serving.engine_core.core_start import COMPUTE_ENVIRONMENT
 from argosy.engine.serving.pooling import read_vector
-from argosy.engine.unsupported_calls import UNSUPPORTED_METHODS, drop_neutral_options
 from argosy.progress_bar import ProgressBar
 from argosy.protocol import ApiError, SamplingParams
-from argosy.telemetry import CoreStats
+from argosy.telemetry import CoreStats, ReplicaMetrics
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from argosy.engine.serving.engine_core.core import EngineCore
+
 
 ProgressMode = Literal["auto", "off"]
 """Progress display of a run. `auto` draws a bar on standard error if that is a terminal."""
@@ -56,6 +55,14 @@ ReportProgress = Callable[[int, int], object]
 """Adds finished prompts and generated tokens to what is displayed."""
 
 T = TypeVar("T")
+
+
+class MetricValue(NamedTuple):
+    """Value of a counter or a gauge."""
+
+    name: str
+    value: float
+    labels: dict[str, str]
 
 
 class LLM(PoolingCalls):
@@ -185,7 +192,7 @@ class LLM(PoolingCalls):
             return LLMTokenizer(self._pooling_tokenizer)
         return LLMTokenizer(self._processor.tokenizer, self._processor.processor)
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> list[MetricValue]:
         """Return the counters and gauges of the engine, as a replica exports them."""
         return read_metrics(self._model, self._stats)
 
@@ -326,3 +333,16 @@ class LLM(PoolingCalls):
                     report_progress(1, 0)
         if stopped_ids:
             core.abort(stopped_ids)
+
+
+def read_metrics(model: str, stats: CoreStats) -> list[MetricValue]:
+    """Return the counters and gauges of an engine core, which docs/reference/metrics.md describes."""
+    metrics = ReplicaMetrics(model)
+    metrics.update_stats(stats, ready=True)
+    return [
+        MetricValue(sample.name, sample.value, dict(sample.labels))
+        for family in metrics.collect()
+        if family.type in ("counter", "gauge")
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]

@@ -13,8 +13,7 @@ from argosy.engine.serving.api_server.responses import build_message
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.output_parsing.events import OutputEvent
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
-from argosy.engine.serving.text.choice import Choice
-from argosy.engine.serving.text.parsed_choice import ParsedChoice
+from argosy.engine.serving.text.choice import Choice, ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, FinishReason, ResponseWarning, ToolCall
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from argosy.engine import EngineRequest
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.protocol import SamplingParams
 
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.vocabularies import byte_level, sentencepiece
 
-from argosy.engine.serving.text.detokenizer import Detokenizer
-from argosy.engine.serving.text.stop_string_matcher import StopStringMatcher
+from argosy.engine.serving.text.detokenizer import Detokenizer, StopStringMatcher
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 

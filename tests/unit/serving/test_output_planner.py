@@ -14,7 +14,7 @@ from argosy.engine.serving.output_parsing import FORMATS
 from argosy.engine.serving.preprocessing.output_planner import OutputPlanner
 from argosy.engine.serving.preprocessing.reasoning_options import template_variables
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.output_plan import OutputPlan
+from argosy.engine.serving.text.choice import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, ChatCompletionRequest, ReasoningBlock
 

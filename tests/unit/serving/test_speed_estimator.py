@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy.engine.scheduling import StepDurations, StepPlan
-from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
+from argosy.engine.serving.engine_core.step_stats import SpeedEstimator
 
 
 def step(*counts: int) -> StepPlan:

@@ -23,7 +23,7 @@ from tests.support.vocabularies import (
 )
 from tokenizers import decoders, models
 
-from argosy.engine.serving.text.special_tokens import read_special_tokens
+from argosy.engine.serving.text.checkpoint_files import read_special_tokens
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 TOKENIZERS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}

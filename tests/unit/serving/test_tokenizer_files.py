@@ -23,7 +23,7 @@ from argosy.engine.serving.text.byte_level_bpe import (
     TEKKEN_PATTERN,
 )
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.special_tokens import read_special_tokens
+from argosy.engine.serving.text.checkpoint_files import read_special_tokens
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

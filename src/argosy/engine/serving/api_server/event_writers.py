@@ -11,8 +11,7 @@ import msgspec
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.api_server.responses import has_visible_output, render_deltas
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
-from argosy.engine.serving.text.choice import Choice
-from argosy.engine.serving.text.parsed_choice import ParsedChoice
+from argosy.engine.serving.text.choice import Choice, ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     MAX_REPORTED_CHARS,

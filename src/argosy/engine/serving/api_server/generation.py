@@ -14,10 +14,9 @@ import structlog
 
 from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.engine.serving.text.choice import Choice
-from argosy.engine.serving.text.parsed_choice import ParsedChoice
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
+from argosy.engine.serving.text.choice import Choice, ParsedChoice
 from argosy.protocol import ApiError
 from argosy.telemetry import SequenceTimes
 

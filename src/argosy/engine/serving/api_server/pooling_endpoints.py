@@ -57,6 +57,7 @@ _PROMPT_NAMES = {
 }
 """Names of models' prompts by the purpose of inputs. Other purposes are names themselves."""
 _DEFAULT_TASKS: tuple[PoolingTaskName, ...] = ("token_embed", "classify", "embed")
+_encode = msgspec.json.Encoder().encode
 
 
 class ResponseHead(TypedDict):
@@ -318,9 +319,6 @@ def _vector_encoder(body: EmbeddingRequest) -> Callable[[Vector], Raw]:
         dtype=body.embed_dtype or "float32",
         endianness=body.endianness or "native",
     )
-
-
-_encode = msgspec.json.Encoder().encode
 
 
 def encode_vector(vector: NDArray[np.float32]) -> Raw:

@@ -37,6 +37,9 @@ ReplicaLifecycle = Literal["starting", "ready", "restarting", "draining", "faile
 
 _PHASES: dict[str, LoadPhase] = {LOADING_WEIGHTS: "loading", WARMING_UP: "warming"}
 """Phase by start-up activity. Other activities are preparations."""
+T = TypeVar("T")
+MAX_THREADS = 32
+"""Maximum number of requests in preparation. Most of the time their threads wait for a render process."""
 
 
 @cache
@@ -318,12 +321,6 @@ class ReplicaState:
             if sender != gateway:
                 tiers_by_gateway.setdefault(sender, Counter())[request.tier] += 1
         return list(tiers_by_gateway.values())
-
-
-T = TypeVar("T")
-
-MAX_THREADS = 32
-"""Maximum number of requests in preparation. Most of the time their threads wait for a render process."""
 
 
 class PreparationThreads:

@@ -16,8 +16,7 @@ from argosy.engine.serving.output_parsing.events import (
     ReasoningText,
 )
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
-from argosy.engine.serving.text.choice import Choice
-from argosy.engine.serving.text.parsed_choice import ParsedChoice
+from argosy.engine.serving.text.choice import Choice, ParsedChoice
 from argosy.protocol import (
     ApiError,
     ChatChoice,

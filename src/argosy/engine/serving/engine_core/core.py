@@ -44,12 +44,14 @@ from argosy.engine.serving.core_messages import (
     KvChange,
     StepOutputs,
 )
-from argosy.engine.serving.engine_core.constraint_stats import ConstraintStats
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
 from argosy.engine.serving.engine_core.held_requests import HeldRequests
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
-from argosy.engine.serving.engine_core.phase_seconds import PhaseSeconds
-from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
+from argosy.engine.serving.engine_core.step_stats import (
+    ConstraintStats,
+    PhaseSeconds,
+    SpeedEstimator,
+)
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import BLOCK_NAME_BYTES
 from argosy.telemetry import CoreStats

@@ -1,4 +1,4 @@
-"""Starts the engine core process.
+"""Starts the engine core process, with the environment of processes that compute.
 
 Quick to import, so that the process can import torch while its parent initialises.
 """
@@ -10,8 +10,11 @@ import subprocess
 import sys
 from typing import Self
 
-from argosy.engine.compute_environment import COMPUTE_ENVIRONMENT
+COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+"""Default environment variables of processes that compute with torch, set before torch is imported.
 
+OpenMP threads that wait for each other spin for about ten microseconds and then sleep
+(docs/decisions/0004-short-spin.md)."""
 DEFAULT_CORE_FACTORY = "argosy.engine.serving.engine_core.core:EngineCore"
 """Default factory of the core (`core_process.CoreFactory`)."""
 

@@ -31,9 +31,8 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.core_handle import CoreHandle
 from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE
 from argosy.engine.serving.engine_core.core_start import DEFAULT_CORE_FACTORY, PrestartedCore
-from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy, HeartbeatMonitor
-from argosy.engine.serving.engine_core.in_flight_requests import InFlightRequests
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream, InFlightRequests
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.protocol import ApiError
 from argosy.telemetry import CoreStats, LogFormat

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from argosy.engine.engine_request import EngineRequest
     from argosy.engine.serving.core_messages import Delta
-    from argosy.engine.serving.engine_core.delta_stream import DeltaStream
     from argosy.engine.serving.engine_core.engine_client import EngineClient
+    from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 
 
 @dataclass(frozen=True, slots=True)

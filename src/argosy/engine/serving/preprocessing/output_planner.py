@@ -19,7 +19,7 @@ from argosy.engine.serving.preprocessing.reasoning_options import (
     reasoning_budget,
 )
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.output_plan import OutputPlan
+from argosy.engine.serving.text.choice import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, ChatCompletionRequest, ReasoningBlock, unsupported_parameter
 

@@ -25,11 +25,15 @@ from argosy.engine.serving.preprocessing.sampling_defaults import (
     SamplingDefaults,
 )
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
+from argosy.engine.serving.text.choice import (
+    Choice,
+    OutputPlan,
+    ParsedChoice,
+    PromptState,
+    ScoringChoice,
+)
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
-from argosy.engine.serving.text.output_plan import OutputPlan
-from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ApiError,

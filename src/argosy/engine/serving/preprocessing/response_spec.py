@@ -6,10 +6,8 @@ import uuid
 from dataclasses import dataclass
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.serving.text.choice import Choice, PromptState
+from argosy.engine.serving.text.choice import Choice, OutputPlan, ParsedChoice, PromptState
 from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
-from argosy.engine.serving.text.output_plan import OutputPlan
-from argosy.engine.serving.text.parsed_choice import ParsedChoice
 from argosy.protocol import (
     ResponseWarning,
     TokenUsage,

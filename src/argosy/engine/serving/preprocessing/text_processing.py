@@ -23,9 +23,8 @@ from argosy.engine.serving.preprocessing.sampling_defaults import (
     read_sampling_defaults,
 )
 from argosy.engine.serving.text.chat_template import ChatTemplate
-from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.checkpoint_files import read_json_object, read_tokenizer_info
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.text.tokenizer_info import read_tokenizer_info
 from argosy.protocol import invalid_request
 
 AUTO_FORMAT = "auto"

@@ -1,19 +1,89 @@
-"""State of one choice of a response: text, token counts and finish reason, built from the core's deltas."""
+"""Choices of a response, built from the core's deltas: plain text, or output that is parsed as the output plan says."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from argosy.constraints import OutputConstraint, Relaxation, Tool, validate_document
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta
-from argosy.engine.serving.output_parsing import Piece
+from argosy.engine.serving.output_parsing import OutputFormat, OutputParser, Piece
+from argosy.engine.serving.output_parsing.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentText,
+    OutputEvent,
+    ReasoningText,
+)
+from argosy.engine.serving.text.custom_tool_input import CustomInputDecoder
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, EarlyStopReason, FinishReason, find_early_stop
+from argosy.protocol import (
+    ApiError,
+    EarlyStopReason,
+    FinishReason,
+    ReasoningBlock,
+    ResponseWarning,
+    find_early_stop,
+)
 
 _REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
 """Codes of failures that the request causes, so that it would fail on every replica."""
+_EVENT_NAMES: dict[type[OutputEvent], str] = {
+    ReasoningText: "reasoning",
+    ContentText: "content",
+    CallStart: "call_start",
+    CallArguments: "call_arguments",
+    CallEnd: "call_end",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputPlan:
+    """Constraints of an output, and the way in which it is parsed."""
+
+    output_format: OutputFormat | None = None
+    """Format by which the output is parsed. None if it is plain text."""
+    markers: Mapping[int, str] = field(default_factory=dict)
+    """Text of each special token that structures the output."""
+    tools: tuple[Tool, ...] = ()
+    parse_calls: bool = False
+    in_reasoning: bool = False
+    """Whether the prompt has opened the reasoning block."""
+    include_reasoning: bool = True
+    """Whether the response contains the reasoning."""
+    is_named_call: bool = False
+    """Whether the request forced one named tool. Its finish reason is then `stop`, as with OpenAI's API."""
+    is_legacy: bool = False
+    """Whether the request used `functions`, whose one call is a `function_call`."""
+    document: OutputConstraint | None = None
+    """Constraint that is not enforced completely, so that the finished content is validated."""
+    grammar: str = ""
+    """Grammar of the output. Empty if it is not constrained."""
+    compile_s: float | None = None
+    """Seconds to compile the grammar, 0 if it was cached. None without a grammar."""
+    reasoning: ReasoningBlock | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    relaxations: tuple[tuple[str, Relaxation], ...] = ()
+    """Request field and keyword of each part of a schema that is not enforced."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the request without effect on this output."""
+
+    @property
+    def warnings(self) -> list[ResponseWarning]:
+        """A warning for each keyword that is not enforced."""
+        return [
+            ResponseWarning(
+                code="schema_relaxed",
+                message=f"The keyword '{item.keyword}' at {item.pointer} is not enforced: {item.reason}.",
+                param=param,
+            )
+            for param, item in self.relaxations
+        ]
 
 
 @dataclass(slots=True)
@@ -156,3 +226,108 @@ class ScoringChoice(Choice):
 
     def _add_tokens(self, delta: Delta) -> None:
         """Drop the tokens, since none belong to the response."""
+
+
+class ParsedChoice(Choice):
+    """Choice whose output is parsed into `new_events`. Its `new_text` stays empty.
+
+    Resumed tokens pass through the parser without output, so that it continues exactly where the resumed stream ended.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: EngineRequest,
+        prompt: PromptState,
+        tokenizer: Tokenizer,
+        *,
+        plan: OutputPlan,
+        is_complete: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.reasoning_tokens = 0
+        """Output tokens inside the reasoning block, without its markers. Includes resumed tokens."""
+        self.custom_calls: dict[int, CustomInputDecoder] = {}
+        """Decoders of the calls of custom tools by call number. All other calls are calls of functions."""
+        self.started_calls = 0
+        self.ended_calls = 0
+        """Tool calls that the output completed. Fewer than `started_calls` if one was cut or malformed."""
+        self.event_counts: Counter[str] = Counter()
+        """Number of parser events by kind, of resumed tokens too."""
+        self.document_problem: str | None = None
+        """Why the finished content does not match its schema, which was relaxed. None if it does."""
+        self._document: list[str] = []
+        self._custom_tools = {tool.name for tool in plan.tools if tool.kind == "custom"}
+        if plan.output_format is None:
+            raise ValueError("the plan has no output format; use a Choice")
+        self._parser = OutputParser(
+            plan.output_format,
+            plan.tools,
+            in_reasoning=plan.in_reasoning,
+            parse_calls=plan.parse_calls,
+        )
+        self.new_events: list[OutputEvent] = []
+        """Parsed output since the last `clear_output`."""
+        super().__init__(index, request, prompt, tokenizer, is_complete=is_complete)
+        self._push_tokens(request.resumed_tokens)
+        self.new_events.clear()
+
+    def clear_output(self) -> None:
+        """Forget the new output, which was encoded."""
+        super().clear_output()
+        self.new_events = []
+
+    def _create_detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        return Detokenizer(tokenizer, self.request.params, [], self.plan.markers)
+
+    def _add_tokens(self, delta: Delta) -> None:
+        self._count_tokens(delta, self._push_tokens(delta.tokens))
+
+    def _push_tokens(self, tokens: list[int]) -> int:
+        """Parse tokens and return how many belong to the choice.
+
+        Tokens are parsed one by one, so that the reasoning tokens can be counted.
+        """
+        used_tokens = 0
+        for token in tokens:
+            was_reasoning = self._parser.in_reasoning
+            pieces, used = self._detokenizer.push([token])
+            used_tokens += used
+            self._add_pieces(pieces)
+            self.reasoning_tokens += was_reasoning and self._parser.in_reasoning
+        return used_tokens
+
+    def _add_pieces(self, pieces: list[Piece]) -> None:
+        self._record(self._parser.feed(pieces))
+
+    def _end_output(self) -> None:
+        self._record(self._parser.finish())
+        if (
+            self.finish_reason == "stop"
+            and self._detokenizer.stop_string is None
+            and self.ended_calls
+            and not self.plan.is_named_call
+        ):
+            self.finish_reason = "function_call" if self.plan.is_legacy else "tool_calls"
+        document = self.plan.document
+        if document is not None and self.finish_reason == "stop":
+            self.document_problem = validate_document(document, "".join(self._document))
+
+    def _record(self, events: list[OutputEvent]) -> None:
+        for event in events:
+            self.event_counts[_EVENT_NAMES[type(event)]] += 1
+            match event:
+                case CallStart(call, name):
+                    self.started_calls += 1
+                    if name in self._custom_tools:
+                        self.custom_calls[call] = CustomInputDecoder()
+                case CallArguments(call, text) if call in self.custom_calls:
+                    text = self.custom_calls[call].feed(text)
+                    if text:
+                        self.new_events.append(CallArguments(call, text))
+                    continue
+                case CallEnd():
+                    self.ended_calls += 1
+                case ContentText(text) if self.plan.document is not None:
+                    self._document.append(text)
+            self.new_events.append(event)

@@ -22,9 +22,9 @@ from argosy.engine.serving.text.byte_level_bpe import (
     split_by,
 )
 from argosy.engine.serving.text.sentencepiece_model import (
-    Piece,
     PieceType,
     SentencePieceModel,
+    VocabularyPiece,
     build_sentencepiece,
 )
 
@@ -183,7 +183,9 @@ def _build_sentencepiece(file: GgufFile, *, is_unigram: bool) -> Tokenizer:
         raise ValueError(f"{_PREFIX}scores does not fit {_PREFIX}tokens")
     adds_prefix_space = file.metadata.get(f"{_PREFIX}add_space_prefix", True)
     model = SentencePieceModel(
-        pieces=[Piece(*each) for each in zip(tokens, scores.tolist(), types, strict=True)],
+        pieces=[
+            VocabularyPiece(*each) for each in zip(tokens, scores.tolist(), types, strict=True)
+        ],
         is_unigram=is_unigram,
         has_byte_fallback=PieceType.BYTE in types,
         adds_prefix_space=bool(adds_prefix_space),

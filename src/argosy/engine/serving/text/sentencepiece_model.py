@@ -36,8 +36,8 @@ class PieceType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Piece of a vocabulary, whose id is its position."""
+class VocabularyPiece:
+    """VocabularyPiece of a vocabulary, whose id is its position."""
 
     text: str
     score: float
@@ -48,7 +48,7 @@ class Piece:
 class SentencePieceModel:
     """Vocabulary and settings of a SentencePiece model."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[VocabularyPiece] = field(default_factory=list)
     is_unigram: bool = True
     has_byte_fallback: bool = False
     adds_prefix_space: bool = True
@@ -70,7 +70,7 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
             text, score, kind = piece.get(1), piece.get(2, 0.0), piece.get(3, PieceType.NORMAL)
             if not isinstance(text, bytes) or not isinstance(kind, int):
                 raise ValueError("a piece has no text")
-            model.pieces.append(Piece(text.decode(), float(score), kind))
+            model.pieces.append(VocabularyPiece(text.decode(), float(score), kind))
         elif number == 2 and isinstance(value, bytes):
             trainer = dict(_fields(value))
             model.is_unigram = trainer.get(3, 1) == 1

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import tokenizers
 
-from argosy.engine.serving.text.checkpoint_files import read_json_object
-from argosy.engine.serving.text.declared_tokens import add_declared_tokens
+from argosy.engine.serving.text.checkpoint_files import (
+    add_declared_tokens,
+    read_json_object,
+    read_special_tokens,
+)
 from argosy.engine.serving.text.gguf_text import load_gguf_tokenizer
-from argosy.engine.serving.text.special_tokens import read_special_tokens
 from argosy.engine.serving.text.tokenizer_files import load_backend
 
 MAX_TOKEN_IDS = 1 << 24

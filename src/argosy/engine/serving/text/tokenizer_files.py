@@ -19,12 +19,11 @@ from argosy.engine.serving.text.byte_level_bpe import (
     split_as_gpt2,
     split_by,
 )
-from argosy.engine.serving.text.checkpoint_files import read_json_object
+from argosy.engine.serving.text.checkpoint_files import read_json_object, read_special_tokens
 from argosy.engine.serving.text.sentencepiece_model import (
     build_sentencepiece,
     parse_sentencepiece,
 )
-from argosy.engine.serving.text.special_tokens import read_special_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

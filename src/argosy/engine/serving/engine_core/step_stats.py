@@ -1,0 +1,100 @@
+"""Totals and measurements of the engine's steps: seconds of each phase, constrained sampling, and speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from argosy.engine.grammar import DEAD_END_CODE
+from argosy.policy import EwmaRate, OnlineLinearFit
+
+if TYPE_CHECKING:
+    from argosy.engine.scheduling import StepDurations, StepPlan, StepResult
+    from argosy.engine.serving.core_messages import Delta
+
+MIN_PREFILL_TOKENS = 64
+"""Steps with fewer prompt tokens are ignored, because their fixed cost dominates."""
+PREFILL_HALF_LIFE_TOKENS = 8192.0
+DECODE_HALF_LIFE_STEPS = 64.0
+
+
+@dataclass(slots=True)
+class ConstraintStats:
+    """Sums since the start."""
+
+    masked_tokens: int = 0
+    """Tokens sampled under a mask."""
+    dead_ends: int = 0
+    """Sequences that ended because no token could continue their output."""
+    mask_fill_s: float = 0.0
+    """Seconds that a thread spent on masks, while the device computed."""
+    mask_wait_s: float = 0.0
+    """Seconds for which sampling waited for masks."""
+
+    def record_step(self, result: StepResult, deltas: list[Delta]) -> None:
+        """Add the result of one step. `deltas` leave out sequences that ended in an earlier step."""
+        self.masked_tokens += result.masked_rows
+        if result.failures:
+            self.dead_ends += sum(delta.error_code == DEAD_END_CODE for delta in deltas)
+        self.mask_fill_s += result.durations.mask_fill_s
+        self.mask_wait_s += result.durations.mask_wait_s
+
+
+@dataclass(slots=True)
+class PhaseSeconds:
+    """Sums since the start. Phases of different steps overlap while several steps are in flight."""
+
+    plan: float = 0.0
+    """The scheduler plans the step."""
+    launch: float = 0.0
+    """The host moves blocks and builds inputs."""
+    compute: float = 0.0
+    """The device runs the model."""
+    sample: float = 0.0
+    """The device samples tokens from the logits."""
+    commit: float = 0.0
+    """The host commits the results and builds the deltas."""
+
+    def record_step(self, durations: StepDurations, commit_s: float) -> None:
+        """Add the executor's durations of one step and the seconds of its commit."""
+        self.launch += durations.launch_s
+        self.compute += durations.compute_s
+        self.sample += durations.sample_s
+        self.commit += commit_s
+
+    def to_dict(self) -> dict[str, float]:
+        """Return a mapping from phase to seconds."""
+        return {
+            "plan": self.plan,
+            "launch": self.launch,
+            "compute": self.compute,
+            "sample": self.sample,
+            "commit": self.commit,
+        }
+
+
+class SpeedEstimator:
+    """Estimates the prefill rate in tokens per second, and the decode step time by the number of sequences."""
+
+    def __init__(self) -> None:
+        self._prefill_rate = EwmaRate(PREFILL_HALF_LIFE_TOKENS)
+        self._decode_fit = OnlineLinearFit(DECODE_HALF_LIFE_STEPS)
+
+    def record_step(self, plan: StepPlan, durations: StepDurations) -> None:
+        """Add the measurement of one step."""
+        seconds = sum(durations)
+        decode_tokens = plan.counts.count(1)
+        prefill_tokens = plan.total_tokens - decode_tokens
+        if prefill_tokens >= MIN_PREFILL_TOKENS:
+            self._prefill_rate.add(prefill_tokens, seconds)
+        elif decode_tokens and not prefill_tokens:
+            self._decode_fit.add(decode_tokens, seconds)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens per second in steps with prefill, whatever else they compute. 0 means not measured yet."""
+        return self._prefill_rate.units_per_s
+
+    def inter_token_s(self, sequences: int) -> float:
+        """Return the seconds between tokens of each of `sequences` running sequences. 0 means not measured yet."""
+        return self._decode_fit.predict(sequences)
