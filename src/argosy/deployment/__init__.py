@@ -7,7 +7,6 @@ revisions, replicas with their phases, routes and rollouts. A `FleetControl` rea
 decide. The controller of `argosy.fleet` carries it out.
 """
 
-from argosy.deployment.declaration.argosy_options import FLEET_OPTIONS, ArgosyOptions
 from argosy.deployment.declaration.comparison import (
     ChangeAction,
     ChangeEffect,
@@ -17,42 +16,41 @@ from argosy.deployment.declaration.comparison import (
 from argosy.deployment.declaration.config import (
     FleetConfig,
     FleetModelConfig,
+    KubernetesSettings,
     ObjectivesConfig,
     PoolConfig,
     SecretReference,
+    build_gateway_config,
 )
 from argosy.deployment.declaration.documents import dump_fleet
-from argosy.deployment.declaration.engine_catalog import (
+from argosy.deployment.declaration.engines import (
     ARGOSY_ENGINE,
     BUILT_IN_ENGINES,
-    find_engine,
+    FLEET_OPTIONS,
+    ArgosyOptions,
+    EngineKind,
 )
-from argosy.deployment.declaration.engine_kind import EngineKind
-from argosy.deployment.declaration.gateway_settings import build_gateway_config
-from argosy.deployment.declaration.kubernetes_settings import KubernetesSettings
 from argosy.deployment.declaration.loading import (
     load_fleet,
     locate_fleet,
     parse_fleet,
     parse_remote_change,
 )
-from argosy.deployment.declaration.pinned_prompt import ExpectedText, PinnedMessage, PinnedPrompt
 from argosy.deployment.declaration.replica_command import (
     LaunchResources,
     build_command,
     build_resources,
+    find_engine,
     replica_digest,
 )
-from argosy.deployment.declaration.rollout_config import RolloutConfig
+from argosy.deployment.declaration.rollout_config import (
+    ExpectedText,
+    PinnedMessage,
+    PinnedPrompt,
+    RolloutConfig,
+)
 from argosy.deployment.declaration.validation import GATEWAY_POOL, validate_fleet
 from argosy.deployment.records.fleet_control import AppliedDeclaration, FleetControl
-from argosy.deployment.records.fleet_plan import (
-    FleetPlan,
-    RevisionChanges,
-    describe_change,
-    list_revision_changes,
-    plan_declaration,
-)
 from argosy.deployment.records.fleet_records import (
     REPLICA_PREFIX,
     ROLLOUT_BASELINE_PREFIX,
@@ -67,17 +65,21 @@ from argosy.deployment.records.fleet_records import (
     decode_records,
 )
 from argosy.deployment.records.revisions import (
+    FleetPlan,
+    RevisionChanges,
     apply_declaration,
+    describe_change,
     find_newest_revision,
     gateway_url,
     list_known_revisions,
+    list_revision_changes,
     listen_url,
     parse_declaration,
+    plan_declaration,
     pool_digests,
     set_replicas,
     stop_everything,
 )
-from argosy.deployment.records.rollout_commands import abort_route, send_command
 from argosy.deployment.records.rollout_documents import (
     ROLLOUTS_PREFIX,
     ROUTE_PREFIX,
@@ -91,12 +93,13 @@ from argosy.deployment.records.rollout_status import (
     ROLLOUT_REFUSED,
     RolloutReport,
     RolloutStatus,
+    abort_route,
     describe_decision,
     read_rollouts,
+    send_command,
 )
 from argosy.deployment.records.status import FleetStatus, PoolStatus, read_fleet_status
-from argosy.deployment.settings.auth_config import AuthConfig, JwtConfig
-from argosy.deployment.settings.console_config import ConsoleConfig, OidcConfig
+from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 from argosy.deployment.settings.gateway_config import (
     RELOADABLE_SETTINGS,
     ColdStartConfig,
@@ -121,5 +124,10 @@ from argosy.deployment.settings.replica_config import (
     UpstreamTls,
     build_configured_headers,
 )
-from argosy.deployment.settings.route_config import ANY_HEADER_VALUE, RouteConfig, route_name
-from argosy.deployment.settings.traffic_config import TrafficTarget, build_traffic_route
+from argosy.deployment.settings.routing_config import (
+    ANY_HEADER_VALUE,
+    RouteConfig,
+    TrafficTarget,
+    build_traffic_route,
+    route_name,
+)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from argosy.deployment.declaration.engine_kind import EngineKind, OptionName, OptionValue
-from argosy.deployment.declaration.kubernetes_settings import KubernetesSettings
+from argosy.deployment.declaration.engines import EngineKind, OptionName, OptionValue
 from argosy.deployment.declaration.rollout_config import RolloutConfig
 from argosy.deployment.settings.gateway_config import GatewayConfig, ModelConfig, ModelName
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import Size, parse_size
 
+ObjectName = Annotated[
+    str, Meta(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9-]+)*$")
+]
+"""Name of a Kubernetes object."""
+ResourceName = Annotated[
+    str, Meta(max_length=253, pattern=r"^[A-Za-z0-9.-]+/[A-Za-z0-9][A-Za-z0-9._-]*$")
+]
+
+_NOT_OF_PODS = ("namespace", "context", "image", "pre_pull_images")
 Positive = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
 """Name that Kubernetes and Ray accept. It is short, because replicas are named `NAME-GENERATION-ORDINAL`."""
@@ -33,6 +41,65 @@ LabelText = Annotated[
 
 ClockTime = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$")]
 """Hour and minute, such as `08:30`."""
+_GATEWAY_FIELDS = GatewayConfig.__struct_fields__
+_MODEL_FIELDS = ModelConfig.__struct_fields__
+
+
+class VolumeClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A volume that every replica mounts, for example with the weights."""
+
+    claim: ObjectName
+    """Name of the PersistentVolumeClaim. Pods of several nodes need one that several nodes can mount."""
+    path: Annotated[str, Meta(pattern=r"^/[^\s:]+$")]
+    """Folder of the container in which it is mounted."""
+    read_only: bool = True
+    """Whether it is mounted for reading only."""
+
+
+class Toleration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A taint of nodes that replicas tolerate."""
+
+    key: Annotated[str, Meta(min_length=1)]
+    value: str | None = None
+    """Value of the taint. None tolerates any."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. None tolerates all effects."""
+
+
+class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pools with `launcher: kubernetes`, and the manifests of `argosy render kubernetes`."""
+
+    namespace: ObjectName = "default"
+    """Namespace of all objects. Change it only while the fleet is down."""
+    context: str | None = None
+    """Context of the kubeconfig file. None means its current one, or the service account if the controller runs in a
+    pod. Change it only while the fleet is down."""
+    image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$")] | None = None
+    """Container image of the rendered gateways and controllers."""
+    secret_name: ObjectName | None = None
+    """Secret with the values to which the `environment` of pools refers: `{env: HF_TOKEN}` is its key `HF_TOKEN`, and
+    `{file: /run/secrets/hf-token}` its key `hf-token`."""
+    service_account: ObjectName | None = None
+    """Service account of the replicas' pods. They get no token of it."""
+    image_pull_secrets: tuple[ObjectName, ...] = ()
+    """Secrets with the credentials of image registries."""
+    gpu_resource: ResourceName = "nvidia.com/gpu"
+    """Resource that is requested for each of a pool's `accelerators`. Its taint is tolerated."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Further taints of nodes that replicas tolerate."""
+    volumes: tuple[VolumeClaim, ...] = ()
+    """Volumes of the replicas."""
+    run_as_user: Annotated[int, Meta(ge=1, le=2_147_483_647)] | None = 10_001
+    """User and group of the processes. With null it is the image's user, who may then be root."""
+    read_only_root: bool = True
+    """Whether the root file system is read-only. `/tmp`, which is also the home folder, is writable anyway."""
+    pre_pull_images: bool = False
+    """Pull the images of pools to all nodes that may run their replicas, before a replica is placed there."""
+
+    def pod_settings(self) -> dict[str, Any]:
+        """Return the settings whose change replaces running pods."""
+        settings = msgspec.to_builtins(self)
+        return {name: value for name, value in settings.items() if name not in _NOT_OF_PODS}
 
 
 class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -297,3 +364,19 @@ def _count_share(share: int | str, total: int, *, rounds_up: bool) -> int:
         return share
     hundredths = total * int(share.removesuffix("%"))
     return -(-hundredths // 100) if rounds_up else hundredths // 100
+
+
+def build_gateway_config(config: FleetConfig, ordinal: int = 0) -> GatewayConfig:
+    """Build the settings of one of the controller's gateways, without what only the controller needs.
+
+    Args:
+        config: The fleet's declaration.
+        ordinal: Number of the gateway. Each listens on a port of its own.
+    """
+    settings = {name: getattr(config, name) for name in _GATEWAY_FIELDS}
+    models = [
+        ModelConfig(**{name: getattr(model, name) for name in _MODEL_FIELDS})
+        for model in config.models
+    ]
+    port = config.port + ordinal if config.port else 0
+    return msgspec.structs.replace(GatewayConfig(**settings), models=models, port=port)

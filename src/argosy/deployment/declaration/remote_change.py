@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
-from argosy.deployment.declaration.engine_catalog import ARGOSY_ENGINE
+from argosy.deployment.declaration.engines import ARGOSY_ENGINE
 from argosy.settings import SettingError, SettingPath, format_path
 
 _OPEN_SECTIONS = frozenset(

@@ -11,8 +11,13 @@ from typing import Any
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
-from argosy.deployment.declaration.engine_catalog import ARGOSY_ENGINE, find_engine
-from argosy.deployment.declaration.engine_kind import EngineKind, OptionValue, fill_placeholders
+from argosy.deployment.declaration.engines import (
+    ARGOSY_ENGINE,
+    BUILT_IN_ENGINES,
+    EngineKind,
+    OptionValue,
+    fill_placeholders,
+)
 from argosy.model_store import DIGEST_PREFIX
 
 
@@ -68,6 +73,11 @@ def build_resources(pool: PoolConfig) -> LaunchResources:
         labels=pool.labels,
         custom=pool.custom_resources,
     )
+
+
+def find_engine(config: FleetConfig, pool: PoolConfig) -> EngineKind:
+    """Return the engine kind of a pool. The configuration must be valid."""
+    return config.engines.get(pool.engine) or BUILT_IN_ENGINES[pool.engine]
 
 
 def build_command(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from urllib.parse import urlsplit
 
-from argosy.deployment.declaration.argosy_options import FLEET_OPTIONS, ArgosyOptions
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
-from argosy.deployment.declaration.documents import to_document
-from argosy.deployment.declaration.engine_catalog import (
+from argosy.deployment.declaration.documents import check_secrets, to_document
+from argosy.deployment.declaration.engines import (
     ARGOSY_ENGINE,
     BUILT_IN_ENGINES,
-    find_engine,
+    FLEET_OPTIONS,
+    PLACEHOLDERS,
+    ArgosyOptions,
+    EngineKind,
+    find_placeholders,
 )
-from argosy.deployment.declaration.engine_kind import PLACEHOLDERS, EngineKind, find_placeholders
-from argosy.deployment.declaration.secret_check import check_secrets
+from argosy.deployment.declaration.replica_command import find_engine
 from argosy.deployment.settings.gateway_config import validate_config
 from argosy.settings import (
     SettingError,

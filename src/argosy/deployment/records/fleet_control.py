@@ -8,10 +8,19 @@ from argosy.deployment.declaration.comparison import compare_fleets
 from argosy.deployment.declaration.config import FleetConfig
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_remote_change
-from argosy.deployment.records.fleet_plan import FleetPlan, plan_declaration
-from argosy.deployment.records.revisions import apply_declaration, parse_declaration, set_replicas
-from argosy.deployment.records.rollout_commands import abort_route, send_command
-from argosy.deployment.records.rollout_status import RolloutReport, read_rollouts
+from argosy.deployment.records.revisions import (
+    FleetPlan,
+    apply_declaration,
+    parse_declaration,
+    plan_declaration,
+    set_replicas,
+)
+from argosy.deployment.records.rollout_status import (
+    RolloutReport,
+    abort_route,
+    read_rollouts,
+    send_command,
+)
 from argosy.deployment.records.status import FleetStatus, read_fleet_status
 from argosy.policy.rollout import CommandKind, RolloutCommand
 from argosy.store import AuditedDecision, ConflictError, FleetRevision, FleetStore, NotFoundError

@@ -1,23 +1,32 @@
-"""Status of the rollout of a pool, which its controller records for operators beside the stored documents."""
+"""Status of rollouts, as the controller records it and people read it, and the commands that people can send."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from argosy.deployment.records.fleet_records import ROLLOUT_STATUS_PREFIX, decode_kind
-from argosy.deployment.records.rollout_documents import RolloutDocuments, read_rollout_documents
+from argosy.deployment.records.rollout_documents import (
+    RolloutDocuments,
+    append_command,
+    read_rollout_documents,
+    roll_back_route,
+)
 from argosy.policy.rollout import (
     CheckStatus,
+    CommandKind,
     GateResult,
     GateVerdict,
     MetricVerdict,
+    RolloutCommand,
     RolloutDecision,
     RolloutObservation,
     RolloutState,
 )
-from argosy.store import FleetStore
+from argosy.policy.traffic import PoolRoute
+from argosy.store import AuditedDecision, ConflictError, FleetStore
 
 ROLLOUT_REFUSED = "rollout_refused"
 """Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
@@ -167,3 +176,42 @@ def _report(
         and (not current.plan.auto_promote or current.is_endless)
         and status.result == GateResult.PROMOTE,
     )
+
+
+def send_command(
+    store: FleetStore,
+    fleet: str,
+    report: RolloutReport,
+    command: RolloutCommand,
+    decision: AuditedDecision | None = None,
+) -> RolloutCommand:
+    """Store a command for the rollout that runs, and return it with the rollout's id. Blocks on the store.
+
+    Args:
+        store: Store of the fleet.
+        fleet: Name of the fleet.
+        report: The pool's rollouts.
+        command: The command.
+        decision: Decision to record in the audit log.
+
+    Raises:
+        ConflictError: The rollout cannot be rolled back any more.
+    """
+    running = report.rollouts.running
+    if command.kind is CommandKind.ABORT and running is not None and not running.can_roll_back:
+        raise ConflictError(
+            f"abort is refused: the rollout is {running.state}: {running.reason}; `argosy history` lists earlier"
+            " declarations, and `argosy rollback` puts one in force again"
+        )
+    rollout = "" if running is None else running.id
+    addressed = msgspec.structs.replace(command, rollout=rollout)
+    append_command(store, fleet, report.pool, addressed, decision)
+    return addressed
+
+
+def abort_route(
+    store: FleetStore, fleet: str, pool: str, command: RolloutCommand
+) -> PoolRoute | None:
+    """Route all users to the stable version, after `abort` was stored. See `roll_back_route`."""
+    cause = command.reason or f"abort by {command.by}"
+    return roll_back_route(store, fleet, pool, cause, at=time.time())

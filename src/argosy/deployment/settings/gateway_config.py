@@ -11,11 +11,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.deployment.settings.auth_config import AuthConfig
-from argosy.deployment.settings.console_config import ConsoleConfig
+from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
 from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
-from argosy.deployment.settings.route_config import RouteConfig, route_name, validate_route
-from argosy.deployment.settings.traffic_config import TrafficTarget, validate_traffic
+from argosy.deployment.settings.routing_config import (
+    RouteConfig,
+    TrafficTarget,
+    route_name,
+    validate_route,
+    validate_traffic,
+)
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
 from argosy.protocol import parse_endpoint

@@ -1,15 +1,20 @@
-"""Description of an engine kind: how its process is started, and how it becomes ready, warm and drained."""
+"""Engines of replicas: how processes of each kind are started, become ready and are drained, and the built-in kinds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from argosy.deployment.settings.replica_config import BackendKind
+from argosy.engine import REPLICA_OPTIONS
+from argosy.settings import define_options
+
+ARGOSY_ENGINE = "argosy"
 
 OptionName = Annotated[str, Meta(max_length=100, pattern="^[A-Za-z][A-Za-z0-9_.-]*$")]
 OptionValue = str | int | float | bool | list[str | int | float] | dict[str, Any]
@@ -29,6 +34,28 @@ PLACEHOLDERS = LAUNCHER_PLACEHOLDERS | {
     "served_name",
 }
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+FLEET_OPTIONS = {
+    "model": "models[].source",
+    "revision": "models[].revision",
+    "digest": "models[].digest",
+    "served_model_name": "models[].name",
+    "drain_deadline": "drain_deadline_s of the pool",
+    "zone": "zones of the pool",
+    "label": "labels of the pool",
+    "log_name": "",
+    "host": "",
+    "port": "",
+    "uds": "",
+    "tls_cert": "",
+    "tls_key": "",
+    "tls_client_ca": "",
+}
+"""Options of `argosy replica` that the fleet sets, with the setting to use instead. Empty where there is none."""
+ArgosyOptions = define_options(
+    "ArgosyOptions",
+    "Options of `argosy replica`, with its defaults.",
+    (option for name, option in REPLICA_OPTIONS.items() if name not in FLEET_OPTIONS),
+)
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,3 +112,53 @@ def fill_placeholders(argument: str, values: Mapping[str, str | None]) -> str | 
         lambda match: match[0] if match[1] in LAUNCHER_PLACEHOLDERS else values[match[1]] or "",
         argument,
     )
+
+
+BUILT_IN_ENGINES: Mapping[str, EngineKind] = MappingProxyType(
+    {
+        ARGOSY_ENGINE: EngineKind(
+            command=("argosy", "replica"),
+            socket_arguments=("--uds", "{socket}"),
+            port_arguments=("--host", "{host}", "--port", "{port}"),
+            kind="argosy",
+            ready_path="/ready",
+        ),
+        "vllm": EngineKind(
+            command=(
+                "vllm",
+                "serve",
+                "{model}",
+                "--served-model-name",
+                "{served_name}",
+                "--shutdown-timeout",
+                "{drain_deadline_s}",
+            ),
+            optional_arguments=(("--revision", "{revision}"),),
+            port_arguments=("--host", "{host}", "--port", "{port}"),
+            kind="vllm",
+        ),
+        "sglang": EngineKind(
+            command=(
+                "python3",
+                "-m",
+                "sglang.launch_server",
+                "--model-path",
+                "{model}",
+                "--served-model-name",
+                "{served_name}",
+            ),
+            optional_arguments=(("--revision", "{revision}"),),
+            port_arguments=("--host", "{host}", "--port", "{port}"),
+            false_options="omit",
+            kind="sglang",
+        ),
+        "llama-cpp": EngineKind(
+            command=("llama-server", "--alias", "{served_name}"),
+            optional_arguments=(("--model", "{model_path}"), ("--hf-repo", "{hub_model}")),
+            port_arguments=("--host", "{host}", "--port", "{port}"),
+            list_options="repeat",
+            kind="llama.cpp",
+        ),
+    }
+)
+"""Built-in kinds by name. The options are those of vLLM 0.32, SGLang 0.5 and llama.cpp of November 2026."""
