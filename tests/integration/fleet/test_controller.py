@@ -228,7 +228,7 @@ async def test_controller_outlives_failures_of_the_store(
 async def test_gateway_follows_rollouts_under_load(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("gateway_publisher", "outcome_poller"):
+    for module in ("gateway_publisher", "rollout_evidence"):
         monkeypatch.setattr(f"argosy.fleet.control.{module}.POLL_INTERVAL_S", 0.05)
     rollout = {"steps": [0.5], "shadow": 0, "min_candidate_replicas": 1, "prompts": []}
     rollout |= {"min_step_s": 0, "soak_s": 0}

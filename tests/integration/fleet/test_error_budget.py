@@ -9,10 +9,10 @@ import pytest
 from tests.support.migrated_store import open_migrated_store
 from tests.support.usage_rows import usage_row
 
-from argosy.fleet.control.error_budget import (
-    MIN_REQUESTS,
-    READ_INTERVAL_S,
-    WINDOW_S,
+from argosy.fleet.control.rollout_evidence import (
+    BUDGET_INTERVAL_S,
+    BUDGET_WINDOW_S,
+    MIN_BUDGET_REQUESTS,
     ErrorBudgetReader,
 )
 
@@ -34,16 +34,16 @@ async def test_budget_counts_recent_failures_of_the_model(
             store.ledger.add_records(rows)
 
         reader = ErrorBudgetReader(store.ledger)
-        add("done", MIN_REQUESTS - 4, "completed")
+        add("done", MIN_BUDGET_REQUESTS - 4, "completed")
         assert await reader.read("chat", 0.05, NOW) is None
         add("failed", 3, "failed")
         add("lost", 1, "interrupted")
         add("refused", 50, "refused")
         add("other", 70, "failed", model="other")
-        add("old", 70, "failed", age_s=WINDOW_S + 1.0)
+        add("old", 70, "failed", age_s=BUDGET_WINDOW_S + 1.0)
         assert await reader.read("chat", 0.05, NOW + 1.0) is None, "read again too soon"
-        later = NOW + READ_INTERVAL_S
+        later = NOW + BUDGET_INTERVAL_S
         assert await reader.read("chat", 0.05, later) == pytest.approx(0.2)
         assert await reader.read("chat", None, later) is None
-        monkeypatch.setattr("argosy.fleet.control.error_budget.MAX_RECORDS", 60)
-        assert await reader.read("chat", 0.05, later + READ_INTERVAL_S) is None
+        monkeypatch.setattr("argosy.fleet.control.rollout_evidence.MAX_BUDGET_RECORDS", 60)
+        assert await reader.read("chat", 0.05, later + BUDGET_INTERVAL_S) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.fleet.control.demand_reader import DemandReader
+from argosy.fleet.control.fleet_autoscaler import DemandReader
 from argosy.gateway import DemandReport, ModelDemand
 
 NUM_SECONDS = 30

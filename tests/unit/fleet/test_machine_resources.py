@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from argosy.fleet.launchers.machine_resources import choose_cpus
+from argosy.fleet.launchers.local_start import choose_cpus
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import asyncio
 
 import structlog
 
-from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.leader_term import LeaderTerm
 from argosy.fleet.control.leadership import Leadership
+from argosy.fleet.control.term_journal import FleetContext
 from argosy.fleet.launchers import StaleEpochError
 from argosy.store import StoreError
 

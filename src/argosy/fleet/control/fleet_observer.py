@@ -10,14 +10,13 @@ import msgspec
 
 from argosy.deployment import GATEWAY_POOL, ReplicaRecord
 from argosy.fleet.control.declared_fleet import DeclaredFleet
-from argosy.fleet.control.fleet_context import LauncherFactory
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.replica_monitor import (
     CheckPaths,
     ReplicaHealthReading,
     ReplicaMonitor,
 )
-from argosy.fleet.control.term_journal import TermJournal
+from argosy.fleet.control.term_journal import LauncherFactory, TermJournal
 from argosy.fleet.launchers import LaunchedReplica, Launcher, LaunchError
 from argosy.policy.reconciliation import ObservedReplica, ReplicaMemory
 from argosy.protocol import LoadResponse

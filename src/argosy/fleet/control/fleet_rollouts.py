@@ -8,14 +8,12 @@ import structlog
 
 from argosy.deployment import RolloutDocuments, read_rollout_documents
 from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, VersionTarget
-from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
-from argosy.fleet.control.outcome_poller import OutcomePoller
+from argosy.fleet.control.pinned_prompts import RolloutChecks
 from argosy.fleet.control.pool_rollout import PoolRollout, PoolSnapshot, RolloutMeans
-from argosy.fleet.control.rollout_checks import RolloutChecks
-from argosy.fleet.control.rollout_events import RolloutEvents
-from argosy.fleet.control.rollout_writer import RolloutWriter
+from argosy.fleet.control.rollout_evidence import ErrorBudgetReader, OutcomePoller
+from argosy.fleet.control.rollout_writer import RolloutEvents, RolloutWriter
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.gateway import PublishedVersions
 from argosy.policy.reconciliation import ObservedReplica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,21 @@ import msgspec
 import structlog
 
 from argosy.deployment import (
+    FleetRecords,
     ObservedRevision,
     ReplicaRecord,
     list_known_revisions,
 )
 from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
-from argosy.fleet.control.fleet_context import FleetContext
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.leadership import Leadership
-from argosy.fleet.control.model_startups import find_startups
 from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
-from argosy.fleet.control.term_journal import TermJournal
-from argosy.gateway import FleetPools
+from argosy.fleet.control.term_journal import FleetContext, TermJournal
+from argosy.gateway import FleetPools, ModelStartup
 from argosy.policy.reconciliation import (
     ObservedFleet,
     PhaseReport,
@@ -45,6 +44,7 @@ MAX_OBSERVATION_GAP_S = 5.0
 """Time without observation after which the silence of a replica is no evidence against it."""
 EVENT_PRUNE_INTERVAL_S = 600.0
 """Interval at which old events are deleted."""
+_LEAVING = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.STOPPED})
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -255,7 +255,7 @@ class LeaderTerm:
             routes=list(declared.config.routes),
             desired_replicas=self._autoscaler.published_counts(),
             pool_models={pool.name: pool.model for pool in declared.config.pools},
-            startups=find_startups(declared, self._records),
+            startups=_find_startups(declared, self._records),
         )
         if not self._pools.version or pools != self._pools:
             self._pools = msgspec.structs.replace(pools, version=self._pools.version + 1)
@@ -316,3 +316,36 @@ def _describe_pending(
         reason=report.reason,
         phase_since=now if previous is None else previous.phase_since,
     )
+
+
+def _find_startups(declared: DeclaredFleet, records: FleetRecords) -> dict[str, ModelStartup]:
+    """Return the models without a replica in the rotation that requests start, by name.
+
+    A pool that an operator scaled to zero is not among them, because requests do not start it.
+    """
+    startups: dict[str, ModelStartup] = {}
+    for pool in declared.config.pools:
+        if not pool.scales_to_zero or pool.replicas == 0:
+            continue
+        replicas = [each for each in records.replicas.values() if each.pool == pool.name]
+        if not any(each.in_rotation and each.url for each in replicas):
+            present = [each for each in replicas if each.phase not in _LEAVING]
+            scaling = records.scaling.get(pool.name)
+            startups[pool.model] = _describe(
+                present,
+                records.expected_start_s(declared.source(pool.name)),
+                is_wanted=scaling is not None and scaling.target > 0,
+            )
+    return startups
+
+
+def _describe(
+    replicas: Sequence[ReplicaRecord], expected_s: float | None, *, is_wanted: bool
+) -> ModelStartup:
+    starting = [each for each in replicas if each.phase is not ReplicaPhase.FAILED]
+    if starting:
+        started_at = min((each.started_at for each in starting if each.started_at), default=None)
+        return ModelStartup(state="starting", expected_s=expected_s, started_at=started_at)
+    if replicas:
+        return ModelStartup(state="failing")
+    return ModelStartup(state="starting" if is_wanted else "stopped", expected_s=expected_s)

@@ -17,19 +17,17 @@ from argosy.deployment import (
     describe_decision,
 )
 from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
-from argosy.fleet.control.error_budget import ErrorBudgetReader
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
-from argosy.fleet.control.outcome_poller import OutcomePoller
-from argosy.fleet.control.pinned_prompts import CheckResult, check_pinned_prompts
-from argosy.fleet.control.rollout_checks import RolloutChecks
-from argosy.fleet.control.rollout_events import RolloutEvents
+from argosy.fleet.control.pinned_prompts import CheckResult, RolloutChecks, check_pinned_prompts
 from argosy.fleet.control.rollout_evidence import (
+    ErrorBudgetReader,
+    OutcomePoller,
     RolloutEvidence,
     TrafficHistory,
     summarise_history,
 )
-from argosy.fleet.control.rollout_writer import RolloutWriter
+from argosy.fleet.control.rollout_writer import RolloutEvents, RolloutWriter
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.control.version_observer import (
     EjectionWatch,

@@ -1,7 +1,8 @@
-"""Evidence of a pool's rollout: the gate and what it compares with, which the next controller finds in the store."""
+"""Evidence of a pool's rollout: measurements of the gateways, the gate that compares them, and the error budget."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from argosy.deployment import (
     ObjectivesConfig,
     decode_kind,
 )
+from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.gateway import OtherFleetError, OutcomeQuery, OutcomeReport, UpstreamError
 from argosy.policy.rollout import (
     EVENTS,
     Baseline,
@@ -31,9 +34,21 @@ from argosy.policy.rollout import (
     UserRates,
 )
 from argosy.policy.traffic import UserTraffic
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
+from argosy.store import GatewayRecord, Ledger
 
 MAX_SALT_KEYS = 1000
 """Users or sessions for which the salt is chosen: the heaviest. The choice takes about 0.5 s."""
+POLL_INTERVAL_S = 1.0
+BUDGET_WINDOW_S = 86_400.0
+MAX_BUDGET_RECORDS = 50_000
+"""Records of the ledger that are read, which bounds the work for busy fleets."""
+MIN_BUDGET_REQUESTS = 100
+"""Fewer requests of the model say nothing about its budget."""
+BUDGET_INTERVAL_S = 60.0
+_FAILURES = ("failed", "interrupted")
+_SERVED = ("completed", "cancelled", "stopped", *_FAILURES)
 
 
 class RolloutBaseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,3 +185,127 @@ class RolloutEvidence:
             max_ttft_s=objectives.ttft_p95_s,
             max_time_per_token_s=objectives.itl_p95_s,
         )
+
+
+class OutcomePoller:
+    """Reads the measurements of the pools with a rollout. Not thread-safe: use it from one event loop.
+
+    Args:
+        publisher: Knows the gateways.
+        wake: Set after each round with new batches.
+    """
+
+    def __init__(self, publisher: GatewayPublisher, wake: asyncio.Event) -> None:
+        self._publisher = publisher
+        self._wake = wake
+        self.sources: dict[str, tuple[str, RolloutEvidence]] = {}
+        """Running rollouts by the name of the model, each with its id and its evidence."""
+        self._processes: dict[str, str] = {}
+        """Id of the process in the last report of each gateway."""
+        self._longest: dict[tuple[str, str], float] = {}
+        """Longest request by model and gateway."""
+
+    def longest_request_s(self, model: str) -> float:
+        """Return the duration of the longest recent request for a model."""
+        return max(
+            (
+                self._longest.get((model, gateway.id), 0.0)
+                for gateway in self._publisher.reachable_gateways
+            ),
+            default=0.0,
+        )
+
+    async def read_history(self, model: str) -> list[RequestOutcome]:
+        """Return recent requests of the stable version, of all gateways that answer."""
+        query = OutcomeQuery(model=model, wants_history=True)
+        gateways = self._publisher.reachable_gateways
+        reports = await asyncio.gather(*(self._read(gateway, query) for gateway in gateways))
+        return [outcome for report in reports if report is not None for outcome in report.history]
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            gateways = self._publisher.reachable_gateways
+            self._forget_others({gateway.id for gateway in gateways})
+            await asyncio.gather(
+                *(
+                    self._poll(gateway, model, rollout, evidence)
+                    for model, (rollout, evidence) in list(self.sources.items())
+                    for gateway in gateways
+                )
+            )
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _forget_others(self, gateways: set[str]) -> None:
+        """Forget the gateways that are gone or do not answer."""
+        for gateway in self._processes.keys() - gateways:
+            del self._processes[gateway]
+        for key in [key for key in self._longest if key[1] not in gateways]:
+            del self._longest[key]
+
+    async def _poll(
+        self, gateway: GatewayRecord, model: str, rollout: str, evidence: RolloutEvidence
+    ) -> None:
+        process = self._processes.get(gateway.id, "")
+        query = OutcomeQuery(
+            model=model, rollout=rollout, gateway=process, after=evidence.acknowledged(process)
+        )
+        report = await self._read(gateway, query)
+        if report is None:
+            return
+        self._processes[gateway.id] = report.gateway
+        self._longest[model, gateway.id] = report.longest_request_s
+        if report.batches:
+            evidence.add(report.batches)
+            self._wake.set()
+
+    async def _read(self, gateway: GatewayRecord, query: OutcomeQuery) -> OutcomeReport | None:
+        """Return the report of a gateway; None if it has none. Its silence makes the gate inconclusive."""
+        try:
+            return await self._publisher.client.read_outcomes(gateway, query)
+        except (UpstreamError, ApiError, OtherFleetError):
+            return None
+
+
+class ErrorBudgetReader:
+    """Reads budgets from the ledger at an interval. Not thread-safe: use it from one event loop.
+
+    Args:
+        ledger: Source of the requests.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._budgets: dict[str, tuple[float, float | None]] = {}
+        """Time of reading and remaining budget of each model."""
+
+    async def read(self, model: str, max_miss_rate: float | None, now: float) -> float | None:
+        """Return the remaining part of the error budget, from 1 to below 0; None if it is not known.
+
+        Requests count that ended in the last 24 h, at most `MAX_BUDGET_RECORDS` of all models. A request that failed,
+        or ended with its gateway, is a miss. The ledger has no latencies, so slow requests do not count.
+
+        Args:
+            model: Public name of the model.
+            max_miss_rate: Part of the requests that may miss the objectives. None if none is declared.
+            now: Seconds since the epoch.
+
+        Raises:
+            StoreError: The store cannot be used.
+        """
+        if max_miss_rate is None:
+            return None
+        read_at, budget = self._budgets.get(model, (float("-inf"), None))
+        if now - read_at >= BUDGET_INTERVAL_S:
+            counts = await run_in_daemon_thread(
+                self._ledger.count_recent, model, now - BUDGET_WINDOW_S, MAX_BUDGET_RECORDS
+            )
+            requests = sum(counts.get(status, 0) for status in _SERVED)
+            misses = sum(counts.get(status, 0) for status in _FAILURES)
+            budget = (
+                None
+                if requests < MIN_BUDGET_REQUESTS
+                else 1.0 - misses / (max_miss_rate * requests)
+            )
+            self._budgets[model] = now, budget
+        return budget

@@ -12,8 +12,7 @@ import msgspec
 import structlog
 
 from argosy.deployment import KubernetesSettings
-from argosy.fleet.launchers.kubernetes_api import KubernetesApi, KubernetesApiError
-from argosy.fleet.launchers.kubernetes_cache import KubernetesCache
+from argosy.fleet.launchers.kubernetes_api import KubernetesApi, KubernetesApiError, KubernetesCache
 from argosy.fleet.launchers.kubernetes_fence import (
     ANNOTATION_EPOCH,
     KubernetesFence,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -41,8 +41,8 @@ class LaunchProbes(msgspec.Struct, frozen=True, kw_only=True):
     """Time without an answer after which the controller restarts it. The environment waits longer."""
 
 
-class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a launcher needs to start one replica. Two specs with the same name are the same replica."""
+class ReplicaIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Name of a replica, and what it consists of."""
 
     name: str
     """Derived from pool, generation and ordinal, so that starting it twice is starting it once."""
@@ -50,6 +50,16 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Number of the version of the pool's replica settings."""
     ordinal: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that identify the replica, for another record of it."""
+        return {name: getattr(self, name) for name in ReplicaIdentity.__struct_fields__}
+
+
+class LaunchSpec(ReplicaIdentity, frozen=True, kw_only=True):
+    """Everything that a launcher needs to start one replica. Two specs with the same name are the same replica."""
+
     command: tuple[str, ...]
     """Program and arguments. `{host}`, `{port}`, `{socket}` and `{name}` stand for what the launcher assigns."""
     environment: Mapping[str, str] = {}
@@ -72,13 +82,9 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for Kubernetes, if that is where the replica runs."""
 
 
-class LaunchedReplica(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchedReplica(ReplicaIdentity, frozen=True, kw_only=True):
     """State of a replica that was started, until it is removed. Times are seconds since the epoch."""
 
-    name: str
-    pool: str
-    generation: int
-    ordinal: int
     state: LaunchState
     reason: str = ""
     """Why it waits, such as `waiting for a GPU on any node of zone a`, or why it exited."""

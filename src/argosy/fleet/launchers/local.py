@@ -30,8 +30,7 @@ from argosy.fleet.launchers.launcher import (
     LaunchSpec,
     StaleEpochError,
 )
-from argosy.fleet.launchers.local_start import check_spec, fill_command, plan_attempt
-from argosy.fleet.launchers.machine_resources import LOCAL_HOST
+from argosy.fleet.launchers.local_start import LOCAL_HOST, check_spec, fill_command, plan_attempt
 from argosy.fleet.launchers.monitor_processes import MonitorProcesses
 from argosy.fleet.launchers.replica_description import describe_replica
 from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
@@ -132,10 +131,7 @@ class LocalProcessLauncher:
         for name, waiting in self._waiting.items():
             spec, previous = waiting.spec, replicas.get(name)
             replicas[name] = LaunchedReplica(
-                name=name,
-                pool=spec.pool,
-                generation=spec.generation,
-                ordinal=spec.ordinal,
+                **spec.identity,
                 state=LaunchState.PROVISIONING,
                 reason=waiting.reason,
                 node=socket.gethostname(),

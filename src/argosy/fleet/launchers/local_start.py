@@ -1,19 +1,23 @@
-"""Start of a replica on this machine: checks of its specification, and what is assigned to its next attempt."""
+"""Start of a replica on this machine: checks of its specification, and its address and CPUs."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from urllib.parse import quote
 
 from argosy.fleet.launchers.launcher import LaunchError, LaunchSpec
-from argosy.fleet.launchers.machine_resources import choose_cpus, choose_port
 from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
 
+LOCAL_HOST = "127.0.0.1"
+MAX_PORT_ATTEMPTS = 100
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _PLACEHOLDER = re.compile(r"\{(host|port|socket|name)\}")
 
@@ -85,10 +89,7 @@ def plan_attempt(
     else:
         url = spec.url
     return LaunchRecord(
-        name=spec.name,
-        pool=spec.pool,
-        generation=spec.generation,
-        ordinal=spec.ordinal,
+        **spec.identity,
         attempt=1 if previous is None else previous.attempt + 1,
         started_at=time.time(),
         url=url,
@@ -108,3 +109,48 @@ def fill_command(command: Sequence[str], record: LaunchRecord, host: str) -> tup
         "name": record.name,
     }
     return tuple(_PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command)
+
+
+def choose_cpus(cpus: float | None, used: Iterable[int]) -> tuple[int, ...]:
+    """Return the CPUs to pin a replica to, those with the fewest other replicas first.
+
+    Args:
+        cpus: Number of CPUs that it needs, rounded up; all if there are fewer. None pins it to none.
+        used: CPUs of the running replicas, one for each replica.
+    """
+    if cpus is None or not hasattr(os, "sched_getaffinity"):
+        return ()
+    replicas_by_cpu = Counter(used)
+    usable = sorted(os.sched_getaffinity(0), key=lambda cpu: (replicas_by_cpu[cpu], cpu))
+    return tuple(sorted(usable[: max(1, math.ceil(cpus))]))
+
+
+def choose_port(host: str, previous: int | None, reserved: Collection[int]) -> int:
+    """Return a port of an address that no process listens at and no replica has reserved, if possible the previous one.
+
+    Raises:
+        OSError: No port is free.
+    """
+    if previous is not None and previous not in reserved and _is_free(host, previous):
+        return previous
+    for _ in range(MAX_PORT_ATTEMPTS):
+        with socket.socket(_family(host)) as listener:
+            listener.bind((host, 0))
+            port: int = listener.getsockname()[1]
+        if port not in reserved:
+            return port
+    raise OSError("no port is free")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

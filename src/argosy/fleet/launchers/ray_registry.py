@@ -195,10 +195,7 @@ class ReplicaRegistry:
         """
         past_attempts = 0 if previous is None else previous.record.replica.attempt
         waiting = LaunchedReplica(
-            name=spec.name,
-            pool=spec.pool,
-            generation=spec.generation,
-            ordinal=spec.ordinal,
+            **spec.identity,
             state=LaunchState.PROVISIONING,
             attempt=past_attempts + 1,
         )

@@ -19,10 +19,7 @@ _CRASH_SIGNALS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", 
 def describe_replica(record: LaunchRecord, status: ProcessStatus | None) -> LaunchedReplica:
     """Return the state of a replica. Without a status its monitor is being started."""
     replica = LaunchedReplica(
-        name=record.name,
-        pool=record.pool,
-        generation=record.generation,
-        ordinal=record.ordinal,
+        **record.identity,
         state=LaunchState.RUNNING,
         url=record.url,
         node=socket.gethostname(),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from argosy.fleet.launchers.launcher import LaunchError, refuse_stale_epoch
+from argosy.fleet.launchers.launcher import LaunchError, ReplicaIdentity, refuse_stale_epoch
 from argosy.folders import replace_file
 from argosy.process import MAX_SOCKET_PATH_BYTES, create_socket_folder, format_os_error
 from argosy.process_monitor import ProcessStatus
@@ -25,13 +25,9 @@ MAX_KEPT_LOGS = 100
 _EPOCH_BYTES = 20
 
 
-class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchRecord(ReplicaIdentity, frozen=True, kw_only=True):
     """Decisions of the launcher about the latest attempt of a replica. Contains no environment, thus no secrets."""
 
-    name: str
-    pool: str
-    generation: int
-    ordinal: int
     attempt: int
     started_at: float
     """Seconds since the epoch."""
