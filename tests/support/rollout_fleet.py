@@ -33,7 +33,7 @@ from argosy.fleet.control import (
     fleet_observer,
     gateway_publisher,
     leader_term,
-    outcome_poller,
+    rollout_evidence,
 )
 from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReading
 from argosy.fleet.launchers import (
@@ -245,7 +245,7 @@ class RolloutFleet:
         monkeypatch.setattr(leader_term, "MAX_OBSERVATION_GAP_S", 1e9)
         monkeypatch.setattr(gateway_publisher, "FIRST_POLL_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(gateway_publisher, "POLL_INTERVAL_S", ROUND_S)
-        monkeypatch.setattr(outcome_poller, "POLL_INTERVAL_S", ROUND_S)
+        monkeypatch.setattr(rollout_evidence, "POLL_INTERVAL_S", ROUND_S)
         monkeypatch.setattr(gateway_publisher, "GatewayPoolsClient", lambda: self.gateways)
         monkeypatch.setattr(
             fleet_observer, "ReplicaMonitor", lambda *_: SimulatedMonitor(self.cluster)

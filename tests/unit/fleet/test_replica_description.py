@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from argosy.fleet.launchers.replica_description import describe_replica
-from argosy.fleet.launchers.replica_folder import LaunchRecord
+from argosy.fleet.launchers.replica_folder import LaunchRecord, describe_replica
 from argosy.process_monitor import ProcessStatus
 
 RECORD = LaunchRecord(

@@ -14,8 +14,7 @@ from argosy.fleet.launchers.kubernetes_objects import (
     PORT,
     KubernetesObject,
 )
-from argosy.fleet.launchers.launcher import LaunchedReplica
-from argosy.fleet.launchers.replica_description import describe_exit
+from argosy.fleet.launchers.launcher import LaunchedReplica, describe_exit
 from argosy.policy.reconciliation import LaunchState
 
 ANNOTATION_RUN = "argosy.dev/run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ import msgspec
 
 from argosy.deployment import KubernetesSettings, LaunchResources
 from argosy.policy.reconciliation import LaunchState
+
+_CRASH_SIGNALS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS"})
+"""Signals by which faulty code ends its own process."""
 
 
 class StaleEpochError(RuntimeError):
@@ -156,3 +160,28 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Release this launcher's own resources. Replicas run on."""
         ...
+
+
+def describe_exit(code: int | None, *, error: str = "", ran_out_of_memory: bool = False) -> str:
+    """Return why a process exited, as far as its own error and its exit status show.
+
+    Args:
+        code: Exit status, or the negative number of the signal that ended the process.
+        error: Error that the process reported.
+        ran_out_of_memory: Whether the system killed it for lack of memory.
+    """
+    if error:
+        return f"it could not start: {error}"
+    if code is None:
+        return "it exited"
+    if code >= 0:
+        return f"it exited with status {code}"
+    if -code == signal.SIGKILL:
+        if ran_out_of_memory:
+            return "the system killed it because memory ran out"
+        return "it was killed (SIGKILL), by a person or because memory ran out"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"it crashed with {name}" if name in _CRASH_SIGNALS else f"it was killed ({name})"

@@ -32,8 +32,7 @@ from argosy.fleet.launchers.launcher import (
 )
 from argosy.fleet.launchers.local_start import LOCAL_HOST, check_spec, fill_command, plan_attempt
 from argosy.fleet.launchers.monitor_processes import MonitorProcesses
-from argosy.fleet.launchers.replica_description import describe_replica
-from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
+from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder, describe_replica
 from argosy.policy.reconciliation import LaunchState
 from argosy.process import format_os_error, run_in_daemon_thread
 from argosy.process_monitor import (

@@ -7,14 +7,22 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from argosy.fleet.launchers.launcher import LaunchError, ReplicaIdentity, refuse_stale_epoch
+from argosy.fleet.launchers.launcher import (
+    LaunchedReplica,
+    LaunchError,
+    ReplicaIdentity,
+    describe_exit,
+    refuse_stale_epoch,
+)
 from argosy.folders import replace_file
+from argosy.policy.reconciliation import LaunchState
 from argosy.process import MAX_SOCKET_PATH_BYTES, create_socket_folder, format_os_error
 from argosy.process_monitor import ProcessStatus
 
@@ -213,19 +221,19 @@ class ReplicaFolder:
         Raises:
             OSError: The file of the last attempt cannot be removed, or no folder can be created.
         """
-        socket = self.path / f"{name}.sock"
+        path = self.path / f"{name}.sock"
         if previous is not None and previous.socket is not None:
-            socket = Path(previous.socket)
-        if len(os.fsencode(socket)) > MAX_SOCKET_PATH_BYTES or not socket.parent.is_dir():
+            path = Path(previous.socket)
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES or not path.parent.is_dir():
             return create_socket_folder("argosy-replica-", len("http.sock")) / "http.sock"
-        socket.unlink(missing_ok=True)
-        return socket
+        path.unlink(missing_ok=True)
+        return path
 
-    def _remove_socket(self, socket: Path) -> None:
+    def _remove_socket(self, path: Path) -> None:
         with contextlib.suppress(OSError):
-            socket.unlink(missing_ok=True)
-            if socket.parent != self.path:
-                socket.parent.rmdir()
+            path.unlink(missing_ok=True)
+            if path.parent != self.path:
+                path.parent.rmdir()
 
     def _prune_logs(self) -> None:
         """Remove the oldest logs of removed replicas."""
@@ -265,3 +273,49 @@ def _check_epoch(lock: int, epoch: int) -> None:
             os.pwrite(lock, b"%0*d" % (_EPOCH_BYTES, epoch), 0)
         except OSError as error:
             raise LaunchError(f"the epoch cannot be stored: {format_os_error(error)}") from error
+
+
+def describe_replica(record: LaunchRecord, status: ProcessStatus | None) -> LaunchedReplica:
+    """Return the state of a replica. Without a status its monitor is being started."""
+    replica = LaunchedReplica(
+        **record.identity,
+        state=LaunchState.RUNNING,
+        url=record.url,
+        node=socket.gethostname(),
+        attempt=record.attempt,
+        started_at=record.started_at,
+    )
+    if status is None:
+        return replica
+    replica = msgspec.structs.replace(
+        replica,
+        state=LaunchState.DRAINING if status.is_draining else LaunchState.RUNNING,
+        activity=status.activity,
+        progress=status.progress,
+        has_reported_ready=status.is_serving,
+        start_error=status.error,
+    )
+    if status.exited_at is None:
+        return replica
+    return msgspec.structs.replace(
+        replica,
+        state=LaunchState.EXITED,
+        reason=_exit_reason(status),
+        exited_at=status.exited_at,
+        exit_status=status.exit_status,
+        ran_out_of_memory=status.ran_out_of_memory,
+    )
+
+
+def _exit_reason(status: ProcessStatus) -> str:
+    """Return why the process exited, with its last output if nothing better explains a failure."""
+    if status.kill_reason:
+        return status.kill_reason
+    if status.is_draining and not status.error:
+        return "it was drained"
+    has_failed = not status.error and (status.exit_status or 0) > 0
+    output = f"; its last output: {status.last_output}" if has_failed and status.last_output else ""
+    reason = describe_exit(
+        status.exit_status, error=status.error, ran_out_of_memory=status.ran_out_of_memory
+    )
+    return reason + output
