@@ -30,8 +30,7 @@ import psutil
 from argosy.bench.client import BenchClient
 from argosy.bench.response import BenchResponse
 from argosy.bench.stub_server import StubDelays
-from argosy.deployment import AuthConfig
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, open_store
 from benchmarks.processes import exit_on_sigterm

@@ -26,8 +26,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from argosy.deployment import read_fleet_status
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, read_fleet_status
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
 from argosy.store import FleetStore
 from benchmarks.declared_fleet import Fleet, run_fleet

@@ -28,8 +28,14 @@ import msgspec
 
 from argosy.bench.client import BenchClient
 from argosy.bench.response import BenchResponse
-from argosy.deployment import AuthConfig, GivingWayConfig, QueueConfig
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import (
+    AuthConfig,
+    GatewayConfig,
+    GivingWayConfig,
+    ModelConfig,
+    QueueConfig,
+    ReplicaConfig,
+)
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, Tier, open_store
 from benchmarks.fairness import MODEL, ms, ready, running, wait_for_line

@@ -32,11 +32,16 @@ from tools.settings_docs import (
 )
 
 from argosy.cli.app import app
-from argosy.deployment import BUILT_IN_ENGINES, ArgosyOptions, FleetConfig
+from argosy.deployment import (
+    BUILT_IN_ENGINES,
+    ArgosyOptions,
+    FleetConfig,
+    GatewayConfig,
+    ModelConfig,
+)
 from argosy.engine import REPLICA_OPTIONS, EngineConfig
 from argosy.engine.llm_options import VLLM_NAMES
 from argosy.engine.serving.output_parsing import FORMATS
-from argosy.gateway import GatewayConfig, ModelConfig
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ERROR_CODES
 from argosy.telemetry import (

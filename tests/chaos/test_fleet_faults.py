@@ -31,8 +31,7 @@ from tests.support.services import (
     running_redis,
 )
 
-from argosy.deployment import LimitsConfig
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.deployment import GatewayConfig, LimitsConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.store import StoreConfig
 
 pytestmark = pytest.mark.timeout(480)

@@ -19,7 +19,8 @@ from tests.support.gateway_processes import open_organisation
 from tests.support.replica_process import MODEL, ReplicaProcess
 from tests.support.waiting import until
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway import GatewayServer
 from argosy.store import StoreConfig
 
 STREAMS = 6

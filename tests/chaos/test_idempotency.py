@@ -21,8 +21,7 @@ from tests.support.gateway_processes import (
 from tests.support.idempotent_gateway import KEY_HEADER, REPLAYED
 from tests.support.services import RedisServer, running_redis
 
-from argosy.deployment import LimitsConfig
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, LimitsConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 
 NUM_GATEWAYS = 2

@@ -19,8 +19,9 @@ from tests.engine.transformers_reference import make_reference
 from tests.support.gateway_client import COMPLETION, StreamResult, gateway
 from tests.support.replica_process import ReplicaProcess
 
+from argosy.deployment import ReplicaConfig
 from argosy.folders import cache_folder
-from argosy.gateway import GatewayServer, ReplicaConfig
+from argosy.gateway import GatewayServer
 from argosy.models import BUNDLED_MODEL
 
 STREAMS = 4

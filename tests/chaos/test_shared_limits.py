@@ -23,8 +23,7 @@ from tests.support.gateway_processes import (
 )
 from tests.support.services import PostgresServer, RedisServer, running_postgres, running_redis
 
-from argosy.deployment import AuthConfig, LimitsConfig
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import AuthConfig, GatewayConfig, LimitsConfig, ModelConfig, ReplicaConfig
 from argosy.protocol import EventParser
 from argosy.store import StoreConfig, UsageRecord
 

@@ -19,7 +19,7 @@ from tests.support.gateway_processes import MODEL, GatewayProcess, open_organisa
 from tests.support.services import PostgresServer, running_postgres
 from tests.support.waiting import until
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 from argosy.store.migrations import _ADVISORY_LOCK_ID as MIGRATION_LOCK_ID
 

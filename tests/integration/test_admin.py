@@ -29,8 +29,8 @@ from tests.support.stored_rollout import StoredRollout
 from tests.support.usage_rows import usage_row
 from tests.support.waiting import stable_value
 
-from argosy.deployment import AuthConfig, FleetControl
-from argosy.gateway import GatewayConfig, ReplicaLogs
+from argosy.deployment import AuthConfig, FleetControl, GatewayConfig
+from argosy.gateway import ReplicaLogs
 from argosy.gateway.admin import AdminScope, build_admin_routes, list_endpoints
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator

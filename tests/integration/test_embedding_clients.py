@@ -18,10 +18,10 @@ from tests.support.gateway_client import run_gateway_server
 from tests.support.minilm import minilm_path
 from tests.support.replica_servers import MODEL, serve
 
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 
 QUERY = "Where does the cat sit?"
 TEXTS = ["Stocks fell on Monday.", "The cat sits on the mat.", "A dog barks at night."]

@@ -12,8 +12,8 @@ from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, serve
 
+from argosy.deployment import QueueConfig, ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.request_context import RequestContext
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}

@@ -15,8 +15,7 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.services import find_program
 
 from argosy.cli.explain import print_explanation, timeline_steps
-from argosy.deployment import ExplainConfig
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ExplainConfig, ReplicaConfig
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_explainer import explain_record
 from argosy.gateway.request_trace import (

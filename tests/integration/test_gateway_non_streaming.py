@@ -20,8 +20,8 @@ from tests.support.replica_servers import (
     serve,
 )
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", chat(seed=3, max_tokens=14, temperature=1.3)),

@@ -13,8 +13,8 @@ from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, RunningReplica, serve
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine import EngineRequest
-from argosy.gateway import ReplicaConfig
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Weather?"}]

@@ -23,8 +23,7 @@ from tests.support.javascript_sdk import run_javascript
 from tests.support.replica_servers import MODEL as REPLICA_MODEL
 from tests.support.replica_servers import RunningReplica
 
-from argosy.deployment import AuthConfig
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 
 HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]

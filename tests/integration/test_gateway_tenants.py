@@ -20,9 +20,9 @@ from tests.support.replica_servers import MODEL, serve
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.deployment import ExplainConfig
+from argosy.deployment import ExplainConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayServer
 from argosy.store import Price, Project, Store, StoreConfig, UsageRecord
 
 TOKENS = list(range(100, 130))

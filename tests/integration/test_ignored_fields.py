@@ -11,7 +11,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.gateway_harness import run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, RunningReplica, chat, completion, serve
 
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 UNKNOWN: dict[str, Any] = {"future_field": 1}

@@ -16,7 +16,7 @@ import pytest
 from tests.support.gateway_client import CHAT, COMPLETION, StreamResult, gateway
 from tests.support.waiting import until
 
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.models import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[2]

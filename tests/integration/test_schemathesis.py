@@ -23,7 +23,7 @@ from tests.support.gateway_client import run_gateway_server
 from tests.support.pooling_engine import EMBEDDER, pooling_engine
 from tests.support.replica_servers import MODEL, RunningReplica, serve
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 
 REPLICA = "one"

@@ -17,7 +17,8 @@ from tests.support.gateway_client import CHAT, COMPLETION, StreamResult, chunk_t
 from tests.support.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
-from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
+from argosy.deployment import ReplicaConfig, Timeouts
+from argosy.gateway import GatewayServer
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},

@@ -22,8 +22,7 @@ from tests.support.placed_requests import RoutedRequest, last_decision
 from tests.support.vllm_server import PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
-from argosy.deployment import KvEventAddress
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import KvEventAddress, ReplicaConfig
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
 
 pytestmark = [

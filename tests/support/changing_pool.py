@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import httpx2
 
-from argosy.gateway import GatewayConfig, GatewayServer
+from argosy.deployment import GatewayConfig
+from argosy.gateway import GatewayServer
 from argosy.gateway.config_reloader import ConfigLoader
 from argosy.gateway.pool import Resolver, resolve_host
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, fake_upstream

@@ -11,14 +11,8 @@ from typing import Any
 
 import httpx2
 
-from argosy.gateway import (
-    AuthConfig,
-    GatewayConfig,
-    GatewayServer,
-    ModelConfig,
-    ReplicaConfig,
-    Timeouts,
-)
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway import GatewayServer
 from argosy.gateway.config_reloader import ConfigLoader
 from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
 from argosy.store import StoreConfig

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import openai
 
-from argosy.gateway import GatewayConfig
+from argosy.deployment import GatewayConfig
 from argosy.store import Price, Store, UsageRecord
 from tests.support.migrated_store import open_migrated_store
 

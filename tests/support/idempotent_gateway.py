@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx2
 
-from argosy.deployment import LimitsConfig
+from argosy.deployment import GatewayConfig, LimitsConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway import GatewayServer
 from argosy.store import IdempotencyConfig, StoreConfig
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.gateway.filters import LimitFilter, UsageRecorder
 from argosy.gateway.request_context import RequestFilter
 from argosy.series import Readings, compute_metrics, read_series

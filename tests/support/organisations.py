@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import httpx2
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.lessons import LESSONS
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
 from tests.support.fake_upstream import (

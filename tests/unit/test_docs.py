@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy.deployment import load_fleet
-from argosy.gateway import load_config
+from argosy.deployment import load_config, load_fleet
 from argosy.protocol import ERROR_CODES
 from argosy.series import SCHEMAS, metric_names
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges

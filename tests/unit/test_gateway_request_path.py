@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import argosy
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from tests.support.metered_gateway import run_gateway_before
 
 SOURCE = str(Path(argosy.__file__).parent)

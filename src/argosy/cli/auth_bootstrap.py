@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from argosy.cli.server_options import override_console_config
 
 if TYPE_CHECKING:
-    from argosy.gateway import AuthConfig, ConsoleConfig
+    from argosy.deployment import AuthConfig, ConsoleConfig
 
 AuthModeName = Literal["auto", "required", "disabled"]
 """`auto`: requests from this machine need no key until a key exists. `required`: all need one. `disabled`: none do."""
@@ -45,7 +45,7 @@ class AuthBootstrap:
     @property
     def auth_config(self) -> AuthConfig:
         """Settings for the gateway."""
-        from argosy.gateway import AuthConfig
+        from argosy.deployment import AuthConfig
 
         if self.allowed_origins is None:
             return AuthConfig(mode=self.auth_mode)
@@ -54,7 +54,7 @@ class AuthBootstrap:
     @property
     def console_config(self) -> ConsoleConfig:
         """Settings of the console for the gateway."""
-        from argosy.gateway import ConsoleConfig
+        from argosy.deployment import ConsoleConfig
 
         return override_console_config(
             ConsoleConfig(),

@@ -44,7 +44,8 @@ def gateway(
     console_insecure_http: ConsoleInsecureHttp = False,
 ) -> None:
     """Route requests to the replicas of a fleet, and resume streams when a replica dies."""
-    from argosy.gateway import GatewayConfig, load_config, serve_gateway
+    from argosy.deployment import GatewayConfig, load_config
+    from argosy.gateway import serve_gateway
     from argosy.lessons import LESSONS
 
     try:

@@ -22,7 +22,8 @@ from argosy.process import handle_signals, raise_file_limit, run_in_daemon_threa
 from argosy.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    from argosy.gateway import GatewayConfig, GatewayServer
+    from argosy.deployment import GatewayConfig
+    from argosy.gateway import GatewayServer
 
 FAILOVER_TIMEOUT_S = 120.0
 """How long a request waits for a dead replica to restart. The fleet may have no other replica."""
@@ -234,7 +235,7 @@ class LocalFleet:
         self, launched: Mapping[ServedModel, Sequence[LaunchedReplica]]
     ) -> GatewayConfig:
         """Build the gateway's settings. It also lists replicas that restart, so that requests wait for them."""
-        from argosy.gateway import (
+        from argosy.deployment import (
             GatewayConfig,
             ModelConfig,
             QueueConfig,

@@ -9,7 +9,7 @@ import msgspec
 from typer import Option
 
 if TYPE_CHECKING:
-    from argosy.gateway import ConsoleConfig
+    from argosy.deployment import ConsoleConfig
     from argosy.http_server import TlsConfig
 
 _file = partial(Option, metavar="FILE", rich_help_panel="Access")

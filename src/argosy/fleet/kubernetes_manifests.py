@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-from argosy.deployment import FleetConfig, build_gateway_config, dump_fleet, find_engine
+from argosy.deployment import (
+    FleetConfig,
+    GatewayConfig,
+    ReplicaConfig,
+    build_gateway_config,
+    dump_fleet,
+    find_engine,
+)
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers.kubernetes_objects import (
     PORT,
@@ -21,7 +28,6 @@ from argosy.fleet.launchers.kubernetes_objects import (
     pod_security,
     user_environment,
 )
-from argosy.gateway import GatewayConfig, ReplicaConfig
 from argosy.settings import SettingError, dump_yaml
 
 CONTROLLERS = 2

@@ -7,23 +7,6 @@ generation requests: it runs the request filters, queues for a replica of the po
 background, `AccountSync` polls the store for accounts, and on SIGHUP `ConfigReloader` reloads models and routes.
 """
 
-from argosy.deployment import (
-    RELOADABLE_SETTINGS,
-    AuthConfig,
-    BackendKind,
-    ConsoleConfig,
-    GatewayConfig,
-    ModelConfig,
-    ModelName,
-    QueueConfig,
-    ReplicaConfig,
-    RouteConfig,
-    Timeouts,
-    TrafficTarget,
-    UpstreamTls,
-    load_config,
-    validate_config,
-)
 from argosy.gateway.admin import Lesson
 from argosy.gateway.auth import check_exposure, is_loopback
 from argosy.gateway.fleet_pools import (

@@ -23,8 +23,8 @@ from tests.support.gateway_client import run_gateway_server
 from tests.support.replica_servers import MODEL as REPLICA_MODEL
 from tests.support.replica_servers import serve
 
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine import EngineRequest
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 
 MODEL, NOTE = "scripted", "The ship sails at seven."
 ANSWER = "At seven o'clock."

@@ -14,8 +14,7 @@ import typer.main
 import yaml
 
 from argosy.cli.app import app
-from argosy.deployment import FleetConfig, parse_fleet
-from argosy.gateway import load_config
+from argosy.deployment import FleetConfig, load_config, parse_fleet
 
 CHART = Path(__file__).parents[3] / "deploy/helm/argosy"
 NAMESPACE = "llm"

@@ -20,15 +20,8 @@ from tests.support.gateway_processes import open_organisation
 from tests.support.replica_servers import MODEL, bundled_model_engine, serve
 from tests.support.services import find_program, running_redis
 
-from argosy.deployment import LimitsConfig
-from argosy.gateway import (
-    FleetPools,
-    GatewayConfig,
-    GatewayPoolsClient,
-    ModelConfig,
-    QueueConfig,
-    ReplicaConfig,
-)
+from argosy.deployment import GatewayConfig, LimitsConfig, ModelConfig, QueueConfig, ReplicaConfig
+from argosy.gateway import FleetPools, GatewayPoolsClient
 from argosy.store import StoreConfig
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

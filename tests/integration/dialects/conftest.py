@@ -24,8 +24,8 @@ from tests.support.gateway_processes import OrganisationAccounts, open_organisat
 from tests.support.replica_servers import MODEL as REPLICA_MODEL
 from tests.support.replica_servers import serve
 
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine import EngineRequest
-from argosy.gateway import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig, UsageRecord
 
 MODEL = "big"

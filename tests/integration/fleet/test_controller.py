@@ -20,6 +20,7 @@ from tests.support.waiting import until
 
 from argosy.deployment import (
     FleetConfig,
+    GatewayConfig,
     RolloutDocuments,
     append_command,
     parse_fleet,
@@ -28,7 +29,6 @@ from argosy.deployment import (
     set_replicas,
     stop_everything,
 )
-from argosy.gateway import GatewayConfig
 from argosy.policy.rollout import (
     CommandKind,
     RolloutCommand,

@@ -19,8 +19,7 @@ from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
 from tests.support.gateway_client import BODIES, CHAT, run_gateway_server
 from tests.support.waiting import until
 
-from argosy.deployment import ColdStartConfig, FleetConfig, parse_fleet
-from argosy.gateway import GatewayConfig
+from argosy.deployment import ColdStartConfig, FleetConfig, GatewayConfig, parse_fleet
 from argosy.store import StoreConfig
 
 ROOT = Path(__file__).parents[3]

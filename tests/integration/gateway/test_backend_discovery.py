@@ -33,7 +33,8 @@ from tests.support.gateway_client import (
 )
 from tests.support.waiting import until
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayServer
 from argosy.policy import BLOCK_TOKENS, health_check
 
 DETECTED: dict[type[FakeBackend], tuple[str, int | None, float, int]] = {

@@ -37,8 +37,7 @@ from tests.support.gateway_client import (
 )
 from tests.support.waiting import until
 
-from argosy.deployment import ResumeMode
-from argosy.gateway import Timeouts
+from argosy.deployment import ResumeMode, Timeouts
 
 RESUMABLE_PATHS: dict[type[FakeBackend], tuple[str, ...]] = {
     Vllm: (CHAT, COMPLETION),

@@ -29,8 +29,8 @@ from tests.support.metered_gateway import (
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 from argosy.gateway.filters.usage_recorder import UsageRecorder
 from argosy.gateway.proxy import response_writers
 from argosy.gateway.request_context import RequestContext, RequestFilter

@@ -14,15 +14,8 @@ from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
-from argosy.deployment import ColdStartConfig
-from argosy.gateway import (
-    FleetPools,
-    GatewayConfig,
-    GatewayPoolsClient,
-    ModelConfig,
-    ModelStartup,
-    ReplicaConfig,
-)
+from argosy.deployment import ColdStartConfig, GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import FleetPools, GatewayPoolsClient, ModelStartup
 from argosy.policy import ReplicaStatus
 from argosy.store import GatewayRecord, StoreConfig, open_store
 

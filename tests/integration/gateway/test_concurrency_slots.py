@@ -16,7 +16,7 @@ from tests.support.fake_upstream import (
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.waiting import until
 
-from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
+from argosy.deployment import QueueConfig, ReplicaConfig, Timeouts
 from argosy.policy import RetryBudget
 from argosy.protocol import ApiError
 

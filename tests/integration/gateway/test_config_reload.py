@@ -33,9 +33,9 @@ from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
+from argosy.deployment import GatewayConfig, load_config
 from argosy.engine import EngineFailedError
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import GatewayConfig, load_config
 from argosy.store import Price
 
 STREAM = BODY | {"stream": True}

@@ -15,7 +15,7 @@ from tests.support.certificates import Authority
 from tests.support.gateway_client import gateway
 from tests.support.waiting import until
 
-from argosy.gateway import AuthConfig, ReplicaConfig
+from argosy.deployment import AuthConfig, ReplicaConfig
 from argosy.http_server import (
     CertificateWatcher,
     HttpRequest,

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from tests.support.organisations import AdminGateway, run_admin_gateway
 
-from argosy.gateway import AuthConfig, ConsoleConfig
+from argosy.deployment import AuthConfig, ConsoleConfig
 
 OWN_PAGE = {"sec-fetch-site": "same-origin"}
 SESSION = "/console/session"

@@ -13,8 +13,7 @@ import pytest
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.token_issuer import OTHER_RSA_KEY, TokenIssuer, run_issuer
 
-from argosy.deployment import JwtConfig, OidcConfig
-from argosy.gateway import AuthConfig, ConsoleConfig
+from argosy.deployment import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 
 PAGE = {"sec-fetch-site": "same-origin"}
 EMAIL = "ada@example.com"

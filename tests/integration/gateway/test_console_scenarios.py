@@ -28,7 +28,7 @@ from tests.support.gateway_processes import gateways, open_organisation
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.replica_process import MODEL, ReplicaProcess
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.store import Role, RoleScope, StoreConfig, UsageRecord
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tests.support.gateway_client import BODIES, CHAT, gateway_to
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.native_upstream import NativeScript, NativeUpstream
 
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.gateway.proxy import constraint_check
 
 UNENFORCEABLE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}

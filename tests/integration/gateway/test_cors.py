@@ -11,7 +11,8 @@ import pytest
 from tests.support.fake_upstream import fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, gateway
 
-from argosy.gateway import AuthConfig, GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayServer
 
 LOCAL_ORIGIN = "http://localhost:5173"
 APP_ORIGIN = "https://app.example.com"

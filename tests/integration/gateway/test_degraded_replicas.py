@@ -36,9 +36,8 @@ from tests.support.gateway_harness import (
 from tests.support.replica_servers import MODEL, completion, serve
 from tests.support.waiting import until
 
-from argosy.deployment import BackendKind
+from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.request_context import RequestFilter
 from argosy.policy import ReplicaStatus, RetryBudget, health_check, poison_requests
 

@@ -30,8 +30,14 @@ from tests.support.gateway_client import COMPLETION, QUICK_TIMEOUTS, stream
 from tests.support.kv_event_publisher import kv_event_publisher
 from tests.support.waiting import until
 
-from argosy.deployment import KvEventAddress
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
+from argosy.deployment import (
+    GatewayConfig,
+    KvEventAddress,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+    UpstreamTls,
+)
 from argosy.gateway.pool import Resolver, resolve_host
 
 NEVER_S = 1e9

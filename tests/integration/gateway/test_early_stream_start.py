@@ -22,9 +22,9 @@ from tests.support.gateway_harness import (
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import QueueConfig, ReplicaConfig
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.filters import IdempotencyFilter
 from argosy.gateway.proxy.request_proxy import RequestProxy
 from argosy.gateway.request_context import RequestFilter

@@ -15,7 +15,8 @@ from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayServer
 from argosy.http_server import TlsConfig
 from argosy.store import StoreConfig
 

@@ -17,8 +17,8 @@ from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, completion, events, serve
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 
 TOKENS = list(range(100, 106))
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

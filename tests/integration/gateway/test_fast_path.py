@@ -26,8 +26,8 @@ from tests.support.limit_harness import make_limit, make_snapshot
 from tests.support.replica_servers import MODEL, RunningReplica, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.filters import LimitFilter, UsageRecorder

@@ -13,17 +13,9 @@ from tests.support.fake_upstream import fake_upstream
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
 from tests.support.waiting import until
 
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, RouteConfig, load_config
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
-from argosy.gateway import (
-    FleetPools,
-    GatewayConfig,
-    GatewayPoolsClient,
-    ModelConfig,
-    OtherFleetError,
-    ReplicaConfig,
-    RouteConfig,
-    load_config,
-)
+from argosy.gateway import FleetPools, GatewayPoolsClient, OtherFleetError
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ApiError
 from argosy.store import FleetEvent, GatewayRecord, ReplicaLogRun, StoreConfig, open_store

@@ -17,14 +17,8 @@ from structlog.testing import capture_logs
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, fake_upstream
 from tests.support.gateway_client import run_gateway_server
 
-from argosy.gateway import (
-    GatewayConfig,
-    GatewayServer,
-    ModelConfig,
-    QueueConfig,
-    ReplicaConfig,
-    Timeouts,
-)
+from argosy.deployment import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig, Timeouts
+from argosy.gateway import GatewayServer
 from argosy.gateway.pool.prober import Prober
 from argosy.policy import RoutingPolicyName
 

@@ -20,13 +20,8 @@ from tests.support.waiting import until
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.gateway import (
-    AuthConfig,
-    GatewayConfig,
-    GatewayServer,
-    ModelConfig,
-    ReplicaConfig,
-)
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayServer
 from argosy.store import AccountSnapshot, Role, Store, StoreConfig, open_store
 
 TIMEOUT_S = 30.0

@@ -14,10 +14,9 @@ from tests.support.metered_gateway import CHATS, PRICE, MeteredGateway, run_gate
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
-from argosy.deployment import GivingWayConfig
+from argosy.deployment import GivingWayConfig, ReplicaConfig
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 
 TOKENS = list(range(100, 140))
 BEGUN = 5

@@ -28,9 +28,8 @@ from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
-from argosy.deployment import BackendKind
+from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
 from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE

@@ -25,8 +25,7 @@ from tests.support.fake_upstream import (
 from tests.support.gateway_client import BODIES, CHAT, COMPLETION
 from tests.support.gateway_harness import GatewayHarness, run_gateway
 
-from argosy.deployment import BackendKind
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import BackendKind, ReplicaConfig
 from argosy.gateway.backends import stream_events
 from argosy.gateway.pool.prober import MAX_LOAD_REPORT_BYTES
 from argosy.gateway.upstream import upstream_response

@@ -40,8 +40,8 @@ from tests.support.idempotent_gateway import (
 from tests.support.replica_servers import MODEL, serve
 from tests.support.services import RedisServer, running_redis
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 from argosy.gateway.filters import IdempotencyFilter
 from argosy.gateway.filters.idempotency_filter import ResponseRecorder
 from argosy.gateway.request_context import RequestContext

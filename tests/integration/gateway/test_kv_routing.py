@@ -22,8 +22,8 @@ from tests.support.replica_servers import (
 )
 from tests.support.waiting import until
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.gateway import ReplicaConfig
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex
 

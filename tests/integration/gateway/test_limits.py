@@ -21,7 +21,7 @@ from tests.support.limit_harness import (
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.gateway.accounting import AccountingService
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.utility_handlers import MAX_CONCURRENT_PER_TENANT

@@ -14,8 +14,8 @@ from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, bundled_model_engine, chat, completion, serve
 from tests.support.waiting import until
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 from argosy.gateway.pool import Prober, ReplicaEndpoint
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (

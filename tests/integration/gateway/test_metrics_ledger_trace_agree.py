@@ -31,10 +31,9 @@ from tests.support.metered_gateway import (
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
-from argosy.deployment import Timeouts
+from argosy.deployment import QueueConfig, ReplicaConfig, Timeouts
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.request_context import RequestContext
 from argosy.protocol import ApiError

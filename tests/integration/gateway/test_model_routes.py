@@ -17,13 +17,7 @@ from tests.support.waiting import until
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.gateway import (
-    GatewayConfig,
-    ModelConfig,
-    ReplicaConfig,
-    RouteConfig,
-    TrafficTarget,
-)
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, RouteConfig, TrafficTarget
 from argosy.store import Price, Project, Store, StoreConfig, UsageRecord
 
 BODY = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}

@@ -22,7 +22,7 @@ from tests.support.gateway_client import BODIES, CHAT, gateway
 from tests.support.http_serving import run_server
 from tests.support.waiting import stable_value, until
 
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import UpstreamResponse

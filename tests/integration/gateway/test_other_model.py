@@ -19,9 +19,9 @@ from tests.support.fake_engine import FakeEngine, Script, arithmetic
 from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 
+from argosy.deployment import ReplicaConfig
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy.upstream_headers import parse_arithmetic_id
 
 CHAT = "/v1/chat/completions"

@@ -14,10 +14,9 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, events, serve
 from tests.support.waiting import until
 
-from argosy.deployment import Timeouts
+from argosy.deployment import ReplicaConfig, Timeouts
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 160))

@@ -29,8 +29,9 @@ from tests.support.pipes import fill
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import is_listening, until
 
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayServer
 
 COMMAND = (sys.executable, "-m", "argosy.cli", "gateway", "--config")
 START_TIMEOUT_S = 60.0

@@ -21,9 +21,9 @@ from tests.support.waiting import until
 from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 
 CHAT = "/v1/chat/completions"

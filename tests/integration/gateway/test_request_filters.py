@@ -17,9 +17,8 @@ from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_g
 from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
-from argosy.deployment import BackendKind
+from argosy.deployment import BackendKind, ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 112))

@@ -19,8 +19,7 @@ from tests.support.fake_backend import serve_backends
 from tests.support.gateway_client import BODIES, COMPLETION, replica_config, run_gateway_server
 from tests.support.gateway_processes import open_organisation
 
-from argosy.deployment import SeriesConfig
-from argosy.gateway import GatewayConfig, ModelConfig
+from argosy.deployment import GatewayConfig, ModelConfig, SeriesConfig
 from argosy.gateway.series_queries import SeriesAnswer
 from argosy.store import GatewayRecord, StoreConfig
 

@@ -13,10 +13,9 @@ from tests.support.gateway_harness import GatewayHarness, run_gateway
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
-from argosy.deployment import Timeouts
+from argosy.deployment import ReplicaConfig, Timeouts
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig
 
 
 class Turnstile(asyncio.Event):

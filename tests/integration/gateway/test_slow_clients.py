@@ -14,8 +14,8 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
+from argosy.deployment import ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import ReplicaConfig, Timeouts
 
 LONG_TIMEOUTS = Timeouts(
     first_token_timeout_s=60.0, stream_idle_timeout_s=60.0, failover_timeout_s=60.0

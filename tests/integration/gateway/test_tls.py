@@ -36,7 +36,8 @@ from tests.support.http_serving import run_server
 from tests.support.replica_servers import CONFIG, MODEL, serve
 from tests.support.waiting import stable_value
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, UpstreamTls
+from argosy.gateway import GatewayServer
 from argosy.http_server import (
     CertificateWatcher,
     HttpRequest,

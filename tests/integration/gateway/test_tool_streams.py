@@ -26,7 +26,7 @@ from tests.support.native_upstream import (
 )
 
 from argosy.cli.explain import print_explanation
-from argosy.gateway import ReplicaConfig, Timeouts
+from argosy.deployment import ReplicaConfig, Timeouts
 from argosy.gateway.request_trace import ContentStore
 from argosy.protocol import RequestReport
 

@@ -18,9 +18,9 @@ from tests.support.gateway_harness import GatewayHarness, open_breaker, run_gate
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
+from argosy.deployment import QueueConfig, ReplicaConfig, Timeouts
 from argosy.engine import EngineFailedError
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
 
 PATIENT = Timeouts(
     first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=1000.0

@@ -51,8 +51,7 @@ from tests.support.fake_upstream import (
 from tests.support.gateway_client import BODIES, CHAT, COMPLETION, chunk_text, parse_stream
 from tests.support.metered_gateway import MeteredGateway, run_gateway_before
 
-from argosy.deployment import BackendKind
-from argosy.gateway import ReplicaConfig, Timeouts
+from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
 from argosy.gateway.backends import stream_events
 from argosy.gateway.proxy.upstream_call import MAX_JSON_CONTAINERS
 from argosy.gateway.request_fields import MAX_CHOICES

@@ -15,7 +15,7 @@ from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_processes import MODEL, gateways, open_organisation
 from tests.support.waiting import until
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 
 pytestmark = pytest.mark.skipif(

@@ -27,18 +27,15 @@ from tests.support.gateway_client import (
 from tests.support.native_upstream import NativeScript, NativeUpstream
 from tests.support.waiting import until
 
-from argosy.deployment import BackendKind
+from argosy.deployment import BackendKind, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway import (
     FleetPools,
-    GatewayConfig,
     GatewayPoolsClient,
     GatewayServer,
-    ModelConfig,
     OtherFleetError,
     OutcomeQuery,
     OutcomeReport,
     PublishedVersions,
-    ReplicaConfig,
 )
 from argosy.policy.rollout import EVENTS, Comparison, Metric, OutcomeStatus
 from argosy.policy.traffic import PoolRoute, ShadowCopy, Variant

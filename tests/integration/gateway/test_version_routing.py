@@ -20,16 +20,14 @@ from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import CONFIG, MODEL, events, serve
 from tests.support.waiting import until
 
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import (
     ROUTE_PREFIX,
     FleetPools,
-    GatewayConfig,
     GatewayPoolsClient,
-    ModelConfig,
     PoolsStatus,
     PublishedVersions,
-    ReplicaConfig,
 )
 from argosy.policy import ReplicaStatus
 from argosy.policy.traffic import PoolRoute, TrafficSubject, Variant

@@ -28,8 +28,7 @@ from tests.support.kv_event_publisher import (
 from tests.support.placed_requests import RoutedRequest, last_decision
 from tests.support.waiting import until
 
-from argosy.deployment import BackendKind, KvEventAddress
-from argosy.gateway import ReplicaConfig
+from argosy.deployment import BackendKind, KvEventAddress, ReplicaConfig
 from argosy.gateway.kv_events.subscription import subscribe
 from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint

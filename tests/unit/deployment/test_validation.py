@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.deployment import load_fleet, parse_fleet
-from argosy.gateway import load_config
+from argosy.deployment import load_config, load_fleet, parse_fleet
 
 FLEET = "models: [{name: chat, source: argosy-mini}]\npools: [{name: chat, model: chat, %s}]\n"
 GATEWAY = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"

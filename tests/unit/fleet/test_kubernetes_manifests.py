@@ -15,12 +15,11 @@ from tests.support.kubernetes_schemas import LATEST_VERSION, find_error
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.deployment import FleetConfig, load_fleet, parse_fleet
+from argosy.deployment import FleetConfig, load_config, load_fleet, parse_fleet
 from argosy.fleet.kubernetes_manifests import build_manifests, dump_manifests
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError, LaunchSpec
 from argosy.fleet.launchers.kubernetes_objects import build_deployment, build_pool_objects
-from argosy.gateway import load_config
 from argosy.settings import SettingError
 
 EXAMPLE = Path(__file__).parents[3] / "examples/kubernetes.yaml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.gateway import GatewayConfig
+from argosy.deployment import GatewayConfig
 from argosy.gateway.admin.endpoints import AdminRequest, AdminScope, NoParameters
 from argosy.gateway.admin.settings import list_settings
 from argosy.gateway.principal import ANONYMOUS

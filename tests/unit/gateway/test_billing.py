@@ -10,8 +10,7 @@ from unittest.mock import Mock
 import pytest
 from tests.support.placed_requests import place
 
-from argosy.deployment import BackendKind
-from argosy.gateway import GatewayConfig
+from argosy.deployment import BackendKind, GatewayConfig
 from argosy.gateway.backends import (
     StreamContinuation,
     UpstreamTarget,

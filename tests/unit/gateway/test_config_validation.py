@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, load_config
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, load_config
+from argosy.gateway import GatewayServer
 
 MODELS = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
 

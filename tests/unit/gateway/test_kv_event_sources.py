@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy.deployment import KvEventAddress
-from argosy.gateway import load_config
+from argosy.deployment import KvEventAddress, load_config
 from argosy.gateway.backends.kv_event_sources import (
     KvEventPorts,
     parse_sglang_info,

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from argosy.deployment import GatewayConfig
-from argosy.gateway import ModelConfig, ReplicaConfig, RouteConfig, load_config
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, RouteConfig, load_config
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.principal import Principal

@@ -11,8 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy.deployment import GatewayConfig
-from argosy.gateway import ModelConfig, ReplicaConfig, RouteConfig, TrafficTarget, load_config
+from argosy.deployment import (
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+    TrafficTarget,
+    load_config,
+)
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.principal import Principal

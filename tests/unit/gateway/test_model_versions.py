@@ -8,13 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.support.waiting import until
 
-from argosy.gateway import (
-    GatewayConfig,
-    ModelConfig,
-    ModelStartup,
-    PublishedVersions,
-    ReplicaConfig,
-)
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import ModelStartup, PublishedVersions
 from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_model_entries
 from argosy.gateway.pool import Pool, resolve_host
 from argosy.gateway.series_collector import SeriesCollector

@@ -7,7 +7,7 @@ import pytest
 from tests.support.limit_harness import make_context
 from tests.support.placed_requests import PlacedByHand, arrive, end_attempt, new_driver
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.pool import ModelStartup, Pool, ReplicaEndpoint
 from argosy.gateway.principal import Principal

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from tests.support.limit_harness import make_context
 
-from argosy.gateway import OutcomeQuery, PublishedVersions, ReplicaConfig
+from argosy.deployment import ReplicaConfig
+from argosy.gateway import OutcomeQuery, PublishedVersions
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import (
     REFUSED_BY_REPLICA,

@@ -13,7 +13,9 @@ from argosy.deployment import (
     GATEWAY_POOL,
     EngineKind,
     FleetConfig,
+    ModelConfig,
     PoolConfig,
+    ReplicaConfig,
     RolloutConfig,
     build_gateway_config,
     find_engine,
@@ -24,7 +26,6 @@ from argosy.deployment import (
 from argosy.fleet.control.replica_monitor import CheckPaths
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError, LaunchSpec
-from argosy.gateway import ModelConfig, ReplicaConfig
 from argosy.policy import RestartLimits
 from argosy.policy.reconciliation import DesiredFleet, DesiredPool, replica_name
 from argosy.policy.rollout import RolloutPlan
