@@ -14,11 +14,8 @@ from tests.engine.stored_formats import FORMATS, quantize_checkpoint, quantize_e
 from tests.engine.transformers_reference import make_reference
 from tools.model_comparison import MAX_DIFFERENCE, compare_with_reference, load_own, yes_or_no
 
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-    CheckpointReader,
-    StoredPart,
-)
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from tests.engine.transformers_reference import VOCAB
 
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.architectures.decoder_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import build_transformers_model

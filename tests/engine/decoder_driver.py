@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from argosy.engine.engine_config import QuantizeSetting
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.architectures.decoder_config import read_architecture
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.architectures.model_families import FAMILIES, checkpoint_tensor_names
+from argosy.engine.execution.architectures.decoder_config import read_architecture
+from argosy.engine.execution.architectures.decoder_families import FAMILIES, checkpoint_tensor_names
 from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.architectures.rope_params import RopeParams
 from argosy.engine.execution.checkpoint_formats.checkpoint import (
@@ -468,7 +468,7 @@ def test_unsupported_experts_are_rejected_by_key(
 def test_configs_are_read_without_torch() -> None:
     code = (
         "import sys\n"
-        "import argosy.engine.execution.architectures.architecture_config\n"
+        "import argosy.engine.execution.architectures.decoder_config\n"
         "import argosy.engine.execution.checkpoint_formats.checkpoint\n"
         "assert not {'torch', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
     )

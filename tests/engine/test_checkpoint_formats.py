@@ -14,13 +14,10 @@ from torch import Tensor
 
 from argosy.cli.models import compute_model_fit
 from argosy.engine.engine_config import EngineConfig, QuantizeSetting
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-    CheckpointReader,
-    StoredPart,
-)
+from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.compressed import CompressedTensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import GptqTensor
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device

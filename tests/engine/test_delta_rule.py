@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
-from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.cpu.elementwise import (
     NativeElementwiseOps,
     create_cpu_elementwise_ops,

@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.architectures.model_summary import summarize_model
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.weight_loader import load_decoder

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.engine.execution.architectures.architecture_config import read_architecture
+from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import select_implementation
 from argosy.engine.execution.loading.weight_loader import load_decoder

@@ -262,7 +262,7 @@ def test_equal_grammars_are_compiled_once() -> None:
 
 
 def test_grammar_in_use_outlives_its_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.engine.grammar.grammar_compiler.MAX_CACHED_GRAMMARS", 1)
+    monkeypatch.setattr("argosy.engine.grammar.compiler.MAX_CACHED_GRAMMARS", 1)
     compiler = GrammarCompiler(lambda: build_grammar_tokenizer(tokenizer(), VOCAB_SIZE))
     grammar = compiler.submit(AB).result()
     compiler.submit(lark('start: "x"')).result()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from argosy.engine.execution.architectures.pooling_layout import PoolingLayout, read_pooling_layout
+from argosy.engine.execution.architectures.pooling import PoolingLayout, read_pooling_layout
 from argosy.engine.pooling import ModelTask
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.sentence_transformer.modules"

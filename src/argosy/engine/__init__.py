@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
-    from argosy.engine.engine_config import (
-        DEFAULT_KV_MEMORY_FRACTION,
-        EngineConfig,
-    )
+    from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, EngineConfig
     from argosy.engine.engine_request import EngineRequest
     from argosy.engine.execution.architectures.model_summary import ModelSummary, summarize_model
-    from argosy.engine.execution.architectures.pooling_layout import read_pooling_layout
+    from argosy.engine.execution.architectures.pooling import read_pooling_layout
     from argosy.engine.execution.checkpoint_formats.checkpoint import (
         resolve_model_path,
         weight_files,
     )
-    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
+    from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
     from argosy.engine.execution.kernels.cpu.native_kernels import prebuild_kernels
     from argosy.engine.execution.loading.model_selection import (
         AnyArchitecture,
@@ -89,11 +86,11 @@ _MODULE_BY_NAME = {
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "summarize_model": "execution.architectures.model_summary",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",
-    "StoredIntegers": "execution.checkpoint_formats.checkpoint_reader",
+    "StoredIntegers": "execution.checkpoint_formats.reader",
     "find_stored_integers": "execution.loading.model_selection",
     "prebuild_kernels": "execution.kernels.cpu.native_kernels",
     "read_any_architecture": "execution.loading.model_selection",
-    "read_pooling_layout": "execution.architectures.pooling_layout",
+    "read_pooling_layout": "execution.architectures.pooling",
     "weight_files": "execution.checkpoint_formats.checkpoint",
     "serve_replica": "serving.api_server.replica_server",
     "tool_format_names": "serving.preprocessing.text_processing",

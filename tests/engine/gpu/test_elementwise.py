@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
 from tests.engine.pairwise import pairwise

@@ -6,8 +6,7 @@ and caches the results. A `TokenConstraint` follows one sequence through its rea
 imports neither torch nor asyncio.
 """
 
-from argosy.engine.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler, GrammarError
-from argosy.engine.grammar.grammar_tokenizer import GrammarTokenizer, build_grammar_tokenizer
+from argosy.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarError
 from argosy.engine.grammar.row_masks import MaskBatch, PendingMasks, RowMasks
 from argosy.engine.grammar.token_constraint import (
     DEAD_END_CODE,
@@ -15,3 +14,4 @@ from argosy.engine.grammar.token_constraint import (
     end_token_ids,
     is_constrained,
 )
+from argosy.engine.grammar.tokenizer import GrammarTokenizer, build_grammar_tokenizer

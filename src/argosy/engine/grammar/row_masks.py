@@ -18,7 +18,7 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from argosy.engine.grammar.grammar_compiler import CompiledGrammar
+from argosy.engine.grammar.compiler import CompiledGrammar
 from argosy.engine.grammar.token_constraint import TokenConstraint, is_constrained
 from argosy.engine.grammar.token_mask import count_mask_words
 from argosy.engine.scheduling import AdmittedSequence

@@ -8,14 +8,8 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from argosy.engine.grammar.grammar_compiler import CompiledGrammar, describe_matcher_error
-from argosy.engine.grammar.token_mask import (
-    ALL_TOKENS,
-    clear_bits,
-    full_mask,
-    has_bit,
-    set_bits,
-)
+from argosy.engine.grammar.compiler import CompiledGrammar, describe_matcher_error
+from argosy.engine.grammar.token_mask import ALL_TOKENS, clear_bits, full_mask, has_bit, set_bits
 from argosy.engine.reasoning_gate import ReasoningGate
 from argosy.protocol import SamplingParams
 

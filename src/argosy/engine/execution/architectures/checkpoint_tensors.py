@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.architectures.model_families import (
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.decoder_families import (
     checkpoint_tensor_names,
     unused_tensor_patterns,
 )
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredPart
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
+from argosy.engine.execution.checkpoint_formats.reader import StoredPart
 
 OwnArchitecture = ModelArchitecture | EncoderArchitecture
 

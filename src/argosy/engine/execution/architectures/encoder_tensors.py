@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
 from argosy.engine.execution.architectures.encoder_families import ENCODER_FAMILIES
 
 

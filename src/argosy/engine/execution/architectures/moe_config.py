@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argosy.engine.execution.architectures.model_architecture import MoeArchitecture, RoutingGroups
-from argosy.engine.execution.architectures.model_families import ModelFamily
+from argosy.engine.execution.architectures.decoder import MoeArchitecture, RoutingGroups
+from argosy.engine.execution.architectures.decoder_families import ModelFamily
 from argosy.engine.execution.config.checkpoint_config import MAX_LAYERS, MAX_WIDTH, CheckpointConfig
 
 MAX_EXPERTS = 8192

@@ -1,6 +1,6 @@
 """Files of a checkpoint, and the forms in which they store matrices.
 
-`checkpoint` finds the files of a model, and `checkpoint_reader` reads tensors under the names that they have in full
+`checkpoint` finds the files of a model, and `reader` reads tensors under the names that they have in full
 precision.
 
 `parse_quantization` reads what config.json says, and `find_encoded_tensors` finds the matrices that are stored so. Each

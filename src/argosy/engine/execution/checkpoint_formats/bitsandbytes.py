@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor, TensorSource
+from argosy.engine.execution.checkpoint_formats.encoded import GroupedTensor, TensorSource
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedWeight,
     GroupFormat,

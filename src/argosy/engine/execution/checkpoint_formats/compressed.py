@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+from argosy.engine.execution.checkpoint_formats.encoded import (
     EncodedTensor,
     TensorSource,
     unpack_integers,

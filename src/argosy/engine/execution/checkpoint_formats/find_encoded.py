@@ -12,10 +12,7 @@ from argosy.engine.execution.checkpoint_formats.bitsandbytes import (
     Bnb8Tensor,
 )
 from argosy.engine.execution.checkpoint_formats.compressed import create_compressed_tensor
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
-    EncodedTensor,
-    TensorSource,
-)
+from argosy.engine.execution.checkpoint_formats.encoded import EncodedTensor, TensorSource
 from argosy.engine.execution.checkpoint_formats.float_formats import Fp8Tensor, Mxfp4Tensor
 from argosy.engine.execution.checkpoint_formats.integer_formats import AwqTensor, GptqTensor
 from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig

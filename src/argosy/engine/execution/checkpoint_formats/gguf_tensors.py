@@ -10,12 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import GroupedTensor
+from argosy.engine.execution.checkpoint_formats.encoded import GroupedTensor
 from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED, power_of_two
-from argosy.engine.execution.checkpoint_formats.gguf_config import (
-    checkpoint_name,
-    find_gguf_family,
-)
+from argosy.engine.execution.checkpoint_formats.gguf_config import checkpoint_name, find_gguf_family
 from argosy.engine.execution.checkpoint_formats.gguf_file import GgufFile, GgufTensor, read_gguf
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+from argosy.engine.execution.checkpoint_formats.encoded import (
     GroupedTensor,
     TensorSource,
     unpack_integers,

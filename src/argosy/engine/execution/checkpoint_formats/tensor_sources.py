@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats.checkpoint import tensor_files, torch_archives
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import TensorSource
+from argosy.engine.execution.checkpoint_formats.encoded import TensorSource
 
 _DTYPES = {
     "F64": torch.float64,

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.model_architecture import (
-    LayerArchitecture,
-    ModelArchitecture,
-)
+from argosy.engine.execution.architectures.decoder import LayerArchitecture, ModelArchitecture
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device

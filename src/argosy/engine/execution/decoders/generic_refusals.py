@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import read_quantization
+from argosy.engine.execution.checkpoint_formats.reader import read_quantization
 from argosy.engine.execution.config.checkpoint_config import MAX_LAYERS
 from argosy.engine.execution.decoders.transformers_library import generating_architectures
 

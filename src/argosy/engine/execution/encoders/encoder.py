@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.attention_params import AttentionParams
-from argosy.engine.execution.architectures.encoder_architecture import (
+from argosy.engine.execution.architectures.encoder import (
     ClassifierArchitecture,
     EncoderActivation,
     EncoderArchitecture,

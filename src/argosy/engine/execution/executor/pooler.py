@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from argosy.engine.execution.architectures.checkpoint_tensors import EMBEDDING, HEAD, find_parts
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.architectures.pooling_layout import PoolingLayout
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-    CheckpointReader,
-    StoredPart,
-)
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
+from argosy.engine.execution.architectures.pooling import PoolingLayout
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
 from argosy.engine.execution.checkpoint_formats.tensor_sources import open_tensor_source
-from argosy.engine.execution.config.sentence_transformers_files import (
+from argosy.engine.execution.config.sentence_transformers import (
     DenseActivation,
     DenseLayout,
     PoolingMode,

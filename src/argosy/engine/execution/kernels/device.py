@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
-from argosy.engine.execution.kernels.operations import (
-    DeltaRule,
-    DeltaRuleWeights,
-    ElementwiseOps,
-)
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, ElementwiseOps
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 
 GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]

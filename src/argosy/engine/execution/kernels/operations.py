@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
 from argosy.engine.scheduling import StepPlan

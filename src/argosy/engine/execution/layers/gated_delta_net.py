@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architectures.model_architecture import (
-    DeltaNetArchitecture,
-    ModelArchitecture,
-)
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, ModelArchitecture
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device

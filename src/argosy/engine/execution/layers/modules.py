@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.model_architecture import (
+from argosy.engine.execution.architectures.decoder import (
     Activation,
     ModelArchitecture,
     NormKind,

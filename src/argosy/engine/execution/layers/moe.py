@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architectures.model_architecture import (
-    Activation,
-    MoeArchitecture,
-    RoutingGroups,
-)
+from argosy.engine.execution.architectures.decoder import Activation, MoeArchitecture, RoutingGroups
 from argosy.engine.execution.layers.modules import GatedActivation, Mlp, Projection
 
 

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.decoder import LayerArchitecture, ModelArchitecture
 from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
-from argosy.engine.execution.architectures.model_architecture import (
-    LayerArchitecture,
-    ModelArchitecture,
-)
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device

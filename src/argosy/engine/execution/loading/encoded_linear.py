@@ -10,16 +10,16 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-    CheckpointReader,
-    EncodedMatrix,
-    StoredPart,
-)
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedSource,
     GroupedWeight,
     concatenate,
     select_rows,
+)
+from argosy.engine.execution.checkpoint_formats.reader import (
+    CheckpointReader,
+    EncodedMatrix,
+    StoredPart,
 )
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache

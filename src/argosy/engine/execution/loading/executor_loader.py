@@ -19,10 +19,10 @@ from argosy.engine.engine_config import (
     SelectedImpl,
     WeightFormat,
 )
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.architectures.pooling_layout import (
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.decoder_config import read_architecture
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
+from argosy.engine.execution.architectures.pooling import (
     PoolingLayout,
     describe_pooling,
     read_pooling_architecture,
@@ -32,9 +32,7 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
     checkpoint_fingerprint,
     resolve_model_path,
 )
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-    CheckpointReader,
-)
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, GenericModel
 from argosy.engine.execution.encoders.encoder import Encoder

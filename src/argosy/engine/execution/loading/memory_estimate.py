@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from argosy.engine.engine_config import EngineConfig, WeightFormat
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
 from argosy.engine.execution.loading.model_selection import AnyArchitecture
 from argosy.engine.scheduling import KvCacheGroups
 
 if TYPE_CHECKING:
-    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
+    from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
 
 MIN_KV_TOKENS = 1024
 """Tokens for which the KV cache must have room, unless the settings state its size."""

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.engine.engine_config import ModelImpl, SelectedImpl
-from argosy.engine.execution.architectures.architecture_config import (
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.decoder_config import (
     read_architecture,
     read_eos_token_ids,
 )
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
+from argosy.engine.execution.architectures.decoder_families import FAMILIES
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
 from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.architectures.model_families import FAMILIES
-from argosy.engine.execution.architectures.pooling_layout import (
+from argosy.engine.execution.architectures.pooling import (
     read_pooling_architecture,
     read_pooling_layout,
 )
@@ -28,7 +28,7 @@ from argosy.engine.execution.config.generation_config import AUTO_CONFIG
 if TYPE_CHECKING:
     import torch
 
-    from argosy.engine.execution.checkpoint_formats.checkpoint_reader import StoredIntegers
+    from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
     from argosy.engine.execution.decoders.generic_decoder import GenericModel
 
 AnyArchitecture = ModelArchitecture | EncoderArchitecture | GenericArchitecture
@@ -136,7 +136,7 @@ def find_stored_integers(path: Path, architecture: AnyArchitecture) -> StoredInt
     if not is_own_decoder or not (is_quantized or path.is_file()):
         return None
     try:
-        from argosy.engine.execution.checkpoint_formats.checkpoint_reader import CheckpointReader
+        from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{path}: the size of quantized weights needs {error.name}; pip install 'argosy[engine]'"

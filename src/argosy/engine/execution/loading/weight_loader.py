@@ -19,12 +19,9 @@ from argosy.engine.execution.architectures.checkpoint_tensors import (
     assign_tensors,
     find_parts,
 )
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.checkpoint_formats.checkpoint_reader import (
-    CheckpointReader,
-    StoredPart,
-)
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
+from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.kernels.device import Device

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.cpu.native_calls import DeltaRuleCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, WeightFormat
-from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape

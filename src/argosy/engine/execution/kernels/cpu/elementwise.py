@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.cpu.native_calls import GatedActivationCall, NormCall
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.kernels.operations import ElementwiseOps, Norm, norm_scale

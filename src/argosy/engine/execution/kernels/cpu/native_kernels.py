@@ -12,7 +12,7 @@ from typing import get_args
 import structlog
 import torch
 
-from argosy.engine.execution.architectures.model_architecture import Activation
+from argosy.engine.execution.architectures.decoder import Activation
 from argosy.engine.execution.kernels.cpu.isa import ISAS, TORCH_ISA_NAME, Isa, candidate_isas
 from argosy.native import (
     LOAD_FAILURE_REMEDY,

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.model_architecture import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
@@ -19,10 +19,7 @@ from argosy.engine.execution.kernels.gpu import memory_profile
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_linear
-from argosy.engine.execution.kernels.operations import (
-    DeltaRule,
-    DeltaRuleWeights,
-)
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 
 MEMORY_MARGIN_BYTES = 512 << 20

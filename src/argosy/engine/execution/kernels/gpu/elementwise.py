@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.operations import Norm, norm_scale
 
 NORM_TILE_ELEMENTS = 1024

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.architectures.model_architecture import Activation, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.operations import Norm, norm_scale
 
 GATE_CHUNK_ROWS = 32

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats import QuantizationConfig, parse_quantization
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
-from argosy.engine.execution.checkpoint_formats.encoded_tensor import (
+from argosy.engine.execution.checkpoint_formats.encoded import (
     EncodedTensor,
     GroupedTensor,
     TensorSource,

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from argosy.constraints import MAX_GRAMMAR_TEXT_BYTES
-from argosy.engine.grammar.grammar_tokenizer import GrammarTokenizer
+from argosy.engine.grammar.tokenizer import GrammarTokenizer
 
 COMPILE_THREADS = 2
 """Threads that compile. With two, a slow grammar does not block the next one."""

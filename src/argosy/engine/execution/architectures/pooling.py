@@ -12,8 +12,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from argosy.engine.execution.architectures.architecture_config import read_architecture
-from argosy.engine.execution.architectures.encoder_architecture import (
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.decoder_config import read_architecture
+from argosy.engine.execution.architectures.decoder_families import FAMILIES, find_decoder_family
+from argosy.engine.execution.architectures.encoder import (
     EncoderArchitecture,
     read_encoder_architecture,
 )
@@ -21,11 +23,9 @@ from argosy.engine.execution.architectures.encoder_families import (
     ENCODER_FAMILIES,
     split_architecture,
 )
-from argosy.engine.execution.architectures.model_architecture import ModelArchitecture
-from argosy.engine.execution.architectures.model_families import FAMILIES, find_decoder_family
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
 from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
-from argosy.engine.execution.config.sentence_transformers_files import (
+from argosy.engine.execution.config.sentence_transformers import (
     DenseLayout,
     PoolingMode,
     read_dimensions,

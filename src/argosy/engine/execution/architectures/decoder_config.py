@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from argosy.engine.execution.architectures.model_architecture import (
+from argosy.engine.execution.architectures.decoder import (
     Activation,
     DeltaNetArchitecture,
     LatentArchitecture,
     LayerArchitecture,
     ModelArchitecture,
 )
-from argosy.engine.execution.architectures.model_families import (
+from argosy.engine.execution.architectures.decoder_families import (
     FAMILIES,
     ModelFamily,
     find_decoder_family,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from argosy.engine.execution.architectures.encoder_architecture import EncoderArchitecture
-from argosy.engine.execution.architectures.encoder_families import ENCODER_FAMILIES
-from argosy.engine.execution.architectures.encoder_tensors import encoder_tensor_names
-from argosy.engine.execution.architectures.model_architecture import (
+from argosy.engine.execution.architectures.decoder import (
     Activation,
     ModelArchitecture,
     NormKind,
     NormPosition,
     QkNorm,
 )
+from argosy.engine.execution.architectures.encoder import EncoderArchitecture
+from argosy.engine.execution.architectures.encoder_families import ENCODER_FAMILIES
+from argosy.engine.execution.architectures.encoder_tensors import encoder_tensor_names
 
 WeightNames = dict[str, tuple[tuple[str, ...], ...]]
 """Module name in the decoder -> alternatives in which checkpoints store its parameters.
