@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
-from argosy.engine.execution.architectures.attention_params import AttentionParams
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
+from argosy.engine.execution.architectures.rope import RopeParams
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation

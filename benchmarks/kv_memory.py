@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.architectures.kv_cache_layout import arrange_layers
+from argosy.engine.execution.architectures.architecture import arrange_layers
 from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, StepResult
 from argosy.protocol import SamplingParams
 

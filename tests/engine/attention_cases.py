@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
+from argosy.engine.execution.architectures.rope import RopeParams
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention

@@ -9,7 +9,7 @@ import torch
 
 from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.decoder_config import read_architecture
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope import RopeParams
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE
 from argosy.engine.execution.loading.arithmetic import describe_arithmetic

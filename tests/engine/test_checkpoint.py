@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from argosy.engine.execution.architectures.checkpoint_tensors import checkpoint_tensor_names
 from argosy.engine.execution.architectures.decoder_config import read_architecture
-from argosy.engine.execution.architectures.decoder_families import FAMILIES, checkpoint_tensor_names
+from argosy.engine.execution.architectures.decoder_families import FAMILIES
 from argosy.engine.execution.architectures.model_summary import summarize_model
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope import RopeParams
 from argosy.engine.execution.checkpoint_formats.checkpoint import (
     checkpoint_digest,
     resolve_model_path,

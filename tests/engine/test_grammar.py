@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.executor.token_masks import TokenMasks
+from argosy.engine.execution.executor.logit_edits import TokenMasks
 from argosy.engine.grammar import (
     GrammarCompiler,
     GrammarError,

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.execution.architectures.architecture import arrange_layers
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
-from argosy.engine.execution.architectures.kv_cache_layout import arrange_layers
 from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
 from argosy.engine.execution.kernels.cpu import cgroup

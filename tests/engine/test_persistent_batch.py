@@ -9,14 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.execution.executor.array_packing import (
-    ARRAY_ALIGNMENT_BYTES,
-    pack_arrays,
-    unpack_arrays,
-)
 from argosy.engine.execution.executor.persistent_batch import (
+    ARRAY_ALIGNMENT_BYTES,
     PackedStep,
     PersistentBatch,
+    pack_arrays,
+    unpack_arrays,
 )
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams

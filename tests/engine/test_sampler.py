@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.executor.random_numbers import uniform_random
-from argosy.engine.execution.executor.sampler import Sampler
+from argosy.engine.execution.executor.sampler import Sampler, uniform_random
 from argosy.engine.scheduling import AdmittedSequence
 from argosy.protocol import SamplingParams
 

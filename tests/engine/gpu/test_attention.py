@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8, TritonAttention

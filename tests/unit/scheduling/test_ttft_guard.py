@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from argosy.engine import EngineRequest
 from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
-from argosy.engine.scheduling.ttft_guard import MAX_BURST_YIELDS, YIELD_INTERVAL_STEPS
+from argosy.engine.scheduling.token_budget import MAX_BURST_YIELDS, YIELD_INTERVAL_STEPS
 from argosy.protocol import SamplingParams
 
 LIMITS = SchedulerLimits(

@@ -6,7 +6,13 @@ and caches the results. A `TokenConstraint` follows one sequence through its rea
 imports neither torch nor asyncio.
 """
 
-from argosy.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarError
+from argosy.engine.grammar.compiler import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarTokenizer,
+    build_grammar_tokenizer,
+)
 from argosy.engine.grammar.row_masks import MaskBatch, PendingMasks, RowMasks
 from argosy.engine.grammar.token_constraint import (
     DEAD_END_CODE,
@@ -14,4 +20,3 @@ from argosy.engine.grammar.token_constraint import (
     end_token_ids,
     is_constrained,
 )
-from argosy.engine.grammar.tokenizer import GrammarTokenizer, build_grammar_tokenizer

@@ -13,8 +13,7 @@ from argosy.engine.scheduling.batching_policy import (
     ContinuousBatching,
     StaticBatching,
 )
-from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
-from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
+from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex, KvCacheGroups
 from argosy.engine.scheduling.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
 from argosy.engine.scheduling.sequence import Sequence
 from argosy.engine.scheduling.step_plan import (

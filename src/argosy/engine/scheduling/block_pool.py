@@ -1,8 +1,50 @@
-"""Ownership of KV blocks, with reference counts, the prefix index, and the index of the host-memory tier."""
+"""KV blocks: how many a sequence needs, who references them, which are published, in host memory, or computed now."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
+from dataclasses import dataclass
+
+from argosy.engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheGroups:
+    """Blocks that a sequence needs in each group. Block i of any group holds the sequence's tokens from i * block_size.
+
+    A group without a window keeps all blocks of a sequence. A group with a window keeps those that a token to be
+    computed can attend to.
+    """
+
+    windows: tuple[int | None, ...]
+    """Sliding window of each group in tokens, longest first. None is all tokens. Empty without a KV cache."""
+    block_size: int
+    """Tokens per block."""
+
+    def first_block(self, group: int, position: int) -> int:
+        """Return the first block that the token at `position` attends to."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def max_blocks(self, group: int, tokens: int) -> int:
+        """Return the maximum number of blocks of a sequence of `tokens` tokens in a group.
+
+        Beside the window there are two blocks, one that fills and one that has left the window in a step in flight.
+        """
+        num_blocks = -(-tokens // self.block_size)
+        window = self.windows[group]
+        return num_blocks if window is None else min(num_blocks, -(-window // self.block_size) + 2)
+
+    def count_blocks(self, tokens: int) -> int:
+        """Return the number of blocks of a sequence of `tokens` tokens, all groups together."""
+        return sum(self.max_blocks(group, tokens) for group in range(len(self.windows)))
+
+    def max_tokens(self, num_blocks: int, limit: int) -> int:
+        """Return the length of the longest sequence that fits into `num_blocks` blocks, up to `limit` tokens."""
+        size = self.block_size
+        lengths = range(0, limit + size, size)
+        return min(limit, lengths[bisect_right(lengths, num_blocks, key=self.count_blocks) - 1])
 
 
 class BlockPool:
@@ -182,3 +224,36 @@ class HostCacheIndex:
         """Raise AssertionError if an invariant is broken."""
         live = [*self._free, *self._by_key.values(), *self._pinned]
         assert sorted(live) == list(range(self.num_slots)), "a host slot leaked or is in two states"
+
+
+class PendingBlocks:
+    """Keys that running sequences will publish. Each key is resolved once, when it is published or abandoned."""
+
+    def __init__(self) -> None:
+        self._keys: set[bytes] = set()
+        self._by_sequence: dict[Sequence, list[bytes]] = {}
+        self._resolved: list[bytes] = []
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, seq: Sequence, keys: list[bytes]) -> None:
+        """Add the keys of blocks that the sequence will compute or restore."""
+        self._keys.update(keys)
+        self._by_sequence.setdefault(seq, []).extend(keys)
+
+    def resolve(self, key: bytes) -> None:
+        """Record that the block is published or abandoned."""
+        if key in self._keys:
+            self._keys.remove(key)
+            self._resolved.append(key)
+
+    def remove_sequence(self, seq: Sequence) -> None:
+        """Resolve the unpublished keys of a sequence that stops running."""
+        for key in self._by_sequence.pop(seq, ()):
+            self.resolve(key)
+
+    def drain_resolved(self) -> list[bytes]:
+        """Return the keys resolved since the last call."""
+        keys, self._resolved = self._resolved, []
+        return keys

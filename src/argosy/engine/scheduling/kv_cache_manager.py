@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
-from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
-from argosy.engine.scheduling.pending_blocks import PendingBlocks
+from argosy.engine.scheduling.block_pool import (
+    BlockPool,
+    HostCacheIndex,
+    KvCacheGroups,
+    PendingBlocks,
+)
 from argosy.engine.scheduling.sequence import NEVER, Sequence
 from argosy.engine.scheduling.state_snapshots import StateSnapshots
 from argosy.engine.scheduling.step_plan import NO_BLOCK, BlockRestore, StepPlan

@@ -7,10 +7,9 @@ from operator import attrgetter
 
 from argosy.engine.scheduling.batching_policy import BatchingPolicy, OutputFractionEstimator
 from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
-from argosy.engine.scheduling.request_registry import RequestRegistry
-from argosy.engine.scheduling.sequence import NEVER, Sequence
+from argosy.engine.scheduling.sequence import NEVER, RequestRegistry, Sequence
 from argosy.engine.scheduling.step_plan import AdmittedSequence, StepPlan
-from argosy.engine.scheduling.ttft_guard import AdmissionCandidate
+from argosy.engine.scheduling.token_budget import AdmissionCandidate
 from argosy.engine.scheduling.waiting_queue import WaitingQueue
 
 _priority_key = attrgetter("priority_order")

@@ -13,14 +13,12 @@ from typing import Literal, NamedTuple
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling.batching_policy import BatchingPolicy, ContinuousBatching
-from argosy.engine.scheduling.kv_cache_groups import KvCacheGroups
+from argosy.engine.scheduling.block_pool import KvCacheGroups
 from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
-from argosy.engine.scheduling.request_registry import RequestRegistry
 from argosy.engine.scheduling.running_batch import RunningBatch
-from argosy.engine.scheduling.sequence import NEVER, Sequence
+from argosy.engine.scheduling.sequence import NEVER, RequestRegistry, Sequence
 from argosy.engine.scheduling.step_plan import StepPlan, StepResult
-from argosy.engine.scheduling.token_budget import TokenBudget
-from argosy.engine.scheduling.ttft_guard import TtftGuard
+from argosy.engine.scheduling.token_budget import TokenBudget, TtftGuard
 from argosy.engine.scheduling.waiting_queue import WaitingQueue
 from argosy.policy import VirtualTokenCounters
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from argosy.engine.execution.architectures.architecture import Architecture
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope import RopeParams
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "sigmoid"]
 """Activation of a gate, x * sigmoid(x), the tanh approximation of GELU, that of gpt-oss, or sigmoid(x).

@@ -18,17 +18,17 @@ from argosy.engine.execution.architectures.decoder_families import (
     find_decoder_family,
 )
 from argosy.engine.execution.architectures.moe_config import moe_layers, parse_moe
-from argosy.engine.execution.architectures.rope_config import max_supported_len, parse_ropes
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope import RopeParams, max_supported_len, parse_ropes
 from argosy.engine.execution.checkpoint_formats import parse_quantization
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
 from argosy.engine.execution.config.checkpoint_config import (
+    AUTO_CONFIG,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
     CheckpointConfig,
+    read_generation_config,
 )
-from argosy.engine.execution.config.generation_config import AUTO_CONFIG, read_generation_config
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from argosy.engine.execution.architectures.decoder import (
-    Activation,
-    ModelArchitecture,
-    NormKind,
-    NormPosition,
-    QkNorm,
-)
-from argosy.engine.execution.architectures.encoder import EncoderArchitecture
-from argosy.engine.execution.architectures.encoder_families import ENCODER_FAMILIES
-from argosy.engine.execution.architectures.encoder_tensors import encoder_tensor_names
+from argosy.engine.execution.architectures.decoder import Activation, NormKind, NormPosition, QkNorm
 
 WeightNames = dict[str, tuple[tuple[str, ...], ...]]
 """Module name in the decoder -> alternatives in which checkpoints store its parameters.
@@ -374,66 +365,3 @@ def find_decoder_family(name: str) -> str:
         if name.endswith(suffix):
             return f"{name.removesuffix(suffix)}ForCausalLM"
     return name
-
-
-def checkpoint_tensor_names(
-    architecture: ModelArchitecture | EncoderArchitecture, parameter: str
-) -> tuple[tuple[str, ...], ...]:
-    """Return the alternatives in which a checkpoint may store a parameter of the model, most common first.
-
-    An alternative names the tensors whose concatenated rows are the parameter. `name[i]` is entry i of the tensor
-    `name`.
-    """
-    if isinstance(architecture, EncoderArchitecture):
-        return encoder_tensor_names(architecture, parameter)
-    family = FAMILIES[architecture.architecture]
-    # Embedding models store the decoder without a head, under names without a prefix.
-    prefixes = family.prefixes if architecture.has_head else (*family.prefixes, "")
-    module, _, kind = parameter.rpartition(".")
-    if module in ("embed", "head", "norm"):
-        stored = {"embed": "embed_tokens", "head": "lm_head", "norm": "norm"}[module]
-        if module == "head":
-            return tuple(
-                (f"{prefix.removesuffix('model.')}lm_head.{kind}",) for prefix in family.prefixes
-            )
-        return tuple((f"{prefix}{stored}.{kind}",) for prefix in prefixes)
-    _, layer, weight_name = module.split(".", 2)
-    expert = ""
-    if weight_name.startswith("mlp.experts."):
-        _, _, expert, weight_name = weight_name.split(".", 3)
-        weight_name = f"mlp.experts.{weight_name}"
-    own_name = f"{weight_name}.{kind}"
-    if own_name in family.weight_names:
-        return tuple(
-            tuple(f"{prefix}layers.{layer}.{part}" for part in parts)
-            for prefix in prefixes
-            for parts in family.weight_names[own_name]
-        )
-    return tuple(
-        tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in parts)
-        for prefix in prefixes
-        for parts in family.weight_names[weight_name]
-    )
-
-
-def unused_tensor_patterns(
-    architecture: ModelArchitecture | EncoderArchitecture,
-) -> tuple[str, ...]:
-    """Return patterns of stored tensors that the model does not need."""
-    if isinstance(architecture, EncoderArchitecture):
-        return ENCODER_FAMILIES[architecture.family].unused_tensors
-    patterns = FAMILIES[architecture.architecture].unused_tensors
-    if not architecture.has_head:
-        patterns += (r"(.*\.)?lm_head\.", r"score\.")  # the pooler reads what it needs of them
-    return tuple(
-        pattern.replace("{num_layers}", str(architecture.num_layers)) for pattern in patterns
-    )
-
-
-def _tensor_name(part: str, expert: str, kind: str) -> str:
-    """Return a part's full tensor name. A tensor that holds all experts has no `.weight` suffix."""
-    if "[{e}]" not in part:
-        return f"{part.replace('{e}', expert)}.{kind}"
-    if kind == "bias":
-        part = part.removesuffix(".T").replace("[", "_bias[")
-    return part.replace("{e}", expert)

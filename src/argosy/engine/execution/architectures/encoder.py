@@ -1,19 +1,13 @@
-"""Architecture of an encoder as plain values, read from config.json."""
+"""Architecture of an encoder as plain values, read from config.json by the table of the supported families."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from argosy.engine.execution.architectures.architecture import Architecture
-from argosy.engine.execution.architectures.encoder_families import (
-    ENCODER_FAMILIES,
-    EncoderFamily,
-    split_architecture,
-)
-from argosy.engine.execution.architectures.rope_config import max_supported_len, parse_ropes
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope import RopeParams, max_supported_len, parse_ropes
 from argosy.engine.execution.checkpoint_formats import parse_quantization
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
 from argosy.engine.execution.config.checkpoint_config import (
@@ -193,3 +187,135 @@ def _activation(config: CheckpointConfig, key: str, default: str) -> EncoderActi
     if name not in get_args(EncoderActivation):
         raise config.error(key, f"one of {', '.join(get_args(EncoderActivation))}")
     return cast("EncoderActivation", name)
+
+
+TensorNames = dict[str, tuple[str, ...]]
+"""Parameter of the encoder without its kind -> stored parts whose rows are concatenated. `{i}` is the layer."""
+
+_BERT: TensorNames = {
+    "embed.words": ("embeddings.word_embeddings",),
+    "embed.positions": ("embeddings.position_embeddings",),
+    "embed.token_types": ("embeddings.token_type_embeddings",),
+    "embed.norm": ("embeddings.LayerNorm",),
+    "attention.qkv": tuple(
+        f"encoder.layer.{{i}}.attention.self.{part}" for part in ("query", "key", "value")
+    ),
+    "attention.o": ("encoder.layer.{i}.attention.output.dense",),
+    "attention_out": ("encoder.layer.{i}.attention.output.LayerNorm",),
+    "mlp.up": ("encoder.layer.{i}.intermediate.dense",),
+    "mlp.down": ("encoder.layer.{i}.output.dense",),
+    "mlp_out": ("encoder.layer.{i}.output.LayerNorm",),
+}
+_MODERN_BERT: TensorNames = {
+    "embed.words": ("embeddings.tok_embeddings",),
+    "embed.norm": ("embeddings.norm",),
+    "attention.qkv": ("layers.{i}.attn.Wqkv",),
+    "attention.o": ("layers.{i}.attn.Wo",),
+    "attention_in": ("layers.{i}.attn_norm",),
+    "mlp.up": ("layers.{i}.mlp.Wi",),
+    "mlp.down": ("layers.{i}.mlp.Wo",),
+    "mlp_in": ("layers.{i}.mlp_norm",),
+    "norm": ("final_norm",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """Differences between encoder families."""
+
+    tensor_names: TensorNames
+    prefix: str
+    """Prefix of the encoder's tensors in a checkpoint with a head. Other checkpoints have none."""
+    head_names: TensorNames
+    """Parameters of the classification head, with their full names."""
+    unused_tensors: tuple[str, ...]
+    """Patterns of stored tensors that pooling does not need, such as the heads of the training."""
+    is_modern: bool = False
+    """Whether norms come before attention and MLP, the MLP is gated, and positions are rotations."""
+    has_padding_offset: bool = False
+    """Whether positions are counted from the padding token's id plus 1."""
+    states_classifier_pooling: bool = False
+    """Whether `classifier_pooling` of config.json selects the vector that the head classifies."""
+    head_activation: str = "tanh"
+    """Activation of the classification head, unless config.json states it."""
+    defaults: dict[str, object] = field(default_factory=dict)
+    """Default values of absent keys in config.json."""
+
+
+_UNUSED = (r"(.*\.)?position_ids$", r"(.*\.)?pooler\.")
+_ROBERTA = EncoderFamily(
+    tensor_names=_BERT,
+    prefix="roberta.",
+    head_names={"head.dense": ("classifier.dense",), "head.out": ("classifier.out_proj",)},
+    unused_tensors=(*_UNUSED, r"(lm_head|classifier)\."),
+    has_padding_offset=True,
+    defaults={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 2,
+        "pad_token_id": 1,
+    },
+)
+ENCODER_FAMILIES: dict[str, EncoderFamily] = {
+    "Bert": EncoderFamily(
+        tensor_names=_BERT,
+        prefix="bert.",
+        head_names={"head.dense": ("bert.pooler.dense",), "head.out": ("classifier",)},
+        unused_tensors=(*_UNUSED, r"(cls|classifier)\."),
+        defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2},
+    ),
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+    "Camembert": _ROBERTA,
+    "ModernBert": EncoderFamily(
+        tensor_names=_MODERN_BERT,
+        prefix="model.",
+        head_names={
+            "head.dense": ("head.dense",),
+            "head.norm": ("head.norm",),
+            "head.out": ("classifier",),
+        },
+        unused_tensors=(r"(head|decoder|classifier)\.",),
+        is_modern=True,
+        states_classifier_pooling=True,
+        head_activation="gelu",
+        defaults={
+            "hidden_activation": "gelu",
+            "norm_eps": 1e-5,
+            "local_attention": 128,
+            "global_attn_every_n_layers": 3,
+        },
+    ),
+}
+"""Encoder families by the start of the name in `architectures`. To support a new family, add an entry."""
+_SUFFIXES = ("ForSequenceClassification", "ForMaskedLM", "ForPreTraining", "Model")
+
+
+def split_architecture(name: str) -> tuple[str, str]:
+    """Return the family of a name in `architectures`, and its suffix, which names the head."""
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), suffix
+    return name, ""
+
+
+def encoder_tensor_names(
+    architecture: EncoderArchitecture, parameter: str
+) -> tuple[tuple[str, ...], ...]:
+    """Return the alternatives in which a checkpoint may store a parameter of the encoder, most common first."""
+    family = ENCODER_FAMILIES[architecture.family]
+    module, _, kind = parameter.rpartition(".")
+    if module.startswith("head."):
+        return (tuple(f"{name}.{kind}" for name in family.head_names[module]),)
+    layer = ""
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+    names = [name.replace("{i}", layer) for name in family.tensor_names[module]]
+    kinds = [kind]
+    if names[0].endswith("LayerNorm"):  # in checkpoints that were converted from TensorFlow
+        kinds.append({"weight": "gamma", "bias": "beta"}[kind])
+    return tuple(
+        tuple(f"{prefix}{name}.{each}" for name in names)
+        for each in kinds
+        for prefix in (family.prefix, "")
+    )

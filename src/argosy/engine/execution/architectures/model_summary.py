@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
+from argosy.engine.execution.architectures.architecture import GenericArchitecture
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.encoder import EncoderArchitecture
-from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
 from argosy.engine.scheduling import KvCacheGroups
 
 

@@ -16,11 +16,9 @@ from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.architectures.decoder_families import FAMILIES, find_decoder_family
 from argosy.engine.execution.architectures.encoder import (
+    ENCODER_FAMILIES,
     EncoderArchitecture,
     read_encoder_architecture,
-)
-from argosy.engine.execution.architectures.encoder_families import (
-    ENCODER_FAMILIES,
     split_architecture,
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
+from argosy.engine.execution.architectures.architecture import GenericArchitecture
 from argosy.engine.execution.decoders.generic_config import (
     count_parameters,
     describe_ropes,

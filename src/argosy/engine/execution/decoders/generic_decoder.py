@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
-from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
+from argosy.engine.execution.architectures.architecture import AttentionParams, GenericArchitecture
 from argosy.engine.execution.decoders.generic_trace import ModelTrace
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.torch.rowwise_ops import InexactCallRecorder
 
 NUM_TOKENS = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.architectures.encoder import (
     ClassifierArchitecture,
     EncoderActivation,

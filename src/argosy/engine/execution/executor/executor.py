@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from itertools import chain
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from argosy.engine.execution.executor.decode_graphs import DecodeGraphs
-from argosy.engine.execution.executor.host_block_store import HostBlockStore
 from argosy.engine.execution.executor.output_stage import (
     CompletedStep,
     LaunchedStep,
@@ -162,3 +162,27 @@ def _highest_block(plan: StepPlan) -> int:
         for block in table
     )
     return max(chain(admitted, (block for *_, block in plan.block_appends)), default=0)
+
+
+class HostBlockStore:
+    """Store that maps a host slot to the bytes of one KV block, all layers together."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Tensor] = {}
+        self._checksums: dict[int, int] = {}
+
+    def save(self, slot: int, data: Tensor) -> None:
+        """Save a block (flat uint8) and take ownership of it. The slot's previous content is replaced."""
+        self.blocks[slot] = data
+        self._checksums[slot] = _checksum(data)
+
+    def pop(self, slot: int) -> Tensor | None:
+        """Remove and return the slot's block, or None if it is missing or its checksum is wrong."""
+        data = self.blocks.pop(slot, None)
+        if data is None or _checksum(data) != self._checksums.pop(slot):
+            return None
+        return data
+
+
+def _checksum(data: Tensor) -> int:
+    return zlib.crc32(data.numpy().data)

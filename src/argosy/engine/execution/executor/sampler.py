@@ -9,11 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from argosy.engine.execution.executor.logit_edits import LogitEdits
-from argosy.engine.execution.executor.penalties import Penalties
+from argosy.engine.execution.executor.logit_edits import LogitEdits, Penalties, TokenMasks
 from argosy.engine.execution.executor.persistent_batch import RaggedTable
-from argosy.engine.execution.executor.random_numbers import uniform_random
-from argosy.engine.execution.executor.token_masks import TokenMasks
 from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
 from argosy.engine.execution.kernels.torch.sampling_ops import LOG2E, SamplingMetadata, SamplingOps
 from argosy.engine.grammar import is_constrained
@@ -211,3 +208,23 @@ def compute_logprobs(
         Logprob(token, logprob, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
         for token, logprob, rank, top_ids, top_logprobs, count in rows
     ]
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform_random(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each (seed, position), by the SplitMix64 finaliser (Steele et al. 2014).
+
+    The seed is mixed before the position is added, so that streams of neighbouring seeds do not overlap.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        bits = _mix(state)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from argosy.engine.execution.executor.logit_edits import TokenMasks
 from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.executor.sampler import Sampler, create_sampling_ops
-from argosy.engine.execution.executor.token_masks import TokenMasks
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.grammar import (
     DEAD_END_CODE,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.huge_pages import PagePrefaulter
 from argosy.engine.execution.kernels.rope import RopeRotation

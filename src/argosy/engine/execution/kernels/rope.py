@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.rope_params import RopeParams
+from argosy.engine.execution.architectures.rope import RopeParams
 
 RopeRotation = tuple["Tensor", "Tensor"]
 """Rotation of a batch's tokens, as (cos, cos) and (-sin, sin), each float32 [T, 1, rotary_dim]."""

@@ -11,13 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams, LayerPlace
 from argosy.engine.execution.architectures.decoder import (
     LatentArchitecture,
     LayerArchitecture,
     ModelArchitecture,
 )
-from argosy.engine.execution.architectures.kv_cache_layout import LayerPlace
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device

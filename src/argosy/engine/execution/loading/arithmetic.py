@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from argosy.engine.engine_config import WeightFormat
+from argosy.engine.execution.architectures.architecture import GenericArchitecture
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.encoder import EncoderArchitecture
-from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
 from argosy.engine.execution.checkpoint_formats.checkpoint import checkpoint_digest
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.rope import rope_frequencies

@@ -39,8 +39,7 @@ from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.executor.executor import Executor
 from argosy.engine.execution.executor.output_stage import OutputStage
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
-from argosy.engine.execution.executor.pooler import Pooler, load_pooler
-from argosy.engine.execution.executor.pooling_stage import PoolingStage
+from argosy.engine.execution.executor.pooling_stage import Pooler, PoolingStage, load_pooler
 from argosy.engine.execution.executor.sampling_stage import SamplingStage
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.device import Device

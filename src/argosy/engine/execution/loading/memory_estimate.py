@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from argosy.engine.engine_config import EngineConfig, WeightFormat
+from argosy.engine.execution.architectures.architecture import GenericArchitecture
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
-from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
 from argosy.engine.execution.loading.model_selection import AnyArchitecture
 from argosy.engine.scheduling import KvCacheGroups
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.engine.engine_config import ModelImpl, SelectedImpl
+from argosy.engine.execution.architectures.architecture import GenericArchitecture
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import (
     read_architecture,
@@ -16,14 +17,12 @@ from argosy.engine.execution.architectures.decoder_config import (
 )
 from argosy.engine.execution.architectures.decoder_families import FAMILIES
 from argosy.engine.execution.architectures.encoder import EncoderArchitecture
-from argosy.engine.execution.architectures.generic_architecture import GenericArchitecture
 from argosy.engine.execution.architectures.pooling import (
     read_pooling_architecture,
     read_pooling_layout,
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
-from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
-from argosy.engine.execution.config.generation_config import AUTO_CONFIG
+from argosy.engine.execution.config.checkpoint_config import AUTO_CONFIG, CheckpointConfig
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from argosy.engine.execution.config.checkpoint_config import CheckpointConfig
-from argosy.engine.execution.config.generation_config import (
+from argosy.engine.execution.config.checkpoint_config import (
     AUTO_CONFIG,
+    CheckpointConfig,
     applies_sampling_defaults,
     read_generation_config,
 )

@@ -11,7 +11,7 @@ from typing import Any, Self
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.config.generation_config import AUTO_CONFIG
+from argosy.engine.execution.config.checkpoint_config import AUTO_CONFIG
 from argosy.engine.grammar import GrammarCompiler, GrammarError, build_grammar_tokenizer
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import FORMATS, OutputFormat, detect_format

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.gpu.attention_kernels import (

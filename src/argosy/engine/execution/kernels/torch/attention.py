@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.huge_pages import huge_zeros

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.architectures.attention_params import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.rope import RopeRotation, apply_rope
