@@ -11,8 +11,7 @@ from tests.support.vocabularies import byte_level_backend
 
 from argosy.constraints import read_constraint, read_tools
 from argosy.engine.serving.output_parsing import FORMATS
-from argosy.engine.serving.preprocessing.output_planner import OutputPlanner
-from argosy.engine.serving.preprocessing.reasoning_options import template_variables
+from argosy.engine.serving.preprocessing.output_planner import OutputPlanner, template_variables
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.choice import OutputPlan
 from argosy.engine.serving.text.tokenizer import Tokenizer

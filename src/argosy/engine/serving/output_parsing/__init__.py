@@ -5,10 +5,12 @@ names one of `FORMATS`. By it, `prompt_opens_reasoning` sees whether an output b
 `build_output_grammar` makes calls valid by construction, and `OutputParser` turns the pieces of an output into events.
 """
 
-from argosy.engine.serving.output_parsing.format_detection import detect_format
+from argosy.engine.serving.output_parsing.events import MarkerToken, Piece
+from argosy.engine.serving.output_parsing.format_detection import (
+    detect_format,
+    prompt_opens_reasoning,
+)
 from argosy.engine.serving.output_parsing.formats import FORMATS
 from argosy.engine.serving.output_parsing.output_format import OutputFormat
 from argosy.engine.serving.output_parsing.output_grammar import OutputGrammar, build_output_grammar
 from argosy.engine.serving.output_parsing.output_parser import OutputParser
-from argosy.engine.serving.output_parsing.pieces import MarkerToken, Piece
-from argosy.engine.serving.output_parsing.prompt_reasoning import prompt_opens_reasoning

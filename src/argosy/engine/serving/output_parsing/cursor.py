@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Generator, Iterable
 from typing import TypeVar
 
-from argosy.engine.serving.output_parsing.pieces import Piece
+from argosy.engine.serving.output_parsing.events import Piece
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]

@@ -1,8 +1,18 @@
-"""Events of parsed model output, which every API dialect renders in its own shape."""
+"""Pieces of model output that a parser reads, and its events, which every API dialect renders in its own shape."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+
+class MarkerToken(NamedTuple):
+    """Special token that structures the output, such as `</think>`, by its text."""
+
+    text: str
+
+
+Piece = str | MarkerToken
+"""Part of the output: decoded text of ordinary tokens, or a marker."""
 
 
 class ReasoningText(NamedTuple):

@@ -1,9 +1,10 @@
 # ruff: noqa: RUF001 - DeepSeek's markers contain full-width bars
-"""Choice of the output format of a model."""
+"""Detection of the output format from a chat template, and of reasoning that a rendered prompt has opened."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from argosy.engine.serving.output_parsing.output_format import OutputFormat
 _TOOL_VARIABLES = ("tools", "available_tools")
 _THINKING_FORMATS = ("think",)
 """Formats without calls."""
+_TURN_MARKER = re.compile(
+    r"<[|｜]|[|｜]>|</?s>|\[/?(?:INST|SYSTEM_PROMPT)\]|<(?:start|end)_of_turn>", re.IGNORECASE
+)
 
 
 class _Signature(NamedTuple):
@@ -120,3 +124,16 @@ def _iter_strings(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _iter_strings(item)
+
+
+def prompt_opens_reasoning(output_format: OutputFormat, prompt_text: str) -> bool:
+    """Return whether the prompt ends within a reasoning block.
+
+    An opening marker in an earlier message does not count, because the marker of a turn follows it.
+    """
+    for block in output_format.thinking:
+        before, opener, rest = prompt_text.rpartition(block.open)
+        del before
+        if opener and block.close not in rest and _TURN_MARKER.search(rest) is None:
+            return True
+    return False

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from argosy.engine.pooling import PoolingInfo
-from argosy.engine.serving.preprocessing import token_id_rules
+from argosy.engine.serving.preprocessing.sampling_params import check_token_ids
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import EncodedInput, Tokenizer
 from argosy.protocol import MODEL_LIMIT, ApiError, invalid_request
@@ -56,7 +56,7 @@ class InputEncoder:
         max_tokens = self._max_tokens(limits)
         if not isinstance(item, str):
             ids = list(item) if max_tokens is None else list(item)[:max_tokens]
-            token_id_rules.check_token_ids(param, ids, self._vocab_size)
+            check_token_ids(param, ids, self._vocab_size)
         else:
             ids = self._encode(prompt + item, None, max_tokens, param).token_ids
         return self._check_length(ids, param)

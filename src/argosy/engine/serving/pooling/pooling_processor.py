@@ -12,8 +12,9 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.pooling import PoolingActivation, PoolingInfo, PoolingParams, PoolingTask
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.pooling.input_encoder import InputEncoder, InputLimits
-from argosy.engine.serving.pooling.pooling_job import PoolingJob, PoolingResult
-from argosy.engine.serving.pooling.results import (
+from argosy.engine.serving.pooling.pooling_job import (
+    PoolingJob,
+    PoolingResult,
     activate,
     compute_similarity,
     normalize,

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy.engine.serving.core_messages import CoreReady
-from argosy.engine.serving.preprocessing import chat_messages, token_id_rules
+from argosy.engine.serving.preprocessing import chat_messages
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
+from argosy.engine.serving.preprocessing.sampling_params import check_token_ids
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.choice import PromptState
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -158,7 +159,7 @@ class PromptTokenizer:
         if body.truncate_prompt_tokens is None and len(prompt) > self.max_context_tokens:
             raise self._context_length_error("prompt", len(prompt))
         tokenized = self._truncate(prompt, "", body)
-        token_id_rules.check_token_ids("prompt", tokenized.token_ids, self._vocab_size)
+        check_token_ids("prompt", tokenized.token_ids, self._vocab_size)
         if body.echo:
             tokenized.is_echoed = True
             tokenized.text = self._tokenizer.decode(tokenized.token_ids)
@@ -206,7 +207,7 @@ class PromptTokenizer:
             raise invalid_request(
                 f"'{param}' cannot be encoded: {error}. Correct the text.", param
             ) from error
-        token_id_rules.check_token_ids(param, ids, self._vocab_size)
+        check_token_ids(param, ids, self._vocab_size)
         return ids
 
     def _context_length_error(

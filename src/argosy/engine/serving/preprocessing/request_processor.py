@@ -15,15 +15,19 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import OutputFormat
-from argosy.engine.serving.preprocessing import sampling_params, token_id_rules
-from argosy.engine.serving.preprocessing.output_planner import GrammarCheck, OutputPlanner
+from argosy.engine.serving.preprocessing import sampling_params
+from argosy.engine.serving.preprocessing.output_planner import (
+    GrammarCheck,
+    OutputPlanner,
+    template_variables,
+)
 from argosy.engine.serving.preprocessing.prompt_tokenizer import PromptTokenizer
-from argosy.engine.serving.preprocessing.reasoning_options import template_variables
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec
 from argosy.engine.serving.preprocessing.sampling_defaults import (
     NO_SAMPLING_DEFAULTS,
     SamplingDefaults,
 )
+from argosy.engine.serving.preprocessing.sampling_params import check_token_ids
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.choice import (
     Choice,
@@ -187,7 +191,7 @@ class RequestProcessor:
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Return the text of token ids, special tokens included."""
-        token_id_rules.check_token_ids("tokens", body.tokens, self._vocab_size)
+        check_token_ids("tokens", body.tokens, self._vocab_size)
         return self._tokenizer.decode(body.tokens, skip_special_tokens=False)
 
     def _check_parameters(self, body: GenerationRequest) -> dict[str, Any]:
@@ -398,7 +402,7 @@ class RequestProcessor:
                 "resume.token_ids",
             )
         for ids in id_lists:
-            token_id_rules.check_token_ids("resume.token_ids", ids, self._vocab_size)
+            check_token_ids("resume.token_ids", ids, self._vocab_size)
         return id_lists
 
     def _completed_choices(

@@ -1,10 +1,9 @@
-"""Sampling parameters of each choice, derived from the parameters of a request body."""
+"""Sampling parameters of each choice, derived from a request body, and the model's rules for token ids."""
 
 from __future__ import annotations
 
 import secrets
 
-from argosy.engine.serving.preprocessing import token_id_rules
 from argosy.protocol import (
     MAX_LOGPROBS,
     ChatCompletionRequest,
@@ -13,6 +12,7 @@ from argosy.protocol import (
     NumericRange,
     SamplingParams,
     check_range,
+    format_number,
     invalid_request,
     normalize_stop_strings,
 )
@@ -20,6 +20,8 @@ from argosy.protocol import (
 _MIN_TEMPERATURE = 1e-4
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
 _DEFAULT_COMPLETION_MAX_TOKENS = 16
+MAX_LISTED_IDS = 1024
+LOGIT_BIAS_RANGE = NumericRange(-100, 100)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -75,12 +77,10 @@ def build_sampling_params(
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=token_id_rules.check_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=check_logit_bias(body.logit_bias or {}, vocab_size),
         allowed_token_ids=_allowed_token_ids(body, vocab_size),
         stop=normalize_stop_strings(body.stop),
-        stop_token_ids=token_id_rules.normalize_token_ids(
-            "stop_token_ids", body.stop_token_ids or [], vocab_size
-        ),
+        stop_token_ids=normalize_token_ids("stop_token_ids", body.stop_token_ids or [], vocab_size),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         ignore_eos=bool(body.ignore_eos),
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
@@ -106,9 +106,7 @@ def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, .
             "'allowed_token_ids' is empty, so no token can be sampled. Remove the parameter or add ids.",
             "allowed_token_ids",
         )
-    return token_id_rules.normalize_token_ids(
-        "allowed_token_ids", body.allowed_token_ids, vocab_size
-    )
+    return normalize_token_ids("allowed_token_ids", body.allowed_token_ids, vocab_size)
 
 
 def chat_logprobs(body: ChatCompletionRequest) -> int | None:
@@ -168,3 +166,31 @@ def _limit_tokens(
     if limit is not None and not body.clamp_max_tokens:
         return limit
     return min(default if limit is None else limit, remaining_tokens)
+
+
+def check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
+    """Raise `ApiError` (400) for ids outside the model's vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        invalid_id = next(i for i in ids if not 0 <= i < vocab_size)
+        raise invalid_request(
+            f"'{name}' has the token id {format_number(invalid_id)}. Use ids from 0 to {vocab_size - 1}.",
+            name,
+        )
+
+
+def normalize_token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    """Validate a short list of token ids. Returns them sorted, without duplicates."""
+    if len(ids) > MAX_LISTED_IDS:
+        raise invalid_request(
+            f"'{name}' has {len(ids)} token ids. Send at most {MAX_LISTED_IDS}.", name
+        )
+    check_token_ids(name, ids, vocab_size)
+    return tuple(sorted(set(ids)))
+
+
+def check_logit_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
+    """Validate the bias of each token id and return the mapping unchanged."""
+    normalize_token_ids("logit_bias", list(bias), vocab_size)
+    for value in bias.values():
+        check_range("logit_bias", value, LOGIT_BIAS_RANGE)
+    return bias
