@@ -20,7 +20,7 @@ MODULES_ON_THE_PATH = (
     "argosy.engine.serving.core_messages",
     "argosy.engine.serving.preprocessing.output_planner",
     "argosy.engine.serving.preprocessing.prompt_tokenizer",
-    "argosy.engine.serving.preprocessing.reasoning_options",
+    "argosy.engine.serving.preprocessing.output_planner",
     "argosy.engine.serving.preprocessing.request_processor",
     "argosy.engine.serving.preprocessing.response_spec",
     "argosy.engine.serving.preprocessing.sampling_params",

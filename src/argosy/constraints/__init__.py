@@ -7,13 +7,17 @@ The function `check_grammar` compiles such a text as an engine would. The functi
 document against the parts of a schema that the grammar does not enforce.
 """
 
-from argosy.constraints.document_validation import validate_document
 from argosy.constraints.grammar_check import check_grammar
-from argosy.constraints.json_types import json_type, schema_types
 from argosy.constraints.limits import MAX_GRAMMAR_TEXT_BYTES, PARSER_LIMITS
-from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint, Relaxation
+from argosy.constraints.output_constraint import (
+    JsonWhitespace,
+    OutputConstraint,
+    Relaxation,
+    validate_document,
+)
 from argosy.constraints.request_constraint import read_constraint
 from argosy.constraints.schema_compiler import schema_grammar
+from argosy.constraints.schema_vocabulary import json_type, schema_types
 from argosy.constraints.tools import (
     CUSTOM_INPUT,
     TOOL_FIELDS,

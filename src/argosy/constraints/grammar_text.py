@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from argosy.constraints.grammar_check import find_first_mask_error, find_grammar_error
-from argosy.constraints.library_errors import shorten_error
+from argosy.constraints.grammar_check import (
+    find_first_mask_error,
+    find_grammar_error,
+    shorten_error,
+)
 from argosy.constraints.limits import MAX_GRAMMAR_BYTES, MAX_RULES
 from argosy.constraints.output_constraint import OutputConstraint, encode_grammar
 from argosy.constraints.pattern_translator import PatternError, translate_pattern

@@ -1,4 +1,4 @@
-"""Translates regular expressions of JSON schemas (ECMA-262) and of requests (Python) into the library's syntax.
+"""Translates regular expressions of JSON schemas (ECMA-262) and of requests (Python) into the syntax of the library.
 
 The library has the syntax of Rust's `regex` without look-around, back-references and word boundaries. Where ECMA-262
 means something else by the same text (dots, classes of spaces, brackets in classes), the translation is explicit.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from argosy.constraints.limits import MAX_COUNT, MAX_REPETITION
+from argosy.constraints.schema_errors import invalid_grammar
 
 DIGITS = "0-9"
 WORD_CHARACTERS = "0-9A-Za-z_"
@@ -25,6 +27,11 @@ PROPERTY = re.compile(r"\{\^?[A-Za-z0-9_=:]+\}")
 GROUP_NAME = re.compile(r"\?P?<[^\W\d]\w*>")
 GROUP_FLAGS = re.compile(r"\?([is]+)(:|\))")
 MAX_GROUP_DEPTH = 50
+WHITESPACE_PARTS = re.compile(
+    r"[ \t\n\r]|\\[tnrs ]|\\x(?:20|09|0[aAdD])|\\u00(?:20|09|0[aAdD])|\((?:\?:)?|[\[\])|?*+]|\{\d{1,4}(?:,\d{0,4})?\}"
+)
+JSON_WHITESPACE = r" \t\n\r"
+MAX_WHITESPACE_PATTERN_CHARACTERS = 200
 
 
 class PatternError(ValueError):
@@ -266,3 +273,40 @@ def _class_literal(character: str) -> str:
 
 def _code_point(character: str) -> str:
     return f"\\x{{{ord(character):X}}}"
+
+
+def translate_whitespace_pattern(pattern: Any, param: str) -> str:  # noqa: ANN401 - JSON value
+    r"""Return a pattern of a request in the library's syntax. `\s` stands for the whitespace of JSON.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not isinstance(pattern, str) or len(pattern) > MAX_WHITESPACE_PATTERN_CHARACTERS:
+        raise invalid_grammar(
+            f"The pattern must be a string of at most {MAX_WHITESPACE_PATTERN_CHARACTERS} characters.",
+            param,
+        )
+    if re.fullmatch(f"(?:{WHITESPACE_PARTS.pattern})*", pattern) is None:
+        raise invalid_grammar(
+            r"The pattern may contain spaces, \t, \n, \r and \s, with classes, groups, alternatives and repetition."
+            r" For example: [ \n]{1,4}",
+            param,
+        )
+    try:
+        return translate_pattern(_expand_spaces(pattern), "python")
+    except PatternError as error:
+        raise invalid_grammar(f"In the pattern, {error}.", param) from None
+
+
+def _expand_spaces(pattern: str) -> str:
+    r"""Replace `\s`, within classes and outside of them."""
+    parts: list[str] = []
+    is_in_class = False
+    for match in WHITESPACE_PARTS.finditer(pattern):
+        part = match[0]
+        if part in {"[", "]"}:
+            is_in_class = part == "["
+        if part == r"\s":
+            part = JSON_WHITESPACE if is_in_class else f"[{JSON_WHITESPACE}]"
+        parts.append(part)
+    return "".join(parts)

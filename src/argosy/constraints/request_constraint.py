@@ -13,11 +13,11 @@ from typing import Any
 
 from argosy.constraints.grammar_text import choice_grammar, regex_grammar, user_grammar
 from argosy.constraints.output_constraint import JsonWhitespace, OutputConstraint
+from argosy.constraints.pattern_translator import translate_whitespace_pattern
 from argosy.constraints.schema_compiler import ANSWER_WHITESPACE, schema_grammar
-from argosy.constraints.schema_dialects import close_objects
 from argosy.constraints.schema_errors import invalid_schema, quote
+from argosy.constraints.schema_rewrites import close_objects
 from argosy.constraints.structural_tags import structural_tag_grammar
-from argosy.constraints.whitespace_patterns import translate_whitespace_pattern
 from argosy.protocol import ApiError, invalid_request
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag", "grammar")

@@ -14,34 +14,35 @@ from argosy.constraints.applicator_rules import (
     normalize_one_of,
     normalize_reference,
 )
-from argosy.constraints.array_rules import (
+from argosy.constraints.container_rules import (
+    finish_object,
+    finish_property_names,
+    normalize_additional_properties,
     normalize_contains,
+    normalize_dependencies,
     normalize_items,
+    normalize_pattern_properties,
     normalize_prefix_items,
+    normalize_properties,
+    normalize_required,
     normalize_unevaluated_items,
+    normalize_unevaluated_properties,
     normalize_unique_items,
 )
 from argosy.constraints.grammar_check import find_first_mask_error
 from argosy.constraints.limits import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
-from argosy.constraints.object_rules import (
-    finish_object,
-    finish_property_names,
-    normalize_additional_properties,
-    normalize_dependencies,
-    normalize_pattern_properties,
-    normalize_properties,
-    normalize_required,
-    normalize_unevaluated_properties,
-)
 from argosy.constraints.output_constraint import (
     JsonWhitespace,
     OutputConstraint,
     encode_grammar,
 )
-from argosy.constraints.schema_dialects import expand_nullable, prepare_document_schema
 from argosy.constraints.schema_errors import invalid_schema, unsupported_schema
 from argosy.constraints.schema_normalizer import Finisher, Rule, SchemaNormalizer
-from argosy.constraints.schema_recursion import remove_infinite_parts
+from argosy.constraints.schema_rewrites import (
+    expand_nullable,
+    prepare_document_schema,
+    remove_infinite_parts,
+)
 from argosy.constraints.string_rules import finish_string, normalize_format, normalize_pattern
 from argosy.constraints.value_rules import (
     finish_bounds,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from argosy.constraints.json_pointer import child_pointer
 from argosy.constraints.limits import (
     MAX_COMPILED_DEPTH,
     MAX_ENUM_VALUES,
@@ -22,7 +21,7 @@ from argosy.constraints.limits import (
 from argosy.constraints.output_constraint import Relaxation
 from argosy.constraints.schema_errors import invalid_schema, unsupported_schema
 from argosy.constraints.schema_references import SchemaLocation, SchemaReferences
-from argosy.constraints.schema_vocabulary import DRAFT_7, is_known
+from argosy.constraints.schema_vocabulary import DRAFT_7, child_pointer, is_known
 
 Rule = Callable[["SchemaNode", str, Any], None]
 """Handles one keyword of a node: checks its value and adds to the node's output."""

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from argosy.constraints.json_pointer import child_pointer, resolve_pointer
-from argosy.constraints.schema_vocabulary import DRAFT_4, DRAFT_7, find_draft, iterate_subschemas
+from argosy.constraints.schema_vocabulary import (
+    DRAFT_4,
+    DRAFT_7,
+    child_pointer,
+    find_draft,
+    iterate_subschemas,
+    resolve_pointer,
+)
 
 ROOT_URI = "urn:root"
 

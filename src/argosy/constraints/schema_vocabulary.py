@@ -1,11 +1,10 @@
-"""Keywords of JSON Schema: which drafts have them, which contain subschemas, and which only annotate."""
+"""Vocabulary of JSON Schema: its drafts, keywords, types, and pointers to subschemas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-from argosy.constraints.json_pointer import child_pointer
+from urllib.parse import unquote
 
 DRAFT_4, DRAFT_6, DRAFT_7, DRAFT_2019, DRAFT_2020 = 4, 6, 7, 2019, 2020
 DRAFTS = {
@@ -81,6 +80,18 @@ INTRODUCED = {
     "prefixItems": DRAFT_2020,
 }
 """First draft with a keyword. Earlier drafts ignore it."""
+MAX_REFERENCES = 16
+"""Depth to which references and alternatives of a schema are followed to find its types."""
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_TYPES_OF_VALUES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+    (type(None), "null"),
+)
 
 
 def find_draft(schema: object) -> int:
@@ -119,3 +130,75 @@ def iterate_subschemas(schema: dict[str, Any], pointer: str) -> Iterator[tuple[A
                 yield subschema, child_pointer(place, position)
         elif keyword in SINGLE_SCHEMAS:
             yield value, place
+
+
+def child_pointer(pointer: str, *tokens: str | int) -> str:
+    """Return the pointer of a descendant."""
+    return "/".join([pointer, *(escape_token(str(token)) for token in tokens)])
+
+
+def escape_token(token: str) -> str:
+    """Escape one reference token."""
+    return token.replace("~", "~0").replace("/", "~1")
+
+
+def resolve_pointer(document: Any, fragment: str) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value at `fragment`, a percent-encoded pointer that is empty or starts with a slash.
+
+    Raises:
+        LookupError: There is no such value.
+    """
+    value = document
+    for token in unquote(fragment).split("/")[1:]:
+        key = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list):
+            if not key.isascii() or not key.isdigit():
+                raise LookupError(key)
+            value = value[int(key)]
+        elif isinstance(value, dict):
+            value = value[key]
+        else:
+            raise LookupError(key)  # noqa: TRY004 - documented
+    return value
+
+
+def schema_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows. An empty set means any type."""
+    return frozenset(_iter_types(schema, root, MAX_REFERENCES))
+
+
+def json_type(value: object) -> str:
+    """Return the JSON type of a decoded value. Whole numbers are `integer`."""
+    return next(name for kind, name in _TYPES_OF_VALUES if isinstance(value, kind))
+
+
+def _iter_types(schema: object, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    """Yield the JSON types that `schema` allows, as far as its types, values and references show."""
+    if not isinstance(schema, dict) or depth == 0:
+        return
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        yield declared
+    elif isinstance(declared, list):
+        yield from (name for name in declared if isinstance(name, str))
+    elif isinstance(schema.get("enum"), list):
+        yield from map(json_type, schema["enum"])
+    elif "const" in schema:
+        yield json_type(schema["const"])
+    else:
+        for keyword in _ALTERNATIVES:
+            for alternative in schema.get(keyword) or ():
+                yield from _iter_types(alternative, root, depth - 1)
+        if isinstance(schema.get("$ref"), str):
+            yield from _iter_types(_resolve(schema["$ref"], root), root, depth - 1)
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> object:
+    """Return the part of `root` to which a local reference points, or None."""
+    if not reference.startswith("#"):
+        return None
+    node: object = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(key) if isinstance(node, dict) else None
+    return node

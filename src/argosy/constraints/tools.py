@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from argosy.constraints.json_types import schema_types
+from argosy.constraints.schema_vocabulary import schema_types
 from argosy.protocol import ApiError, invalid_request
 
 MAX_TOOLS = 1024
