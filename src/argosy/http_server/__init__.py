@@ -14,13 +14,11 @@ exchange of its own over a `MessageTransport`, so the same handlers serve reques
 """
 
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.detached_transport import DetachedTransport
 from argosy.http_server.error_responses import (
     check_method,
     internal_error,
     run_handler,
 )
-from argosy.http_server.gc_tuning import tune_gc
 from argosy.http_server.http_exchange import (
     JSON_CONTENT_TYPE,
     HttpExchange,
@@ -34,10 +32,12 @@ from argosy.http_server.request_origin import (
     check_same_origin,
     is_cross_origin,
 )
-from argosy.http_server.response_translator import ResponseDialect, ResponseTranslator
 from argosy.http_server.response_transport import (
     ClientListener,
+    DetachedTransport,
     DisconnectedError,
+    ResponseDialect,
+    ResponseTranslator,
     ResponseTransport,
 )
 from argosy.http_server.routes import ANY_METHOD, Route, RouteMatch, RouteTable
@@ -48,5 +48,6 @@ from argosy.http_server.server import (
     bind_unix,
     listen_url,
     listening_socket,
+    tune_gc,
 )
 from argosy.http_server.tls import CertificateWatcher, TlsConfig

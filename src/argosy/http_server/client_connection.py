@@ -1,13 +1,37 @@
-"""Flow control of one client's connection: reading and writing pause when a side is behind."""
+"""Connection of one client: its flow control, its socket, and the state that it shares with other connections."""
 
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 
 from argosy.http_server.connection_limiter import ConnectionSlot
-from argosy.http_server.server_state import HttpServerState
+
+MAX_UNREAD_BODY_BYTES = 1 << 30
+"""Limit on the buffered request bodies of all connections together. Bodies beyond it are rejected."""
+
+
+class HttpServerState:
+    """State that the requests of all connections share: default headers, tasks, and the memory of their bodies."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Running requests."""
+        self.default_headers: list[tuple[bytes, bytes]] = []
+        """Headers of all responses, such as Date."""
+        self.unread_body_bytes = 0
+        """Bytes of request bodies that are buffered and not yet read by handlers, over all connections."""
+
+    def add_unread_bytes(self, byte_count: int) -> bool:
+        """Add `byte_count`, which may be negative, to the buffered bytes.
+
+        Returns:
+            Whether the total is within its limit.
+        """
+        self.unread_body_bytes += byte_count
+        return self.unread_body_bytes <= MAX_UNREAD_BODY_BYTES
 
 
 class ClientConnection(asyncio.Protocol):
@@ -50,3 +74,33 @@ class ClientConnection(asyncio.Protocol):
         if peer is not None and not self.transport.is_closing():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
+
+
+def is_peer_closed(transport: asyncio.Transport) -> bool:
+    """Return whether the kernel knows that the peer has closed the connection.
+
+    Over TCP the kernel learns this only after data was sent to the peer.
+    """
+    return _poll_event(transport, 0)  # poll() reports POLLHUP and POLLERR without a request
+
+
+def has_unread_data(transport: asyncio.Transport) -> bool:
+    """Return whether the socket has data to read."""
+    return _poll_event(transport, select.POLLIN)
+
+
+def _poll_event(transport: asyncio.Transport, event: int) -> bool:
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), event)
+    return bool(poll.poll(0))
+
+
+def get_peer_address(transport: asyncio.Transport) -> str:
+    """Return the address of the peer: "unix" for a Unix socket, and an empty string if it has disconnected."""
+    client = transport.get_extra_info("socket")
+    if client.family == socket.AF_UNIX:
+        return "unix"
+    try:
+        return str(client.getpeername()[0])
+    except OSError:
+        return ""

@@ -38,16 +38,27 @@ from functools import partial
 import httptools
 import structlog
 
-from argosy.http_server.client_connection import ClientConnection
+from argosy.http_server.client_connection import (
+    ClientConnection,
+    HttpServerState,
+    get_peer_address,
+    has_unread_data,
+    is_peer_closed,
+)
 from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.deadlines import Deadlines
 from argosy.http_server.error_responses import bad_protocol_error, render_error_response
-from argosy.http_server.head_cache import HeadCache, KnownHead
 from argosy.http_server.http1_transport import Http1Transport
-from argosy.http_server.http_request import Headers, HttpRequest, RequestHandler
-from argosy.http_server.request_head import MAX_HEAD_BYTES, InvalidHeadError, RequestHead
-from argosy.http_server.server_state import HttpServerState
-from argosy.http_server.socket_state import get_peer_address, has_unread_data, is_peer_closed
+from argosy.http_server.http_request import (
+    MAX_HEAD_BYTES,
+    HeadCache,
+    HttpRequest,
+    InvalidHeadError,
+    KnownHead,
+    RequestHandler,
+    RequestHead,
+)
+from argosy.http_server.response_transport import Headers
 from argosy.http_server.websocket import WebSocket
 from argosy.protocol import ApiError
 

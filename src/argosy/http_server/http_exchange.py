@@ -10,9 +10,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from argosy.http_server.http_request import Headers, HttpRequest
-from argosy.http_server.response_translator import ResponseDialect, ResponseTranslator
-from argosy.http_server.response_transport import ClientListener, ResponseTransport
+from argosy.http_server.http_request import HttpRequest
+from argosy.http_server.response_transport import (
+    ClientListener,
+    Headers,
+    ResponseDialect,
+    ResponseTranslator,
+    ResponseTransport,
+)
 from argosy.http_server.websocket import WebSocket, build_handshake
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, format_comment
 

@@ -1,8 +1,14 @@
-"""Interfaces between an HTTP exchange and the connection that carries it."""
+"""Interfaces between an HTTP exchange and the connection that carries it or a translator of its response."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
+
+from argosy.protocol import ApiError
+
+Headers = list[tuple[bytes, bytes]]
 
 
 class DisconnectedError(Exception):
@@ -58,13 +64,13 @@ class ResponseTransport(Protocol):
     async def wait_writable(self) -> None:
         """Wait until the client has caught up or has disconnected."""
 
-    def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    def send_response(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a complete response. `headers` contain its length."""
 
-    def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def start_response(self, status: int, headers: Headers) -> None:
         """Start a response of unknown length. Under HTTP/1.0 the end of the connection ends the response."""
 
-    def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def start_sized_response(self, status: int, headers: Headers) -> None:
         """Start a response whose length is in `headers`."""
 
     def write_nowait(self, data: bytes) -> None:
@@ -87,3 +93,86 @@ class ResponseTransport(Protocol):
 
     def set_listener(self, listener: ClientListener | None) -> None:
         """Set the only listener for write progress, or remove it."""
+
+
+class DetachedTransport:
+    """A `ResponseTransport` whose client never disconnects, and which discards the response."""
+
+    is_body_complete = True
+    is_backpressured = False
+    is_disconnected = False
+    unsent_bytes = 0
+
+    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - the handler has the body
+        return b""
+
+    async def wait_writable(self) -> None:
+        """Return at once."""
+
+    def send_response(self, status: int, headers: Headers, body: bytes) -> None:
+        """Discard the response."""
+
+    def start_response(self, status: int, headers: Headers) -> None:
+        """Discard the status and the headers."""
+
+    def start_sized_response(self, status: int, headers: Headers) -> None:
+        """Discard the status and the headers."""
+
+    def write_nowait(self, data: bytes) -> None:
+        """Discard the data."""
+
+    def lend_socket(self) -> int | None:
+        return None
+
+    def write_raw_chunks(self, chunks: bytes) -> None:
+        """Discard the chunks."""
+
+    def end_response(self) -> None:
+        """Do nothing, since there is no connection."""
+
+    def abort(self) -> None:
+        """Do nothing, since there is no connection."""
+
+    def set_listener(self, listener: ClientListener | None) -> None:
+        """Do nothing, since there is no client that disconnects."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseDialect:
+    """Shape of errors and headers in one dialect of the API."""
+
+    encode_error: Callable[[ApiError, str], bytes]
+    """Encodes the body of an error response, with the request's id."""
+    translate_headers: Callable[[Headers], Headers]
+    """Returns the headers with which a response is sent."""
+
+
+class ResponseTranslator(Protocol):
+    """Translator of one response from the OpenAI chat or completions API, sent as a whole or as a stream."""
+
+    @property
+    def stream_content_type(self) -> bytes:
+        """Content type of a translated stream."""
+
+    async def translate_response(self, status: int, body: bytes, request_id: str) -> bytes:
+        """Translate a whole response.
+
+        Raises:
+            ApiError: 502 if the body is no response of the API.
+        """
+
+    def translate_events(self, events: bytes) -> bytes:
+        """Translate a part of a stream of server-sent events.
+
+        Raises:
+            ValueError: An event is malformed.
+        """
+
+    def translate_comment(self, comment: bytes) -> bytes:
+        """Translate a comment that keeps an idle stream alive."""
+
+    def translate_heartbeat(self, event: bytes) -> bytes:
+        """Translate an event without content that keeps an idle stream alive."""
+
+    async def finish_stream(self) -> bytes:
+        """Return the last events of a stream, which are sent when all others have been."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import math
 import socket
 import time
@@ -244,3 +245,18 @@ def listen_url(listen_socket: socket.socket, scheme: str = "http") -> str:
 def _has_listener(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(str(path)) != errno.ECONNREFUSED
+
+
+GC_GEN0_THRESHOLD = 20_000
+"""Allocations between two collections of the youngest generation. Python's default is 700."""
+
+
+def tune_gc() -> None:
+    """Freeze all existing objects and make garbage collection rarer, since requests create hardly any cycles.
+
+    Call this function once, when a server is ready. Without it, each full collection scans all imported modules and
+    occasionally stalls every stream for tens of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_GEN0_THRESHOLD, 10, 10)

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.support.http_serving import answer_with, run_server
 from tests.support.waiting import until
 
-from argosy.http_server import HttpExchange, HttpRequest, RequestHandler, server, server_state
+from argosy.http_server import HttpExchange, HttpRequest, RequestHandler, client_connection, server
 from argosy.http_server import connection as http_connection
 from argosy.http_server.server import IDLE_TIMEOUT_S
 from argosy.protocol import ApiError
@@ -281,7 +281,7 @@ async def test_body_in_tiny_chunks_uses_little_memory() -> None:
 async def test_incomplete_bodies_share_memory_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_state, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(client_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     start = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     async with listen(APP) as port:
         for _ in range(3):  # the memory is released, however the request ended
@@ -306,14 +306,14 @@ async def test_small_bodies_are_accepted_while_large_ones_arrive(
     """Clients that sent large bodies slowly blocked all others whose request did not fit in one packet."""
     received = 0
 
-    def count_bytes(self: server_state.HttpServerState, count: int) -> bool:
+    def count_bytes(self: client_connection.HttpServerState, count: int) -> bool:
         nonlocal received
         received += max(0, count)
         return add_unread_bytes(self, count)
 
-    add_unread_bytes = server_state.HttpServerState.add_unread_bytes
-    monkeypatch.setattr(server_state.HttpServerState, "add_unread_bytes", count_bytes)
-    monkeypatch.setattr(server_state, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    add_unread_bytes = client_connection.HttpServerState.add_unread_bytes
+    monkeypatch.setattr(client_connection.HttpServerState, "add_unread_bytes", count_bytes)
+    monkeypatch.setattr(client_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     large, small = (
         make_post("/hold/", bytes(1 << 21)),
         make_post("/hold/", bytes(50_000), "connection: close"),
@@ -338,7 +338,7 @@ async def test_lost_connection_releases_unread_body(
     """Applies to a pipelined request that waited, since the memory of unread bodies is limited."""
     unread_bytes, release = 0, asyncio.Event()
 
-    def count_bytes(self: server_state.HttpServerState, count: int) -> bool:
+    def count_bytes(self: client_connection.HttpServerState, count: int) -> bool:
         nonlocal unread_bytes
         unread_bytes += count
         return add_unread_bytes(self, count)
@@ -348,8 +348,8 @@ async def test_lost_connection_releases_unread_body(
         request.transport.start_response(200, [])
         raise ValueError("a bug")
 
-    add_unread_bytes = server_state.HttpServerState.add_unread_bytes
-    monkeypatch.setattr(server_state.HttpServerState, "add_unread_bytes", count_bytes)
+    add_unread_bytes = client_connection.HttpServerState.add_unread_bytes
+    monkeypatch.setattr(client_connection.HttpServerState, "add_unread_bytes", count_bytes)
     async with connect_to_app(fail_later) as (_, writer):
         writer.write(GET_STREAM + make_post("/echo", b"hello"))
         await until(lambda: unread_bytes == len(b"hello"))

@@ -6,14 +6,13 @@ import asyncio
 
 import pytest
 
-from argosy.http_server.client_connection import ClientConnection
+from argosy.http_server.client_connection import ClientConnection, HttpServerState
 from argosy.http_server.connection_limiter import ConnectionLimiter, ConnectionSlot
 from argosy.http_server.http1_transport import (
     MAX_COALESCED_BYTES,
     MAX_PREFETCHED_BODY_BYTES,
     Http1Transport,
 )
-from argosy.http_server.server_state import HttpServerState
 
 EVENTS = [(b"content-type", b"text/event-stream")]
 
