@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 import structlog
 
 from argosy.deployment import GatewayConfig
 from argosy.gateway.auth import check_role
-from argosy.gateway.azure_paths import to_openai_path
 from argosy.gateway.console import ConsoleSessions
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import ANTHROPIC, VERSION_HEADER
-from argosy.gateway.http_route import Handler, HttpRoute
+from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
+from argosy.gateway.http_route import Handler, HttpRoute, to_openai_path
 from argosy.gateway.principal import ANONYMOUS, Principal
-from argosy.gateway.websocket_session import serve_messages
 from argosy.http_server import (
     ANY_METHOD,
     HttpExchange,
     HttpRequest,
+    MessageTransport,
     RouteMatch,
     RouteTable,
     check_method,
@@ -29,10 +29,23 @@ from argosy.http_server import (
 )
 from argosy.telemetry import GatewayMetrics, bind_request
 
-log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
-
 _CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
+_HANDSHAKE_HEADERS = frozenset(
+    {
+        b"connection",
+        b"upgrade",
+        b"sec-websocket-key",
+        b"sec-websocket-version",
+        b"sec-websocket-extensions",
+        b"sec-websocket-protocol",
+        b"x-request-id",
+        IDEMPOTENCY_KEY_HEADER,
+    }
+)
+"""Headers that belong to the handshake, or to one request and not to each message."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class GatewayApp:
@@ -170,3 +183,24 @@ class GatewayApp:
             error=exchange.error_code,
             ms=exchange.elapsed_ms(),
         )
+
+
+async def serve_messages(
+    exchange: HttpExchange, answer: Callable[[HttpExchange], Awaitable[None]]
+) -> None:
+    """Accept a WebSocket and answer its messages one after the other, until the client or the server closes it.
+
+    Args:
+        exchange: The handshake. Each message is a POST to its path, with its credentials.
+        answer: Answers one message. Its errors are answered too.
+
+    Raises:
+        ApiError: 400 if the handshake is invalid, 503 if the server shuts down.
+    """
+    websocket = exchange.accept_websocket()
+    while (message := await websocket.receive()) is not None:
+        request = exchange.detach(
+            MessageTransport(websocket, message), method="POST", dropped_headers=_HANDSHAKE_HEADERS
+        )
+        await answer(request)
+    await websocket.close(reason="the server ends this connection; open another one")

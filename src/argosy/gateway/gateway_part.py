@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.gateway.pool import CoroutineFactory
+from argosy.gateway.event_loop import CoroutineFactory
 
 
 def _do_nothing() -> None:

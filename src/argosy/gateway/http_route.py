@@ -1,7 +1,8 @@
-"""Routes of the gateway, each with the permission that it needs."""
+"""Routes of the gateway, each with the permission that it needs, and Azure's paths that stand for them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ GENERATION_ERRORS = UTILITY_ERRORS | {
     "504": "The deadline of the request passed before the response began.",
 }
 
+_AZURE_PATH = re.compile(
+    r"/openai/(?:deployments/(.+?)/((?:chat/)?completions|embeddings)|v1/(.+)|((?:models|responses)(?:/.+)?))"
+)
+"""Names of deployments may have slashes. Older versions of the API have no `v1`."""
+
 Handler = Callable[[HttpExchange, Principal], Awaitable[None]]
 
 
@@ -50,3 +56,15 @@ class HttpRoute(Route):
     """Shape of errors and headers; None for those of OpenAI."""
     open_session: Callable[[], Handler] | None = None
     """Returns the handler of the messages of one WebSocket, each of them a request; None for routes without one."""
+
+
+def to_openai_path(path: str) -> str:
+    """Return the path of OpenAI's API for one of Azure's, and other paths unchanged."""
+    parsed = _AZURE_PATH.fullmatch(path)
+    return path if parsed is None else f"/v1/{parsed[2] or parsed[3] or parsed[4]}"
+
+
+def find_deployment(path: str) -> str | None:
+    """Return the deployment in one of Azure's paths, which names the model of a request whose body names none."""
+    parsed = _AZURE_PATH.fullmatch(path) if path.startswith("/openai/") else None
+    return None if parsed is None else parsed[1]

@@ -1,15 +1,20 @@
-"""Explanations of requests, from the gateway that served a request or else from the ledger."""
+"""Explanations of requests, from the gateway that served a request or else from the ledger.
+
+An id made by a gateway ends with 32 hexadecimal digits, of which the first 8 are the gateway's id. The id of a request
+without one of the client's own and the id of its response have the same digits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from argosy.gateway.peer_gateways import STORE_TIMEOUT_S, FindTrace, PeerGateways
-from argosy.gateway.request_ids import canonical_id, named_gateway, possible_response_ids
 from argosy.process import run_in_daemon_thread
 from argosy.store import Ledger, StoreError, UsageRecord
 
@@ -17,6 +22,11 @@ MAX_CONCURRENT_SEARCHES = 8
 """Maximum number of requests that are searched outside this gateway at a time. Further searches wait."""
 MAX_ASKED_GATEWAYS = 64
 """Maximum number of gateways that are asked about an id that names none of them."""
+
+GATEWAY_ID_DIGITS = 8
+RESPONSE_ID_PREFIXES = ("chatcmpl", "cmpl")
+_DIALECT_ID = re.compile(r"(?:resp_|msg_)([0-9a-f]{32})")
+_OWN_ID = re.compile(r"(?:req_|chatcmpl-|cmpl-)([0-9a-f]{32})")
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -146,3 +156,30 @@ def explain_record(record: UsageRecord, gateway: str) -> dict[str, Any]:
 def _started_at(explanation: dict[str, Any]) -> float:
     started_at = explanation.get("started_at")
     return started_at if isinstance(started_at, float) else 0.0
+
+
+def new_gateway_id() -> str:
+    """Return a random id for a gateway process."""
+    return secrets.token_hex(GATEWAY_ID_DIGITS // 2)
+
+
+def canonical_id(identifier: str) -> str:
+    """Return the id of a chat for the id of a response in another dialect, and other ids unchanged."""
+    parsed = _DIALECT_ID.fullmatch(identifier)
+    return identifier if parsed is None else f"{RESPONSE_ID_PREFIXES[0]}-{parsed[1]}"
+
+
+def named_gateway(identifier: str) -> str | None:
+    """Return the id of the gateway that made a request or response id, or None if a client chose the id."""
+    parsed = _OWN_ID.fullmatch(identifier)
+    return None if parsed is None else parsed[1][:GATEWAY_ID_DIGITS]
+
+
+def possible_response_ids(identifier: str) -> list[str]:
+    """Return the response ids that a request or response id may stand for, by which the ledger knows requests."""
+    parsed = _OWN_ID.fullmatch(identifier)
+    if parsed is None:
+        return []
+    if not identifier.startswith("req_"):
+        return [identifier]
+    return [f"{prefix}-{parsed[1]}" for prefix in RESPONSE_ID_PREFIXES]

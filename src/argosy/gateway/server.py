@@ -31,6 +31,7 @@ from argosy.gateway.console import (
 )
 from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import BackgroundResponses, ResponseState
+from argosy.gateway.event_loop import CoroutineFactory, LoopMonitor, run_with_restarts
 from argosy.gateway.filters import (
     IdempotencyFilter,
     LimitFilter,
@@ -42,28 +43,24 @@ from argosy.gateway.filters import (
 from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.gateway_part import GatewayPart
 from argosy.gateway.http_route import HttpRoute
-from argosy.gateway.loop_monitor import LoopMonitor
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
 from argosy.gateway.peer_gateways import PeerGateways, advertised_url
 from argosy.gateway.pool import (
-    CoroutineFactory,
     ReplicaEndpoint,
     Resolver,
     resolve_host,
-    run_with_restarts,
 )
 from argosy.gateway.proxy import CompletionHandlers, FastPath, RoutingPreviewer, load_fast_path
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
-from argosy.gateway.request_explainer import RequestExplainer
-from argosy.gateway.request_ids import new_gateway_id
+from argosy.gateway.request_explainer import RequestExplainer, new_gateway_id
 from argosy.gateway.request_trace import TraceStore
-from argosy.gateway.route_watcher import RouteWatcher
 from argosy.gateway.routes import add_openapi_route, build_routes
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
 from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
+from argosy.gateway.version_comparison.local_gate import RouteWatcher
 from argosy.http_server import (
     CertificateWatcher,
     HttpServer,

@@ -1,4 +1,4 @@
-"""HTTP server: accepts connections, drains and shuts down; and functions that create listening sockets."""
+"""HTTP server: accepts connections, drains and shuts down; with its listening sockets and its garbage collection."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from tests.support.waiting import until
 
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.filters import LimitFilter, UsageRecorder
 from argosy.gateway.proxy.fast_path import FastPath, SpliceProgress, load_fast_path
 from argosy.gateway.proxy.response_relay import ResponseRelay

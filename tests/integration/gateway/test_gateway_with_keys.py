@@ -193,7 +193,7 @@ async def test_key_revoked_by_command_line_is_rejected_by_running_gateway(
     async with gateway_with_store(url) as (_, client), asyncio.timeout(TIMEOUT_S):
         assert (await client.get("/v1/models", headers=chat)).status_code == 200
         if first_poll_fails:
-            monkeypatch.setattr("argosy.gateway.pool.background.RETRY_INTERVAL_S", 0.01)
+            monkeypatch.setattr("argosy.gateway.event_loop.RETRY_INTERVAL_S", 0.01)
             monkeypatch.setattr(Store, "is_current", is_current)
             await until(lambda: failures)
         await revoke_by_command(url, "chat")

@@ -29,7 +29,7 @@ from argosy.deployment import BackendKind, ReplicaConfig
 from argosy.gateway.backends import stream_events
 from argosy.gateway.pool.prober import MAX_LOAD_REPORT_BYTES
 from argosy.gateway.upstream import upstream_response
-from argosy.gateway.upstream.fetch import MAX_FETCHED_BYTES
+from argosy.gateway.upstream.upstream_response import MAX_FETCHED_BYTES
 
 BODY = BODIES[CHAT]
 STREAM = BODY | {"stream": True}

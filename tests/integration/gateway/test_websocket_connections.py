@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.frames import Frame, Opcode
 
 from argosy.deployment import GatewayConfig
-from argosy.gateway.websocket_session import serve_messages
+from argosy.gateway.app import serve_messages
 from argosy.http_server import HttpExchange, HttpRequest, run_handler
 from argosy.http_server import connection as http_connection
 from argosy.http_server import websocket as http_websocket

@@ -14,7 +14,7 @@ from argosy.gateway.admin.call_limiter import (
     WAITING,
     AdminCallLimiter,
 )
-from argosy.gateway.loop_monitor import OVERLOAD_LAG_S, LoopMonitor
+from argosy.gateway.event_loop import OVERLOAD_LAG_S, LoopMonitor
 from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
 

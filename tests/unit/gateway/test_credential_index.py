@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from argosy.gateway.auth.credential_index import CredentialIndex
-from argosy.gateway.auth.token_claims import TokenClaims
+from argosy.gateway.auth.credential_index import CredentialIndex, TokenClaims
 from argosy.store import AccountSnapshot, Project, User
 
 EMAIL = "ann@x.test"

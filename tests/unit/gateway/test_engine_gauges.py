@@ -7,8 +7,8 @@ import math
 import pytest
 from tests.support.load_reports import load_report
 
-from argosy.gateway.engine_gauges import UNKNOWN_ENGINE, EngineGauges
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.series_collector import UNKNOWN_ENGINE, EngineGauges
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.protocol import parse_endpoint
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from argosy.deployment import KvEventAddress, load_config
-from argosy.gateway.backends.kv_event_sources import (
+from argosy.gateway.backends.backend_adapter import (
     KvEventPorts,
     parse_sglang_info,
     parse_vllm_sources,

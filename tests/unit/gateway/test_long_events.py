@@ -17,8 +17,8 @@ from argosy.gateway.backends import (
     UpstreamTarget,
     get_adapter,
 )
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.protocol import EventParser
 

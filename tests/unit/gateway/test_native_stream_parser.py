@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.native_stream_parser import MAX_HELD_BYTES, NativeStreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput
 
 EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"

@@ -13,8 +13,7 @@ from argosy.gateway.backends import (
     UpstreamTarget,
     get_adapter,
 )
-from argosy.gateway.backends.delivered_output import DeliveredOutput
-from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.gateway.request_fields import parse_request_fields
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from argosy.gateway.backends.stop_string_filter import StopStringFilter
+from argosy.gateway.backends.emitted_choice import StopStringFilter
 
 
 class CountedStopStrings(tuple[str, ...]):

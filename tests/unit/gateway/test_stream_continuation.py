@@ -30,7 +30,7 @@ from argosy.gateway.backends import (
     UpstreamTarget,
     get_adapter,
 )
-from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.request_fields import RequestFields, parse_request_fields
 from argosy.protocol import ApiError, EventParser
 

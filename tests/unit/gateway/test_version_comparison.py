@@ -18,7 +18,7 @@ from argosy.gateway.request_context import (
     RequestContext,
 )
 from argosy.gateway.version_comparison import OutcomeMeter
-from argosy.gateway.version_comparison.model_outcomes import MAX_REPORTED_BATCHES
+from argosy.gateway.version_comparison.outcome_meter import MAX_REPORTED_BATCHES
 from argosy.gateway.version_comparison.request_outcome import build_outcome
 from argosy.policy import ReplicaStatus
 from argosy.policy.placement import AttemptRecord

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from argosy.gateway.loop_monitor import LoopMonitor
+from argosy.gateway.event_loop import LoopMonitor
 from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
 

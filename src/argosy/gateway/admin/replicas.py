@@ -28,7 +28,7 @@ from argosy.gateway.admin.replica_schemas import (
     to_replica_view,
 )
 from argosy.gateway.admin.schemas import Page, get_given_fields, to_view
-from argosy.gateway.loop_slices import LoopSlices
+from argosy.gateway.event_loop import LoopSlices
 from argosy.gateway.model_registry import ReplicaChange
 from argosy.gateway.pool import Pool
 from argosy.process import run_in_daemon_thread

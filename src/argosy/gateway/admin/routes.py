@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl
 
+import msgspec
 import structlog
 
 from argosy.gateway.admin import (
     fleet,
-    keys,
     limits_and_prices,
     replicas,
     reports,
     routing,
-    series,
     settings,
     tenants,
 )
 from argosy.gateway.admin.answer_encoding import send_answer
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
-from argosy.gateway.admin.lessons import Lesson, build_lesson_endpoints
 from argosy.gateway.auth import Authenticator
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.principal import Principal
@@ -40,6 +39,43 @@ from argosy.store import (
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Simulation with which the console shows how a part of the product decides.
+
+    A package above the gateway offers them, since they also run the engine.
+    """
+
+    name: str
+    """Last segment of the path."""
+    summary: str
+    parameters: type[msgspec.Struct]
+    """Parameters of the query. All have defaults."""
+    result: Any
+    """Type of what `run` returns."""
+    run: Callable[[Any], Any]
+    """Runs the simulation. Called in worker threads."""
+
+
+def build_lesson_endpoints(lessons: Iterable[Lesson]) -> list[AdminEndpoint]:
+    """Return an endpoint for each lesson."""
+    endpoints = AdminEndpoints()
+    for lesson in lessons:
+        _register(endpoints, lesson)
+    return list(endpoints)
+
+
+def _register(endpoints: AdminEndpoints, lesson: Lesson) -> None:
+    def run_lesson(scope: AdminScope, request: AdminRequest) -> Any:  # noqa: ANN401, ARG001 - the same for all callers
+        return lesson.run(request.query)
+
+    run_lesson.__name__ = f"run_{lesson.name.replace('-', '_')}_lesson"
+    run_lesson.__doc__ = lesson.summary
+    run_lesson.__annotations__["return"] = lesson.result
+    path = f"/admin/lessons/{lesson.name}"
+    endpoints.register("GET", path, "user", query_type=lesson.parameters)(run_lesson)
 
 
 def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
@@ -62,13 +98,11 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
 
     endpoints = [
         *tenants.endpoints,
-        *keys.endpoints,
         *limits_and_prices.endpoints,
         *replicas.endpoints,
         *routing.endpoints,
         *fleet.endpoints,
         *reports.endpoints,
-        *series.endpoints,
         *settings.endpoints,
         *build_lesson_endpoints(lessons),
         *document,

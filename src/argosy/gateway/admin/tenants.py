@@ -1,8 +1,10 @@
-"""Endpoints for organisations, projects and users.
+"""Endpoints for organisations, projects, users and API keys.
 
 Only admins of the whole gateway create, rename and archive organisations, because names are unique across the gateway
 and tokens are matched by them. Tiers, weights and flags of projects need the same role. Tiers and weights are relative
 to other organisations' projects, and flags select which model answers.
+
+Callers cannot create, rotate or revoke a key with more permissions than their own.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ from msgspec import UNSET
 
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
+    KeyRotation,
+    KeyView,
+    NewKey,
+    NewKeyView,
     NewProject,
     NewUser,
     OrganisationBody,
@@ -22,6 +28,7 @@ from argosy.gateway.admin.schemas import (
     Page,
     PageQuery,
     ProjectChange,
+    ProjectFilter,
     ProjectView,
     UserChange,
     UserView,
@@ -38,6 +45,7 @@ endpoints = AdminEndpoints()
 ORGANISATIONS = "/admin/organisations"
 PROJECTS = "/admin/projects"
 USERS = "/admin/users"
+KEYS = "/admin/keys"
 
 
 @endpoints.register("GET", ORGANISATIONS, "viewer", query_type=PageQuery)
@@ -171,6 +179,50 @@ def disable_user(scope: AdminScope, request: AdminRequest) -> UserView:
     user = scope.accounts.get_user(request.resource_id)
     check_role(request.principal, user.role, user.scope)
     return to_view(scope.accounts.disable_user(request.resource_id, actor=request.actor), UserView)
+
+
+@endpoints.register("GET", KEYS, "viewer", query_type=ProjectFilter)
+def list_keys(scope: AdminScope, request: AdminRequest) -> Page[KeyView]:
+    """List keys, including revoked ones, oldest first."""
+    query = request.query
+    return to_page(scope.accounts.list_keys(query.project, query.page_request), KeyView, query)
+
+
+@endpoints.register("POST", KEYS, "operator", body_type=NewKey)
+def create_key(scope: AdminScope, request: AdminRequest) -> NewKeyView:
+    """Create a key. Only this response contains the plain key."""
+    check_grant(request.principal, request.body.role, request.body.scope, request.body.models)
+    if request.body.flags:
+        check_role(request.principal, "admin", "gateway")
+    created, plain_key = scope.accounts.create_key(
+        **get_given_fields(request.body), actor=request.actor
+    )
+    return to_view(created, NewKeyView, key=plain_key)
+
+
+@endpoints.register("GET", KEYS + "/{id}", "viewer")
+def get_key(scope: AdminScope, request: AdminRequest) -> KeyView:
+    """Get a key."""
+    return to_view(scope.accounts.get_key(request.resource_id), KeyView)
+
+
+@endpoints.register("POST", KEYS + "/{id}/rotate", "operator", body_type=KeyRotation)
+def rotate_key(scope: AdminScope, request: AdminRequest) -> NewKeyView:
+    """Replace a key, which stays valid for a while. Only this response contains the new plain key."""
+    old = scope.accounts.get_key(request.resource_id)
+    check_grant(request.principal, old.role, old.scope, old.models)
+    created, plain_key = scope.accounts.rotate_key(
+        request.resource_id, request.body.overlap_s, actor=request.actor
+    )
+    return to_view(created, NewKeyView, key=plain_key)
+
+
+@endpoints.register("POST", KEYS + "/{id}/revoke", "operator")
+def revoke_key(scope: AdminScope, request: AdminRequest) -> KeyView:
+    """Revoke a key with immediate effect."""
+    key = scope.accounts.get_key(request.resource_id)
+    check_role(request.principal, key.role, key.scope)
+    return to_view(scope.accounts.revoke_key(request.resource_id, actor=request.actor), KeyView)
 
 
 def _check_share_change(principal: Principal, body: NewProject | ProjectChange) -> None:

@@ -10,6 +10,7 @@ check the principal's role and the models that it may use.
 from argosy.deployment import AuthConfig, JwtConfig
 from argosy.gateway.auth.authenticator import (
     Authenticator,
+    AuthFailureLimiter,
     ConnectionInfo,
     check_exposure,
     has_credential,
@@ -29,5 +30,4 @@ from argosy.gateway.auth.client_address import (
     parse_address,
     parse_authority,
 )
-from argosy.gateway.auth.failure_limiter import AuthFailureLimiter
-from argosy.gateway.auth.token_claims import TokenClaims
+from argosy.gateway.auth.credential_index import TokenClaims

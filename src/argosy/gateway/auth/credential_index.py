@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from argosy.gateway.auth.client_address import IpNetwork, parse_networks
 from argosy.gateway.principal import TIERS, Principal
 from argosy.protocol import ApiError
@@ -14,9 +16,19 @@ from argosy.store import AccountSnapshot, Key, Project, Role, RoleScope, User
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from argosy.gateway.auth.token_claims import TokenClaims
 
 P = TypeVar("P", bound=Project | User)
+
+
+class TokenClaims(msgspec.Struct, frozen=True, kw_only=True):
+    """Claims that the gateway uses. Missing claims are empty."""
+
+    subject: str
+    email: str
+    organisation: str
+    project: str
+    role: Role
+    expires_at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any, cast, get_args
 import jwt
 
 from argosy.deployment import JwtConfig
+from argosy.gateway.auth.credential_index import TokenClaims
 from argosy.gateway.auth.signing_keys import SigningKeys
-from argosy.gateway.auth.token_claims import TokenClaims
 from argosy.protocol import ApiError
 from argosy.store import Role, SteadyClock
 

@@ -13,15 +13,12 @@ from argosy.gateway.backends.backend_adapter import (
     CHAT_PATH,
     COMPLETION_PATH,
     BackendAdapter,
+    KvEventSource,
     LoadReport,
     LoadSource,
 )
-from argosy.gateway.backends.catalog import get_adapter
+from argosy.gateway.backends.catalog import DetectedBackend, detect_backend, get_adapter
 from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS
-from argosy.gateway.backends.delivered_output import DeliveredOutput
-from argosy.gateway.backends.detection import DetectedBackend, detect_backend
-from argosy.gateway.backends.first_content import FirstContentDetector
-from argosy.gateway.backends.kv_event_sources import KvEventSource
 from argosy.gateway.backends.passthrough import ResponseIdentity
 from argosy.gateway.backends.request_builder import (
     UpstreamTarget,
@@ -44,8 +41,9 @@ from argosy.gateway.backends.stream_continuation import (
 )
 from argosy.gateway.backends.stream_events import (
     MALFORMED_EVENT_ERRORS,
+    FirstContentDetector,
     check_container_count,
     infer_status,
     parse_error_message,
 )
-from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser

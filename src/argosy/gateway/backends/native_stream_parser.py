@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 
-from argosy.gateway.backends.delivered_output import DeliveredOutput
-from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.protocol import EVENT_END, EventSplitter, parse_replica_report
 
 _METADATA_PREFIX = b": argosy "

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import INCOMPLETE_FINISH_REASONS
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
     MALFORMED_EVENT_ERRORS,
@@ -15,7 +14,7 @@ from argosy.gateway.backends.stream_events import (
     error_chunk_status,
     split_events,
 )
-from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.gateway.backends.usage import (
     ChoiceUsageSum,
     MessageDelta,

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import INCOMPLETE_FINISH_REASONS, BackendAdapter
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.stream_events import MALFORMED_EVENT_ERRORS, error_chunk_status
+from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.backends.usage import MessageDelta, ReportedUsage
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, MAX_CHOICES, RequestFields
 

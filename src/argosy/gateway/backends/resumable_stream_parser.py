@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import CHAT_PATH, INCOMPLETE_FINISH_REASONS
-from argosy.gateway.backends.delivered_output import DeliveredOutput
 from argosy.gateway.backends.emitted_choice import EmittedChoice, encode_event
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
@@ -24,7 +23,7 @@ from argosy.gateway.backends.stream_events import (
     is_error_chunk,
     split_events,
 )
-from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.gateway.backends.usage import ReportedUsage, TokenCount, estimate_tokens
 from argosy.protocol import EVENT_END, SSE_DONE, EventSplitter, event_data
 

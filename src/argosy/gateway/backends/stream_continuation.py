@@ -11,8 +11,11 @@ from __future__ import annotations
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import COMPLETION_PATH, BackendAdapter
-from argosy.gateway.backends.delivered_output import DeliveredOutput
-from argosy.gateway.backends.emitted_choice import RESUMED_FINGERPRINT, EmittedChoice
+from argosy.gateway.backends.emitted_choice import (
+    RESUMED_FINGERPRINT,
+    EmittedChoice,
+    StopStringFilter,
+)
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.backends.passthrough import PassthroughParser, ResponseIdentity
 from argosy.gateway.backends.request_builder import (
@@ -38,8 +41,7 @@ from argosy.gateway.backends.resumable_stream_parser import (
     ResumableStreamParser,
     StreamParserOptions,
 )
-from argosy.gateway.backends.stop_string_filter import StopStringFilter
-from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.gateway.backends.usage import ChoiceUsageSum
 from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import SSE_DONE

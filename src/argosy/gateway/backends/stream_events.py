@@ -1,4 +1,4 @@
-"""Splitting of a byte stream into whole server-sent events, and interpretation of the errors in them.
+"""Splitting of a byte stream into whole server-sent events, and interpretation of the errors and the content in them.
 
 Half an event is never forwarded to a client.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.protocol import EventSplitter
+from argosy.protocol import EventParser, EventSplitter
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 MAX_JSON_CONTAINERS = 1 << 19
@@ -50,6 +50,8 @@ _MODEL_MISSING_PATTERN = re.compile(
     r"\bmodels?\b.*\b(not found|not exist)\b", re.IGNORECASE | re.DOTALL
 )
 """Error messages of servers without such a code: vLLM, Ollama, Gemini."""
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def split_events(splitter: EventSplitter, body: bytes) -> list[bytes]:
@@ -144,3 +146,31 @@ def infer_status(status: int, content: bytes, client_error_markers: tuple[str, .
         status == 404 and _MODEL_MISSING_PATTERN.search(message)
     )
     return 502 if is_model_missing else status
+
+
+class FirstContentDetector:
+    """Detector of the first content of a stream, which ends a replica's time to first token. Fed from the first byte.
+
+    Response head, comments, a lone role and empty deltas are not content.
+    """
+
+    def __init__(self) -> None:
+        self._event_parser = EventParser()
+
+    def feed(self, body: bytes) -> bool:
+        """Whether `body` completes an event with content, or an event that is no chunk (an error or the end)."""
+        return any(_has_content(data) for data in self._event_parser.feed(body))
+
+
+def _has_content(data: bytes) -> bool:
+    try:
+        choices = _decode(data).get("choices")
+        return choices is None or any(_choice_has_content(choice) for choice in choices)
+    except MALFORMED_EVENT_ERRORS:
+        return bool(data.strip())
+
+
+def _choice_has_content(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    has_delta = any(value for name, value in delta.items() if name != "role")
+    return bool(has_delta or choice.get("text") or choice.get("finish_reason"))

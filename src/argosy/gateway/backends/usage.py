@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.backends.delivered_output import DeliveredOutput
+from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, RequestFields
 
 MAX_TOKEN_COUNT = 2**31 - 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import resources
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,7 +16,6 @@ from argosy.gateway.console.browser_guard import SECURITY_HEADERS, BrowserGuard
 from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions, SignIn
-from argosy.gateway.console.static_files import DOCUMENT, StaticFiles, send_file
 from argosy.gateway.http_route import Handler, HttpRoute
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange, check_json_content_type
@@ -20,9 +23,21 @@ from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, parse_body
 from argosy.store import Role, RoleScope
 
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
 CONSOLE_PREFIX = "/console/"
 PLAYGROUND_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 """Routes of the API that the playground may call with a session."""
+
+DOCUMENT = "index.html"
+_MEDIA_TYPES = {
+    ".css": b"text/css; charset=utf-8",
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+    ".txt": b"text/plain; charset=utf-8",
+}
 _encode = msgspec.json.Encoder().encode
 
 ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
@@ -125,7 +140,7 @@ class Console:
         async def handle(exchange: HttpExchange, principal: Principal) -> None:
             if b"text/html" in exchange.headers.get(b"accept", b""):
                 self._guard.check_host(exchange)
-                await self._send_file(exchange, DOCUMENT)
+                await self.__send_file(exchange, DOCUMENT)
             else:
                 await other(exchange, principal)
 
@@ -142,7 +157,7 @@ class Console:
     async def _send_static_file(self, exchange: HttpExchange, principal: Principal) -> None:
         del principal  # the files are the same for all
         self._guard.check_host(exchange)
-        await self._send_file(exchange, exchange.path_parameters["path"])
+        await self.__send_file(exchange, exchange.path_parameters["path"])
 
     async def _list_sign_in_methods(self, exchange: HttpExchange) -> None:
         exchange.extra_headers.append((b"cache-control", b"no-store"))
@@ -165,13 +180,13 @@ class Console:
         await self.sessions.sign_out(exchange)
         await exchange.send_response(200, b"{}")
 
-    async def _send_file(self, exchange: HttpExchange, path: str) -> None:
+    async def __send_file(self, exchange: HttpExchange, path: str) -> None:
         file = (await self._load_files()).find(path)
         if file is None:
             path = exchange.path[:200]
             raise ApiError(404, "not_found", f"The console has no path {path!r}.")
         exchange.extra_headers += SECURITY_HEADERS
-        await send_file(exchange, file)
+        await _send_file(exchange, file)
 
     async def _load_files(self) -> StaticFiles:
         if self._files is None:
@@ -191,3 +206,63 @@ async def _send_session(exchange: HttpExchange, principal: Principal) -> None:
     )
     exchange.extra_headers.append((b"cache-control", b"no-store"))
     await exchange.send_response(200, _encode(view))
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file: its content, and the validator with which browsers ask whether it has changed."""
+
+    content: bytes
+    compressed: bytes
+    media_type: bytes
+    etag: bytes
+
+
+class StaticFiles:
+    """Files by path below the folder `static`, with their compressed forms.
+
+    Reading them all takes some milliseconds, so do it in a thread.
+    """
+
+    def __init__(self) -> None:
+        root = resources.files("argosy.gateway.console") / "static"
+        self._files = dict(_read_folder(root, ""))
+        contents = b"".join(self._files[path].etag for path in sorted(self._files))
+        self.build_id = hashlib.sha256(contents).hexdigest()[:12]
+        """Identifies the version of all files. A page that was loaded from another one offers to reload."""
+
+    def find(self, path: str) -> StaticFile | None:
+        """Return a file, or None if there is none with this path."""
+        return self._files.get(path)
+
+
+async def _send_file(exchange: HttpExchange, file: StaticFile) -> None:
+    """Answer with a file, or with 304 if the browser has it."""
+    exchange.extra_headers += [
+        (b"etag", file.etag),
+        (b"cache-control", b"no-cache"),
+        (b"vary", b"accept-encoding"),
+    ]
+    if file.etag in exchange.headers.get(b"if-none-match", b""):
+        await exchange.send_response(304, b"", file.media_type)
+        return
+    body = file.content
+    if b"gzip" in exchange.headers.get(b"accept-encoding", b""):
+        exchange.extra_headers.append((b"content-encoding", b"gzip"))
+        body = file.compressed
+    await exchange.send_response(200, body, file.media_type)
+
+
+def _read_folder(folder: Traversable, prefix: str) -> list[tuple[str, StaticFile]]:
+    found: list[tuple[str, StaticFile]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _read_folder(entry, f"{prefix}{entry.name}/")
+            continue
+        media_type = _MEDIA_TYPES.get(entry.name[entry.name.rfind(".") :])
+        if media_type is not None:
+            content = entry.read_bytes()
+            etag = b'"%s"' % hashlib.sha256(content).hexdigest()[:20].encode()
+            compressed = gzip.compress(content, mtime=0)
+            found.append((prefix + entry.name, StaticFile(content, compressed, media_type, etag)))
+    return found

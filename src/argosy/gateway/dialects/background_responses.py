@@ -1,26 +1,38 @@
-"""Responses that run in the background: without the client's connection, watched by heartbeats in the store."""
+"""Responses that run in the background: without the client's connection, watched by heartbeats in the store.
+
+A repeated request with an idempotency key gets the response of the first one, as it is now.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
+from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER, check_existing_claim, scope_key
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
-from argosy.http_server import ClientListener, DetachedTransport, HttpExchange, run_handler
+from argosy.http_server import (
+    JSON_CONTENT_TYPE,
+    ClientListener,
+    DetachedTransport,
+    HttpExchange,
+    run_handler,
+)
 from argosy.protocol import EVENT_END, ApiError
 from argosy.protocol.dialects import (
     OutputError,
+    ResponsesRequest,
     parse_error_body,
     render_end_event,
     render_stored_events,
 )
-from argosy.store import StoredResponse
+from argosy.store import CachedResponse, IdempotencyStore, InFlightClaim, StoredResponse
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -210,3 +222,51 @@ def _describe_failure(exchange: HttpExchange, event_log: EventLog) -> dict[str, 
     reason = "" if event_log.error is None else f": {event_log.error.message}"
     message = f"The response could not be completed ({code}){reason or '.'}"
     return {"code": "server_error", "message": message}
+
+
+class BackgroundClaim(NamedTuple):
+    """Claim on a key by the first request that has it, until its response is stored."""
+
+    store: IdempotencyStore
+    scoped_key: str
+    claim: InFlightClaim
+
+    def settle(self, *, is_started: bool) -> None:
+        """Keep the id of the response for repeated requests, or free the key."""
+        claim = self.claim
+        started = CachedResponse(claim.request_id, claim.request_digest, JSON_CONTENT_TYPE, b"")
+        self.store.settle_claim(self.scoped_key, claim, started if is_started else None)
+
+
+async def claim_background_key(
+    store: IdempotencyStore | None,
+    exchange: HttpExchange,
+    principal: Principal,
+    request: ResponsesRequest,
+    response_id: str,
+) -> BackgroundClaim | str | None:
+    """Claim the key of a request for a background response.
+
+    Args:
+        store: Keys in use; None to ignore keys.
+        exchange: The request.
+        principal: Sender of the request.
+        request: Its body.
+        response_id: Id of the response if the request is the first with its key.
+
+    Returns:
+        The claim; the id of the first request's response; or None for a request without a key.
+
+    Raises:
+        ApiError: 400 if the key is invalid. 409 while the first request starts its response. 422 if the first request
+            was a different one.
+    """
+    key = exchange.headers.get(IDEMPOTENCY_KEY_HEADER)
+    if key is None or store is None:
+        return None
+    digest = hashlib.sha256(exchange.path.encode() + b"\0" + msgspec.json.encode(request)).digest()
+    scoped_key, claim = scope_key(principal, key), InFlightClaim(response_id, digest)
+    existing = await store.claim(scoped_key, claim)
+    if existing is None:
+        return BackgroundClaim(store, scoped_key, claim)
+    return check_existing_claim(existing, claim).request_id

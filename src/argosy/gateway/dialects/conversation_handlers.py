@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.dialects.responses_handlers import new_item_id
-from argosy.gateway.dialects.stored_lists import parse_page_query
+from argosy.gateway.dialects.stored_response_handlers import parse_page_query
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
 from argosy.protocol import JsonObject, parse_body

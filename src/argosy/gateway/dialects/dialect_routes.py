@@ -15,10 +15,12 @@ from argosy.gateway.dialects.conversation_handlers import (
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
 from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
-from argosy.gateway.dialects.responses_handlers import ResponsesHandlers
-from argosy.gateway.dialects.responses_session import ResponsesSession
-from argosy.gateway.dialects.stored_lists import ItemPageQuery
-from argosy.gateway.dialects.stored_response_handlers import RetrieveQuery, StoredResponseHandlers
+from argosy.gateway.dialects.responses_handlers import ResponsesHandlers, ResponsesSession
+from argosy.gateway.dialects.stored_response_handlers import (
+    ItemPageQuery,
+    RetrieveQuery,
+    StoredResponseHandlers,
+)
 from argosy.gateway.http_route import (
     ACCESS_ERRORS,
     GENERATION_ERRORS,

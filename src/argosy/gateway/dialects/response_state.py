@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import structlog
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
-from argosy.gateway.dialects.reasoning_cipher import KEY_BYTES, build_reasoning_cipher
 from argosy.gateway.principal import Principal
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
@@ -25,7 +28,6 @@ from argosy.store import (
 )
 
 T = TypeVar("T")
-log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 STORE_TIMEOUT_S = 5.0
 """Time after which a request that needs the store fails."""
@@ -33,6 +35,11 @@ DAY_S = 86_400.0
 EXPIRY_INTERVAL_S = 600.0
 RETRY_AFTER_S = 5.0
 _SECRET_NAME = "reasoning"  # noqa: S105 - the name of a key, not the key
+_KEY_BYTES = 64
+_ENCRYPTED_PREFIX = "argosy1."
+"""Start of every encrypted text, with the version of its format."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 def item_owner(principal: Principal) -> ItemOwner:
@@ -59,7 +66,7 @@ class ResponseState:
         self.idempotency_store = idempotency_store
         self.retention_s = keep_days * DAY_S
         self._cipher_key: bytes | None = (
-            None if store is not None else secrets.token_bytes(KEY_BYTES)
+            None if store is not None else secrets.token_bytes(_KEY_BYTES)
         )
 
     @property
@@ -86,10 +93,10 @@ class ResponseState:
         """Return the cipher for the reasoning of a principal's responses."""
         if self._cipher_key is None:
             self._cipher_key = await self.call(
-                self.store.secrets.get_or_create, _SECRET_NAME, KEY_BYTES
+                self.store.secrets.get_or_create, _SECRET_NAME, _KEY_BYTES
             )
         owner = item_owner(principal)
-        return build_reasoning_cipher(self._cipher_key, f"{owner.organisation}\0{owner.owner}")
+        return _build_reasoning_cipher(self._cipher_key, f"{owner.organisation}\0{owner.owner}")
 
     async def call(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401 - those of the function
         """Call a method of the store in a thread.
@@ -189,3 +196,33 @@ class ResponseState:
                         pass
                 except StoreError as error:
                     log.warning("response_expiry_failed", reason=str(error))
+
+
+def _build_reasoning_cipher(key: bytes, tenant: str) -> ReasoningCipher:
+    """Build the cipher of reasoning that one tenant's clients keep for the gateway (`reasoning.encrypted_content`).
+
+    AES-SIV (RFC 5297) is deterministic, so a repeated response has the same bytes. The tenant is authenticated with the
+    text, so no tenant can have another one's reasoning decrypted.
+
+    Args:
+        key: Random key of `_KEY_BYTES` bytes.
+        tenant: Organisation and owner of the responses.
+    """
+    cipher, associated = AESSIV(key), [tenant.encode()]
+
+    def encrypt(text: str) -> str:
+        sealed = cipher.encrypt(text.encode("utf-8", "surrogatepass"), associated) if text else b""
+        return _ENCRYPTED_PREFIX + urlsafe_b64encode(sealed).decode()
+
+    def decrypt(text: str) -> str | None:
+        if not text.startswith(_ENCRYPTED_PREFIX):
+            return None
+        try:
+            sealed = urlsafe_b64decode(text.removeprefix(_ENCRYPTED_PREFIX))
+            if not sealed:
+                return ""
+            return cipher.decrypt(sealed, associated).decode("utf-8", "surrogatepass")
+        except (InvalidTag, ValueError, binascii.Error):
+            return None
+
+    return ReasoningCipher(encrypt, decrypt)

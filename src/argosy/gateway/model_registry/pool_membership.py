@@ -10,16 +10,15 @@ from functools import partial
 import structlog
 
 from argosy.deployment import DiscoveryMode
+from argosy.gateway.event_loop import CoroutineFactory, run_with_restarts
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
 from argosy.gateway.model_registry.model_entries import ReplicaEntry
 from argosy.gateway.pool import (
-    CoroutineFactory,
     DnsDiscovery,
     Pool,
     Prober,
     ReplicaEndpoint,
     Resolver,
-    run_with_restarts,
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")

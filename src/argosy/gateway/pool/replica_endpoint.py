@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
+from typing import NamedTuple
 
 import structlog
 
 from argosy.deployment import BackendKind, KvEventAddress, ResumeMode
 from argosy.gateway.backends import BackendAdapter, LoadReport, get_adapter
-from argosy.gateway.pool.admin_settings import DEFAULT_ADMIN, AdminSettings
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_TOKENS,
+    AdminState,
     ReplicaHealth,
     ReplicaLoad,
 )
@@ -22,11 +23,46 @@ from argosy.protocol import LoadResponse
 from argosy.store import ReplicaSetting
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
-
 TOKENS_PER_WAITING_REQUEST = 512
 """Assumed prompt tokens per queued request at servers of other backends, which do not report prompt lengths."""
 UNDRAIN_WINDOW_S = 60.0
 """Age up to which an operator's decision also ends a drain that began before this gateway knew of it."""
+
+
+class AdminSettings(NamedTuple):
+    """Effective decisions about one replica."""
+
+    state: AdminState = AdminState.ACTIVE
+    weight: float = 1.0
+    setting: ReplicaSetting | None = None
+    """Latest decision of an operator; None if only the settings file applies."""
+
+    def with_setting(self, setting: ReplicaSetting | None) -> AdminSettings:
+        """Return the settings file's values with those of an operator's decision in their place."""
+        if setting is None:
+            return self
+        return AdminSettings(
+            self.state if setting.state is None else AdminState(setting.state),
+            self.weight if setting.weight is None else setting.weight,
+            setting,
+        )
+
+    @property
+    def description(self) -> str:
+        """Name of the operator who decided, with the reason."""
+        if self.setting is None:
+            return "by the settings file"
+        reason = f": {self.setting.reason}" if self.setting.reason else ""
+        return f"by {self.setting.changed_by}{reason}"
+
+    def move_after_s(self, wall_now: float) -> float:
+        """Return the seconds until streams of a draining replica move, at a time in seconds since the epoch."""
+        setting = self.setting
+        return 0.0 if setting is None else setting.changed_at + setting.grace_s - wall_now
+
+
+DEFAULT_ADMIN = AdminSettings()
+"""Replica in service with the same share as others."""
 
 
 def ignore_change() -> None:

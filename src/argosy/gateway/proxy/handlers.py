@@ -12,8 +12,8 @@ import msgspec
 import structlog
 
 from argosy.deployment import GatewayConfig
-from argosy.gateway.azure_paths import find_deployment
 from argosy.gateway.backends import StreamContinuation
+from argosy.gateway.http_route import find_deployment
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (

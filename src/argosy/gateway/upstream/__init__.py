@@ -8,12 +8,16 @@ and lets a coroutine await the status and the body. `fetch_path` and `fetch_resp
 
 from argosy.deployment import UpstreamTls
 from argosy.gateway.upstream.connection import UpstreamError
-from argosy.gateway.upstream.fetch import fetch_path, fetch_response
-from argosy.gateway.upstream.name_resolution import resolve_addresses
-from argosy.gateway.upstream.tls import create_client_ssl_context
-from argosy.gateway.upstream.upstream import Upstream, encode_headers
+from argosy.gateway.upstream.upstream import (
+    Upstream,
+    create_client_ssl_context,
+    encode_headers,
+    resolve_addresses,
+)
 from argosy.gateway.upstream.upstream_response import (
     ResponseTooLargeError,
     StreamPausedError,
     UpstreamResponse,
+    fetch_path,
+    fetch_response,
 )

@@ -1,4 +1,4 @@
-"""Connections to one replica, kept open for later requests."""
+"""Connections to one replica, kept open for later requests, with the replica's addresses and its TLS settings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import partial
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 
+from argosy.deployment import UpstreamTls
 from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
-from argosy.gateway.upstream.name_resolution import resolve_addresses
 from argosy.http_server import Deadlines
 from argosy.policy import AttemptOutcome
-from argosy.process import RESOURCE_EXHAUSTED_ERRNOS
+from argosy.process import RESOURCE_EXHAUSTED_ERRNOS, run_in_daemon_thread
 from argosy.protocol import Endpoint
 
 IDLE_TIMEOUT_S = 60.0
@@ -23,6 +24,49 @@ MAX_IDLE_CONNECTIONS = 256
 CONNECT_TIMEOUT_S = 2.0
 CONNECTION_ATTEMPT_DELAY_S = 0.25
 """Time to wait for an address before the next one is tried in parallel (RFC 8305, section 8)."""
+
+
+async def resolve_addresses(
+    host: str, family: socket.AddressFamily = socket.AF_UNSPEC
+) -> tuple[str, ...]:
+    """Resolve `host` to its addresses, in the order in which to try them.
+
+    The event loop's own `getaddrinfo` shares a few threads, which unanswered lookups would block for all names.
+
+    Raises:
+        OSError: The name has no address, or the resolver failed.
+    """
+    look_up = partial(socket.getaddrinfo, host, None, family, socket.SOCK_STREAM)
+    try:
+        try:
+            found = look_up(flags=socket.AI_NUMERICHOST)  # an address needs no lookup
+        except socket.gaierror:
+            found = await run_in_daemon_thread(look_up)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is not a valid host name") from error
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def create_client_ssl_context(config: UpstreamTls) -> ssl.SSLContext:
+    """Create the TLS context for connections to a replica.
+
+    Raises:
+        ValueError: A file is missing or unusable. The message names it.
+    """
+    try:
+        context = ssl.create_default_context(cafile=config.ca)
+    except (OSError, ValueError) as error:
+        message = f"tls: cannot use {config.ca}: {error}"
+        raise ValueError(f"{message}. Give a PEM file with the authority's certificate.") from error
+    context.set_alpn_protocols(["http/1.1"])
+    if config.certificate is None:
+        return context
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        message = f"tls: cannot use {config.certificate} with {config.key}: {error}"
+        raise ValueError(f"{message}. Give PEM files that belong together.") from error
+    return context
 
 
 def encode_headers(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -1,8 +1,9 @@
-"""Response to a request to one replica, whose status and body a coroutine can await."""
+"""Response to a request to one replica, whose status and body a coroutine can await, also in a single call."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
@@ -17,6 +18,8 @@ STALE_CONNECTION_WINDOW_S = 1.0
 """Time after a request within which a failed idle connection may have been closed before the request arrived."""
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024
 """Default limit in bytes on the part of a body that is buffered until it is read."""
+MAX_FETCHED_BYTES = 4 * 1024 * 1024
+"""Maximum size of a response in bytes. The model lists of hosted APIs have about one megabyte."""
 
 
 class ResponseTooLargeError(UpstreamError):
@@ -226,3 +229,21 @@ class UpstreamResponse:
 
 def _discard_piece(body: bytes) -> None:
     """Ignore a piece of the body after a failure."""
+
+
+async def fetch_path(
+    upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]
+) -> tuple[int, bytes]:
+    """Send a GET request and return status and body. Raises UpstreamError."""
+    return await fetch_response(upstream, upstream.build_request(b"GET", path, b"", [*headers]))
+
+
+async def fetch_response(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
+    """Send an encoded request and return status and body. Raises UpstreamError."""
+    response = UpstreamResponse(time.monotonic, MAX_FETCHED_BYTES)
+    try:
+        await response.send(upstream, request)
+        return await response.status, await response.read_body()
+    except BaseException:
+        response.abort("the request was cancelled")
+        raise

@@ -1,7 +1,4 @@
-"""Gate of one gateway for the time without a controller: rolls a failing version back by itself.
-
-The evidence is that of this gateway alone. The controller's gate, which has that of all gateways, decides otherwise.
-"""
+"""Routes of a fleet's pools without a controller: gateways follow those in the store and roll failing versions back."""
 
 from __future__ import annotations
 
@@ -18,17 +15,67 @@ from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetDocument, FleetStore, StoreError
 
+POLL_INTERVAL_S = 1.0
 CHECK_INTERVAL_S = 1.0
 STORE_TIMEOUT_S = 5.0
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
+class RouteWatcher:
+    """Reads the routes of a fleet every second, which any process may replace, also without a controller.
+
+    Args:
+        store: Store of the fleet.
+        fleet: Name of the fleet.
+        follow_routes: Called with the routes after each poll.
+    """
+
+    def __init__(
+        self,
+        store: FleetStore,
+        fleet: str,
+        follow_routes: Callable[[Collection[PoolRoute]], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._follow_routes = follow_routes
+        self._documents: dict[str, FleetDocument] = {}
+        self._routes: tuple[PoolRoute, ...] = ()
+
+    async def watch(self) -> None:
+        """Poll until cancelled. Routes stay as they are while the store is unreachable, which the account sync logs."""
+        while True:
+            try:
+                documents = await run_in_daemon_thread(
+                    self._store.read_documents, self._fleet, ROUTE_PREFIX
+                )
+            except StoreError as error:
+                log.debug("routes_unreadable", reason=str(error))
+            else:
+                if documents != self._documents:
+                    self._routes = tuple(_decode_routes(documents))
+                    self._documents = documents
+                await self._follow_routes(self._routes)
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def _decode_routes(documents: dict[str, FleetDocument]) -> list[PoolRoute]:
+    routes: list[PoolRoute] = []
+    for name, document in documents.items():
+        try:
+            routes.append(msgspec.json.decode(document.content, type=PoolRoute))
+        except ValueError as error:
+            log.error("route_invalid", document=name, version=document.version, reason=str(error))  # noqa: TRY400 - the reason suffices
+    return routes
+
+
 class LocalGate:
     """Judges the batches of this gateway, and rolls back while no controller is heard.
 
-    A rollback is followed at once, and written to the store as soon as that is possible, where other gateways read it.
-    Not thread-safe: use it from one event loop.
+    The evidence is that of this gateway alone. The controller's gate, which has that of all gateways, decides
+    otherwise. A rollback is followed at once, and written to the store as soon as that is possible, where other
+    gateways read it. Not thread-safe: use it from one event loop.
     """
 
     def __init__(

@@ -4,18 +4,211 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from argosy.gateway.request_context import RequestContext
+from argosy.gateway.request_context import AssignedVersion, RequestContext
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
-from argosy.gateway.version_comparison.model_outcomes import ModelOutcomes
-from argosy.policy.rollout import Arm, OutcomeBatch
+from argosy.gateway.version_comparison.request_outcome import build_outcome
+from argosy.policy.rollout import (
+    Arm,
+    Comparison,
+    OutcomeAggregator,
+    OutcomeBatch,
+    OutcomeStatus,
+    RequestOutcome,
+)
 from argosy.telemetry import GatewayMetrics
 
+MAX_HISTORY = 5000
+"""Requests of the stable version that are kept."""
+MAX_BATCHES = 600
+"""Batches that are kept for a controller that does not read them. The oldest are dropped."""
+MAX_REPORTED_BATCHES = 30
+"""Batches per report. The controller asks for the next ones."""
 TICK_INTERVAL_S = 1.0
 
 OnBatch = Callable[[PublishedVersions, OutcomeBatch], None]
 """Called with each new batch and the versions that it compares."""
+
+
+class _Counted(NamedTuple):
+    """Request that counts in the comparison."""
+
+    arm: Arm
+    key: tuple[str, str]
+    has_pool_failed: bool
+    """Whether all replicas of the version had failed when the request arrived."""
+
+
+class ModelOutcomes:
+    """Outcomes for one model. Not thread-safe: use it from one event loop.
+
+    Args:
+        gateway_id: Id of the gateway's process.
+    """
+
+    def __init__(self, gateway_id: str) -> None:
+        self._gateway_id = gateway_id
+        self._history: deque[RequestOutcome] = deque(maxlen=MAX_HISTORY)
+        self._stable = ""
+        self._rollout = ""
+        self._candidate_replicas: set[str] = set()
+        """Names of all replicas that the candidate has had in this rollout."""
+        self.comparison: Comparison | None = None
+        """The running comparison."""
+        self._aggregator: OutcomeAggregator | None = None
+        self._compared_rollout = ""
+        """Rollout of the aggregator and of the batches, also after its comparison."""
+        self._batches: deque[OutcomeBatch] = deque(maxlen=MAX_BATCHES)
+        self._compared_answers = self._equal_answers = 0
+        self._running: dict[RequestContext, _Counted] = {}
+        """Requests of this step that count when they end or reach the scoring age, in the order of their admission."""
+
+    def apply(self, versions: PublishedVersions, wall_now: float) -> list[OutcomeBatch]:
+        """Follow what the controller has published.
+
+        Args:
+            versions: The versions and the comparison.
+            wall_now: Seconds since the epoch.
+
+        Returns:
+            The last batch of the step that has ended, if one has.
+        """
+        route, comparison = versions.route, versions.comparison
+        if route.stable != self._stable:
+            self._history.clear()
+        if (route.stable, route.rollout) != (self._stable, self._rollout):
+            self._candidate_replicas.clear()  # the candidate may have become the stable version
+        self._stable, self._rollout = route.stable, route.rollout
+        for replicas in versions.replicas.values():
+            self._candidate_replicas.update(each.name or each.url for each in replicas)
+        previous, self.comparison = self.comparison, comparison
+        if _step_of(previous) == _step_of(comparison):
+            return []
+        batches = self.take_batches(wall_now, force=True)
+        self._running.clear()
+        if comparison is None:
+            return batches
+        if self._aggregator is None or comparison.rollout != self._compared_rollout:
+            self._batches.clear()
+            self._compared_answers = self._equal_answers = 0
+            self._compared_rollout = comparison.rollout
+            self._aggregator = OutcomeAggregator(
+                comparison.rollout,
+                comparison.step,
+                self._gateway_id,
+                comparison.baseline,
+                comparison.rates,
+            )
+        self._aggregator.start_step(comparison.step)
+        return batches
+
+    def on_admitted(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
+        """Count a request that was assigned at random, if a comparison runs."""
+        comparison = self.comparison
+        if comparison is not None and version.is_randomised:
+            if version.digest == self._stable:
+                self.count(context, Arm.STABLE, version.key, now)
+            elif version.digest == comparison.candidate:
+                self.count(context, Arm.CANDIDATE, version.key, now)
+
+    def count(self, context: RequestContext, arm: Arm, key: tuple[str, str], now: float) -> None:
+        """Count a request for one version when it ends or reaches the scoring age, if a comparison runs."""
+        if self.comparison is not None:
+            self._running[context] = _Counted(arm, key, context.pool.has_failed(now))
+
+    def record_answers(self, *, are_equal: bool) -> None:
+        """Count the comparison of two answers to a request without random sampling."""
+        self._compared_answers += 1
+        self._equal_answers += are_equal
+
+    def on_ended(
+        self, context: RequestContext, version: AssignedVersion | None, now: float
+    ) -> None:
+        """Record the end of a request.
+
+        Args:
+            context: The request.
+            version: Version that it was assigned to; None for a copy.
+            now: Monotonic time.
+        """
+        counted = self._running.pop(context, None)
+        if counted is not None:
+            outcome = self._record(context, counted, now, is_running=False)
+        elif version is not None and version.digest == self._stable:
+            outcome = build_outcome(context, Arm.STABLE, version.key, self._candidate_replicas, now)
+        else:
+            return
+        if outcome is not None and outcome.arm is Arm.STABLE:
+            self._history.append(outcome)
+
+    def score_running(self, now: float) -> None:
+        """Score the requests that have reached the scoring age, each of them once."""
+        if self.comparison is None:
+            return
+        age_s = self.comparison.baseline.scoring_age_s
+        for context, counted in tuple(self._running.items()):
+            admitted_at = context.trace.admitted_at
+            if admitted_at is None or now - admitted_at < age_s:
+                return  # the others were admitted later
+            attempts = context.trace.attempts
+            if attempts and now - (attempts[0].sent_at or now) >= age_s:
+                del self._running[context]
+                self._record(context, counted, now, is_running=True)
+
+    def take_batches(self, wall_now: float, *, force: bool = False) -> list[OutcomeBatch]:
+        """Return the batch that is complete now, if there is one, and keep it for the controller."""
+        if self._aggregator is None or (self.comparison is None and not force):
+            return []
+        batch = self._aggregator.take_batch(wall_now, force=force)
+        if batch is None:
+            return []
+        self._batches.append(batch)
+        return [batch]
+
+    def build_report(self, query: OutcomeQuery) -> OutcomeReport:
+        """Answer the controller, and forget the batches that it has stored."""
+        batches: Sequence[OutcomeBatch] = ()
+        if query.rollout in {"", self._compared_rollout}:
+            while (
+                query.gateway == self._gateway_id
+                and self._batches
+                and self._batches[0].sequence <= query.after
+            ):
+                self._batches.popleft()
+            batches = tuple(self._batches)[:MAX_REPORTED_BATCHES]
+        return OutcomeReport(
+            gateway=self._gateway_id,
+            batches=batches,
+            history=tuple(self._history) if query.wants_history else (),
+            longest_request_s=max((each.age_s for each in self._history), default=0.0),
+            compared_answers=self._compared_answers,
+            equal_answers=self._equal_answers,
+        )
+
+    def _record(
+        self, context: RequestContext, counted: _Counted, now: float, *, is_running: bool
+    ) -> RequestOutcome | None:
+        arm, key, has_pool_failed = counted
+        outcome = build_outcome(
+            context, arm, key, self._candidate_replicas, now, is_running=is_running
+        )
+        if outcome is None and has_pool_failed:
+            # Otherwise a version that always fails would have few errors: the other one takes its requests over.
+            outcome = RequestOutcome(arm=arm, key=key, status=OutcomeStatus.FAILED, age_s=0.0)
+        comparison, aggregator = self.comparison, self._aggregator
+        if outcome is not None and comparison is not None and aggregator is not None:
+            outcome = outcome.judge_objective(
+                comparison.max_ttft_s, comparison.max_time_per_token_s
+            )
+            aggregator.record(outcome)
+        return outcome
+
+
+def _step_of(comparison: Comparison | None) -> tuple[str, int] | None:
+    return None if comparison is None else (comparison.rollout, comparison.step)
 
 
 class OutcomeMeter:

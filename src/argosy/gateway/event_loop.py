@@ -1,12 +1,18 @@
-"""Monitor of the event loop's lag: work that can wait gives way while requests for models use up the loop."""
+"""Work that shares the gateway's event loop: background coroutines, slices of long work, and a monitor of its lag."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 
+RETRY_INTERVAL_S = 5.0
+"""Time after which a failed background coroutine is started again."""
+
+MAX_SLICE_S = 0.001
 PROBE_INTERVAL_S = 0.1
 OVERLOAD_LAG_S = 0.1
 """Mean lag from which the loop is overloaded."""
@@ -17,7 +23,37 @@ MAX_PROBE_LAG_S = 0.4
 _WEIGHT_OF_LATEST = 0.2
 """Weight of the latest probe in the mean."""
 
+CoroutineFactory = Callable[[], Coroutine[Any, Any, None]]
+"""Function that starts a background coroutine. The coroutine returns when its work has ended for good."""
+
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+async def run_with_restarts(factory: CoroutineFactory) -> None:
+    """Run a background coroutine until it returns.
+
+    If it raises, log the exception and restart it after 5 seconds, because resource exhaustion (memory, threads) is
+    usually temporary.
+    """
+    while True:
+        try:
+            return await factory()
+        except Exception:
+            log.exception("background_task_failed", task=repr(factory), retry_in_s=RETRY_INTERVAL_S)
+        await asyncio.sleep(RETRY_INTERVAL_S)
+
+
+class LoopSlices:
+    """Gives the event loop to others after each `MAX_SLICE_S` of work."""
+
+    def __init__(self) -> None:
+        self._began_at = time.perf_counter()
+
+    async def pause(self) -> None:
+        """Give way if the slice is used up."""
+        if time.perf_counter() - self._began_at > MAX_SLICE_S:
+            await asyncio.sleep(0)
+            self._began_at = time.perf_counter()
 
 
 class LoopMonitor:
