@@ -10,8 +10,7 @@ import typer
 
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.fleet_preflight import check_launchers, check_ports, created_folder
-from argosy.cli.fleet_progress import read_status, wait_until_gone, wait_until_ready
+from argosy.cli.fleet_progress import wait_until_gone, wait_until_ready
 from argosy.cli.fleet_target import (
     FilesArgument,
     FilesOption,
@@ -20,6 +19,9 @@ from argosy.cli.fleet_target import (
     Reason,
     Timeout,
     Wait,
+    check_launchers,
+    check_ports,
+    created_folder,
     open_declared,
     open_fleet,
     parse_revision,
@@ -300,7 +302,7 @@ def _apply(
 
 
 def _warn_without_controller(target: FleetTarget, asks: Asks) -> None:
-    if asks != "removal" and not read_status(target).has_leader:  # `up` starts one
+    if asks != "removal" and not target.read_status().has_leader:  # `up` starts one
         typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_target import FleetTarget
-from argosy.cli.rollout_report import shorten_digests
+from argosy.cli.output import shorten_digests
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,7 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
     with Live(auto_refresh=False, transient=True) as live:
         is_terminal = live.console.is_terminal
         while True:
-            status = read_status(target)
+            status = target.read_status()
             waited_s = time.monotonic() - started_at
             if status.revision != revision:
                 live.stop()
@@ -70,7 +70,7 @@ def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> Non
     deadline = time.monotonic() + timeout_s
     empty_since: float | None = None
     while True:
-        status, now = read_status(target), time.monotonic()
+        status, now = target.read_status(), time.monotonic()
         if status.revision != revision:
             _fail_superseded(target, revision)
         if not status.replicas:
@@ -83,13 +83,6 @@ def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> Non
             left = "; ".join(map(_describe_replica, status.replicas))
             fail(f"still running after {timeout_s:g} s: {left}", EXIT_FAILURE)
         time.sleep(POLL_INTERVAL_S)
-
-
-def read_status(target: FleetTarget) -> FleetStatus:
-    """Return the status of the fleet as its controller last recorded it."""
-    from argosy.deployment import read_fleet_status
-
-    return read_fleet_status(target.store.fleets, target.name)
 
 
 def render_replicas(replicas: Sequence[ReplicaRecord]) -> Table:

@@ -1,7 +1,9 @@
-"""The fleet that a command is about: its declaration, its store and its folder."""
+"""The fleet that a command is about: its declaration, its store and its folder, and checks before a change."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import getpass
 import socket
 from collections.abc import Iterator, Sequence
@@ -16,8 +18,9 @@ from argosy.cli.account_lookup import open_or_create_store
 from argosy.cli.failure import fail
 
 if TYPE_CHECKING:
-    from argosy.deployment import FleetConfig
+    from argosy.deployment import FleetConfig, FleetStatus
     from argosy.store import FleetRevision, Store
+
 
 DEFAULT_FILE = Path("fleet.yaml")
 
@@ -66,6 +69,12 @@ class FleetTarget:
         if revision is None:
             fail(f"the fleet {self.name!r} was never applied; use `argosy up FILE`")
         return revision
+
+    def read_status(self) -> FleetStatus:
+        """Return the status of the fleet as its controller last recorded it."""
+        from argosy.deployment import read_fleet_status
+
+        return read_fleet_status(self.store.fleets, self.name)
 
     def apply(
         self, config: FleetConfig, reason: str, *, after: int, rollback_of: int | None = None
@@ -196,3 +205,49 @@ def _absolute(url: str) -> str:
     return (
         prefix + str(Path(url.removeprefix(prefix)).absolute()) if url.startswith(prefix) else url
     )
+
+
+def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
+    """End the command if a launcher of the declaration cannot be used from this machine."""
+    from argosy.fleet.control import check_launchers
+    from argosy.fleet.launchers import LaunchError
+
+    try:
+        asyncio.run(check_launchers(config, target.folder))
+    except LaunchError as error:
+        fail(str(error))
+
+
+def check_ports(target: FleetTarget, config: FleetConfig) -> None:
+    """End the command if another program listens where a gateway of the fleet shall, on this machine."""
+    from argosy.deployment import gateway_url
+    from argosy.http_server import bind_tcp
+
+    if config.uds is not None:
+        return
+    own_urls = {replica.url for replica in target.read_status().replicas}
+    for ordinal in range(config.gateways if config.port else 0):
+        if gateway_url(config, ordinal) in own_urls:
+            continue
+        try:
+            bind_tcp(config.host, config.port + ordinal).close()
+        except OSError as error:
+            problem = str(error.strerror).partition(";")[0]
+            fail(f"gateway {ordinal} {problem}; stop what listens there, or change `port`")
+
+
+@contextlib.contextmanager
+def created_folder(folder: Path) -> Iterator[None]:
+    """Create the folder of a fleet's state, or end the command. If the block fails, it is removed again if empty."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        fail(
+            f"{folder} cannot be created: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+        )
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise

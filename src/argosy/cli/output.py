@@ -19,6 +19,8 @@ MAX_TABLE_WIDTH = 10_000
 """Maximum width in characters of a table that is written to a file or a pipe, with one line per record."""
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters except tab and line feed."""
+SHOWN_DIGEST_CHARS = 12
+_DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 
 
 def print_records(
@@ -112,3 +114,8 @@ def print_json(value: Any, **more: str) -> None:  # noqa: ANN401 - a record or a
         record.pop("digest", None)
     output = builtins | more if more else builtins
     typer.echo(msgspec.json.format(msgspec.json.encode(output)).decode())
+
+
+def shorten_digests(text: str) -> str:
+    """Return a text with the digests of versions shortened to their beginnings."""
+    return _DIGEST.sub(lambda match: match[0][:SHOWN_DIGEST_CHARS], text)
