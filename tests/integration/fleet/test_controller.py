@@ -8,14 +8,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
 from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
+from tests.support.fake_clock import FakeClock
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
+from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 from argosy.deployment import (
@@ -29,6 +31,8 @@ from argosy.deployment import (
     set_replicas,
     stop_everything,
 )
+from argosy.fleet.control import process_holder
+from argosy.fleet.control.leadership import Leadership, is_gone
 from argosy.policy.rollout import (
     CommandKind,
     RolloutCommand,
@@ -36,6 +40,7 @@ from argosy.policy.rollout import (
     RolloutState,
 )
 from argosy.store import (
+    DeposedError,
     FleetStore,
     GatewayRecord,
     StoreConfig,
@@ -43,6 +48,7 @@ from argosy.store import (
 )
 
 REPLICA = Path(__file__).parents[2] / "support" / "scripted_replica.py"
+LEASE_S = 0.04
 
 
 def declare(**pool: object) -> FleetConfig:
@@ -335,3 +341,57 @@ async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
         await until(lambda: paused in reasons()[-1])  # events are stored after the records
         fleet.apply(set_replicas(fleet.declaration(), "chat", None))
         await fleet.as_declared("chat-1-0", "chat-1-1")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FleetStore]:
+    opened = open_migrated_store(f"sqlite:///{tmp_path / 'argosy.db'}")
+    yield opened.fleets
+    opened.close()
+
+
+async def test_standby_takes_over_when_renewals_end(store: FleetStore) -> None:
+    clock = FakeClock(100.0)
+    first, second = (Leadership(store, FLEET, name, LEASE_S, clock) for name in ("a", "b"))
+    with pytest.raises(DeposedError):
+        _ = first.lease
+    assert (await first.acquire()).epoch == 1
+    standby, keeping = asyncio.create_task(second.acquire()), asyncio.create_task(first.keep())
+    await until(lambda: store.read_lease(FLEET).renewals >= 4)
+    assert first.lease.holder == "a"
+    assert not standby.done()
+    keeping.cancel()
+    clock.now += 10 * LEASE_S
+    with pytest.raises(DeposedError):
+        _ = first.lease  # by its own clock, before anybody else leads
+    while not standby.done():  # it may have seen the last renewal after the clock was set
+        clock.now += LEASE_S
+        await asyncio.sleep(LEASE_S / 4)
+    lease = await standby
+    assert (lease.epoch, lease.holder) == (2, "b")
+    with pytest.raises(DeposedError):
+        await first.keep()
+
+
+async def test_released_lease_is_taken_over_at_once(store: FleetStore) -> None:
+    clock = FakeClock(100.0)  # stands still, so that no lease ends
+    first, second = (Leadership(store, FLEET, name, LEASE_S, clock) for name in ("a", "b"))
+    await first.acquire()
+    standby = asyncio.create_task(second.acquire())
+    await first.release()
+    assert (await standby).epoch == 2
+    await first.release()
+    assert second.lease.epoch == 2
+
+
+async def test_lease_of_a_process_that_is_gone_is_taken_over_at_once(store: FleetStore) -> None:
+    host, _, scope = process_holder().split("/")
+    process = await asyncio.create_subprocess_exec("true")
+    await process.wait()
+    gone = f"{host}/{process.pid}/{scope}"
+    assert is_gone(gone)
+    for holder in (process_holder(), f"{host}/{process.pid}/other-boot", "a", ""):
+        assert not is_gone(holder)
+    clock = FakeClock(100.0)  # stands still, so that no lease ends
+    await Leadership(store, FLEET, gone, LEASE_S, clock).acquire()
+    assert (await Leadership(store, FLEET, "b", LEASE_S, clock).acquire()).epoch == 2

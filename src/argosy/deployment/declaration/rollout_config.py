@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.policy.rollout import (
+    GateLimits,
     GateSettings,
     Metric,
     MetricRule,
@@ -95,18 +96,10 @@ class MetricConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The same from a share of 25 %."""
 
 
-class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GateConfig(GateLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Comparison of the new with the stable version."""
 
-    max_false_rollbacks: Annotated[float, Meta(gt=0, lt=1)] = 0.01
-    """Largest probability that a version that is no worse is rolled back."""
-    max_false_promotions: Annotated[float, Meta(gt=0, lt=1)] = 0.05
-    """Largest probability at each step that a version that is worse by a margin goes on."""
-    max_miss_rate: Annotated[float, Meta(gt=0, lt=1)] | None = None
-    """Share of the requests that may fail or miss `objectives` of the fleet. 0.05 if it has any."""
-    max_silence_s: Seconds = 75.0
-    """Age of the latest measurement from which it counts as missing, so that the rollout waits."""
-    metrics: dict[MetricName, MetricConfig] = {}
+    metrics: dict[MetricName, MetricConfig] = msgspec.field(default_factory=dict)
     """Other limits than the defaults, by metric."""
     ignored_metrics: tuple[MetricName, ...] = ()
     """Metrics that may change, such as `long_output` for a version that answers at greater length."""
@@ -124,23 +117,17 @@ class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for metric, rule in GateSettings().rules.items():
             if metric.value in self.ignored_metrics:
                 continue
-            limits = self.metrics.get(metric.value, MetricConfig())
+            config = self.metrics.get(metric.value, MetricConfig())
             declared = {
                 name: value
-                for name, value in msgspec.structs.asdict(limits).items()
+                for name, value in msgspec.structs.asdict(config).items()
                 if value is not None
             }
             rules[metric] = MetricRule(**(msgspec.structs.asdict(rule) | declared))
-        max_miss_rate = self.max_miss_rate
-        if max_miss_rate is None and has_objectives:
-            max_miss_rate = OBJECTIVE_MISS_RATE
-        return GateSettings(
-            max_false_rollbacks=self.max_false_rollbacks,
-            max_false_promotions=self.max_false_promotions,
-            rules=rules,
-            max_miss_rate=max_miss_rate,
-            max_silence_s=self.max_silence_s,
-        )
+        limits = {name: getattr(self, name) for name in GateLimits.__struct_fields__}
+        if limits["max_miss_rate"] is None and has_objectives:
+            limits["max_miss_rate"] = OBJECTIVE_MISS_RATE
+        return GateSettings(**limits, rules=rules)
 
 
 class RolloutConfig(RolloutSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

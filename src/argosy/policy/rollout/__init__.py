@@ -13,7 +13,7 @@ from argosy.policy.rollout.baseline import Baseline, BaselineRecorder
 from argosy.policy.rollout.comparison import Comparison
 from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
 from argosy.policy.rollout.gate_record import GateRecord
-from argosy.policy.rollout.gate_settings import GateSettings, MetricRule
+from argosy.policy.rollout.gate_settings import GateLimits, GateSettings, MetricRule
 from argosy.policy.rollout.metrics import EVENTS, Metric
 from argosy.policy.rollout.outcome_batch import EventCell, OutcomeAggregator, OutcomeBatch
 from argosy.policy.rollout.outcomes import Arm, OutcomeStatus, RequestOutcome

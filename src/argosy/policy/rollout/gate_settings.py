@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from argosy.policy.rollout.metrics import Metric
 
 TIGHT_SHARE = 0.25
 """Share from which the smaller margins apply."""
+Probability = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class MetricRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,24 +50,29 @@ def _default_rules() -> dict[Metric, MetricRule]:
     }
 
 
-class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
+class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a gate that a declaration sets."""
+
+    max_false_rollbacks: Probability = 0.01
+    """Largest probability that a version that is no worse is rolled back, over the whole rollout."""
+    max_false_promotions: Probability = 0.05
+    """Largest probability at each step that a version that is worse by a margin goes on."""
+    max_miss_rate: Probability | None = None
+    """Share of the requests that may fail or miss `objectives` of the fleet. 0.05 if it has any."""
+    max_silence_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 75.0
+    """Age of the latest measurement from which it counts as missing, so that the rollout waits."""
+
+
+class GateSettings(GateLimits, frozen=True, kw_only=True):
     """Settings of one gate.
 
     Raises:
         ValueError: A value is out of range.
     """
 
-    max_false_rollbacks: float = 0.01
-    """Largest probability to roll back a version that is no worse, over the whole rollout (alpha)."""
-    max_false_promotions: float = 0.05
-    """Largest probability, for each step, to promote a version that is worse by a margin (beta)."""
     ratios: tuple[float, ...] = (1.25, 1.6, 2.2, 4.0, 10.0, 50.0)
     """Rate ratios that are tested against."""
     rules: Mapping[Metric, MetricRule] = msgspec.field(default_factory=_default_rules)
-    max_miss_rate: float | None = None
-    """Part of the requests that may miss the declared objective; None if none is declared."""
-    max_silence_s: float = 75.0
-    """Age of the newest batch from which measurements count as missing."""
     max_invalid_share: float = 0.01
     """Part of the requests of a step without valid measurements from which the step is inconclusive."""
 

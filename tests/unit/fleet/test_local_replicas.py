@@ -1,6 +1,9 @@
-"""Device assignment: visible GPUs follow CUDA's rules, and each replica gets a GPU."""
+"""Replicas on one machine: their devices and CPUs, and why one has exited."""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +11,23 @@ from hypothesis import strategies as st
 
 from argosy.fleet import ReplicaGroup, group_replicas, usable_gpus
 from argosy.fleet.device_assignment import visible_gpus
+from argosy.fleet.launchers.local_start import choose_cpus
+from argosy.fleet.launchers.replica_folder import LaunchRecord, describe_replica
+from argosy.process_monitor import ProcessStatus
+
+RECORD = LaunchRecord(
+    name="a-1-0",
+    pool="a",
+    generation=1,
+    ordinal=0,
+    attempt=1,
+    started_at=0.0,
+    url=None,
+    port=None,
+    socket=None,
+    gpus=(),
+    cpus=(),
+)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +73,43 @@ def test_shared_gpus_are_divided_evenly(replicas: int, count: int) -> None:
         assert (group.shared_gpu is None) == (has_own_gpu or not count)
         assert group.colocated_replicas == (0 if has_own_gpu else group.num_replicas - 1)
         assert has_own_gpu or group.num_replicas <= -(-replicas // max(1, count))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "used", "chosen"),
+    [
+        (None, [], ()),
+        (0.5, [], (2,)),
+        (1.5, [2], (4, 6)),
+        (2, [2, 4, 4, 6], (2, 6)),
+        (64, [2], (2, 4, 6)),
+    ],
+)
+def test_replica_is_pinned_to_least_used_cpus(
+    monkeypatch: pytest.MonkeyPatch, cpus: float | None, used: list[int], chosen: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 4, 6})
+    assert choose_cpus(cpus, used) == chosen
+
+
+@pytest.mark.parametrize(
+    ("exit_", "reason"),
+    [
+        ({"exit_status": 3}, "it exited with status 3"),
+        ({"exit_status": 3, "last_output": "no"}, "it exited with status 3; its last output: no"),
+        ({"exit_status": 0}, "it exited with status 0"),
+        ({"exit_status": -11}, "it crashed with SIGSEGV"),
+        (
+            {"exit_status": -9, "ran_out_of_memory": True},
+            "the system killed it because memory ran out",
+        ),
+        ({"exit_status": -9}, "it was killed (SIGKILL), by a person or because memory ran out"),
+        ({"exit_status": -15}, "it was killed (SIGTERM)"),
+        ({"exit_status": -99}, "it was killed (signal 99)"),
+        ({"exit_status": 1, "error": "no GPU"}, "it could not start: no GPU"),
+        ({}, "it exited"),
+    ],
+)
+def test_exit_reason_names_status_signal_or_error(exit_: dict[str, Any], reason: str) -> None:
+    status = ProcessStatus(attempt=1, monitor_pid=2, pid=3, exited_at=1.0, **exit_)
+    assert describe_replica(RECORD, status).reason == reason
