@@ -17,8 +17,9 @@ class Rates:
 
     def cost_nano_dollars(self, usage: TokenUsage) -> int:
         """Return the cost in nano-dollars."""
-        uncached = usage.uncached_tokens
-        cached = usage.prompt_tokens - uncached
+        prompt = usage.prompt_tokens
+        cached = min(usage.cached_tokens, prompt)
+        uncached = prompt - cached
         return (
             uncached * self.input + cached * self.cached_input + usage.output_tokens * self.output
         )

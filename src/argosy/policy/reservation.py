@@ -34,9 +34,8 @@ class QuotaUsage(msgspec.Struct, frozen=True, gc=False):
 
 def running_usage(rates: Rates, usage: TokenUsage) -> QuotaUsage:
     """Return the usage of a running request with its tokens so far; it occupies one concurrency unit."""
-    return msgspec.structs.replace(
-        final_usage(usage, rates.cost_nano_dollars(usage)), concurrency=1
-    )
+    prompt, output = usage.prompt_tokens, usage.output_tokens
+    return QuotaUsage(1, prompt + output, prompt, output, rates.cost_nano_dollars(usage), 1)
 
 
 def final_usage(usage: TokenUsage, nano_dollars: int) -> QuotaUsage:
@@ -91,7 +90,8 @@ class LimitHold(msgspec.Struct):
 
     def missing_units(self, usage: QuotaUsage) -> int:
         """Return how many units `usage` has more than are held; negative if it has fewer."""
-        return max(0, self.quota_limit.units_of(usage) - self.uncounted_units) - self.units
+        counted = self.quota_limit.units_of(usage) - self.uncounted_units
+        return counted - self.units if counted > 0 else -self.units
 
     def replace_by(self, usage: QuotaUsage, now: float) -> None:
         """Hold exactly the units of `usage`."""
@@ -164,7 +164,8 @@ class Reservation(msgspec.Struct, eq=False):
             return
         self.is_settled = True
         for hold in self.holds:
-            hold.replace_by(usage, now)
+            if hold.quota_limit.units_of(usage) != hold.units or hold.uncounted_units:
+                hold.replace_by(usage, now)
 
     def change_limits(
         self, limits: Sequence[QuotaLimit], usage: QuotaUsage, minimum: QuotaUsage, now: float
@@ -193,7 +194,11 @@ class Reservation(msgspec.Struct, eq=False):
                 hold.replace_by(minimum, now)
 
     def _shortfall_by_hold(self, usage: QuotaUsage) -> list[tuple[LimitHold, int]]:
-        return [(hold, units) for hold in self.holds if (units := hold.missing_units(usage)) > 0]
+        return [
+            (hold, hold.missing_units(usage))
+            for hold in self.holds
+            if hold.quota_limit.units_of(usage) > hold.units + hold.uncounted_units
+        ]
 
 
 def _start_hold(quota_limit: QuotaLimit, usage: QuotaUsage) -> LimitHold:

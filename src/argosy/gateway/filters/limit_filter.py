@@ -219,11 +219,9 @@ class LimitFilter:
         )
         output_tokens = expected_tokens * fields.choice_count
         expected_usage = running_usage(rates, TokenUsage(prompt_tokens, 0, output_tokens))
-        outcome, backend_answered = (
-            reserve(limit_set.meters, expected_usage, expected_usage, now),
-            True,
-        )
-        if isinstance(outcome, list):
+        outcome = reserve(limit_set.meters, expected_usage, expected_usage, now)
+        backend_answered, has_waited = True, isinstance(outcome, list)
+        if has_waited:
             minimum_tokens = TokenUsage(prompt_tokens, 0, min(1, output_tokens))
             minimum_usage = running_usage(rates, minimum_tokens)
             outcome, backend_answered = await self._acquire(
@@ -250,9 +248,10 @@ class LimitFilter:
             expected_output_tokens=output_tokens,
         )
         self._running.add(state)
-        current_limit_set = self._get_limit_set(principal, context.pool.model)
-        if current_limit_set.meters != limit_set.meters:  # changed while units were acquired
-            state.change_limits(current_limit_set)
+        if has_waited:  # the limits may have changed while units were acquired
+            current_limit_set = self._get_limit_set(principal, context.pool.model)
+            if current_limit_set.meters != limit_set.meters:
+                state.change_limits(current_limit_set)
         return True
 
     def on_tokens(

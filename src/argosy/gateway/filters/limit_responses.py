@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
+from itertools import starmap
+from operator import attrgetter
 
 from argosy.gateway.request_trace import LimitTrace
 from argosy.policy import (
@@ -22,6 +24,16 @@ DEFAULT_RETRY_AFTER_S = 1.0
 """Suggested delay before a retry if the wait is unknown."""
 _LENGTH_UNITS = frozenset({"tokens", "input_tokens", "output_tokens", "nano_dollars"})
 
+_admitted_fields = attrgetter(
+    "quota_limit.owner_kind",
+    "quota_limit.unit",
+    "quota_limit.window",
+    "quota_limit.model",
+    "quota_limit.meter.limit",
+    "used_before",
+    "units",
+)
+"""Returns the fields of the `LimitTrace` of a hold."""
 _HEADER_UNITS = {"requests": {"requests"}, "tokens": {"tokens", "input_tokens", "output_tokens"}}
 
 
@@ -107,18 +119,7 @@ def _header_names(kind: str) -> tuple[bytes, bytes, bytes]:
 
 def explain_admitted(reservation: Reservation) -> list[LimitTrace]:
     """Return the trace entries of an admitted request."""
-    return [
-        LimitTrace(
-            (meter := hold.quota_limit).owner_kind,
-            meter.unit,
-            meter.window,
-            meter.model,
-            meter.meter.limit,
-            hold.used_before,
-            hold.units,
-        )
-        for hold in reservation.holds
-    ]
+    return list(starmap(LimitTrace, map(_admitted_fields, reservation.holds)))
 
 
 def explain_rejected(rejections: Sequence[QuotaRejection]) -> list[LimitTrace]:
