@@ -239,7 +239,8 @@ class Http1Transport:
         except Exception:
             log.exception("request_handler_failed")
         finally:
-            self.discard_body()
+            if self._body_buffer:
+                self.discard_body()
             if not (self.response_complete or self.is_disconnected):
                 if self.response_started:
                     self._connection.abort()

@@ -69,6 +69,20 @@ class ResponseObserver(Protocol):
 class HttpExchange:
     """HTTP request and response. Responses carry `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
+    path_parameters: Mapping[str, str] = {}  # noqa: RUF012 - never changed in place
+    """Parameters in the path, as its route names them."""
+    status: int | None = None
+    """Status of the response, once it has been sent."""
+    response_complete = False
+    """Whether the whole response has been sent."""
+    error_code: str | None = None
+    """Code of the error that ended the request."""
+    _observer: ResponseObserver | None = None
+    _dialect: ResponseDialect | None = None
+    _translator: ResponseTranslator | None = None
+    _body: bytes | None = None
+    """Body that replaces the client's."""
+
     def __init__(self, request: HttpRequest, limits: ExchangeLimits, server_id: str = "") -> None:
         """Create an exchange.
 
@@ -88,8 +102,6 @@ class HttpExchange:
         self.method = request.method
         self.path = request.path
         """Path that is handled, which an application may replace. `requested_path` is the client's."""
-        self.path_parameters: Mapping[str, str] = {}
-        """Parameters in the path, as its route names them."""
         self.query = request.query
         """Query string, without the `?`."""
         self.peer_address = request.peer_address
@@ -101,17 +113,6 @@ class HttpExchange:
         self.request_id = self._choose_request_id()
         self.extra_headers: Headers = []
         """Headers to add to the response, also to an error response."""
-        self.status: int | None = None
-        """Status of the response, once it has been sent."""
-        self.response_complete = False
-        """Whether the whole response has been sent."""
-        self._observer: ResponseObserver | None = None
-        self._dialect: ResponseDialect | None = None
-        self._translator: ResponseTranslator | None = None
-        self._body: bytes | None = None
-        """Body that replaces the client's."""
-        self.error_code: str | None = None
-        """Code of the error that ended the request."""
 
     @property
     def requested_path(self) -> str:
@@ -220,10 +221,14 @@ class HttpExchange:
         if self._body is not None:
             return self._body
         max_bytes, transport = self._limits.body_limit_bytes, self._transport
-        self._check_body_headers(max_bytes)
+        if b"content-encoding" in self.headers:
+            self._check_encoding()
         if transport.is_body_complete:
             body = await transport.read_body(max_bytes)
         else:
+            length = self.headers.get(b"content-length", b"")
+            if length.isdigit() and int(length[:20]) > max_bytes:
+                raise _body_too_large_error(max_bytes)
             try:
                 async with asyncio.timeout(self._limits.body_timeout_s):
                     body = await transport.read_body(max_bytes)
@@ -235,12 +240,8 @@ class HttpExchange:
             raise _body_too_large_error(max_bytes)
         return body
 
-    def _check_body_headers(self, max_bytes: int) -> None:
-        length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length[:20]) > max_bytes:
-            raise _body_too_large_error(max_bytes)
-        encoding = self.headers.get(b"content-encoding", b"identity").lower()
-        if encoding not in {b"identity", b""}:
+    def _check_encoding(self) -> None:
+        if self.headers[b"content-encoding"].lower() not in {b"identity", b""}:
             message = "Compressed bodies are not supported. Send uncompressed JSON."
             raise ApiError(415, "unsupported_encoding", message)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 import httptools
+import msgspec
 
 from argosy.http_server.response_transport import Headers, ResponseTransport
 from argosy.http_server.websocket import WebSocketOpener
@@ -207,8 +208,7 @@ class HeadCache:
             self._known = KnownHead(method, path, query, headers, prefix, suffix, index)
 
 
-@dataclass(slots=True)
-class HttpRequest:
+class HttpRequest(msgspec.Struct, eq=False):
     """Request whose head has arrived. Its body arrives over the transport, which also takes the response."""
 
     method: str

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 import zlib
 from collections import deque
 from pathlib import Path
 from typing import get_args
 
 from argosy.policy import Rates
-from argosy.protocol import NO_TOKENS, TokenUsage
+from argosy.protocol import TokenUsage
 from argosy.store.records import UsageRecord, UsageStatus
 
 USAGE_STATUSES: tuple[UsageStatus, ...] = get_args(UsageStatus)
@@ -38,6 +39,8 @@ STATE_WORD, INPUT_WORD, CACHED_WORD, OUTPUT_WORD = 0, 1, 2, 3
 INPUT_RATE_WORD, CACHED_RATE_WORD, OUTPUT_RATE_WORD = 4, 5, 6
 STARTED_AT_WORD, ENDED_AT_WORD = 7, 8
 CHECKSUM_WORD, TEXT_SIZE_WORD, REPLICA_SIZE_WORD = 9, 10, 11
+_BEGUN_WORDS = struct.Struct("=3q3q2d2q")
+"""Words of a slot whose request begins, from `INPUT_WORD` to `TEXT_SIZE_WORD`. Readers ignore them until it runs."""
 TEXT_OFFSET, REPLICA_OFFSET = 96, 896
 """Byte offsets of the texts in the slot."""
 MAX_REQUEST_ID_BYTES, MAX_TEXT_BYTES = 160, 90
@@ -65,13 +68,14 @@ class UsageSlot:
         words, base = self._words, self._first_word
         text = _encode_texts(record)
         self._write_text(TEXT_OFFSET, text)
-        words[base + TEXT_SIZE_WORD] = len(text)
-        words[base + CHECKSUM_WORD] = zlib.crc32(text)
-        words[base + INPUT_RATE_WORD] = rates.input
-        words[base + CACHED_RATE_WORD] = rates.cached_input
-        words[base + OUTPUT_RATE_WORD] = rates.output
-        self.table.times[base + STARTED_AT_WORD] = record.started_at
-        self.set_counts(NO_TOKENS)
+        _BEGUN_WORDS.pack_into(
+            self.table.memory,
+            (base + INPUT_WORD) * 8,
+            *(0, 0, 0),
+            *(rates.input, rates.cached_input, rates.output),
+            *(record.started_at, 0.0),
+            *(zlib.crc32(text), len(text)),
+        )
         words[base + STATE_WORD] = RUNNING
 
     def set_counts(self, usage: TokenUsage) -> None:

@@ -72,15 +72,14 @@ class StopStringFilter:
         return whole[: min(matches)], matches[min(matches)]
 
 
-@dataclass(slots=True)
-class EmittedChoice:
+class EmittedChoice(msgspec.Struct, eq=False):
     """The choice that a client receives from servers without resume metadata. The object outlives these servers."""
 
     path: bytes
     first_chunk: dict[str, Any] | None = None
     """First chunk that the client received. All later events repeat its id and model."""
-    text_pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    text_pieces: list[str] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
     prompt_token_ids: array[int] | None = None
     has_token_ids: bool = True
     """Whether token ids are known for the whole text."""

@@ -248,7 +248,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._is_message_complete = self._is_framed = self._at_chunk_boundary = False
         if self.closed and self.transport is not None:
             self.transport.abort()
-        self.resume_reading()  # a pause was for this response and must not delay the next one
+        if (
+            self._paused_at is not None
+        ):  # a pause was for this response and must not delay the next one
+            self.resume_reading()
         self._release(self)
         if listener is not None:
             listener.on_end()
