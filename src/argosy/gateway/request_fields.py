@@ -34,6 +34,8 @@ MAX_NON_PROMPT_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a body besides its prompt. Parsing millions of fields would take a second and a gigabyte."""
 TRUNCATING_FIELDS = frozenset({"truncate_prompt_tokens", "max_tokens_per_doc"})
 """Fields that let a replica truncate prompts, inputs or documents."""
+TOOL_FIELDS = ("tools", "functions")
+"""Fields that describe the tools of a chat."""
 NON_STREAMING_FIELDS = ("prompt_logprobs", "resume")
 """Fields that streaming requests do not support, or treat differently."""
 
@@ -136,6 +138,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """Request id chosen by the client."""
     cache_domain: str = ""
     """Domain within which cached prompts are shared. Empty means the public domain."""
+    prompt_bytes: int = 0
+    """Size of the prompt or the messages."""
     body_bytes: int = 0
     """Size of the request body, which is kept in memory."""
 
@@ -150,7 +154,7 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
         For messages only the text counts that every chat template includes. Malformed prompts return False and are left
         to the replica to reject. So are requests that truncate their inputs.
         """
-        if len(self.raw_prompt) <= max_tokens or not TRUNCATING_FIELDS.isdisjoint(self.raw):
+        if self.prompt_bytes <= max_tokens or not TRUNCATING_FIELDS.isdisjoint(self.raw):
             return False
         try:
             return _exceeds_token_limit(bytes(self.raw_prompt), max_tokens)
@@ -160,6 +164,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     @property
     def can_aggregate_stream(self) -> bool:
         """Whether a non-streaming response can be aggregated from a native replica's stream."""
+        if self.raw.keys().isdisjoint(NON_STREAMING_FIELDS):
+            return self.generates
         return self.generates and all(
             bytes(self.raw.get(name, b"null")) == b"null" for name in NON_STREAMING_FIELDS
         )
@@ -205,8 +211,8 @@ def parse_request_fields(
     limit = known.get("max_completion_tokens", known.get("max_tokens"))
     options = known.get("stream_options")
     tool_tokens = 0
-    if prompt_field == "messages":
-        tool_bytes = sum(len(bytes(raw[name])) for name in ("tools", "functions") if name in raw)
+    if prompt_field == "messages" and not raw.keys().isdisjoint(TOOL_FIELDS):
+        tool_bytes = sum(len(bytes(raw[name])) for name in TOOL_FIELDS if name in raw)
         tool_tokens = tool_bytes // BYTES_PER_TOKEN
     resume_tokens = bytes(raw["resume"]).count(b",") if "resume" in raw else 0
     return RequestFields(
@@ -228,6 +234,7 @@ def parse_request_fields(
         has_generated_seed=has_generated_seed,
         request_id=known.get("request_id", ""),
         cache_domain=cache_domain,
+        prompt_bytes=len(prompt),
         body_bytes=len(body),
     )
 
@@ -286,6 +293,7 @@ def parse_pooled_fields(
         generates=False,
         request_id=known.get("request_id", ""),
         cache_domain=cache_domain,
+        prompt_bytes=len(inputs),
         body_bytes=len(body),
     )
 

@@ -44,7 +44,9 @@ class NativeStreamParser(StreamParser):
         """Choices that finished without a token. No token id shows the next replica that they were delivered."""
         self._splitter = EventSplitter()
         self._held_events: list[bytes] = []
-        self._held_bytes = 0
+        """Events without their ends."""
+        self._bytes_since_metadata = 0
+        """Bytes of the bodies from the one with the last metadata comment on, of which some may be held."""
 
     def feed(self, body: bytes) -> bytes:
         """Parse `body`. After malformed metadata, return only the events before it and set `failure`."""
@@ -67,23 +69,25 @@ class NativeStreamParser(StreamParser):
             ):
                 return body[: end + 2] if self._accept_metadata(body[entry:-2]) else b""
         forwarded: list[bytes] = []
+        held = self._held_events
         for block in self._splitter.feed(body):
-            if block.startswith(_REPORT_PREFIX):
+            if not block.startswith(b":"):
+                held.append(block)
+                if block == _DONE_EVENT:
+                    self.is_done = True
+            elif block.startswith(_REPORT_PREFIX):
                 self._record_report(block[len(_REPORT_PREFIX) :])
             elif block.startswith(_METADATA_PREFIX):
                 if self._accept_metadata(block[len(_METADATA_PREFIX) :]):
-                    forwarded += self._held_events
-                self._held_events.clear()
-                self._held_bytes = 0
+                    forwarded += held
+                held.clear()
+                self._bytes_since_metadata = 0
                 if self.failure:
                     break
-            elif not block.startswith(b":"):
-                self.is_done = self.is_done or block == _DONE_EVENT
-                self._held_events += (block, EVENT_END)
-                self._held_bytes += len(block) + len(EVENT_END)
-        if len(self._splitter) + self._held_bytes > MAX_HELD_BYTES:
+        self._bytes_since_metadata += len(body)
+        if self._bytes_since_metadata > MAX_HELD_BYTES:
             self.failure = f"more than {MAX_HELD_BYTES} bytes of events wait for resume metadata"
-        return b"".join(forwarded)
+        return _join_events(forwarded)
 
     @property
     def can_use_fast_path(self) -> bool:
@@ -92,7 +96,7 @@ class NativeStreamParser(StreamParser):
 
     def flush(self) -> bytes:
         """Return the events that no metadata follows: the usage and `[DONE]`, or an error."""
-        held = b"".join(self._held_events)
+        held = _join_events(self._held_events)
         self._held_events.clear()
         return held
 
@@ -142,3 +146,8 @@ class NativeStreamParser(StreamParser):
         if report is not None:
             self._delivered.report = report
             self._delivered.reasoning_tokens = report.reasoning_tokens
+
+
+def _join_events(events: list[bytes]) -> bytes:
+    """Return the events, each with its end."""
+    return EVENT_END.join([*events, b""]) if events else b""

@@ -60,11 +60,11 @@ def build_placement_request(
         tier=tier,
         weight=principal.weight,
         compute_block_keys=partial(compute_block_keys, fields, principal.cache_domain, model)
-        if fields.generates
+        if fields.generates and fields.prompt_bytes >= BLOCK_BYTES
         else list,
         compute_digest=partial(compute_prompt_digest, fields, principal.tenant),
         tool_tokens=fields.estimated_tool_tokens,
-        prompt_bytes=len(fields.raw_prompt),
+        prompt_bytes=fields.prompt_bytes,
         size_bytes=fields.body_bytes,
         choice_count=fields.choice_count,
         max_output_tokens=fields.max_output_tokens,

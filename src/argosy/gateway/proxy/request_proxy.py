@@ -283,7 +283,6 @@ class RequestProxy:
             UnsuitableReplicaError: The replica cannot resume the response.
         """
         context, replica = self._context, call.replica
-        fields, adapter = context.fields, replica.adapter
         if replica.name in self._request.unsuitable or not replica.has_arithmetic(
             context.delivered.arithmetic_id
         ):
@@ -299,7 +298,7 @@ class RequestProxy:
             context, replica, resumable=uses_stream, native_headers=self._config.native_headers
         )
         path = context.api.path if plan is None else plan.path
-        body = build_nonstreaming_body(fields, path, target) if plan is None else plan.body
+        body = build_nonstreaming_body(context.fields, path, target) if plan is None else plan.body
         request = replica.upstream.build_post(path, body, headers)
         self._driver.record_sent(self._request, call.attempt, is_restarted=is_restarted)
         deadlines = (
@@ -323,7 +322,7 @@ class RequestProxy:
         finally:
             deadlines.remove(call)
         return check_buffered_response(
-            status, content, call.content_type, adapter, has_started=self._has_started
+            status, content, call.content_type, target.adapter, has_started=self._has_started
         )
 
     def _on_opened(self, call: UpstreamCall, start: ResponseStart) -> None:
@@ -335,7 +334,8 @@ class RequestProxy:
                 parse_arithmetic_id(call.headers) if replica.is_native else replica.arithmetic_id
             )
             context.delivered.is_exact = replica.is_exact
-        context.record_replica(replica)
+        if call.attempt.mode is AttemptMode.HEDGE:  # the others are recorded when they are sent
+            context.record_replica(replica)
         self._driver.handle(
             AttemptAnswered(
                 self._request,

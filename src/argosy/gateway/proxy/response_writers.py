@@ -172,7 +172,7 @@ class AggregatingWriter:
         """
         self._buffered_bytes += len(events)
         check_container_count(events)
-        for event in events.split(EVENT_END):
+        for event in events.removesuffix(EVENT_END).split(EVENT_END):
             data = event_data(event)
             if data is None or data == _DONE:
                 continue
@@ -217,10 +217,8 @@ class AggregatingWriter:
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
         self._envelope = chunk
         self._prompt_token_ids = chunk.get("prompt_token_ids", self._prompt_token_ids)
-        # A replica that resumes the stream may repeat warnings.
-        self._warnings += [
-            warning for warning in chunk.get("warnings") or () if warning not in self._warnings
-        ]
+        if chunk.get("warnings"):  # a replica that resumes the stream may repeat them
+            self._warnings += [each for each in chunk["warnings"] if each not in self._warnings]
         for choice in chunk["choices"]:
             self._choices[choice["index"]].add_chunk(choice)
 

@@ -111,7 +111,7 @@ def forward_request_notes(
     context: RequestContext, replica: ReplicaEndpoint, upstream_headers: Mapping[bytes, bytes]
 ) -> None:
     """Name the parts of the request that have no effect at the replica in the headers of the client's response."""
-    if replica.adapter.is_native:
+    if replica.is_native:
         forward_notes(upstream_headers, context.response_headers)
         return
     dropped = format_names(list_dropped_fields(context.fields))
@@ -123,9 +123,10 @@ def forward_notes(
 ) -> None:
     """Add the replica's headers about parts of the request without effect to `headers`, once."""
     for name in (IGNORED_FIELDS_HEADER, RELAXED_SCHEMA_HEADER):
-        entry = (name, upstream_headers.get(name, b""))
-        if _FORWARDED_HEADER_VALUE.fullmatch(entry[1]) and entry not in headers:
-            headers.append(entry)
+        if name in upstream_headers:
+            entry = (name, upstream_headers[name])
+            if _FORWARDED_HEADER_VALUE.fullmatch(entry[1]) and entry not in headers:
+                headers.append(entry)
 
 
 def _trace_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
