@@ -69,7 +69,7 @@ class ResponseObserver(Protocol):
 class HttpExchange:
     """HTTP request and response. Responses carry `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
-    path_parameters: Mapping[str, str] = {}  # noqa: RUF012 - never changed in place
+    path_parameters: Mapping[str, str] = {}
     """Parameters in the path, as its route names them."""
     status: int | None = None
     """Status of the response, once it has been sent."""

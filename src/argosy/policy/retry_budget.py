@@ -6,6 +6,8 @@ import math
 
 from argosy.policy.decay import decay_factor
 
+COUNT_STEP_S = 0.1
+"""Time within which requests are counted as if they arrived together, because each decay costs more than the rest."""
 BASE_BACKOFF_S = 0.1
 """Longest wait before the first retry."""
 
@@ -31,7 +33,8 @@ class RetryBudget:
 
     def record_request(self, now: float) -> None:
         """Count a first attempt."""
-        self._decay(now)
+        if now - self._decayed_at >= COUNT_STEP_S:
+            self._decay(now)
         self._requests += 1
 
     def try_acquire(self, now: float) -> bool:

@@ -57,6 +57,8 @@ class DemandMeter:
         self._first_second = math.floor(clock())
         self._seconds: dict[_Pool, deque[list[float]]] = {}
         """Number, arrived and served tokens of the latest seconds in which something happened."""
+        self._latest: dict[_Pool, list[float]] = {}
+        """The last of them."""
         self._counted: dict[PlacementRequest, float] = {}
         """Tokens of each request that were counted as served."""
 
@@ -85,6 +87,7 @@ class DemandMeter:
     def remove_pool(self, pool: _Pool) -> None:
         """Forget a pool that gets no more requests."""
         self._seconds.pop(pool, None)
+        self._latest.pop(pool, None)
 
     def read(self, pool: _Pool, unserved_at: float = -math.inf) -> tuple[list[float], list[float]]:
         """Return the tokens that arrived and were served in each of the last complete seconds, oldest first.
@@ -104,12 +107,12 @@ class DemandMeter:
         return arrived, served
 
     def _add(self, pool: _Pool, arrived: float, served: float) -> None:
-        seconds = self._seconds.get(pool)
-        if seconds is None:
-            seconds = self._seconds[pool] = deque(maxlen=MAX_REPORTED_SECONDS + 1)
         second = math.floor(self._clock())
-        if not seconds or seconds[-1][0] != second:
-            seconds.append([second, 0.0, 0.0])
-        latest = seconds[-1]
+        latest = self._latest.get(pool)
+        if latest is None or latest[0] != second:
+            latest = self._latest[pool] = [second, 0.0, 0.0]
+            if pool not in self._seconds:
+                self._seconds[pool] = deque(maxlen=MAX_REPORTED_SECONDS + 1)
+            self._seconds[pool].append(latest)
         latest[1] += arrived
         latest[2] += served

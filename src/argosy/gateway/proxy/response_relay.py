@@ -37,6 +37,24 @@ class ResponseRelay:
     After each chunk with new tokens the filters are notified. A filter that returns a reason ends the response.
     """
 
+    _splice: StreamSplice | None = None
+    """Moves the stream to native code, which supports a single choice; None if it stays here."""
+    _start_notifier: StartNotifier | None = None
+    """Writes to the client while the model starts."""
+    _output_tokens = 0
+    _charged_tokens = 0.0
+    _client_backpressure = False
+    _backpressure_since: float | None = None
+    _progress_at = 0.0
+    """Time of the latest progress. A comment shows that the server is alive, but is not progress."""
+    _keepalive_at = 0.0
+    """When the client was last sent a comment."""
+    _call: UpstreamCall | None = None
+    """The attempt whose stream is forwarded; None between two attempts."""
+    _parser: StreamParser | None = None
+    _upstream_model: str | None = None
+    """Name of the model at the last replica; None before the first one answered."""
+
     def __init__(
         self,
         context: RequestContext,
@@ -66,29 +84,12 @@ class ResponseRelay:
         self._driver = driver
         self._task = task
         self._settings = settings
-        self._splice: StreamSplice | None = None
-        """Moves the stream to native code, which supports a single choice; None if it stays here."""
         if (
             fast_path is not None
             and isinstance(writer, StreamingWriter)
             and context.fields.choice_count == 1
         ):
             self._splice = StreamSplice(fast_path, writer, context)
-        self._start_notifier: StartNotifier | None = None
-        """Writes to the client while the model starts."""
-        self._output_tokens = 0
-        self._charged_tokens = 0.0
-        self._client_backpressure = False
-        self._backpressure_since: float | None = None
-        self._progress_at = 0.0
-        """Time of the latest progress. A comment shows that the server is alive, but is not progress."""
-        self._keepalive_at = 0.0
-        """When the client was last sent a comment."""
-        self._call: UpstreamCall | None = None
-        """The attempt whose stream is forwarded; None between two attempts."""
-        self._parser: StreamParser | None = None
-        self._upstream_model: str | None = None
-        """Name of the model at the last replica; None before the first one answered."""
 
     def attach(self, call: UpstreamCall, parser: StreamParser) -> None:
         """Forward the stream of an attempt, as its parser rewrites it. The writer must have been started."""
@@ -260,9 +261,8 @@ class ResponseRelay:
     def charge_delivered(self) -> None:
         """Charge the tenant for the tokens delivered since the last call."""
         delivered = self._delivered
-        total = weighted_tokens(
-            delivered.prompt_tokens - delivered.cached_tokens, delivered.output_tokens
-        )
+        uncached_tokens = delivered.prompt_tokens - delivered.cached_tokens
+        total = weighted_tokens(uncached_tokens, delivered.output_tokens)
         if total != self._charged_tokens:
             increment, self._charged_tokens = total - self._charged_tokens, total
             request = self._context.placement
@@ -302,11 +302,11 @@ class ResponseRelay:
             self._send_keepalive()
 
     def _on_data(self, body: bytes) -> None:
-        parser, call = self._parser, self._call
-        if parser is None or call is None or self._is_stopped:
+        parser, call, context = self._parser, self._call, self._context
+        if parser is None or call is None or context.end_reason is EndReason.STOPPED:
             return
         events = parser.feed(body)
-        if events and self._context.end_reason is None:
+        if events and context.end_reason is None:
             if events.startswith(b":"):
                 self._keepalive_at = call.last_activity_at
             else:
@@ -318,9 +318,10 @@ class ResponseRelay:
             self._progress_at = call.last_activity_at
             if not call.has_token:
                 self._record_prompt_tokens()
-                call.record_first_token(self._delivered, self._context)
+                call.record_first_token(self._delivered, context)
             self._output_tokens = output_tokens
-            self._context.count_usage()
+            if context.fields.stream:
+                context.count_usage()
             stop_reason = self._notify_filters((call.last_activity_at,))
             if stop_reason is not None or self._writer.is_full:
                 self._end_early(stop_reason)
@@ -335,10 +336,8 @@ class ResponseRelay:
 
     def _record_prompt_tokens(self) -> None:
         """Record the prompt's tokens, estimated until the server reports them, because the response has started."""
-        delivered = self._delivered
-        delivered.prompt_tokens = (
-            delivered.prompt_tokens or self._context.fields.estimated_prompt_tokens
-        )
+        if not self._delivered.prompt_tokens:
+            self._delivered.prompt_tokens = self._context.fields.estimated_prompt_tokens
 
     def _notify_filters(self, chunk_times: Sequence[float]) -> EarlyStopReason | None:
         """Notify all filters of new tokens. Returns the reason if one of them ends the response."""

@@ -75,21 +75,22 @@ class UpstreamCall(UpstreamResponse):
     Token rates are measured during the stream, because a slow stream may last an hour.
     """
 
+    task: asyncio.Task[ResponseStart] | None = None
+    """Task that waits for the start of the response, if another attempt may be faster."""
+    start_tokens = 0
+    """Output tokens that the client had when the stream was attached."""
+    has_token = False
+    """Whether the attempt's first token has arrived."""
+    is_client_limited = False
+    """Whether client backpressure slowed the replica since the last measurement, which is then discarded."""
+    _measured_tokens: int | None = None
+    """Output tokens at the last measurement of the rate; None while no rate is measured."""
+    _measured_at = 0.0
+
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self.attempt = attempt
         self.replica = cast("ReplicaEndpoint", attempt.replica)
-        self.task: asyncio.Task[ResponseStart] | None = None
-        """Task that waits for the start of the response, if another attempt may be faster."""
-        self.start_tokens = 0
-        """Output tokens that the client had when the stream was attached."""
-        self.has_token = False
-        """Whether the attempt's first token has arrived."""
-        self.is_client_limited = False
-        """Whether client backpressure slowed the replica since the last measurement, which is then discarded."""
-        self._measured_tokens: int | None = None
-        """Output tokens at the last measurement of the rate; None while no rate is measured."""
-        self._measured_at = 0.0
 
     def cancel(self) -> None:
         """Give the attempt up."""

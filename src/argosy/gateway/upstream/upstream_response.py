@@ -39,6 +39,15 @@ class StreamPausedError(UpstreamError):
 class UpstreamResponse:
     """A `ResponseListener` whose status and end can be awaited. The body is buffered until `stream_body`."""
 
+    is_request_sent = False
+    """Whether the request was sent to the replica."""
+    _connection: UpstreamConnection | None = None
+    _buffered_bytes = 0
+    _next_piece: asyncio.Future[None] | None = None
+    """Done when the next piece of the body arrives."""
+    _on_piece: Callable[[bytes], None] | None = None
+    """Consumer of the body; None while the body is buffered."""
+
     def __init__(self, clock: Callable[[], float], max_buffered_bytes: int | None = None) -> None:
         """Create a response before its request is sent.
 
@@ -51,20 +60,12 @@ class UpstreamResponse:
         """HTTP status. Raises UpstreamError if no response arrives."""
         self.end_of_body: asyncio.Future[None] = loop.create_future()
         """Done when the response is complete. Raises UpstreamError if it stays incomplete."""
-        self.is_request_sent = False
-        """Whether the request was sent to the replica."""
         self.headers: dict[bytes, bytes] = {}
         self.last_activity_at = clock()
         """Time at which the last part of the response arrived, or the request was sent."""
         self._clock = clock
         self._max_buffered_bytes = max_buffered_bytes or MAX_BUFFERED_BYTES
-        self._connection: UpstreamConnection | None = None
         self._buffered: list[bytes] = []
-        self._buffered_bytes = 0
-        self._next_piece: asyncio.Future[None] | None = None
-        """Done when the next piece of the body arrives."""
-        self._on_piece: Callable[[bytes], None] | None = None
-        """Consumer of the body; None while the body is buffered."""
 
     async def send(self, upstream: Upstream, request: bytes) -> None:
         """Send the request on an idle connection, or on a new one.

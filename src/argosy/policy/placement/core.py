@@ -320,7 +320,6 @@ class PlacementCore:
         self, request: PlacementRequest, selection: Selection, queue: PoolQueue, now: float
     ) -> None:
         """Start the first attempt of a request, or resume a paused one."""
-        self._timers.cancel(request.timer)
         if request.state is not RequestState.PAUSED:
             queue.pool.on_dispatched(now)
         queue.start(request)
@@ -354,7 +353,8 @@ class PlacementCore:
         )
         request.add_attempt(attempt)
         if not is_hedge:
-            self._timers.cancel(request.timer)
+            if request.timer:
+                self._timers.cancel(request.timer)
             request.last_attempt = attempt
             request.move_to(RequestState.SENT)
             if request.pauses and request.pauses[-1][1] is None:
@@ -384,7 +384,8 @@ class PlacementCore:
         queue = self._requests[request]
         is_room_new = attempt.replica.health.on_response_started(now)
         if event.is_response:
-            self._timers.cancel(request.timer)
+            if request.timer:
+                self._timers.cancel(request.timer)
             if len(request.attempts) > 1:
                 (other,) = (each for each in request.attempts if each is not attempt)
                 self._finish_attempt(request, other, None, "no longer needed", now)
@@ -423,7 +424,8 @@ class PlacementCore:
             replica.on_prefill_done(attempt.chosen.uncached_tokens, record.chosen_at)
         replica.on_request_ended(outcome, now, retry_after_s, reason)
         if not request.attempts:
-            self._timers.cancel(request.timer)
+            if request.timer:
+                self._timers.cancel(request.timer)
             self._requests[request].vacate_slot(request)
 
     def _on_attempt_ended(self, event: AttemptEnded, now: float) -> None:
@@ -548,7 +550,8 @@ class PlacementCore:
     def _on_request_ended(self, event: RequestEnded, now: float) -> None:
         request = event.request
         queue = self._requests[request]
-        self._timers.cancel(request.timer)
+        if request.timer:
+            self._timers.cancel(request.timer)
         queue.withdraw(request)
         running = tuple(request.attempts)
         for attempt in running:

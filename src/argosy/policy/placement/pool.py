@@ -318,11 +318,10 @@ class PlacementPool(Generic[R]):
         output_so_far = request.output_tokens
         last = request.last_attempt.replica.name if output_so_far and request.last_attempt else ""
         for replica in selectable:
-            match = replica.prefix_index.match_prefix(keys)
-            cached = len(match) * BLOCK_TOKENS
+            match, uncached = replica.prefix_index.match_prefix(keys), request.prompt_tokens
             if match:  # the keys differ if the tools do
-                cached += request.tool_tokens
-            uncached = max(0, request.prompt_tokens - cached)
+                cached = len(match) * BLOCK_TOKENS + request.tool_tokens
+                uncached = max(0, uncached - cached)
             if output_so_far and replica.name != last:
                 uncached += output_so_far
             cost = estimate_cost(replica.load, uncached, output_tokens, now)
@@ -343,20 +342,22 @@ class PlacementPool(Generic[R]):
 
         In a large pool the result comes from a sample, unless no replica of the sample qualifies.
         """
-        eligible, selectable = self.eligible_replicas(), list[R]()
-        groups = [eligible]
+        eligible = self.eligible_replicas()
         if len(eligible) > MAX_COMPARED_REPLICAS and self.routing_policy not in FULL_SCAN_POLICIES:
-            groups.insert(0, self._sample_replicas(eligible, block_keys, random_source))
-        for group in groups:
-            selectable = [
-                replica
-                for replica in group
-                if replica.name not in excluded and replica.has_free_slot(tier, now)
+            sample = self._sample_replicas(eligible, block_keys, random_source)
+            healthy = [
+                each
+                for each in sample
+                if each.name not in excluded
+                and each.health.breaker.open_until is None
+                and each.has_free_slot(tier, now)
             ]
-            healthy = [r for r in selectable if r.health.breaker.open_until is None]
             if healthy:
                 return healthy
-        return selectable
+        selectable = [
+            each for each in eligible if each.name not in excluded and each.has_free_slot(tier, now)
+        ]
+        return [each for each in selectable if each.health.breaker.open_until is None] or selectable
 
     def _sample_replicas(
         self, eligible: Sequence[R], block_keys: Sequence[bytes], random_source: RandomSource

@@ -226,14 +226,12 @@ class PoolQueue:
 
     def start(self, request: PlacementRequest) -> None:
         """Count a request that was taken from the queue, or did not have to wait, and prepay its expected cost."""
-        charged = request.cost_tokens if request.is_charged else 0.0
-        request.is_charged = False
-        request.unspent_tokens = charged
-        request.unspent_prompt = (
-            0.0
-            if request.output_tokens
-            else min(charged, weighted_tokens(request.prompt_tokens, 0))
-        )
+        if request.is_charged:
+            request.is_charged = False
+            request.unspent_tokens = request.cost_tokens
+            if not request.output_tokens:
+                prompt_cost = weighted_tokens(request.prompt_tokens, 0)
+                request.unspent_prompt = min(request.cost_tokens, prompt_cost)
         request.is_placed = True
         self.running_by_tier[request.tier] += 1
 
@@ -242,8 +240,9 @@ class PoolQueue:
         if request.is_placed:
             request.is_placed = False
             self.running_by_tier[request.tier] -= 1
-            self._charge(request, request.unspent_prompt - request.unspent_tokens)
-            request.unspent_tokens = request.unspent_prompt = 0.0
+            if request.unspent_tokens:
+                self._charge(request, request.unspent_prompt - request.unspent_tokens)
+                request.unspent_tokens = request.unspent_prompt = 0.0
 
     def record_service(self, request: PlacementRequest, service: float) -> None:
         """Charge the tenant for delivered tokens: what the request has not prepaid."""

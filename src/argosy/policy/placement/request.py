@@ -118,7 +118,7 @@ class PlacementRequest(QueuedRequest, eq=False):
     displaced_key: tuple[int, frozenset[str]] | None = None
     """Its group among the displaced requests, while it waits there."""
     timer: int = 0
-    """Number of its pending timer; earlier timers of the request are void."""
+    """Number of its pending or last timer; earlier timers of the request are void. 0 if it has had none."""
     unspent_tokens: float = 0.0
     """Weighted tokens that it was charged in the queue and has not consumed."""
     unspent_prompt: float = 0.0
