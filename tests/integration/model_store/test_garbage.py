@@ -69,7 +69,7 @@ def test_only_unused_models_are_removed(store: ModelStore, tmp_path: Path) -> No
 def test_models_of_fleets_are_kept(
     store: ModelStore, tmp_path: Path, known_revisions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.fleet.control.revisions.MAX_KNOWN_REVISIONS", known_revisions)
+    monkeypatch.setattr("argosy.deployment.records.revisions.MAX_KNOWN_REVISIONS", known_revisions)
     current = _pull(store, tmp_path / "current", "stable")
     running = _pull(store, tmp_path / "running", "retired")
     former = _pull(store, tmp_path / "former", "retired")
