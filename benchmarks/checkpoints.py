@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 if TYPE_CHECKING:
     import torch
 
-from argosy.bench.words import WORDS
+from argosy.bench.target import WORDS
 
 FIRST_WORD = 10
 """Lowest id of a token with text. Lower ids are special tokens."""

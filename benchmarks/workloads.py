@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from argosy.bench import (
     ArrivalProcess,
     BenchSettings,
+    BenchTarget,
     LoadPlan,
     LoadSpec,
     RequestRow,
     RunSummary,
-    TargetOptions,
     Workload,
     build_plan,
     parse_length_distribution,
@@ -77,7 +77,7 @@ def figures(name: str, work: Sequence[Request], stamps: Stamps) -> dict[str, flo
 def served_settings(url: str, tokenizer: str, rate: float, seed: int) -> BenchSettings:
     """Return W4 for the load generator: Poisson arrivals with W1's lengths, and prompts of token ids."""
     return BenchSettings(
-        target_options=TargetOptions(url=url, prompt_form="tokens", tokenizer=tokenizer),
+        target=BenchTarget(url=url, prompt_form="tokens", tokenizer=tokenizer),
         workload=Workload(
             input=parse_length_distribution("uniform:32-512"),
             output=parse_length_distribution("uniform:16-128"),

@@ -24,11 +24,11 @@ from tests.support.small_benchmarks import AT_ONCE, WORKLOAD, measure
 from argosy.bench import (
     ArrivalProcess,
     BenchError,
+    BenchTarget,
     LengthDistribution,
     LoadSpec,
     Objectives,
     RequestRow,
-    TargetOptions,
 )
 
 # --- the real replica --------------------------------------------------------------------------
@@ -75,9 +75,9 @@ async def test_chunk_times_ascend_after_send_time(
 async def test_chat_prompt_lengths_are_near_plan(
     replica_server: RunningReplica, long_engine: FakeEngine
 ) -> None:
-    target_options = TargetOptions(url=replica_server.url, api="chat")
+    target = BenchTarget(url=replica_server.url, api="chat")
     workload = msgspec.structs.replace(WORKLOAD, input=LengthDistribution("fixed", 100))
-    result = await measure(replica_server.url, target_options=target_options, workload=workload)
+    result = await measure(replica_server.url, target=target, workload=workload)
     assert result.runs[0].summary.completed == 12
     # Two probe requests calibrate how the server counts words, so prompt lengths are near the plan.
     lengths = [row.input_tokens for row in result.runs[0].rows]
@@ -97,12 +97,12 @@ async def test_prefix_groups_share_prompt_prefix(
 async def test_conversation_turns_include_previous_turns(
     replica_server: RunningReplica, long_engine: FakeEngine
 ) -> None:
-    target_options = TargetOptions(url=replica_server.url, api="chat")
+    target = BenchTarget(url=replica_server.url, api="chat")
     workload = msgspec.structs.replace(WORKLOAD, turns=3)
     result = await measure(
         replica_server.url,
         LoadSpec(concurrency=2, requests=6),
-        target_options=target_options,
+        target=target,
         workload=workload,
     )
     assert result.runs[0].summary.completed == 6

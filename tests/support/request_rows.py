@@ -7,16 +7,15 @@ import msgspec
 from argosy.bench import (
     BenchResult,
     BenchSettings,
+    BenchTarget,
     LengthDistribution,
     LoadSpec,
     Objectives,
     RequestRow,
     RunResult,
-    TargetOptions,
     Workload,
     summarize,
 )
-from argosy.bench.target import BenchTarget
 
 
 def request_row(index: int = 0, **changes: object) -> RequestRow:
@@ -65,19 +64,12 @@ def bench_result(
         created_at="2026-01-01T00:00:00.000+00:00",
         machine={"processor": "abacus", "cores": 2},
         settings=BenchSettings(
-            target_options=TargetOptions(url="http://localhost"),
+            target=BenchTarget(url="http://localhost"),
             workload=workload,
             loads=(load,),
             objectives=objectives,
         ),
-        target=BenchTarget(
-            model="m",
-            api="completions",
-            ignore_eos=True,
-            chunk_usage=True,
-            temperature=0.0,
-            extra_body={},
-        ),
+        target=BenchTarget(model="m"),
         runs=[
             RunResult(
                 label=label,

@@ -11,10 +11,10 @@ from argosy.bench import (
     ArrivalProcess,
     BenchResult,
     BenchSettings,
+    BenchTarget,
     LengthDistribution,
     LoadSpec,
     RequestRow,
-    TargetOptions,
     Workload,
     run_benchmark,
 )
@@ -43,7 +43,7 @@ class RecordingProgress:
 
 def settings(url: str, *loads: LoadSpec, **changes: object) -> BenchSettings:
     base = BenchSettings(
-        target_options=TargetOptions(url=url),
+        target=BenchTarget(url=url),
         workload=WORKLOAD,
         loads=loads or (LoadSpec(concurrency=4, requests=12),),
     )

@@ -6,11 +6,16 @@ drives each load, and searches for the highest rate if that is requested. A `Ben
 summaries, and can be saved. The reports, exports and `compare_results` read results and send no requests.
 """
 
-from argosy.bench.arrivals import ArrivalProcess, draw_arrival_times
 from argosy.bench.comparison import MeasureRatio, compare_results, format_comparison
+from argosy.bench.distributions import (
+    ArrivalProcess,
+    LengthDistribution,
+    draw_arrival_times,
+    parse_length_distribution,
+)
 from argosy.bench.errors import BenchError
 from argosy.bench.export import format_csv, format_prometheus
-from argosy.bench.lengths import LengthDistribution, parse_length_distribution
+from argosy.bench.input_files import TraceRequest, read_trace
 from argosy.bench.metrics import (
     Objectives,
     RequestRow,
@@ -34,6 +39,5 @@ from argosy.bench.result import (
     write_file,
 )
 from argosy.bench.runner import ProgressListener, run_benchmark
-from argosy.bench.target import TargetOptions
-from argosy.bench.traces import TraceRequest, read_trace
+from argosy.bench.target import BenchTarget
 from argosy.bench.workload import LoadSpec, Workload, build_plan

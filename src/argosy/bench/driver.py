@@ -12,8 +12,8 @@ import msgspec
 from argosy.bench.client import BenchClient, Clock
 from argosy.bench.metrics import RequestRow
 from argosy.bench.plan import LoadPlan, PlannedRequest, SyntheticPrompt
-from argosy.bench.request_body_builder import ConversationTurn, RequestBodyBuilder
 from argosy.bench.response import BenchResponse
+from argosy.bench.target import ConversationTurn, RequestBodyBuilder
 
 _STOP_CHECK_INTERVAL_S = 0.25
 """Interval in which sleeping tasks check whether the run was stopped."""

@@ -109,7 +109,8 @@ class _SummaryCollector(Collector):
 
     def __init__(self, result: BenchResult) -> None:
         self._runs = [
-            ({"model": result.target.model, "load": run.label}, run.summary) for run in result.runs
+            ({"model": result.target.model or "", "load": run.label}, run.summary)
+            for run in result.runs
         ]
         self._created_at = datetime.fromisoformat(result.created_at).timestamp()
 

@@ -11,17 +11,15 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from argosy.bench.arrivals import ArrivalProcess
 from argosy.bench.client import BenchClient
+from argosy.bench.distributions import ArrivalProcess, LengthDistribution
 from argosy.bench.driver import Driver
 from argosy.bench.errors import BenchError
-from argosy.bench.lengths import LengthDistribution
 from argosy.bench.metrics import RequestRow, SampleStats, compute_stats
 from argosy.bench.plan import LoadPlan
-from argosy.bench.request_body_builder import RequestBodyBuilder
 from argosy.bench.response import JsonResponse
 from argosy.bench.stub_server import STUB_MODEL, StubDelays, StubRequestTimes
-from argosy.bench.target import BenchTarget
+from argosy.bench.target import BenchTarget, RequestBodyBuilder
 from argosy.bench.workload import LoadSpec, Workload, build_plan
 from argosy.protocol import parse_endpoint
 
@@ -118,18 +116,10 @@ def _build_flood_plan(*, requests: int, output: int, seed: int) -> LoadPlan:
 
 
 async def _run_plan(client: BenchClient, plan: LoadPlan) -> tuple[list[RequestRow], float]:
-    target = BenchTarget(
-        model=STUB_MODEL,
-        api="completions",
-        ignore_eos=True,
-        chunk_usage=True,
-        temperature=0.0,
-        extra_body={},
-    )
     driver = Driver(
         plan,
         client,
-        RequestBodyBuilder(target),
+        RequestBodyBuilder(BenchTarget(model=STUB_MODEL)),
         clock=time.perf_counter,
         on_row=lambda _: None,
         run_id=_RUN_ID,

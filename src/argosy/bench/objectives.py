@@ -1,8 +1,9 @@
-"""Parser of latency objectives: `ttft:200,tpot:50,e2el:4000`, in milliseconds."""
+"""Latency objectives: their parser (`ttft:200,tpot:50`, in ms), and the search for the highest rate that meets them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 
 from argosy.bench.errors import BenchError
 from argosy.bench.metrics import MetricName, Objectives
@@ -15,6 +16,9 @@ _METRIC_BY_NAME: dict[str, MetricName] = {
     "e2el": "e2e",  # vLLM's name
     "ntpot": "ntpot",
 }
+MAX_TRIALS = 24
+MIN_RATE_FRACTION = 1 / 64
+"""Smallest rate to try, as a fraction of the first. Trials at lower rates take too long."""
 
 
 def parse_objectives(text: str) -> Objectives:
@@ -47,3 +51,35 @@ def parse_objectives(text: str) -> Objectives:
     if not limits:
         raise BenchError("The list of objectives is empty: write objectives like ttft:200,tpot:50.")
     return Objectives(limits)
+
+
+def search_rate(initial_rate: float, precision: float) -> Generator[float, bool, float | None]:
+    """Yield rates to try. The caller sends whether each met the objectives.
+
+    Ends when a failed rate is at most (1 + `precision`) times a rate that met the objectives. Also ends when rates down
+    to `MIN_RATE_FRACTION` of the first failed, or after `MAX_TRIALS`. Each rate is tried once, between the highest rate
+    that met the objectives and the lowest that failed.
+
+    Returns:
+        The highest rate that met the objectives, or None.
+    """
+    low: float | None = None
+    high: float | None = None
+    rate = initial_rate
+    for _ in range(MAX_TRIALS):
+        is_met = yield rate
+        if is_met:
+            low = rate
+        else:
+            high = rate
+        if low is not None and high is not None and high <= low * (1 + precision):
+            break
+        if high is None:
+            rate *= 2
+        elif low is None:
+            rate /= 2
+            if rate < initial_rate * MIN_RATE_FRACTION:
+                break
+        else:
+            rate = math.sqrt(low * high)
+    return low

@@ -66,7 +66,7 @@ def render_html_report(result: BenchResult) -> str:
 def _describe_origin(result: BenchResult) -> str:
     settings, machine = result.settings, result.machine
     return (
-        f"{settings.target_options.url} · {result.created_at} · seed {settings.seed} ·"
+        f"{settings.target.url} · {result.created_at} · seed {settings.seed} ·"
         f" argosy {result.version} · load from {machine.get('processor')},"
         f" {machine.get('cores')} cores"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from argosy.bench.lengths import MAX_LENGTH_TOKENS
+from argosy.bench.distributions import MAX_LENGTH_TOKENS
 from argosy.protocol import EventParser
 
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -13,7 +13,7 @@ import msgspec
 
 from argosy.bench.errors import BenchError
 from argosy.bench.metrics import Objectives, RequestRow, RunSummary
-from argosy.bench.target import BenchTarget, TargetOptions
+from argosy.bench.target import BenchTarget
 from argosy.bench.workload import LoadSpec, Workload
 
 SCHEMA = "argosy-bench/1"
@@ -22,7 +22,7 @@ SCHEMA = "argosy-bench/1"
 class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a benchmark. The loads run one after the other on the same workload."""
 
-    target_options: TargetOptions
+    target: BenchTarget = msgspec.field(name="target_options")
     workload: Workload
     loads: tuple[LoadSpec, ...]
     """Loads to run. With `find_rate` the search starts at the first one's rate."""

@@ -9,14 +9,13 @@ from typing import Protocol
 
 import msgspec
 
-from argosy.bench.arrivals import ArrivalProcess
 from argosy.bench.client import BenchClient
+from argosy.bench.distributions import ArrivalProcess
 from argosy.bench.driver import Driver
 from argosy.bench.errors import BenchError
 from argosy.bench.metrics import RequestRow, summarize
+from argosy.bench.objectives import search_rate
 from argosy.bench.plan import LoadPlan
-from argosy.bench.rate_search import search_rate
-from argosy.bench.request_body_builder import RequestBodyBuilder
 from argosy.bench.result import (
     BenchResult,
     BenchSettings,
@@ -24,7 +23,7 @@ from argosy.bench.result import (
     describe_machine,
     utc_timestamp,
 )
-from argosy.bench.target import probe_target
+from argosy.bench.target import RequestBodyBuilder, probe_target
 from argosy.bench.workload import LoadSpec, build_plan
 from argosy.process import raise_file_limit
 from argosy.protocol import parse_endpoint
@@ -70,7 +69,7 @@ class _BenchRunner:
         self._listener = listener
         raise_file_limit()
         try:
-            address = parse_endpoint(settings.target_options.url)
+            address = parse_endpoint(settings.target.url)
         except ValueError as error:
             raise BenchError(f"{error}.") from error
         self._client = BenchClient(address, time.perf_counter, headers, settings.timeout_s)
@@ -94,9 +93,7 @@ class _BenchRunner:
         ]
         has_conversations = settings.workload.turns > 1
         body_builder = RequestBodyBuilder(
-            await probe_target(
-                self._client, settings.target_options, has_conversations=has_conversations
-            )
+            await probe_target(self._client, settings.target, has_conversations=has_conversations)
         )
         best_rate = None
         if settings.find_rate:

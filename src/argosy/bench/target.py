@@ -1,49 +1,63 @@
-"""Probing of a server: its model, its supported options, and how it counts tokens."""
+"""Server that is measured: probing of its model, its options and its tokens, and the bodies of requests to it."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from argosy.bench.client import BenchClient
 from argosy.bench.errors import BenchError
+from argosy.bench.plan import (
+    ChatPrompt,
+    PlannedPrompt,
+    PlannedRequest,
+    SyntheticPrompt,
+    SyntheticSpan,
+    TextPrompt,
+)
 from argosy.bench.response import DECODE_ERRORS, BenchResponse, JsonResponse
-from argosy.bench.words import WORDS
 
+_WORD_LIST = """
+    the of and to in is was for that on as with by at from his it an are which this be or had first not one
+    their has its new after but who they two her she been other when time during there into all may more
+    year over only up out most would about where used part well long great high old small large next early
+    young few public same able people way day man thing woman life child world school state family student
+    group country hand place case week company system program question work night point home water room
+    mother area money story fact month lot right study book eye job word business issue side kind head
+    house service friend father power hour game line end member law car city community name team minute
+    idea body back parent face level office door health person art war history party result change morning
+    reason research girl guy moment air teacher force order field road light music
+"""
+WORDS: tuple[str, ...] = tuple(_WORD_LIST.split())
+"""Short common English words, which are single tokens for most tokenizers."""
 BenchApi = Literal["completions", "chat"]
 PromptForm = Literal["auto", "tokens", "words"]
 _SHORT_PROBE_WORDS, _LONG_PROBE_WORDS = 16, 16 + len(WORDS)
+_MAX_CACHED_SPANS = 4096
+"""Size of the caches for generated spans. Prefixes and trace blocks repeat, but the last span of a prompt is unique."""
 
 
-class TargetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Command-line options about the server."""
+class BenchTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Server, and how requests to it are built: as the options say, and then as the probe has found."""
 
-    url: str
+    url: str = ""
+    """Where it listens. Empty if a client is connected to it already."""
     model: str | None = None
+    """Name of the model. None is the first one that the server lists, until the probe."""
     api: BenchApi = "completions"
     prompt_form: PromptForm = "auto"
     tokenizer: str | None = None
     """Directory or `tokenizer.json`, for servers without `/tokenize`."""
     ignore_eos: bool = True
+    """Whether outputs continue to the planned length."""
     chunk_usage: bool = True
     """Whether to request a running token count in each chunk."""
     temperature: float = 0.0
     extra_body: dict[str, Any] = {}
-
-
-class BenchTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a probed server, and how requests to it are built."""
-
-    model: str
-    api: BenchApi
-    ignore_eos: bool
-    """Whether outputs continue to the planned length."""
-    chunk_usage: bool
-    """Whether each chunk contains the token count so far."""
-    temperature: float
-    extra_body: dict[str, Any]
     vocabulary: tuple[int, ...] = ()
     """Token ids to draw prompts from. Empty if prompts are words."""
     tokens_per_word: float = 1.0
@@ -91,7 +105,7 @@ class _TokenizeResponse(msgspec.Struct):
 
 
 async def probe_target(
-    client: BenchClient, options: TargetOptions, *, has_conversations: bool
+    client: BenchClient, options: BenchTarget, *, has_conversations: bool
 ) -> BenchTarget:
     """Probe the server with a few short requests.
 
@@ -100,32 +114,22 @@ async def probe_target(
     Raises:
         BenchError: The server cannot be measured.
     """
-    model = await _resolve_model(client, options)
-    vocabulary: tuple[int, ...] = ()
+    target = msgspec.structs.replace(options, model=await _resolve_model(client, options))
     needs_words = has_conversations or options.api == "chat"
-    if needs_words and options.prompt_form == "tokens":
+    needs_tokens = options.prompt_form == "tokens"
+    if needs_words and needs_tokens:
         raise BenchError("Chats and conversations are text: leave out --prompt-form tokens.")
     if not needs_words and options.prompt_form != "words":
-        vocabulary = await _fetch_vocabulary(client, options, model)
-        if not vocabulary and options.prompt_form == "tokens":
+        vocabulary = await _fetch_vocabulary(client, target)
+        if not vocabulary and needs_tokens:
             raise BenchError(
                 "The server has no /tokenize: give --tokenizer, or --prompt-form words."
             )
-    target = BenchTarget(
-        model=model,
-        api=options.api,
-        ignore_eos=options.ignore_eos,
-        chunk_usage=options.chunk_usage,
-        temperature=options.temperature,
-        extra_body=options.extra_body,
-        vocabulary=vocabulary,
-    )
-    return await _detect_capabilities(
-        client, target, tokens_required=options.prompt_form == "tokens"
-    )
+        target = msgspec.structs.replace(target, vocabulary=vocabulary)
+    return await _detect_capabilities(client, target)
 
 
-async def _resolve_model(client: BenchClient, options: TargetOptions) -> str:
+async def _resolve_model(client: BenchClient, options: BenchTarget) -> str:
     response = await client.get("/v1/models", JsonResponse())
     if response.error == "connect":
         remedy = "Start the server, or correct --url."
@@ -154,13 +158,11 @@ async def _resolve_model(client: BenchClient, options: TargetOptions) -> str:
     )
 
 
-async def _fetch_vocabulary(
-    client: BenchClient, options: TargetOptions, model: str
-) -> tuple[int, ...]:
+async def _fetch_vocabulary(client: BenchClient, target: BenchTarget) -> tuple[int, ...]:
     text = " ".join(("", *WORDS))
-    if options.tokenizer is not None:
-        return tuple(sorted(set(_encode_locally(Path(options.tokenizer), text))))
-    body = {"model": model, "prompt": text, "add_special_tokens": False}
+    if target.tokenizer is not None:
+        return tuple(sorted(set(_encode_locally(Path(target.tokenizer), text))))
+    body = {"model": target.model, "prompt": text, "add_special_tokens": False}
     response = await client.post("/tokenize", msgspec.json.encode(body), JsonResponse())
     if response.status != 200:
         return ()
@@ -183,13 +185,11 @@ def _encode_locally(path: Path, text: str) -> list[int]:
     return ids
 
 
-async def _detect_capabilities(
-    client: BenchClient, target: BenchTarget, *, tokens_required: bool
-) -> BenchTarget:
+async def _detect_capabilities(client: BenchClient, target: BenchTarget) -> BenchTarget:
     """Drop options that the server rejects, then calibrate prompts of words."""
     first_error = ""
     candidates = [target]
-    if target.vocabulary and not tokens_required:
+    if target.vocabulary and target.prompt_form != "tokens":
         candidates.append(msgspec.structs.replace(target, vocabulary=()))
     for candidate in candidates:
         for ignore_eos, chunk_usage in ((True, True), (True, False), (False, True), (False, False)):
@@ -237,3 +237,71 @@ async def _send_probe(
         prompt = list((target.vocabulary * prompt_length)[:prompt_length])
     body = target.build_body_fields(1) | target.build_prompt_fields(prompt)
     return await client.post(target.api_path, msgspec.json.encode(body), BenchResponse())
+
+
+class ConversationTurn(msgspec.Struct, frozen=True):
+    """Completed turn of a conversation."""
+
+    user_text: str
+    assistant_text: str
+
+
+class RequestBodyBuilder:
+    """Builds bodies for one server. A body depends only on the request, the history and the server."""
+
+    def __init__(self, target: BenchTarget) -> None:
+        self.target = target
+        self._vocabulary = np.asarray(target.vocabulary, dtype=np.int64)
+        self._draw_ids = functools.lru_cache(_MAX_CACHED_SPANS)(self._generate_ids)
+        self._draw_words = functools.lru_cache(_MAX_CACHED_SPANS)(self._generate_words)
+
+    def build_body(self, request: PlannedRequest, history: list[ConversationTurn]) -> bytes:
+        """Return the JSON body of the request, sent after the turns of `history`."""
+        fields = self.target.build_body_fields(request.output_tokens)
+        return msgspec.json.encode(fields | self._build_prompt(request.prompt, history))
+
+    def prompt_text(self, prompt: PlannedPrompt) -> str:
+        """Return the prompt as text."""
+        match prompt:
+            case TextPrompt(text):
+                return text
+            case ChatPrompt(messages):
+                return "\n".join(str(message.get("content", "")) for message in messages)
+            case SyntheticPrompt(spans):
+                *shared, own = self._subtract_overhead(spans)
+                return " ".join([*map(self._draw_words, shared), self._generate_words(own)])
+
+    def _build_prompt(
+        self, prompt: PlannedPrompt, history: list[ConversationTurn]
+    ) -> dict[str, Any]:
+        target = self.target
+        if target.api == "chat":
+            messages: list[dict[str, Any]] = []
+            for turn in history:
+                messages.append({"role": "user", "content": turn.user_text})
+                messages.append({"role": "assistant", "content": turn.assistant_text})
+            if isinstance(prompt, ChatPrompt):
+                return {"messages": [*messages, *prompt.messages]}
+            return {"messages": [*messages, {"role": "user", "content": self.prompt_text(prompt)}]}
+        if isinstance(prompt, SyntheticPrompt) and target.vocabulary and not history:
+            *shared, own = prompt.spans
+            span_ids = [*map(self._draw_ids, shared), self._generate_ids(own)]
+            return {"prompt": [token for ids in span_ids for token in ids]}
+        history_text = "".join(f"{turn.user_text}{turn.assistant_text}\n" for turn in history)
+        return {"prompt": history_text + self.prompt_text(prompt)}
+
+    def _subtract_overhead(self, spans: tuple[SyntheticSpan, ...]) -> tuple[SyntheticSpan, ...]:
+        """Shorten the last span by the tokens that the server adds."""
+        last = spans[-1]
+        tokens = max(last.tokens - round(self.target.overhead_tokens), 1)
+        return (*spans[:-1], SyntheticSpan(last.seed, tokens))
+
+    def _generate_ids(self, span: SyntheticSpan) -> list[int]:
+        indices = np.random.default_rng(span.seed).integers(len(self._vocabulary), size=span.tokens)
+        ids: list[int] = self._vocabulary[indices].tolist()
+        return ids
+
+    def _generate_words(self, span: SyntheticSpan) -> str:
+        count = max(round(span.tokens / self.target.tokens_per_word), 1)
+        indices = np.random.default_rng(span.seed).integers(len(WORDS), size=count)
+        return " ".join(WORDS[index] for index in indices.tolist())

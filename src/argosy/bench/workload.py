@@ -8,9 +8,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from argosy.bench.arrivals import ArrivalProcess, draw_arrival_times
+from argosy.bench.distributions import ArrivalProcess, LengthDistribution, draw_arrival_times
 from argosy.bench.errors import BenchError
-from argosy.bench.lengths import LengthDistribution
+from argosy.bench.input_files import (
+    MOONCAKE_BLOCK_TOKENS,
+    FilePrompt,
+    TraceRequest,
+    read_prompt_file,
+    read_trace,
+)
 from argosy.bench.plan import (
     LoadPlan,
     PlannedPrompt,
@@ -20,8 +26,6 @@ from argosy.bench.plan import (
     SyntheticSpan,
     derive_seed,
 )
-from argosy.bench.prompt_files import FilePrompt, read_prompt_file
-from argosy.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
 
 MAX_CLOSED_LOOP_REQUESTS = 20_000
 """Number of requests in the plan of a closed loop that has a duration but no number of requests."""

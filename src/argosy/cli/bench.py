@@ -199,7 +199,7 @@ def bench(
     from argosy.bench import (
         BenchError,
         BenchSettings,
-        TargetOptions,
+        BenchTarget,
         Workload,
         parse_length_distribution,
         parse_objectives,
@@ -207,7 +207,7 @@ def bench(
 
     try:
         settings = BenchSettings(
-            target_options=TargetOptions(
+            target=BenchTarget(
                 url=url,
                 model=model,
                 api=api,

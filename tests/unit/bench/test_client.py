@@ -1,16 +1,22 @@
-"""Times that the client of a benchmark measures."""
+"""Client of a benchmark: the times that it measures, and bodies with long prompts, which are not cached."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 
-from argosy.bench import LoadSpec
+import pytest
+
+from argosy.bench import LengthDistribution, LoadSpec, Workload, build_plan
 from argosy.bench.client import BenchClient
 from argosy.bench.response import BenchResponse
 from argosy.bench.stub_server import StubDelays, StubServer
+from argosy.bench.target import BenchTarget, RequestBodyBuilder
 from argosy.protocol import parse_endpoint
 from tests.support.small_benchmarks import AT_ONCE, measure
+
+INPUT_TOKENS = 20_000
 
 
 async def test_connect_time_counts_from_send_time() -> None:
@@ -49,3 +55,23 @@ async def test_stub_server_and_client_agree_on_times() -> None:
         assert row.chunks_s[0] - row.sent_s >= 0.002
         assert row.end_s - row.chunks_s[0] >= 0.0
         assert len(row.chunks_s) == row.planned_output
+
+
+@pytest.mark.parametrize("vocabulary", [(), tuple(range(1000, 2000))])
+def test_long_unique_prompts_are_not_cached(vocabulary: tuple[int, ...]) -> None:
+    target = BenchTarget(model="m", vocabulary=vocabulary)
+    workload = Workload(
+        input=LengthDistribution("fixed", INPUT_TOKENS),
+        output=LengthDistribution("fixed", 1),
+        prefix_tokens=10,
+    )
+    plan = build_plan(workload, LoadSpec(concurrency=1, requests=8), 0)
+    builder = RequestBodyBuilder(target)
+    tracemalloc.start()
+    try:
+        body_sizes = [len(builder.build_body(session[0], [])) for session in plan.sessions]
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert min(body_sizes) > INPUT_TOKENS
+    assert kept_bytes < max(body_sizes) * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.bench.rate_search import MAX_TRIALS, MIN_RATE_FRACTION, search_rate
+from argosy.bench.objectives import MAX_TRIALS, MIN_RATE_FRACTION, search_rate
 
 
 def run_search(first: float, precision: float, capacity: float) -> tuple[float | None, list[float]]:
