@@ -1,47 +1,55 @@
-"""Process that uses a store beside others, for tests of concurrent writers.
+"""Process that uses stores beside others, for tests of concurrent writers.
 
-Run `python -m tests.support.store_process TASK URL NUMBER ...`. The process prints `ready`, waits for a line on its
-standard input and then runs the task.
+Run `python -m tests.support.store_process`. For each task it reads a line with a JSON array: the task, the URL, its own
+number, and arguments. It writes `"ready"`, waits for another line, runs the task, and writes the result.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
-from argosy.store import ledger, open_store
+from argosy.store import Store, ledger, open_store
 from tests.support.usage_rows import usage_row
 
 
-def main(task: str, url: str, number: str, *arguments: str) -> None:
-    store = open_store(url)
-    print_line("ready")
-    sys.stdin.readline()
-    match task:
-        case "migrate":
+def main() -> None:
+    while line := sys.stdin.readline():
+        task, url, number, *arguments = json.loads(line)
+        store = open_store(url)
+        write("ready")
+        sys.stdin.readline()
+        result = run_task(store, task, number, *arguments)
+        store.close()
+        write(result)
+
+
+def run_task(store: Store, task: str, number: int, *arguments: float) -> str | int | None:
+    match task, arguments:
+        case "migrate", ():
             store.migrate()
-        case "bootstrap":
+            return None
+        case "bootstrap", ():
             created = store.accounts.bootstrap(actor=f"worker {number}")
-            print_line("" if created is None else created[1])
-        case "create_organisations":
-            for i in range(int(arguments[0])):
+            return None if created is None else created[1]
+        case "create_organisations", (count,):
+            for i in range(int(count)):
                 store.accounts.create_organisation(f"{number}-{i}", actor=f"worker {number}")
-        case "add_records":
-            first, count = int(number) * int(arguments[0]), int(arguments[1])
-            rows = [usage_row(f"request-{i}") for i in range(first, first + count)]
-            added = sum(store.ledger.add_records(rows[i : i + 7]) for i in range(0, count, 7))
-            print_line(str(added))
-        case "roll_up":
-            ledger.ROLL_UP_BATCH_ROWS, ledger.ROLL_UP_PAUSE_S = int(arguments[1]), 0
-            print_line(str(store.ledger.roll_up(float(arguments[0]))))
-        case _:
-            raise ValueError(task)
-    store.close()
+            return None
+        case "add_records", (distance, count):
+            first = number * int(distance)
+            rows = [usage_row(f"request-{i}") for i in range(first, first + int(count))]
+            return sum(store.ledger.add_records(rows[i : i + 7]) for i in range(0, len(rows), 7))
+        case "roll_up", (before, batch_rows):
+            ledger.ROLL_UP_BATCH_ROWS, ledger.ROLL_UP_PAUSE_S = int(batch_rows), 0
+            return store.ledger.roll_up(before)
+    raise ValueError(task)
 
 
-def print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+def write(value: str | int | None) -> None:
+    sys.stdout.write(f"{json.dumps(value)}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

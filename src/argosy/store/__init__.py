@@ -34,7 +34,7 @@ from argosy.store.fleet_store import (
     FleetStore,
     PoolGeneration,
 )
-from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry
+from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry, SecretStore
 from argosy.store.idempotency_store import (
     CachedResponse,
     IdempotencyConfig,
@@ -51,8 +51,7 @@ from argosy.store.ledger import (
     UsageTotals,
     parse_report_groups,
 )
-from argosy.store.limits_and_prices import LimitsAndPrices
-from argosy.store.price_list import PriceList
+from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
 from argosy.store.quota_backend import (
     LocalQuotaBackend,
     QuotaBackend,
@@ -98,7 +97,6 @@ from argosy.store.response_store import (
     ResponseStore,
     StoredResponse,
 )
-from argosy.store.secret_store import SecretStore
 from argosy.store.store import (
     Store,
     StoreConfig,

@@ -1,7 +1,8 @@
-"""The gateways that run on one store, with what another gateway needs to ask them."""
+"""The gateways that run on one store: what another gateway needs to ask them, and the random keys that they share."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -58,3 +59,25 @@ class GatewayRegistry:
         table = schema.gateways
         with self._database.write_transaction() as connection:
             connection.execute(delete(table).where(table.c.id == gateway_id))
+
+
+class SecretStore:
+    """Keys by name. Every call may block on the database."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def get_or_create(self, name: str, size_bytes: int) -> bytes:
+        """Return the key with this name. The first call creates it with `size_bytes` random bytes."""
+        table = schema.secrets
+        row = {
+            "name": name,
+            "value": secrets.token_bytes(size_bytes),
+            "created_at": self._clock(),
+        }
+        with self._database.write_transaction() as connection:
+            statement = conflict_aware_insert(connection, table).values(row)
+            connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
+            query = select(table.c.value).where(table.c.name == name)
+            return bytes(connection.execute(query).scalar_one())

@@ -1,13 +1,21 @@
-"""Limits and prices: the operations that read and change them."""
+"""Limits and prices: the operations that read and change them, and the prices of tokens over time."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
 import msgspec
 
+from argosy.policy import NO_CHARGE, Rates
 from argosy.store.api_keys import generate_id
 from argosy.store.record_tables import ALL_RECORDS, OWNER_TYPES, PageRequest, RecordTables
 from argosy.store.records import Limit, LimitUnit, LimitWindow, OwnerKind, Price
 from argosy.store.validation import validate_record
+
+RateHistory = tuple[list[float], list[Rates]]
+"""Times of change in ascending order, and the rates before the first change and after each."""
+NO_RATE_HISTORY: RateHistory = ([], [NO_CHARGE])
 
 
 class LimitsAndPrices(RecordTables):
@@ -103,3 +111,30 @@ class LimitsAndPrices(RecordTables):
     def list_prices(self, model: str | None = None, page: PageRequest = ALL_RECORDS) -> list[Price]:
         """List the prices of one model or of all, including past and future ones."""
         return self._find_records(Price, page, model=model)
+
+
+class PriceList:
+    """All past, present and future prices."""
+
+    def __init__(self, prices: Iterable[Price] = ()) -> None:
+        self._rates: dict[tuple[str, str | None], RateHistory] = {}
+        for price in sorted(prices, key=lambda price: (price.tier is not None, price.since)):
+            key = price.model, price.tier
+            if key not in self._rates:
+                # Before its own first price, a tier pays the price for all tiers.
+                times, rates = self._rates.get((price.model, None), NO_RATE_HISTORY)
+                count_before = bisect_left(times, price.since)
+                self._rates[key] = times[:count_before], rates[: count_before + 1]
+            times, rates = self._rates[key]
+            times.append(price.since)
+            rates.append(Rates(price.input, price.cached_input, price.output))
+
+    def rates_at(self, model: str, tier: str, now: float) -> Rates:
+        """Return the newest rates of the tier that are valid at `now`.
+
+        A tier without own prices pays the rates for all tiers. Without any price the tokens are free.
+        """
+        times, rates = self._rates.get((model, tier)) or self._rates.get(
+            (model, None), NO_RATE_HISTORY
+        )
+        return rates[bisect_right(times, now)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import Connection, Table, delete, func, insert, select
 
 from argosy.folders import state_folder
 from argosy.store import schema
@@ -19,18 +19,16 @@ from argosy.store.audit import AuditLog
 from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore
 from argosy.store.database import Database, parse_url
-from argosy.store.errors import StoreError
+from argosy.store.errors import ConflictError, StoreError
 from argosy.store.fleet_store import FleetStore
-from argosy.store.gateway_registry import GatewayRegistry
+from argosy.store.gateway_registry import GatewayRegistry, SecretStore
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.records import AccountSnapshot
 from argosy.store.replica_log_store import ReplicaLogStore
 from argosy.store.replica_settings import ReplicaSettings
 from argosy.store.response_store import ResponseStore
-from argosy.store.secret_store import SecretStore
 from argosy.store.snapshot_reader import read_snapshot
-from argosy.store.store_copy import copy_database
 
 EXPIRED_KEY_RETENTION_S = 30 * 86_400
 """How long an expired key stays in account snapshots."""
@@ -46,6 +44,9 @@ _POSTGRES_LOCATION_VARIABLES = {
 
 `options` is one of them because tables may be in several schemas.
 """
+COPY_BATCH_ROWS = 1000
+_PASSING_TABLES = (schema.gateways, schema.console_sessions, schema.replica_logs)
+"""Tables that are not copied: running processes with their secrets, people who are signed in, and logs."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +101,7 @@ class Store:
         Raises:
             ConflictError: The other store is not empty.
         """
-        return copy_database(self._database, other._database)
+        return _copy_database(self._database, other._database)
 
     def close(self) -> None:
         """Close all connections."""
@@ -185,3 +186,50 @@ def usage_log_folder(url: str) -> Path:
         return state_folder() / "usage" / name
     except FileNotFoundError as error:
         raise StoreError(f"There is no folder for the usage log: {error}.") from error
+
+
+def _copy_database(source: Database, target: Database) -> int:
+    """Copy all rows in one transaction. Both databases must have the newest tables.
+
+    Reads see one state of the source, unaffected by concurrent writes.
+
+    Returns:
+        The number of copied rows.
+
+    Raises:
+        ConflictError: The target is not empty.
+    """
+    with (
+        source.read_transaction() as source_connection,
+        target.write_transaction() as target_connection,
+    ):
+        if not _is_empty(target_connection):
+            raise ConflictError(
+                f"{target.display_name} is not empty. Give a new or empty database."
+            )
+        target_connection.execute(delete(schema.state))  # creating the table inserted a row
+        copied = 0
+        for table in schema.metadata.sorted_tables:
+            if table in _PASSING_TABLES:
+                continue
+            for batch in _read_batches(source, source_connection, table):
+                target_connection.execute(insert(table), batch)
+                copied += len(batch)
+        return copied
+
+
+def _read_batches(
+    source: Database, connection: Connection, table: Table
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield all rows of a table in batches. Errors name the source database, not the target."""
+    query = select(table).execution_options(yield_per=COPY_BATCH_ROWS)
+    with source.translate_errors(), connection.execute(query) as rows:
+        for batch in rows.mappings().partitions():
+            yield [dict(row) for row in batch]
+
+
+def _is_empty(connection: Connection) -> bool:
+    # Each account has an audit entry, so these tables suffice.
+    tables = (schema.audit, schema.usage, schema.usage_days)
+    counts = (select(func.count()).select_from(table) for table in tables)
+    return not any(connection.execute(count).scalar_one() for count in counts)

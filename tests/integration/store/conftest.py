@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.fake_clock import FakeClock
@@ -97,33 +99,55 @@ def migrate(url: str) -> None:
     store.close()
 
 
-def run_concurrently(count: int, task: str, url: str, *arguments: object) -> list[str]:
-    """Run `count` processes of `tests.support.store_process` at the same time. Returns their output."""
-    workers = [
-        subprocess.Popen(
-            (
-                *(sys.executable, "-m", "tests.support.store_process", task, url),
-                *(str(argument) for argument in (number, *arguments)),
-            ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
-    try:
-        for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "ready\n"
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
-        outputs = [worker.communicate(timeout=60) for worker in workers]
-    finally:
-        for worker in workers:
+@pytest.fixture(scope="session")
+def store_processes() -> Iterator[StoreProcesses]:
+    """Two processes that use one store at the same time."""
+    processes = StoreProcesses(2)
+    yield processes
+    processes.stop()
+
+
+class StoreProcesses:
+    """Processes of `tests.support.store_process`, which are started once, by the first task."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._workers: list[subprocess.Popen[str]] = []
+
+    def run(self, task: str, url: str, *arguments: object) -> list[Any]:
+        """Run a task in all processes at the same time, and return their results."""
+        if not self._workers:
+            self._workers = [_start_worker() for _ in range(self._count)]
+        try:
+            for number, worker in enumerate(self._workers):
+                _send(worker, json.dumps([task, url, number, *arguments]))
+            assert [_receive(worker) for worker in self._workers] == ["ready"] * self._count
+            for worker in self._workers:
+                _send(worker, "go")
+            return [_receive(worker) for worker in self._workers]
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Kill the processes."""
+        for worker in self._workers:
             worker.kill()
             worker.communicate()
-    assert [worker.returncode for worker in workers] == [0] * count, outputs
-    return [stdout.strip() for stdout, _ in outputs]
+        self._workers = []
+
+
+def _start_worker() -> subprocess.Popen[str]:
+    command = (sys.executable, "-m", "tests.support.store_process")
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _send(worker: subprocess.Popen[str], line: str) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write(f"{line}\n")
+    worker.stdin.flush()
+
+
+def _receive(worker: subprocess.Popen[str]) -> Any:  # noqa: ANN401 - JSON value
+    assert worker.stdout is not None
+    return json.loads(worker.stdout.readline())

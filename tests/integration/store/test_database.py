@@ -16,7 +16,7 @@ from pathlib import Path
 import psycopg
 import pytest
 import sqlalchemy as sa
-from tests.integration.store.conftest import migrate, run_concurrently
+from tests.integration.store.conftest import StoreProcesses, migrate
 
 from argosy.store import (
     QueryTimeoutError,
@@ -305,8 +305,10 @@ def test_open_existing_store_creates_nothing(empty_url: str) -> None:
     store.close()
 
 
-def test_concurrent_bootstraps_create_one_key(store: Store, url: str) -> None:
-    keys = [key for key in run_concurrently(2, "bootstrap", url) if key]
+def test_concurrent_bootstraps_create_one_key(
+    store: Store, url: str, store_processes: StoreProcesses
+) -> None:
+    keys = [key for key in store_processes.run("bootstrap", url) if key]
     assert len(keys) == 1
     assert len(store.load_snapshot().keys) == 1
 

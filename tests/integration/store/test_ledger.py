@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.integration.store.conftest import ACTOR, START, run_concurrently
+from tests.integration.store.conftest import ACTOR, START, StoreProcesses
 from tests.support.database_work import count_rows_read
 from tests.support.fake_clock import FakeClock
 from tests.support.usage_rows import usage_row
@@ -127,10 +127,12 @@ def test_repeated_record_counts_once(store: Store) -> None:
     ]
 
 
-def test_records_added_by_several_processes_count_once(store: Store, url: str) -> None:
+def test_records_added_by_several_processes_count_once(
+    store: Store, url: str, store_processes: StoreProcesses
+) -> None:
     """Two processes add 200 records each and have 100 in common."""
-    added = run_concurrently(2, "add_records", url, 100, 200)
-    assert sum(map(int, added)) == 300
+    added = store_processes.run("add_records", url, 100, 200)
+    assert sum(added) == 300
     assert store.ledger.report()[0].requests == 300
 
 

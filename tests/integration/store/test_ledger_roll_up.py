@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, event
-from tests.integration.store.conftest import START, run_concurrently
+from tests.integration.store.conftest import START, StoreProcesses
 from tests.support.usage_rows import usage_row
 
 from argosy.store import Store, open_store
@@ -46,9 +46,11 @@ def test_roll_up_does_not_wait_for_a_vacuum(store: Store, url: str) -> None:
     impatient.close()
 
 
-def test_concurrent_roll_ups_remove_each_record_once(store: Store, url: str) -> None:
+def test_concurrent_roll_ups_remove_each_record_once(
+    store: Store, url: str, store_processes: StoreProcesses
+) -> None:
     rows = [usage_row(f"r{number}", ended_at=START + number) for number in range(400)]
     store.ledger.add_records(rows)
-    removed = run_concurrently(2, "roll_up", url, START + 2 * DAY, 50)
-    assert sum(map(int, removed)) == 400
+    removed = store_processes.run("roll_up", url, START + 2 * DAY, 50)
+    assert sum(removed) == 400
     assert store.ledger.report()[0].requests == 400

@@ -23,7 +23,6 @@ from argosy.store import (
     StoreError,
     User,
     open_store,
-    store_copy,
 )
 
 
@@ -91,7 +90,7 @@ def test_copy_into_a_store_with_accounts_is_rejected(store: Store, tmp_path: Pat
 def test_interrupted_copy_names_the_failed_database_and_can_be_repeated(
     store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_copy, "COPY_BATCH_ROWS", 10)
+    monkeypatch.setattr("argosy.store.store.COPY_BATCH_ROWS", 10)
     store.ledger.add_records([usage_row(f"r{number}") for number in range(500)])
     target = open_store(f"sqlite:///{tmp_path}/target.db")
     target.migrate()
