@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
+
 import psycopg
 import pytest
 from psycopg import sql
 from tests.integration.store.conftest import migrate
-from tests.support.services import PostgresServer
+from tests.support.services import PostgresServer, running_pgbouncer, running_standby
 from tests.support.usage_rows import usage_row
-from argosy.store import StoreError, open_store
-import time
-from collections.abc import Iterator
-from pathlib import Path
-import psycopg
-import pytest
-from tests.support.services import PostgresServer, running_standby
-from tests.support.usage_rows import usage_row
-from argosy.store import Store, StoreError, open_existing_store, open_store
-from collections.abc import Iterator
-import psycopg
-import pytest
-from tests.support.services import PostgresServer, running_pgbouncer
-from tests.support.usage_rows import usage_row
-from argosy.store import StoreError, StoreUnavailableError, open_store
+
+from argosy.store import Store, StoreError, StoreUnavailableError, open_existing_store, open_store
 
 NAME = "café 日本 \N{SAILBOAT}"
 REPETITIONS = 8
@@ -34,6 +24,10 @@ REPETITIONS = 8
 def administrator(postgres: PostgresServer) -> Iterator[psycopg.Connection]:
     with psycopg.connect(postgres.url("postgres"), autocommit=True) as connection:
         yield connection
+
+
+def database_name(url: str) -> str:
+    return url.partition("@/")[2].partition("?")[0]
 
 
 def create_database(administrator: psycopg.Connection, encoding: str) -> str:
@@ -94,7 +88,7 @@ def test_read_only_database_is_not_reported_as_a_standby_alone(
     """Providers make a database read-only when its disk is full."""
     with postgres.database() as url:
         migrate(url)
-        name = url.partition("@/")[2].partition("?")[0]
+        name = database_name(url)
         administrator.execute(
             sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(
                 sql.Identifier(name)
@@ -122,10 +116,6 @@ def wait_until_replicated(primary: PostgresServer, standby: PostgresServer) -> N
         position = source.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone()
         while target.execute(replayed, position).fetchone() != (True,):
             time.sleep(0.05)
-
-
-def database_name(url: str) -> str:
-    return url.partition("@/")[2].partition("?")[0]
 
 
 def test_store_follows_an_address_from_the_standby_to_the_primary(
@@ -207,7 +197,7 @@ def pgbouncer(postgres: PostgresServer) -> Iterator[PostgresServer]:
 
 def pooled_url(pgbouncer: PostgresServer, url: str) -> str:
     """Return the URL of the same database behind PgBouncer."""
-    return pgbouncer.url(url.partition("@/")[2].partition("?")[0])
+    return pgbouncer.url(database_name(url))
 
 
 def test_stores_share_one_connection(postgres: PostgresServer, pgbouncer: PostgresServer) -> None:
