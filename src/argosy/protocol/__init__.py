@@ -1,30 +1,21 @@
 """Wire formats that gateway, replicas and clients share.
 
 Request bodies (`openai_requests`) are decoded by `parse_request_body`, which ignores unknown fields and turns every
-mistake into an `ApiError`. `parse_body` refuses unknown fields too. Responses
-(`openai_responses`) and errors have the shapes of the OpenAI API with vLLM's extensions. Streams are framed with
-`format_event` and read with `EventParser`. Validated requests reach the engine with `SamplingParams`.
-`pooling_requests` and `pooling_responses` are those of models that pool: embeddings, scores and classes. A replica
-publishes the blocks of its prefix cache as `KvEvent`. Server addresses are parsed into an `Endpoint`. An `Operation`
-describes a route in a server's OpenAPI document.
+mistake into an `ApiError`. `parse_body` refuses unknown fields too. Responses (`openai_responses`) and `errors` have
+the shapes of the OpenAI API with vLLM's extensions. Streams are framed with `format_event` and read with `EventParser`.
+Validated requests reach the engine with `SamplingParams`. The bodies of models that pool (embeddings, scores and
+classes) are in `pooling_api`. A replica publishes the blocks of its prefix cache as `KvEvent`. Server addresses are
+parsed into an `Endpoint`. An `Operation` describes a route in a server's OpenAPI document.
 """
 
-from argosy.protocol.arithmetic import ArithmeticIdentity, differing_parts
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
-from argosy.protocol.error_codes import ERROR_CODES
-from argosy.protocol.errors import ApiError, invalid_request
+from argosy.protocol.errors import ERROR_CODES, ApiError, invalid_request
 from argosy.protocol.kv_events import (
     BLOCK_NAME_BYTES,
     KvEvent,
     TokenizationKey,
     pack_block_names,
     unpack_block_names,
-)
-from argosy.protocol.load_report import (
-    LOAD_SCHEMA_VERSION,
-    LoadPhase,
-    LoadResponse,
-    StartupProgress,
 )
 from argosy.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -40,6 +31,7 @@ from argosy.protocol.openai_requests import (
 )
 from argosy.protocol.openai_responses import (
     MAX_COUNT,
+    NO_TOKENS,
     ChatChoice,
     ChatCompletion,
     ChatLogprob,
@@ -59,6 +51,7 @@ from argosy.protocol.openai_responses import (
     ResponseWarning,
     StatusResponse,
     TokenizeResponse,
+    TokenUsage,
     ToolCall,
     ToolCallCustom,
     ToolCallFunction,
@@ -90,45 +83,56 @@ from argosy.protocol.parameter_rules import (
     normalize_stop_strings,
     unsupported_parameter,
 )
-from argosy.protocol.parsing import parse_body, parse_query, parse_request_body
-from argosy.protocol.pooling_requests import (
+from argosy.protocol.parsing import (
+    IGNORED_FIELDS_HEADER,
+    RELAXED_SCHEMA_HEADER,
+    format_names,
+    parse_body,
+    parse_query,
+    parse_request_body,
+)
+from argosy.protocol.pooling_api import (
     MAX_INPUTS,
     MODEL_LIMIT,
+    Classification,
+    ClassificationList,
     ClassifyRequest,
+    EmbeddingList,
+    EmbeddingObject,
     EmbeddingRequest,
     EmbedDType,
     Endianness,
     NormalizedInput,
     PooledRequest,
-    PoolingRequest,
-    PoolingTaskName,
-    RerankRequest,
-    ScoreRequest,
-    TaskName,
-    list_inputs,
-    unsupported_task_error,
-)
-from argosy.protocol.pooling_responses import (
-    Classification,
-    ClassificationList,
-    Embedding,
-    EmbeddingList,
     PooledResponse,
     PoolingList,
     PoolingOutput,
+    PoolingRequest,
+    PoolingTaskName,
     PoolingUsage,
     RerankedDocument,
+    RerankRequest,
     RerankResponse,
     RerankResult,
     Score,
     ScoreList,
+    ScoreRequest,
+    TaskName,
+    list_inputs,
     rank_documents,
+    unsupported_task_error,
 )
-from argosy.protocol.replica_report import (
+from argosy.protocol.replica_reports import (
+    LOAD_SCHEMA_VERSION,
     MAX_REPORTED_CHARS,
     REPORT_CONTENT,
     REPORT_HEADER,
+    ArithmeticIdentity,
+    LoadPhase,
+    LoadResponse,
     RequestReport,
+    StartupProgress,
+    differing_parts,
     parse_replica_report,
 )
 from argosy.protocol.sampling import (
@@ -147,9 +151,3 @@ from argosy.protocol.sse import (
 )
 from argosy.protocol.sse import SSE_CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import SSE_DONE as SSE_DONE
-from argosy.protocol.token_usage import NO_TOKENS, TokenUsage
-from argosy.protocol.unknown_fields import (
-    IGNORED_FIELDS_HEADER,
-    RELAXED_SCHEMA_HEADER,
-    format_names,
-)

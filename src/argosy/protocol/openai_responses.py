@@ -15,6 +15,8 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "functi
 EarlyStopReason = Literal["budget", "limit", "deadline"]
 """`stop_reason` of a choice that was ended before its end. Its `finish_reason` is "length"."""
 EARLY_STOP_REASONS: frozenset[str] = frozenset(get_args(EarlyStopReason))
+MAX_COUNT = 2**53
+"""Largest valid count, so that every count is exact as a float."""
 
 
 def find_early_stop(finish_reason: str | None, stop_reason: object) -> EarlyStopReason | None:
@@ -249,10 +251,6 @@ class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-MAX_COUNT = 2**53
-"""Largest valid count, so that every count is exact as a float."""
-
-
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Description of an error, with a stable `code` for programs."""
 
@@ -267,3 +265,37 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
     error: ErrorDetail
     request_id: str
+
+
+class TokenUsage(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Tokens of a request: each prompt once, and the output of all choices."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Part of `prompt_tokens` that was found in a prefix cache."""
+    output_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """Part of `output_tokens` inside reasoning blocks. None if the server reports none."""
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens that were computed."""
+        return max(0, self.prompt_tokens - self.cached_tokens)
+
+    def to_wire(self) -> Usage:
+        """Convert to the `usage` object of the OpenAI API."""
+        reasoning = self.reasoning_tokens
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.output_tokens,
+            total_tokens=self.prompt_tokens + self.output_tokens,
+            prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=self.cached_tokens),
+            completion_tokens_details=(
+                UNSET
+                if reasoning is None
+                else CompletionTokenUsageInfo(reasoning_tokens=min(reasoning, self.output_tokens))
+            ),
+        )
+
+
+NO_TOKENS = TokenUsage()

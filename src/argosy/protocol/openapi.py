@@ -34,19 +34,17 @@ from argosy.protocol.openai_responses import (
     TokenizeResponse,
     VersionResponse,
 )
-from argosy.protocol.pooling_requests import (
+from argosy.protocol.pooling_api import (
+    ClassificationList,
     ClassifyRequest,
+    EmbeddingList,
     EmbeddingRequest,
+    PoolingList,
     PoolingRequest,
     RerankRequest,
-    ScoreRequest,
-)
-from argosy.protocol.pooling_responses import (
-    ClassificationList,
-    EmbeddingList,
-    PoolingList,
     RerankResponse,
     ScoreList,
+    ScoreRequest,
 )
 
 JSON_MEDIA_TYPE = "application/json"

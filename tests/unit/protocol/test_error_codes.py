@@ -24,7 +24,7 @@ def test_every_raised_code_is_documented() -> None:
 
 
 def test_every_documented_code_occurs_in_the_source() -> None:
-    table = (Path(__file__).parents[3] / "src/argosy/protocol/error_codes.py").read_text()
+    table = (Path(__file__).parents[3] / "src/argosy/protocol/errors.py").read_text()
     rest = SOURCE.replace(table, "")
     assert [code for _, code in DOCUMENTED if f'"{code}"' not in rest] == []
 

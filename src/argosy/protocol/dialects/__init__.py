@@ -61,26 +61,25 @@ from argosy.protocol.dialects.responses_compaction import (
     parse_compact_request,
     translate_compact_request,
 )
-from argosy.protocol.dialects.responses_events import (
-    ClientEvent,
-    parse_client_event,
-    parse_create_event,
-)
 from argosy.protocol.dialects.responses_input import (
     assign_item_ids,
     list_references,
     normalize_input,
     resolve_references,
 )
-from argosy.protocol.dialects.responses_output import ResponsesOutput, encode_responses_error
+from argosy.protocol.dialects.responses_output import (
+    ResponsesOutput,
+    encode_responses_error,
+    render_end_event,
+    render_stored_events,
+)
 from argosy.protocol.dialects.responses_requests import (
+    ClientEvent,
     Metadata,
     ReasoningCipher,
     ResponsesRequest,
+    parse_client_event,
+    parse_create_event,
     parse_responses_request,
     translate_responses_request,
-)
-from argosy.protocol.dialects.stored_response_events import (
-    render_end_event,
-    render_stored_events,
 )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from argosy.protocol.dialects.dialect_output import (
+    MESSAGES_FIELDS,
     CallKind,
     DialectOutput,
     OutputEnd,
@@ -17,7 +18,6 @@ from argosy.protocol.dialects.dialect_output import (
     OutputTokens,
     parse_call_arguments,
 )
-from argosy.protocol.dialects.field_names import MESSAGES_FIELDS
 
 _STOP_REASONS = {
     "stop": "end_turn",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from argosy.protocol.dialects.dialect_output import (
+    OLLAMA_FIELDS,
     CallKind,
     DialectOutput,
     OutputEnd,
@@ -17,7 +18,6 @@ from argosy.protocol.dialects.dialect_output import (
     OutputTokens,
     parse_call_arguments,
 )
-from argosy.protocol.dialects.field_names import OLLAMA_FIELDS
 
 NDJSON_CONTENT_TYPE = b"application/x-ndjson"
 _DONE_REASONS = {"length": "length"}

@@ -21,7 +21,7 @@ from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
 from argosy.protocol.parameter_rules import unsupported_parameter
 from argosy.protocol.parsing import parse_request_body
-from argosy.protocol.pooling_requests import (
+from argosy.protocol.pooling_api import (
     MODEL_LIMIT,
     Document,
     PositiveInt,

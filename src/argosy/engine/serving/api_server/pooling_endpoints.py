@@ -19,8 +19,8 @@ from argosy.protocol import (
     Classification,
     ClassificationList,
     ClassifyRequest,
-    Embedding,
     EmbeddingList,
+    EmbeddingObject,
     EmbeddingRequest,
     EmbedDType,
     Endianness,
@@ -175,7 +175,7 @@ def _build_embeddings(
 ) -> EmbeddingList:
     encode = _vector_encoder(body)
     data = [
-        Embedding(index=index, embedding=encode(vector))
+        EmbeddingObject(index=index, embedding=encode(vector))
         for index, vector in enumerate(result.values)
     ]
     return EmbeddingList(**head, created=created, data=data)

@@ -1,0 +1,181 @@
+"""Reports of a native replica: its load and identity for `/load`, and its work for one request of a gateway."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from argosy.protocol.openai_responses import MAX_COUNT
+
+ARITHMETIC_ID_CHARS = 32
+"""Length of `ArithmeticIdentity.id` in hexadecimal digits."""
+NonNegativeCount = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+LOAD_SCHEMA_VERSION = 1
+"""Version of `LoadResponse`. Later versions only add fields."""
+LoadPhase = Literal[
+    "starting", "loading", "warming", "ready", "restarting", "draining", "failed", "stopped"
+]
+"""Lifecycle phase of a replica. `loading` and `warming` are parts of its start."""
+REPORT_HEADER = b"x-argosy-report"
+REPORT_CONTENT = b"content"
+"""Value of the header that includes prompt and output in the report."""
+MAX_REPORTED_CHARS = 64 * 1024
+"""Characters of each prompt and output in a report. Longer ones are cut."""
+Milliseconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class ArithmeticIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of the arithmetic identity. Replicas with equal identities compute the same bytes for the same request.
+
+    Threads, batch size, chunking, prefix hits and speculation are not part of it, since they do not change a byte.
+    """
+
+    weights: str
+    """Digest of the checkpoint's files."""
+    dtype: str
+    """Data type of weights and activations, such as `bfloat16`."""
+    quantization: str
+    """Format to which the weights are rounded, or `none`."""
+    kv_dtype: str
+    """Data type of cached keys and values."""
+    kernels: str
+    """Digest of the engine's own computation code, and the versions of torch and of the compiler."""
+    instruction_set: str
+    """Instruction sets that the CPU kernels and torch use, or the compute capability of the GPU."""
+    rope: str
+    """Kind of the rotary embedding, and a digest of its frequencies."""
+    tokenization: str = ""
+    """Digest of the tokenizer and the chat template in use. Empty before they are loaded."""
+
+    @property
+    def id(self) -> str:
+        """Short hash of all parts, by which identities are compared."""
+        parts = msgspec.json.encode(msgspec.structs.astuple(self))
+        return hashlib.sha256(parts).hexdigest()[:ARITHMETIC_ID_CHARS]
+
+
+def differing_parts(identities: list[ArithmeticIdentity]) -> dict[str, list[str]]:
+    """Return the parts in which the identities differ, each with its different values in sorted order."""
+    values = {
+        name: sorted({getattr(identity, name) for identity in identities})
+        for name in ArithmeticIdentity.__struct_fields__
+    }
+    return {name: different for name, different in values.items() if len(different) > 1}
+
+
+class StartupProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Current activity of a starting replica, and the completed fraction of it."""
+
+    activity: str
+    fraction: Annotated[float, Meta(ge=0, le=1)]
+
+
+class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Response of `/load`, with the state that a router needs to select a replica."""
+
+    server_load: NonNegativeCount
+    """Running generation requests (vLLM's name)."""
+    state: str
+    models: list[str]
+    running: NonNegativeCount
+    waiting: NonNegativeCount
+    queued_tokens: NonNegativeCount
+    """Prompt tokens not computed yet, including those of running prefills."""
+    max_seqs: NonNegativeCount
+    max_model_len: NonNegativeCount
+    block_size: NonNegativeCount
+    kv_blocks_total: NonNegativeCount
+    kv_blocks_used: NonNegativeCount
+    kv_blocks_cached: NonNegativeCount
+    step: NonNegativeCount
+    step_s: NonNegativeFloat
+    prefill_tokens_per_s: NonNegativeFloat = 0.0
+    """Measured prefill rate; 0 before the first measurement."""
+    decode_s: NonNegativeFloat = 0.0
+    """Expected seconds between tokens if one more sequence runs; 0 before the first measurement."""
+    other_gateways: list[dict[int, NonNegativeCount]] = []
+    """Running requests by tier of each gateway except the one that requests the report."""
+    schema_version: NonNegativeCount = LOAD_SCHEMA_VERSION
+    """`LOAD_SCHEMA_VERSION` of the replica."""
+    phase: str = ""
+    """`LoadPhase`, finer than `state` during a start."""
+    startup: StartupProgress | None = None
+    """Progress of a start; None while the replica serves."""
+    build: str = ""
+    """Program and version of the replica."""
+    model_revision: str = ""
+    """Commit of the model on the hub, or the requested revision; empty for a directory."""
+    model_digest: Annotated[str, Meta(pattern="^(sha256:[0-9a-f]{64})?$")] = ""
+    """SHA-256 digest of the model's files, which were verified when it was loaded. Empty before, or if not known."""
+    arithmetic_id: str = ""
+    """Id of `arithmetic`; empty before the model is loaded."""
+    arithmetic: ArithmeticIdentity | None = None
+    """Identity of everything that decides the bytes of outputs. None before the model is loaded."""
+    accelerator: str = ""
+    """Hardware in use; empty before the model is loaded."""
+    zone: str = ""
+    """Failure domain of the replica, as given at its start."""
+    labels: dict[str, str] = {}
+    """Labels of the replica, as given at its start."""
+    kv_capacity_tokens: NonNegativeCount = 0
+    """Number of tokens that fit into the KV cache if all sequences have `max_model_len`; 0 if unknown.
+
+    With sliding windows, this is less than the blocks times their size, because a token has several blocks."""
+    exact: bool = True
+    """Whether results do not depend on other requests, bit for bit. Streams of other replicas are not resumed."""
+    preemptions_total: NonNegativeCount = 0
+    """Sequences preempted to free KV blocks since the engine core started."""
+    phase_s_total: dict[str, NonNegativeFloat] = {}
+    """Seconds spent in steps since the engine core started, by phase: plan, launch, compute, sample, commit."""
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Work of a replica for one request, with all of its choices. Fields that do not apply are left out.
+
+    A gateway asks for it with the header `x-argosy-report: 1`, and with `x-argosy-report: content` if prompt and output
+    may be kept. The replica sends it as one SSE comment, `: argosy report JSON`, before the metadata comment of the
+    last output. A gateway that knows all finish reasons then has the report too, and can complete the usage.
+    """
+
+    grammar_compile_ms: Milliseconds | None = None
+    """Time to compile the grammar; 0 if it was cached. None without a grammar."""
+    masked_steps: Count = 0
+    """Tokens that were sampled under a grammar's mask."""
+    reasoning_tokens: Count | None = None
+    """Output tokens inside reasoning blocks, including resumed ones. None if the output has no reasoning block."""
+    tool_calls: Count = 0
+    malformed_calls: Count = 0
+    """Tool calls that could not be parsed and became text."""
+    parser_events: dict[str, Count] = {}
+    """Number of events of the output parser by their kind, such as `reasoning` or `call_start`."""
+    warnings: list[str] = []
+    """Codes of the warnings in the response."""
+    prompts: list[str] = []
+    """Rendered prompts, if content is reported."""
+    outputs: list[str] = []
+    """Raw output of each choice with its special tokens, if content is reported."""
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the report has prompts or outputs."""
+        return bool(self.prompts or self.outputs)
+
+    def without_content(self) -> RequestReport:
+        """Return the report without prompts and outputs."""
+        return msgspec.structs.replace(self, prompts=[], outputs=[])
+
+
+_decoder = msgspec.json.Decoder(RequestReport)
+
+
+def parse_replica_report(text: bytes) -> RequestReport | None:
+    """Parse the JSON of a report. Unknown fields are ignored. Returns None for anything else than a report."""
+    try:
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
