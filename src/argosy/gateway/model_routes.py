@@ -1,4 +1,4 @@
-"""Model routes: rules that let another model than the requested one answer a request."""
+"""Model routes: rules that let another model than the requested one answer, and the sender of a request for them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+from msgspec import Raw
+
 from argosy.deployment import ANY_HEADER_VALUE, RouteConfig, route_name
 from argosy.gateway.principal import TIERS, Principal
+from argosy.gateway.request_fields import RequestFields
 from argosy.policy.traffic import (
     DailyWindow,
     PercentageFlag,
     TrafficSubject,
 )
 from argosy.store import AccountSnapshot
+
+SESSION_HEADER = b"x-session-affinity"
+"""Request header that names the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +133,39 @@ def _tenant_ids(snapshot: AccountSnapshot) -> Mapping[str, set[str]]:
                 for name in (project.id, project.name):
                     ids_by_name[f"{organisation_name}/{name}"].add(project.id)
     return ids_by_name
+
+
+def find_subject(
+    principal: Principal,
+    headers: Mapping[bytes, bytes],
+    fields: RequestFields | None,
+    request_id: str,
+) -> TrafficSubject:
+    """Return the sender of a request as traffic is divided: its tenant, and its user, session or request.
+
+    Args:
+        principal: Authenticated sender.
+        headers: Headers of the request.
+        fields: Parsed fields of the request; None if it has no such body.
+        request_id: Id of the request, which divides requests that name neither a user nor a session.
+    """
+    header = headers.get(SESSION_HEADER, b"").decode("latin-1")
+    user, session = principal.user, header
+    if fields is not None:
+        user = _find_user(fields.raw) or user
+        session = fields.session_id or header
+    return TrafficSubject(
+        tenant=principal.tenant,
+        user=user,
+        session=session,
+        request=request_id,
+    )
+
+
+def _find_user(raw: Mapping[str, Raw]) -> str:
+    for name in ("safety_identifier", "user"):
+        if name in raw:
+            value = msgspec.json.decode(raw[name])
+            if value and isinstance(value, str):
+                return value
+    return ""

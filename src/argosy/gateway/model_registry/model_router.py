@@ -13,8 +13,7 @@ import structlog
 
 from argosy.deployment import RouteConfig
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
-from argosy.gateway.model_routes import ModelRoute, compile_routes
-from argosy.gateway.model_traffic import find_subject
+from argosy.gateway.model_routes import ModelRoute, compile_routes, find_subject
 from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion

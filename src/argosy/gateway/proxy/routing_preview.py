@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from argosy.deployment import ColdStartConfig
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
-from argosy.gateway.model_traffic import SESSION_HEADER
+from argosy.gateway.model_routes import SESSION_HEADER
 from argosy.gateway.pool import Pool, build_placement_request
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
