@@ -335,13 +335,12 @@ class CompletionHandlers:
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        driver = self._driver
         continuation = StreamContinuation(context.fields, context.api.path, context.delivered)
         relay = ResponseRelay(
             context,
             writer,
             continuation,
-            driver,
+            self._driver,
             task=task,
             settings=self._config,
             fast_path=self._fast_path,
@@ -356,16 +355,9 @@ class CompletionHandlers:
         context.pool.active_requests += 1
         try:
             if await run_filters(filters, context):
-                if context.api.generates:
-                    await self._request_checker.check(
-                        context.pool, context.fields, context.api.path
-                    )
-                context.trace.admitted_at = self._clock()
-                self._on_request_admitted(context)
-                if context.fields.stream:
-                    self._early_starts.add(relay)
+                await self._admit(context, relay)
                 await RequestProxy(
-                    self._proxy_config, driver, context, continuation, relay, writer
+                    self._proxy_config, self._driver, context, continuation, relay, writer
                 ).run()
         except asyncio.CancelledError:
             task.uncancel()
@@ -374,19 +366,36 @@ class CompletionHandlers:
         finally:
             if deadline_timer is not None:
                 deadline_timer.cancel()
-            self._relays.discard(relay)
-            self._early_starts.remove(relay)
-            context.pool.active_requests -= 1  # it may be another one now
-            relay.charge_delivered()
-            if context.placement is not None:
-                driver.end(context.placement)
-            context.exchange.set_listener(None)
-            context.take_back_stream = None  # a reference cycle
+            self._release(context, relay)
         if context.exchange.response_complete:
             return  # a buffered response, or the response of a filter
         await writer.finish()
         is_stopped = context.end_reason is EndReason.STOPPED
         context.status = "stopped" if is_stopped else context.final_status
+
+    async def _admit(self, context: RequestContext, relay: ResponseRelay) -> None:
+        """Check what a native replica would refuse, and count the request as admitted by the filters.
+
+        Raises:
+            ApiError: The replica would refuse the request.
+        """
+        if context.api.generates:
+            await self._request_checker.check(context.pool, context.fields, context.api.path)
+        context.trace.admitted_at = self._clock()
+        self._on_request_admitted(context)
+        if context.fields.stream:
+            self._early_starts.add(relay)
+
+    def _release(self, context: RequestContext, relay: ResponseRelay) -> None:
+        """Charge what was delivered, and free what a request holds."""
+        self._relays.discard(relay)
+        self._early_starts.remove(relay)
+        context.pool.active_requests -= 1  # it may be another one now
+        relay.charge_delivered()
+        if context.placement is not None:
+            self._driver.end(context.placement)
+        context.exchange.set_listener(None)
+        context.take_back_stream = None  # a reference cycle
 
 
 def _parse_fields(
