@@ -33,13 +33,15 @@ from argosy.policy.rollout import (
     UserHistory,
     UserRates,
 )
-from argosy.policy.rollout.quantile_sketch import QuantileSketch
+from argosy.policy.rollout.baseline import QuantileSketch
 from argosy.policy.rollout.race import (
+    MAX_VALUE,
     candidate_probability,
     equivalence_factor,
+    power,
     regression_factors,
+    to_float,
 )
-from argosy.policy.rollout.scaled_number import MAX_VALUE, power, to_float
 from argosy.policy.rollout.user_history import user_name
 from argosy.policy.traffic import TrafficSubject, UserTraffic, choose_salt, hash_point, sticky_key
 

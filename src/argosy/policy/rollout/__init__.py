@@ -10,22 +10,20 @@ people, a `RolloutObservation` and the gate's verdict. Its results are the next 
 """
 
 from argosy.policy.rollout.baseline import Baseline, BaselineRecorder
-from argosy.policy.rollout.comparison import Comparison
+from argosy.policy.rollout.comparison import Comparison, EventCell, OutcomeAggregator, OutcomeBatch
 from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
-from argosy.policy.rollout.gate_record import GateRecord
-from argosy.policy.rollout.gate_settings import GateLimits, GateSettings, MetricRule
-from argosy.policy.rollout.metrics import EVENTS, Metric
-from argosy.policy.rollout.outcome_batch import EventCell, OutcomeAggregator, OutcomeBatch
-from argosy.policy.rollout.outcomes import Arm, OutcomeStatus, RequestOutcome
-from argosy.policy.rollout.rollout_command import CommandKind, RolloutCommand
+from argosy.policy.rollout.gate_record import GateLimits, GateRecord, GateSettings, MetricRule
+from argosy.policy.rollout.metrics import EVENTS, Arm, Metric, OutcomeStatus, RequestOutcome
 from argosy.policy.rollout.rollout_controller import (
     DeclaredVersion,
     GateStep,
     RolloutDecision,
     decide,
 )
-from argosy.policy.rollout.rollout_observation import (
+from argosy.policy.rollout.rollout_inputs import (
     CheckStatus,
+    CommandKind,
+    RolloutCommand,
     RolloutObservation,
     VersionStatus,
 )

@@ -1,14 +1,51 @@
-"""Baseline of a comparison: the stable version's quantiles, frozen before the candidate gets traffic."""
+"""Baseline of a comparison, frozen before the candidate gets traffic, and the events that a request has by it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
-from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
-from argosy.policy.rollout.outcomes import OutcomeStatus, RequestOutcome
-from argosy.policy.rollout.quantile_sketch import QuantileSketch
+from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric, OutcomeStatus, RequestOutcome
+
+_STEPS = 16
+"""Buckets for each power of two."""
+
+
+class QuantileSketch(msgspec.Struct):
+    """Mergeable histogram. Its quantiles are bounds of buckets: deterministic, and independent of the order."""
+
+    counts: dict[int, int] = msgspec.field(default_factory=dict)
+    total: int = 0
+
+    def add(self, value: float) -> None:
+        """Count a finite value of 0 or more."""
+        mantissa, exponent = math.frexp(value)
+        bucket = (
+            exponent * _STEPS + int((mantissa - 0.5) * 2 * _STEPS) if value > 0.0 else -(1 << 20)
+        )
+        self.counts[bucket] = self.counts.get(bucket, 0) + 1
+        self.total += 1
+
+    def quantile(self, fraction: float) -> float:
+        """Return the smallest bucket bound with at least this fraction of the values below it.
+
+        Raises:
+            ValueError: No value was counted.
+        """
+        if not self.total:
+            raise ValueError("a quantile needs at least one value; call add first")
+        below = 0
+        bucket = 0
+        for bucket in sorted(self.counts):
+            below += self.counts[bucket]
+            if below >= fraction * self.total:
+                break
+        exponent, step = divmod(bucket + 1, _STEPS)
+        return math.ldexp(0.5 + step / (2 * _STEPS), exponent) if exponent > -1000 else 0.0
+
 
 MIN_SAMPLES = 200
 """Measurements of a stratum with quantiles of its own. Others use those of the metric."""
@@ -122,3 +159,53 @@ def _measurements(outcome: RequestOutcome) -> Iterator[tuple[Metric, float]]:
     if outcome.status is OutcomeStatus.COMPLETED:
         yield Metric.SHORT_OUTPUT, float(outcome.output_tokens)
         yield Metric.LONG_OUTPUT, float(outcome.output_tokens)
+
+
+class ScoredEvent(NamedTuple):
+    """Opportunity for an event."""
+
+    event: int
+    """Position in `EVENTS`."""
+    stratum: str
+    has_occurred: bool
+
+
+def score(outcome: RequestOutcome, baseline: Baseline) -> Iterator[ScoredEvent]:
+    """Score a valid request. What cannot be decided for it, such as the length of a failed answer, is left out."""
+    status = outcome.status
+    if status is not OutcomeStatus.CANCELLED:
+        for metric, bad in (
+            (Metric.ERRORS, OutcomeStatus.FAILED),
+            (Metric.REFUSALS, OutcomeStatus.REFUSED),
+        ):
+            yield ScoredEvent(EVENTS_OF[metric][0], "", status is bad)
+    for metric in (Metric.TTFT, Metric.TPOT):
+        stratum = stratum_of(metric, outcome)
+        for position, event in enumerate(EVENTS_OF[metric]):
+            threshold = baseline.threshold(metric, stratum, position)
+            if threshold is not None:
+                exceeds = _exceeds(metric, outcome, threshold)
+                if exceeds is not None:
+                    yield ScoredEvent(event, stratum, exceeds)
+    if status in {OutcomeStatus.COMPLETED, OutcomeStatus.RUNNING}:
+        is_running = status is OutcomeStatus.RUNNING
+        for metric in (Metric.SHORT_OUTPUT, Metric.LONG_OUTPUT):
+            for position, event in enumerate(EVENTS_OF[metric]):
+                threshold = baseline.threshold(metric, "", position)
+                if threshold is None:
+                    continue
+                if metric is Metric.LONG_OUTPUT:
+                    yield ScoredEvent(event, "", outcome.output_tokens > threshold)
+                else:
+                    has_occurred = outcome.output_tokens < threshold and not is_running
+                    yield ScoredEvent(event, "", has_occurred)
+
+
+def _exceeds(metric: Metric, outcome: RequestOutcome, threshold: float) -> bool | None:
+    """Return whether a time exceeds a threshold; None if it is not known and can still be below it."""
+    if metric is Metric.TPOT:
+        time_per_token_s = outcome.time_per_token_s
+        return None if time_per_token_s is None else time_per_token_s > threshold
+    if outcome.ttft_s is not None:
+        return outcome.ttft_s > threshold
+    return True if outcome.age_s > threshold else None

@@ -8,8 +8,12 @@ from typing import NamedTuple
 import msgspec
 
 from argosy.policy.rollout.gate import GateVerdict
-from argosy.policy.rollout.rollout_command import CommandKind, RolloutCommand, order_commands
-from argosy.policy.rollout.rollout_observation import RolloutObservation
+from argosy.policy.rollout.rollout_inputs import (
+    CommandKind,
+    RolloutCommand,
+    RolloutObservation,
+    order_commands,
+)
 from argosy.policy.rollout.rollout_outputs import (
     ReplicaSplit,
     build_route,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.policy.rollout.gate_settings import GateSettings
+from argosy.policy.rollout.gate_record import GateSettings
 
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 Strategy = Literal["canary", "rolling", "blue_green", "a_b"]

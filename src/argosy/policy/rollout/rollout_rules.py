@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from argosy.policy.rollout.gate import GateResult, GateVerdict
-from argosy.policy.rollout.rollout_observation import CheckStatus, RolloutObservation
+from argosy.policy.rollout.rollout_inputs import CheckStatus, RolloutObservation
 from argosy.policy.rollout.rollout_outputs import candidate_share, first_replicas, wanted_share
 from argosy.policy.rollout.rollout_record import (
     PAUSED_STATES,

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from argosy.policy.rollout.baseline import Baseline
-from argosy.policy.rollout.metrics import EVENTS
-from argosy.policy.rollout.outcomes import RequestOutcome
-from argosy.policy.rollout.scoring import score
+from argosy.policy.rollout.baseline import Baseline, score
+from argosy.policy.rollout.metrics import EVENTS, RequestOutcome
 
 PRIOR_REQUESTS = 50.0
 """Weight of the mean rate of all users, in requests of one user."""
