@@ -20,16 +20,21 @@ from argosy.policy.breaker import (
     classify_status,
     eligible_replicas,
 )
-from argosy.policy.concurrency_lease import ConcurrencyLease
-from argosy.policy.concurrency_slots import slot_share
+from argosy.policy.concurrency_slots import (
+    lowest_admissible_tier,
+    no_reservation_active,
+    slot_share,
+)
 from argosy.policy.deficit_round_robin import QUANTUM_TOKENS, QueuedRequest
-from argosy.policy.engine_block_names import (
+from argosy.policy.event_prefix_index import (
+    MAX_INDEXED_BLOCKS,
     MAX_NAMED_BLOCKS,
     EngineBlockHash,
     EngineBlockNames,
+    EventPrefixIndex,
+    TextBlockMap,
     compute_block_names,
 )
-from argosy.policy.event_prefix_index import MAX_INDEXED_BLOCKS, EventPrefixIndex, TextBlockMap
 from argosy.policy.fair_queue import (
     PROMOTION_INTERVAL,
     DispatchQueue,
@@ -49,12 +54,9 @@ from argosy.policy.health_check import (
     ProbeKind,
     ServerProfile,
 )
-from argosy.policy.hedging import Hedging
-from argosy.policy.leased_quota import LeasedQuota, LeaseGrant, LeaseRequest
+from argosy.policy.leased_quota import ConcurrencyLease, LeasedQuota, LeaseGrant, LeaseRequest
 from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
 from argosy.policy.outage_tracker import OutageTracker
-from argosy.policy.output_length import OutputLengthEstimator
-from argosy.policy.poison_requests import PoisonRequestTracker
 from argosy.policy.prefix_cache_index import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -89,8 +91,7 @@ from argosy.policy.reservation import (
     running_usage,
 )
 from argosy.policy.resolved_addresses import ResolvedAddresses
-from argosy.policy.restart_limits import RestartLimits
-from argosy.policy.retry_budget import RetryBudget, backoff_s
+from argosy.policy.retries import Hedging, PoisonRequestTracker, RetryBudget, backoff_s
 from argosy.policy.routing import (
     ROUTING_POLICIES,
     BoundedHash,
@@ -104,9 +105,14 @@ from argosy.policy.routing import (
     RoutingPolicyName,
     estimate_cost,
 )
-from argosy.policy.smoothing import EwmaMean, EwmaRate, OnlineLinearFit, PeakEwma
+from argosy.policy.smoothing import (
+    EwmaMean,
+    EwmaRate,
+    OnlineLinearFit,
+    OutputLengthEstimator,
+    PeakEwma,
+)
 from argosy.policy.thread_count_policy import MEASURE_INTERVAL_S, ThreadCountPolicy
-from argosy.policy.tier_reservation import lowest_admissible_tier, no_reservation_active
 from argosy.policy.virtual_token_counters import (
     INPUT_TOKEN_WEIGHT,
     OUTPUT_TOKEN_WEIGHT,

@@ -1,23 +1,107 @@
-"""Prefix cache index that is built from the KV events of a replica.
+"""Prefix cache index that is built from the KV events of a replica, and the names of the blocks in these events.
 
 The gateway knows prompts as text, while a replica knows its cache as blocks of tokens. The first response of any
 replica of the pool to a text connects the two, since it contains the prompt's block names or tokens (`TextBlockMap`).
 KV events report which blocks each replica holds (`EventPrefixIndex`). The index therefore covers eviction, restarts and
 prompts that arrived through other gateways.
+
+A block's name is a hash over the cache salt and all tokens up to the end of the block. Argosy computes names from two
+sources, namely the blocks that an engine reports as stored and the prompt tokens that a response reports. The engine's
+own hashes only identify a block's parent and the blocks that are removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from argosy.policy.engine_block_names import compute_block_names
 from argosy.policy.prefix_cache_index import (
     CacheHitReport,
     EstimatedPrefixIndex,
     PromptTokensReport,
 )
+from argosy.protocol import BLOCK_NAME_BYTES
+
+MAX_NAMED_BLOCKS = 1 << 20
+"""Largest number of blocks tracked per engine, which is 16 million tokens in blocks of 16, in some 200 MB."""
+
+EngineBlockHash = int | bytes
+"""Block hash as computed by an engine."""
+
+
+def compute_block_names(cache_salt: str, token_ids: array[int], block_size: int) -> array[int]:
+    """Return the names of the whole blocks of a prompt; `token_ids` is an `array("I")`."""
+    return _chain_names(_root_hash(cache_salt), token_ids, block_size)
+
+
+def _root_hash(cache_salt: str) -> bytes:
+    return hashlib.blake2b(cache_salt.encode(), digest_size=BLOCK_NAME_BYTES).digest()
+
+
+def _chain_names(parent: bytes, token_ids: array[int], block_size: int) -> array[int]:
+    packed, block_bytes, names = token_ids.tobytes(), token_ids.itemsize * block_size, bytearray()
+    for start in range(0, len(packed) - block_bytes + 1, block_bytes):
+        block = packed[start : start + block_bytes]
+        parent = hashlib.blake2b(block, key=parent, digest_size=BLOCK_NAME_BYTES).digest()
+        names += parent
+    return array("Q", bytes(names))
+
+
+class EngineBlockNames:
+    """Map from one engine's block hashes to block names."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._name_by_hash: dict[EngineBlockHash, int] = {}
+        self._extra_copies: dict[EngineBlockHash, int] = {}
+        """Copies beyond the first, because an engine that computes a block twice keeps it twice."""
+
+    def __len__(self) -> int:
+        return len(self._name_by_hash)
+
+    def add_blocks(
+        self,
+        hashes: Sequence[EngineBlockHash],
+        parent: EngineBlockHash | None,
+        token_ids: Sequence[int],
+        cache_salt: str,
+    ) -> array[int]:
+        """Add stored blocks and return their names.
+
+        The blocks follow `parent`, or begin a prompt with `cache_salt` if `parent` is None. Nothing is added and no
+        name is returned if `parent` is unknown because it was stored before the subscription began.
+
+        Raises:
+            ValueError: `token_ids` do not fill as many blocks as there are `hashes`.
+            OverflowError: A token id is out of range.
+        """
+        parent_name = None if parent is None else self._name_by_hash.get(parent)
+        if parent is not None and parent_name is None:
+            return array("Q")
+        start = (
+            _root_hash(cache_salt) if parent_name is None else array("Q", [parent_name]).tobytes()
+        )
+        names = _chain_names(start, array("I", token_ids), self.block_size)
+        for block_hash, name in zip(hashes, names, strict=True):
+            if block_hash in self._name_by_hash:
+                self._extra_copies[block_hash] = self._extra_copies.get(block_hash, 0) + 1
+            else:
+                self._name_by_hash[block_hash] = name
+        return names
+
+    def remove_blocks(self, hashes: Sequence[EngineBlockHash]) -> list[int]:
+        """Remove one copy of each block and return the names of the blocks without a remaining copy."""
+        removed = []
+        for block_hash in hashes:
+            extra_copies = self._extra_copies.pop(block_hash, 0)
+            if extra_copies > 1:
+                self._extra_copies[block_hash] = extra_copies - 1
+            elif not extra_copies and block_hash in self._name_by_hash:
+                removed.append(self._name_by_hash.pop(block_hash))
+        return removed
+
 
 MAX_MAP_WEIGHT = 1 << 20
 """Largest weight of all texts of a pool, which is prompts of some 8 million tokens, in 30 MB."""

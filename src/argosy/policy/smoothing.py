@@ -1,8 +1,49 @@
-"""Smoothed estimates of measured rates, means, latencies and linear trends."""
+"""Smoothed estimates of measured rates, means, latencies, linear trends and lengths of responses.
+
+`pow` and `exp` differ in their last digit between C libraries. The decay of all estimates uses only operations that
+IEEE 754 rounds in one way (multiplication, square root), so that a recorded run replays bit for bit.
+"""
 
 from __future__ import annotations
 
-from argosy.policy.decay import decay_factor
+import math
+from collections.abc import Hashable
+
+_STEPS_LOG2 = 8
+_STEPS = 1 << _STEPS_LOG2
+"""Steps of the table per half-life. Linear interpolation between them errs by less than one in a million."""
+_MAX_HALVINGS = 1000
+
+
+def _build_table() -> tuple[float, ...]:
+    """Return 0.5 ** (step / _STEPS) for each step, from repeated square roots of one half."""
+    roots, root = [], 0.5
+    for _ in range(_STEPS_LOG2):
+        root = math.sqrt(root)
+        roots.append(root)
+    table = []
+    for step in range(_STEPS):
+        value = 1.0
+        for bit, factor in enumerate(reversed(roots)):
+            if step >> bit & 1:
+                value *= factor
+        table.append(value)
+    return (*table, 0.5)
+
+
+_TABLE = _build_table()
+
+
+def decay_factor(half_lives: float) -> float:
+    """Return what is left of one unit after this many half-lives, which must not be negative."""
+    if half_lives >= _MAX_HALVINGS:
+        return 0.0
+    halvings = int(half_lives)
+    position = (half_lives - halvings) * _STEPS
+    step = int(position)
+    start = _TABLE[step]
+    return math.ldexp(start + (_TABLE[step + 1] - start) * (position - step), -halvings)
+
 
 LN_2 = 0.6931471805599453
 """Half-lives are this much shorter than time constants."""
@@ -125,3 +166,38 @@ class OnlineLinearFit:
             max(0.0, covariance / variance) if variance > 1e-9 * (1.0 + mean_x * mean_x) else 0.0
         )
         return max(0.0, mean_y + slope * (x - mean_x)) or mean_y
+
+
+STEP_UP = 1.5
+STEP_DOWN = 0.9559480784229751
+"""Factor that balances `STEP_UP` when one response in ten is longer than the estimate: `STEP_UP` ** (-1 / 9)."""
+MAX_CALLERS = 10_000
+"""Callers with a remembered estimate; beyond that, the least recently observed one is dropped."""
+
+
+class OutputLengthEstimator:
+    """Estimates of output tokens by caller and model: the 90th percentile of earlier responses, in one number each.
+
+    A longer response multiplies the estimate by `STEP_UP`, a shorter one multiplies it by `STEP_DOWN`.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[Hashable, float] = {}
+
+    def estimate(self, caller_key: Hashable, max_tokens: int | None, default_tokens: int) -> int:
+        """Return the output tokens that a response will rarely exceed.
+
+        Args:
+            caller_key: Caller and model.
+            max_tokens: Token limit of the request, which also limits the estimate.
+            default_tokens: Estimate for a caller without observations.
+        """
+        length = self._lengths.get(caller_key, default_tokens)
+        return max_tokens if max_tokens is not None and max_tokens <= length else round(length)
+
+    def observe(self, caller_key: Hashable, tokens: int, default_tokens: int) -> None:
+        """Record a response that ended after `tokens`, by itself or at its token limit."""
+        length = self._lengths.pop(caller_key, float(default_tokens))
+        self._lengths[caller_key] = max(1.0, length * (STEP_UP if tokens > length else STEP_DOWN))
+        if len(self._lengths) > MAX_CALLERS:
+            del self._lengths[next(iter(self._lengths))]

@@ -39,7 +39,7 @@ from tests.support.waiting import until
 from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.request_context import RequestFilter
-from argosy.policy import ReplicaStatus, RetryBudget, health_check, poison_requests
+from argosy.policy import ReplicaStatus, RetryBudget, health_check, retries
 
 PATH = "/v1/completions"
 
@@ -194,7 +194,7 @@ async def test_request_survives_failures_while_it_makes_progress(
 async def test_poison_request_gets_fewer_attempts_when_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(poison_requests, "REJECTION_S", 0.3)
+    monkeypatch.setattr(retries, "REJECTION_S", 0.3)
     recovered = asyncio.Event()
 
     async def reset_on_poison(request: UpstreamRequest) -> None:

@@ -32,7 +32,7 @@ from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
-from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE
+from argosy.policy.retries import HEDGE_RATIO, HEDGE_RESERVE
 from argosy.protocol import format_event
 from argosy.telemetry import GatewayGauges
 

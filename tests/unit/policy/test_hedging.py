@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import Hedging
-from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE, MIN_FREE_FRACTION
+from argosy.policy.retries import HEDGE_RATIO, HEDGE_RESERVE, MIN_FREE_FRACTION
 
 SLOTS = 40
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.policy import PoisonRequestTracker
-from argosy.policy.poison_requests import MAX_QUARANTINED, QUARANTINE_S, REJECTION_S
+from argosy.policy.retries import MAX_QUARANTINED, QUARANTINE_S, REJECTION_S
 
 
 def test_quarantined_request_is_rejected_then_retried_then_forgotten() -> None:

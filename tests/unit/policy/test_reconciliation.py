@@ -30,12 +30,10 @@ from tests.support.virtual_fleet_controller import (
 )
 
 from argosy.fleet.launchers import LaunchError, StaleEpochError
-from argosy.policy.reconciliation import DesiredPool, ObservedReplica, pool_reconciler
+from argosy.policy.reconciliation import DesiredPool, ObservedReplica, reconciler
 from argosy.policy.reconciliation import member as member_module
-from argosy.policy.reconciliation.disruption_budget import DisruptionBudget
-from argosy.policy.reconciliation.liveness import HangDeadline
-from argosy.policy.reconciliation.member import Member
-from argosy.policy.reconciliation.pool_reconciler import PoolReconciler
+from argosy.policy.reconciliation.member import HangDeadline, Member
+from argosy.policy.reconciliation.reconciler import DisruptionBudget, PoolReconciler
 
 
 def pool(name: str, replicas: int, **fields: object) -> DesiredPool:
@@ -345,7 +343,7 @@ def plant_in_members(**wrong: bool) -> Callable[..., None]:
         pytest.param(DisruptionBudget, "_take_out", lambda *_: True, id="no-budget"),
         pytest.param(PoolReconciler, "_is_known", lambda *_: True, id="unknown-is-absent"),
         pytest.param(
-            pool_reconciler,
+            reconciler,
             "enumerate",
             lambda items: ((-9, item) for item in items),
             id="too-many",

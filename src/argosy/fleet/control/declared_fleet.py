@@ -26,8 +26,7 @@ from argosy.deployment import (
 from argosy.fleet.control.replica_monitor import CheckPaths
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError, LaunchSpec
-from argosy.policy import RestartLimits
-from argosy.policy.reconciliation import DesiredFleet, DesiredPool, replica_name
+from argosy.policy.reconciliation import DesiredFleet, DesiredPool, RestartLimits, replica_name
 from argosy.policy.rollout import RolloutPlan
 from argosy.store import FleetRevision, StoreConfig
 

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 
 from argosy.fleet.control.declared_fleet import VersionTarget
 from argosy.fleet.control.pinned_prompts import CheckResult
-from argosy.policy import RestartLimits
-from argosy.policy.reconciliation import LaunchState, ObservedReplica, is_ready, plan_restart
+from argosy.policy.reconciliation import (
+    LaunchState,
+    ObservedReplica,
+    RestartLimits,
+    is_ready,
+    plan_restart,
+)
 from argosy.policy.rollout import (
     ROLLBACK_STATES,
     CheckStatus,

@@ -9,12 +9,13 @@ sentence. The `AutoscalerState` and the `CapacityState` can be stored, so that a
 from argosy.policy.autoscaling.autoscaler import Autoscaler, AutoscalerState
 from argosy.policy.autoscaling.capacity import CapacityEstimator, CapacityState, ReplicaReport
 from argosy.policy.autoscaling.decision import (
+    ArrivedTokens,
     DemandBasis,
+    ManualScale,
+    PoolObservation,
     ScalingAction,
     ScalingArithmetic,
     ScalingDecision,
     ScalingOwner,
 )
-from argosy.policy.autoscaling.observation import ArrivedTokens, ManualScale, PoolObservation
-from argosy.policy.autoscaling.schedule import WEEKDAYS, ScheduleWindow, Weekday
-from argosy.policy.autoscaling.settings import AutoscalerSettings
+from argosy.policy.autoscaling.settings import WEEKDAYS, AutoscalerSettings, ScheduleWindow, Weekday

@@ -8,6 +8,7 @@ import msgspec
 
 from argosy.policy.autoscaling.decision import (
     DemandBasis,
+    PoolObservation,
     ScalingAction,
     ScalingArithmetic,
     ScalingDecision,
@@ -20,11 +21,9 @@ from argosy.policy.autoscaling.demand_history import (
     SLOW_WINDOW_S,
     DemandHistory,
     PeakWindow,
+    TrendForecast,
 )
-from argosy.policy.autoscaling.observation import PoolObservation
-from argosy.policy.autoscaling.schedule import scheduled_minimum
-from argosy.policy.autoscaling.settings import AutoscalerSettings
-from argosy.policy.autoscaling.trend_forecast import TrendForecast
+from argosy.policy.autoscaling.settings import AutoscalerSettings, scheduled_minimum
 
 BURST_LOAD = 0.95
 """Load of the ready replicas above which the demand of the last seconds counts."""

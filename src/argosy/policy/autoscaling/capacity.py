@@ -13,8 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from argosy.policy.decay import decay_factor
-from argosy.policy.smoothing import NO_MOMENTS, LineMoments, OnlineLinearFit
+from argosy.policy.smoothing import NO_MOMENTS, LineMoments, OnlineLinearFit, decay_factor
 
 HALF_LIFE_REPORTS = 720
 """Number of reports in an hour, if there is one each 5 s."""

@@ -59,7 +59,7 @@ from argosy.policy.placement.takeover import (
     may_move,
 )
 from argosy.policy.placement.timers import Timers
-from argosy.policy.retry_budget import backoff_s
+from argosy.policy.retries import backoff_s
 from argosy.policy.wake_at import WakeAt
 
 POLL_INTERVAL_S = 1.0

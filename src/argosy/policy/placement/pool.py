@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from argosy.policy.breaker import eligible_replicas
-from argosy.policy.hedging import Hedging
 from argosy.policy.placement.giving_way import GivingWay
 from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
-from argosy.policy.poison_requests import PoisonRequestTracker
 from argosy.policy.prefix_cache_index import BLOCK_TOKENS, RecentPlacements
 from argosy.policy.prefix_tree import RecentPrompt, RecentPrompts
-from argosy.policy.retry_budget import RetryBudget
+from argosy.policy.retries import Hedging, PoisonRequestTracker, RetryBudget
 from argosy.policy.routing import (
     FULL_SCAN_POLICIES,
     ROUTING_POLICIES,

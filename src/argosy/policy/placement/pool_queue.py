@@ -11,6 +11,11 @@ from typing import Any
 
 import msgspec
 
+from argosy.policy.concurrency_slots import (
+    lowest_admissible_tier,
+    no_reservation_active,
+    reserved_slots,
+)
 from argosy.policy.fair_queue import DispatchQueue
 from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
 from argosy.policy.placement.attempt import Attempt
@@ -23,11 +28,6 @@ from argosy.policy.placement.messages import RefusalReason
 from argosy.policy.placement.pool import PlacementPool
 from argosy.policy.placement.replica import TIER_RANKS
 from argosy.policy.placement.request import PlacementRequest
-from argosy.policy.tier_reservation import (
-    lowest_admissible_tier,
-    no_reservation_active,
-    reserved_slots,
-)
 from argosy.policy.virtual_token_counters import weighted_tokens
 
 DisplacedKey = tuple[int, frozenset[str]]

@@ -4,8 +4,8 @@
 
 The controller observes and carries out, `reconcile` decides. A `PoolReconciler` treats each pool on its own. It selects
 the replicas that leave and those in the rotation, and asks the `DisruptionBudget` whether one may be taken out now. The
-module `restarts` says when a missing replica is started. `liveness` finds hung replicas, and `phases` says in which
-phase each one is.
+module `restarts` says when a missing replica is started. `member` finds hung replicas, and says in which phase each one
+is.
 """
 
 from argosy.policy.reconciliation.actions import (
@@ -21,18 +21,20 @@ from argosy.policy.reconciliation.actions import (
     Warm,
     Withdraw,
 )
-from argosy.policy.reconciliation.desired import DesiredFleet, DesiredPool
-from argosy.policy.reconciliation.member import is_ready
-from argosy.policy.reconciliation.observed import (
+from argosy.policy.reconciliation.fleet_state import (
     MAX_PAST_RUNS,
+    DesiredFleet,
+    DesiredPool,
     LaunchState,
     ObservedFleet,
     ObservedReplica,
     ReplicaMemory,
     ReplicaRun,
+    RestartLimits,
     WarmUpState,
     continue_observation,
     replica_name,
 )
+from argosy.policy.reconciliation.member import is_ready
 from argosy.policy.reconciliation.reconciler import reconcile
 from argosy.policy.reconciliation.restarts import plan_restart

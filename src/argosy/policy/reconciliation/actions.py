@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from argosy.policy.reconciliation.observed import ReplicaRun
+from argosy.policy.reconciliation.fleet_state import ReplicaRun
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag=str.lower):

@@ -1,20 +1,68 @@
-"""A replica with what follows from its observed state for the reconciliation of its pool."""
+"""Replica of a pool during one reconciliation: its state, when it counts as hung, and the phase that operators see."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from argosy.policy.reconciliation.actions import ReplicaPhase
-from argosy.policy.reconciliation.desired import DesiredPool
-from argosy.policy.reconciliation.liveness import hang_deadline
-from argosy.policy.reconciliation.observed import (
+from argosy.policy.reconciliation.actions import PhaseReport, ReplicaPhase
+from argosy.policy.reconciliation.fleet_state import (
+    DesiredPool,
     LaunchState,
     ObservedFleet,
     ObservedReplica,
+    RestartLimits,
     WarmUpState,
 )
+from argosy.policy.reconciliation.restarts import RestartPlan
+
+
+class HangDeadline(NamedTuple):
+    """When a replica counts as hung, unless it gives a sign of life before."""
+
+    at: float
+    """Seconds since the epoch; infinite for a replica that does not run or already drains."""
+    timeout_s: float
+    cause: str
+
+    @property
+    def reason(self) -> str:
+        """Why the replica counts as hung from then on."""
+        return f"{self.cause} for {self.timeout_s:g} s"
+
+
+_NEVER = HangDeadline(math.inf, math.inf, "it does not run")
+
+
+def hang_deadline(
+    replica: ObservedReplica, limits: RestartLimits, observing_since: float
+) -> HangDeadline:
+    """Return when a replica counts as hung by what is known of it now.
+
+    Args:
+        replica: The replica.
+        limits: Timeouts of its pool.
+        observing_since: Silence before this time is no evidence, because the controller did not observe.
+    """
+    if replica.state is not LaunchState.RUNNING:
+        return _NEVER
+    started_at, responded_at, stepped_at = (
+        replica.started_at,
+        replica.last_response_at,
+        replica.last_step_at,
+    )
+    if responded_at is None or responded_at < started_at:
+        timeout_s = limits.start_timeout_s
+        at = max(started_at, observing_since) + timeout_s
+        return HangDeadline(at, timeout_s, "it has not answered since its start")
+    at = max(responded_at, observing_since) + limits.hang_timeout_s
+    if stepped_at is not None:
+        step_at = max(stepped_at, started_at, observing_since) + limits.step_timeout_s
+        if step_at < at:
+            return HangDeadline(step_at, limits.step_timeout_s, "its engine has made no step")
+    return HangDeadline(at, limits.hang_timeout_s, "it has not answered")
 
 
 class MemberState(enum.StrEnum):
@@ -158,3 +206,57 @@ def is_ready(replica: ObservedReplica, *, requires_warm_up: bool) -> bool:
     """Return whether a replica is in the rotation, can be there, and every gateway can send it requests."""
     state = _find_state(replica, requires_warm_up, is_hung=False)
     return state is MemberState.SERVING and replica.in_rotation and replica.is_routed
+
+
+def describe_start(plan: RestartPlan, now: float) -> PhaseReport:
+    """Describe a replica that does not run and shall be started."""
+    phase = ReplicaPhase.FAILED if plan.has_failed else ReplicaPhase.PENDING
+    wait_s = plan.starts_at - now
+    when = f"starts again in {_format_seconds(wait_s)}" if wait_s > 0 else "starts now"
+    return PhaseReport(phase, f"{plan.reason}; {when}")
+
+
+def describe_member(member: Member, pool: DesiredPool) -> PhaseReport:
+    """Describe a replica that its launcher lists and that is not restarted."""
+    replica, state = member.replica, member.state
+    phase, reason = STATES[state].phase, _explain(member, pool)
+    if state in {MemberState.DRAINING, MemberState.EXITED}:
+        pass
+    elif member.leaving_reason and not member.in_rotation:
+        waits = "; a gateway still routes to it" if replica.is_routed_by_any else ""
+        phase, reason = ReplicaPhase.DRAINING, member.leaving_reason + waits
+    elif state is MemberState.SERVING and member.in_rotation and not replica.is_routed:
+        phase = ReplicaPhase.WARMING
+    return PhaseReport(phase, f"{reason}; {member.held_reason}" if member.held_reason else reason)
+
+
+def _explain(member: Member, pool: DesiredPool) -> str:
+    """Return why a replica is in its state."""
+    replica = member.replica
+    match member.state:
+        case MemberState.DRAINING:
+            return replica.reason or "it finishes its requests"
+        case MemberState.EXITED:
+            return member.leaving_reason or replica.reason
+        case MemberState.PROVISIONING:
+            return replica.reason or "its launcher prepares its start"
+        case MemberState.HUNG:
+            return member.deadline.reason
+        case MemberState.NOT_WARM:
+            return f"its warm-up failed: {replica.warm_up_error}"
+        case MemberState.LOADING:
+            starts = "it loads its model" if pool.serves_model else "it starts"
+            is_first = replica.ready_at is None
+            return replica.activity or (starts if is_first else "it has stopped serving")
+        case MemberState.WARMING:
+            return "it answers its warm-up requests"
+        case MemberState.SERVING:
+            if not member.in_rotation:
+                return "it is a spare"
+            if not replica.is_routed:
+                return "not every gateway routes to it yet"
+            return "every gateway routes to it" if pool.serves_model else "it accepts requests"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 1.0 else f"{seconds:.1g} s"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from argosy.policy.reconciliation.observed import (
+from argosy.policy.reconciliation.fleet_state import (
     LaunchState,
     ObservedReplica,
     ReplicaRun,
+    RestartLimits,
     WarmUpState,
 )
-from argosy.policy.restart_limits import RestartLimits
 
 
 class RestartPlan(NamedTuple):

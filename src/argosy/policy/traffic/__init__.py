@@ -7,17 +7,29 @@ each user at a fixed point, and `choose_salt` finds a salt that divides the traf
 the requests that are copied to a version before it serves any user.
 """
 
-from argosy.policy.traffic.capacity import clamp_share
-from argosy.policy.traffic.conditions import (
+from argosy.policy.traffic.pool_route import (
+    PoolRoute,
+    RouteRollback,
+    ShadowCopy,
+    ShadowSampler,
+    Variant,
+    VersionChoice,
+    clamp_share,
+)
+from argosy.policy.traffic.sticky_hash import (
+    ALL_TENANTS,
+    SaltChoice,
+    TrafficSubject,
+    UserTraffic,
+    choose_salt,
+    hash_point,
+    heavy_tenants,
+    sticky_key,
+)
+from argosy.policy.traffic.traffic_route import (
     DailyWindow,
     FlagUnit,
     PercentageFlag,
-)
-from argosy.policy.traffic.pool_route import PoolRoute, RouteRollback, Variant, VersionChoice
-from argosy.policy.traffic.salt_choice import SaltChoice, UserTraffic, choose_salt, heavy_tenants
-from argosy.policy.traffic.shadow import ShadowCopy, ShadowSampler
-from argosy.policy.traffic.sticky_hash import ALL_TENANTS, TrafficSubject, hash_point, sticky_key
-from argosy.policy.traffic.traffic_route import (
     ServingChoice,
     TrafficRoute,
     WeightedPool,

@@ -1,4 +1,7 @@
-"""Route record of a pool: which version of it serves whom. A rollout is a sequence of such records."""
+"""Route record of a pool: which version of it serves whom, as far as its replicas can, and which requests are copied.
+
+A rollout is a sequence of such records. Copies are a capped sample of the requests, compared and never billed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,94 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.policy.traffic.shadow import ShadowCopy
-from argosy.policy.traffic.sticky_hash import TrafficSubject, choose_weighted, sticky_key
+from argosy.policy.traffic.sticky_hash import (
+    TrafficSubject,
+    choose_weighted,
+    hash_point,
+    sticky_key,
+)
+
+
+class ShadowCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Which requests are copied where.
+
+    Raises:
+        ValueError: The fraction is not between 0 and 1, or the cap is not positive.
+    """
+
+    pool: str
+    digest: str = ""
+    """Version within the pool. Empty for the version that serves there."""
+    fraction: float
+    """Part of the requests that is copied."""
+    max_requests_per_s: float = 10.0
+    """Copies per second of each gateway. Requests beyond are not copied."""
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ValueError("fraction of shadowed requests must be between 0 and 1")
+        if not self.max_requests_per_s > 0.0:
+            raise ValueError("max_requests_per_s must be positive; set fraction to 0 for no copies")
+
+
+class ShadowSampler:
+    """Selects the requests of one gateway that are copied. Its cap is a token bucket of one second."""
+
+    __slots__ = ("_at", "_tokens", "num_capped", "num_copied")
+
+    def __init__(self) -> None:
+        self._at = float("-inf")
+        self._tokens = 0.0
+        self.num_copied = 0
+        self.num_capped = 0
+        """Requests that were sampled, but exceeded the cap."""
+
+    def should_copy(self, shadow: ShadowCopy, request: str, now: float) -> bool:
+        """Return whether a request is copied, and count it.
+
+        Args:
+            shadow: What the route declares.
+            request: Id of the request.
+            now: Seconds on a monotonic clock.
+        """
+        if hash_point(shadow.salt, shadow.digest, request) >= shadow.fraction:
+            return False
+        rate = shadow.max_requests_per_s
+        elapsed_s = max(0.0, now - self._at)
+        self._tokens = min(max(1.0, rate), self._tokens + elapsed_s * rate)
+        self._at = now
+        if self._tokens < 1.0:
+            self.num_capped += 1
+            return False
+        self._tokens -= 1.0
+        self.num_copied += 1
+        return True
+
+
+def clamp_share(
+    wanted: float, *, stable_ready: int, candidate_ready: int, needed: int, may_exceed: bool
+) -> float:
+    """Return the share of the candidate that both versions have the ready replicas for.
+
+    If the stable version is short of replicas, the candidate takes what it has capacity for. What fits on neither
+    stays with the stable version, where the queue or a fallback pool deals with it.
+
+    Args:
+        wanted: Share that the rollout asks for.
+        stable_ready: Ready replicas of the stable version.
+        candidate_ready: Ready replicas of the candidate.
+        needed: Replicas that the whole demand needs.
+        may_exceed: Whether the candidate may get more than `wanted`. False if it must not serve, because it was
+            rejected or has not been checked.
+    """
+    if needed <= 0:
+        return wanted if candidate_ready or not wanted else 0.0
+    limit = min(1.0, candidate_ready / needed)
+    if may_exceed:
+        wanted = max(wanted, 1.0 - stable_ready / needed)
+    return min(wanted, limit)
+
 
 ROUTE_SCHEMA = 1
 """Version of the record's fields. Later versions only add fields with defaults."""

@@ -1,11 +1,83 @@
-"""Observed state of a fleet: the replicas that exist, as far as the controller knows them."""
+"""Desired and observed state of a fleet: what the applied declaration asks for, and the replicas that exist."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class RestartLimits:
+    """When replicas count as hung, and when those that exit are started again. Times are in seconds."""
+
+    hang_timeout_s: float = 10.0
+    """Silence after a response from which a replica counts as hung."""
+    start_timeout_s: float = 120.0
+    """Silence after the start from which a replica counts as hung."""
+    step_timeout_s: float = 60.0
+    """Time without a step of an engine that has requests, from which a replica counts as hung."""
+    max_failed_starts: int = 5
+    """Consecutive failed starts after which the replica is given up."""
+    give_up_retry_interval_s: float = 60.0
+    """Interval at which a given-up replica that was once ready is started again, since the cause may pass."""
+    healthy_after_s: float = 10.0
+    """Time ready after which a run counts as healthy and ends the series of short runs."""
+    base_backoff_s: float = 0.25
+    """Wait after the second consecutive short run, doubled for each further one; there is none after the first."""
+    max_backoff_s: float = 5.0
+
+
+class DesiredPool(msgspec.Struct, frozen=True, kw_only=True):
+    """Desired state of one pool.
+
+    Raises:
+        ValueError: A number is negative, or none of its replicas could ever be replaced.
+    """
+
+    name: str
+    launcher: str
+    """Name of the launcher that runs new replicas."""
+    generation: int
+    """Number of the version of the replica settings. Replicas of other generations are replaced, unless the fleet has
+    a `DesiredPool` for them too."""
+    replicas: int
+    """Number of replicas in the rotation."""
+    spares: int = 0
+    """Number of further replicas that are started and warm, but outside the rotation."""
+    max_surge: int = 1
+    """Number of replicas that may exist beyond `replicas` and `spares` during a replacement. If it is 0, an old replica
+    leaves before a new one is started."""
+    max_unavailable: int = 0
+    """Number of replicas by which the rotation may be short because of the controller's own actions. For hung
+    replicas it is at least 1, because these are restarted in place."""
+    restart_limits: RestartLimits = RestartLimits()
+    requires_warm_up: bool = False
+    """Whether a replica enters the rotation, or becomes a spare, only after its warm-up."""
+    serves_model: bool = True
+    """Whether its replicas serve a model behind gateways. Otherwise they are the gateways. Only phases depend on it."""
+    surplus_reason: str = ""
+    """Why replicas beyond the desired number leave; empty for the number itself."""
+
+    def __post_init__(self) -> None:
+        for field in ("replicas", "spares", "max_surge", "max_unavailable"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} of pool {self.name} must be 0 or more")
+        if self.replicas and not self.spares + self.max_surge + self.max_unavailable:
+            raise ValueError(
+                f"No replica of pool {self.name} could be replaced; set max_surge or max_unavailable to at least 1"
+            )
+
+
+class DesiredFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Desired state of a fleet. Replicas of pools that it does not contain are drained and removed."""
+
+    pools: tuple[DesiredPool, ...] = ()
+    """Pools. Several of one name are versions of one pool that serve beside each other. Each has the replicas of its
+    generation, and the first one replaces those of generations that no other one has."""
+
 
 MAX_PAST_RUNS = 16
 """Number of past runs of a replica that the controller keeps. The longest back-off is reached before."""
