@@ -171,11 +171,7 @@ class FleetObserver:
     ) -> ReplicaRecord:
         """Return the record of a listed replica with what is seen of it."""
         record = self._records.replicas.get(replica.name) or ReplicaRecord(
-            name=replica.name,
-            pool=replica.pool,
-            generation=replica.generation,
-            ordinal=replica.ordinal,
-            launcher=launcher,
+            **replica.identity, launcher=launcher
         )
         record = record.for_attempt(replica.attempt)
         ready_at = record.ready_at

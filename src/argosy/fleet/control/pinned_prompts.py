@@ -19,6 +19,8 @@ from argosy.fleet.control.replica_monitor import UNSUPPORTED_STATUSES, open_repl
 from argosy.policy.rollout import CheckStatus
 
 ANSWER_TIMEOUT_S = 120.0
+RETRY_INTERVAL_S = 2.0
+"""Interval at which a check without a result is repeated."""
 SEED = 0
 DEFAULT_PROMPTS = (
     PinnedPrompt(prompt="The capital of France is"),
@@ -39,6 +41,9 @@ class CheckResult(NamedTuple):
 
     status: CheckStatus
     reason: str
+
+
+_PENDING = CheckResult(CheckStatus.PENDING, "")
 
 
 class _Answer(NamedTuple):
@@ -191,11 +196,6 @@ def _prompt_text(prompt: PinnedPrompt) -> str:
 def _shorten(text: str) -> str:
     shown = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
     return repr(shown)
-
-
-RETRY_INTERVAL_S = 2.0
-"""Interval at which a check without a result is repeated."""
-_PENDING = CheckResult(CheckStatus.PENDING, "")
 
 
 @dataclass(slots=True)

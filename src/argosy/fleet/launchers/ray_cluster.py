@@ -1,13 +1,20 @@
-"""Calls of Ray by the registry of a fleet: nodes, placement groups, supervisor actors and records.
+"""Calls of Ray by the registry of a fleet, and the actor that runs the process of one replica on its node.
 
 All functions block until Ray's global control service has answered. Call them in a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
+import msgspec
 import ray
 from ray.actor import ActorHandle
 from ray.experimental.internal_kv import (
@@ -21,18 +28,22 @@ from ray.util.placement_group import (
     get_placement_group,
     placement_group,
     placement_group_table,
-    remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from argosy.deployment import LaunchResources
+from argosy.fleet.device_assignment import VISIBLE_DEVICES_VARIABLE, count_installed_gpus
+from argosy.fleet.launchers.launcher import LaunchSpec
+from argosy.fleet.launchers.local import LocalProcessLauncher
 from argosy.fleet.launchers.ray_placement import RayNode, required_resources
-from argosy.fleet.launchers.ray_supervisor import ReplicaSupervisor
+from argosy.folders import state_folder
 
 NAME_TIMEOUT_S = 10.0
 """Time in which Ray frees the name of a killed actor."""
 NAME_POLL_INTERVAL_S = 0.05
 KV_NAMESPACE = "argosy"
+STATUS_INTERVAL_S = 10.0
+"""Longest time after which the status is looked at again even if nothing announced a change."""
 
 
 def list_nodes() -> dict[str, RayNode]:
@@ -78,11 +89,6 @@ def node_of_group(group: PlacementGroup) -> str:
     return node_id
 
 
-def remove_group(group: PlacementGroup) -> None:
-    """Release what a placement group has reserved."""
-    remove_placement_group(group)
-
-
 def create_supervisor(
     namespace: str, replica: str, resources: LaunchResources, group: PlacementGroup, node: RayNode
 ) -> ActorHandle:
@@ -115,11 +121,6 @@ def find_supervisor(replica: str) -> ActorHandle | None:
         return None
 
 
-def kill_supervisor(supervisor: ActorHandle) -> None:
-    """Kill a supervisor actor, and with it the replica."""
-    ray.kill(supervisor)
-
-
 class RecordStore:
     """Small records of one fleet in Ray's global control service. They outlive the registry, but not the head node.
 
@@ -146,3 +147,80 @@ class RecordStore:
     def delete(self, key: str) -> None:
         """Delete a record."""
         _internal_kv_del(self._prefix + key, namespace=KV_NAMESPACE)
+
+
+class ReplicaSupervisor:
+    """Runs one replica by a `LocalProcessLauncher`. The replica ends with this actor.
+
+    Ray gives the actor the replica's resources and the variable `CUDA_VISIBLE_DEVICES`, which the replica inherits.
+
+    Args:
+        namespace: Ray namespace of the fleet.
+        replica: Name of the replica.
+        node_id: Ray's id of this node.
+        host: Address of this node.
+    """
+
+    def __init__(self, namespace: str, replica: str, node_id: str, host: str) -> None:
+        self._replica = replica
+        # What is installed beside Ray is found even if Ray was started by its path.
+        programs = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join((programs, os.environ.get("PATH", os.defpath)))
+        self._folder = state_folder() / "ray" / node_id / namespace / replica
+        self._launcher = LocalProcessLauncher(
+            self._folder,
+            host=host,
+            die_with_launcher=True,
+            count_gpus=_count_gpus,
+        )
+
+    async def start(self, spec: bytes, epoch: int) -> None:
+        """Start the process, as the next attempt if it has exited.
+
+        Raises:
+            LaunchError: It cannot be started on this node.
+            StaleEpochError: The epoch is outdated.
+        """
+        decoded = msgspec.json.decode(spec, type=LaunchSpec)
+        # Ray has reserved the resources. It assigns GPUs but no CPUs, and does not limit memory.
+        resources = LaunchResources(
+            accelerators=decoded.resources.accelerators,
+            memory_bytes=decoded.resources.memory_bytes,
+        )
+        await self._launcher.start(msgspec.structs.replace(decoded, resources=resources), epoch)
+
+    async def drain(self, epoch: int) -> None:
+        """Ask the process to exit."""
+        await self._launcher.drain(self._replica, epoch)
+
+    async def stop(self, epoch: int) -> None:
+        """Kill the process. Returns after its exit."""
+        await self._launcher.stop(self._replica, epoch)
+
+    async def wait_for_status(self, known: bytes) -> bytes:
+        """Return the status as a `LaunchedReplica` in JSON, once it is not the known one."""
+        while True:
+            self._launcher.changed.clear()
+            replica = (await self._launcher.list_replicas()).get(self._replica)
+            status = msgspec.json.encode(replica)
+            if status != known:
+                return status
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_INTERVAL_S):
+                    await self._launcher.changed.wait()
+
+    async def read_log(self, max_bytes: int) -> bytes:
+        """Return the end of the replica's log."""
+        return await self._launcher.read_log(self._replica, max_bytes)
+
+    async def close(self) -> None:
+        """End the process if it runs, and delete its files."""
+        await self._launcher.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs on this node, of which Ray may know some that the driver does not report."""
+    selected = os.environ.get(VISIBLE_DEVICES_VARIABLE, "").split(",")
+    highest = max((int(gpu) for gpu in selected if gpu.isdigit()), default=-1)
+    return max(count_installed_gpus(), highest + 1)

@@ -9,7 +9,9 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
+import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.placement_group import remove_placement_group
 
 from argosy.fleet.launchers import ray_cluster
 from argosy.fleet.launchers.launcher import (
@@ -32,7 +34,6 @@ from argosy.fleet.launchers.ray_replica_table import (
     RayReplica,
     ReplicaTable,
 )
-from argosy.fleet.launchers.ray_supervisor import decode_status
 from argosy.policy.reconciliation import LaunchState
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ class ReplicaRegistry:
             if await asyncio.to_thread(group.wait, PLACEMENT_TIMEOUT_S):
                 replica.record.node_id = node.node_id
                 return True
-            await asyncio.to_thread(ray_cluster.remove_group, group)
+            await asyncio.to_thread(remove_placement_group, group)
         reason = explain_wait(spec.resources, nodes.values())
         replica.group = await asyncio.to_thread(
             ray_cluster.create_group, spec.name, spec.resources, label_selector(spec.resources)
@@ -296,7 +297,7 @@ class ReplicaRegistry:
         assert supervisor is not None  # noqa: S101 - the caller has checked it
         await self._ask(supervisor.start.remote(msgspec.json.encode(spec), self._table.epoch))
         status = await self._ask(supervisor.wait_for_status.remote(b""))
-        started = decode_status(status)
+        started = _decode_status(status)
         if replica.state is LaunchState.PROVISIONING and started is not None:
             # A supervisor counts the attempts on its node, also those of earlier supervisors.
             replica.record.past_attempts = replica.record.replica.attempt - started.attempt
@@ -321,9 +322,9 @@ class ReplicaRegistry:
         supervisor, replica.supervisor = replica.supervisor, None
         group, replica.group = replica.group, None
         if supervisor is not None:
-            await asyncio.to_thread(ray_cluster.kill_supervisor, supervisor)
+            await asyncio.to_thread(ray.kill, supervisor)
         if group is not None:
-            await asyncio.to_thread(ray_cluster.remove_group, group)
+            await asyncio.to_thread(remove_placement_group, group)
 
     # --- watch -----------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class ReplicaRegistry:
                 return
 
     def _on_status(self, replica: RayReplica, status: bytes) -> None:
-        seen = decode_status(status)
+        seen = _decode_status(status)
         if seen is not None:
             self._table.record_status(replica, seen)
 
@@ -387,3 +388,8 @@ def _describe(node: RayNode) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def _decode_status(status: bytes) -> LaunchedReplica | None:
+    """Return the replica of `wait_for_status`, or None if it was never started."""
+    return msgspec.json.decode(status, type=LaunchedReplica | None)
