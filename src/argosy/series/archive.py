@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from argosy.series.frame import SeriesFrame
-from argosy.series.recorder import MINUTE_S, MinuteRow
-from argosy.series.rings import Step
+from argosy.series.recorder import MINUTE_S, MinuteRow, Step
 from argosy.series.schema import SCHEMAS, Schema, scope_kind
 
 HOUR_S = 3600

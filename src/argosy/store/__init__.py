@@ -89,8 +89,7 @@ from argosy.store.records import (
     User,
     Weight,
 )
-from argosy.store.replica_log_store import ReplicaLogRun, ReplicaLogStore
-from argosy.store.replica_settings import ReplicaSettings
+from argosy.store.replicas import ReplicaLogRun, ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import (
     RUNNING_STATUSES,
     ResponseStatus,

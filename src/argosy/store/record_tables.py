@@ -25,7 +25,6 @@ from argosy.store import schema
 from argosy.store.audit import hash_entry
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
-from argosy.store.organisation_scope import ORGANISATION_COLUMNS, active_conditions
 from argosy.store.records import (
     AccountRecord,
     Key,
@@ -39,8 +38,10 @@ from argosy.store.records import (
 )
 from argosy.store.validation import (
     MAX_RECORDS_PER_ORGANISATION,
+    ORGANISATION_COLUMNS,
     UNIQUE_FIELDS,
     RecordT,
+    active_conditions,
     is_active,
     record_noun,
     validate_record,

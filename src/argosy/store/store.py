@@ -25,8 +25,7 @@ from argosy.store.gateway_registry import GatewayRegistry, SecretStore
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.records import AccountSnapshot
-from argosy.store.replica_log_store import ReplicaLogStore
-from argosy.store.replica_settings import ReplicaSettings
+from argosy.store.replicas import ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import ResponseStore
 from argosy.store.snapshot_reader import read_snapshot
 

@@ -1,4 +1,4 @@
-"""Validation of account records: field values, unique names, record counts, and which records are active."""
+"""Rules of account records: field values, unique names, record counts, which are active, and whose they are."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from sqlalchemy import ColumnElement, Table, null, or_
 
+from argosy.store import schema
 from argosy.store.records import (
     AccountRecord,
     Key,
     Limit,
     Organisation,
+    Price,
     Project,
     ReplicaSetting,
     User,
 )
 
+ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
+    Organisation: schema.organisations.c.id,
+    Project: schema.projects.c.organisation,
+    User: schema.users.c.organisation,
+    Key: schema.keys.c.organisation,
+    Limit: schema.limits.c.organisation,
+    Price: null(),
+    ReplicaSetting: null(),
+}
+"""Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
 RecordT = TypeVar("RecordT", bound=AccountRecord)
 
 UNIQUE_FIELDS: dict[type[AccountRecord], tuple[str, ...]] = {
@@ -35,6 +48,17 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Limit: 20_000,
 }
 """Maximum number of active records of one organisation. Every gateway holds those of all organisations in memory."""
+
+
+def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:
+    """Conditions for records that are neither archived, disabled, revoked nor expired at `now`."""
+    end_columns = ("archived_at", "disabled_at", "revoked_at")
+    conditions: list[ColumnElement[bool]] = [
+        table.c[name].is_(None) for name in end_columns if name in table.c
+    ]
+    if table is schema.keys:
+        conditions.append(or_(table.c.expires_at.is_(None), table.c.expires_at > now))
+    return conditions
 
 
 def record_noun(record_type: type[AccountRecord]) -> str:
