@@ -1,19 +1,25 @@
-"""The bundled model answers questions of its training data and stops."""
+"""Answers of the bundled model: to questions of its training data, and under random schemas."""
 
 from __future__ import annotations
 
-from functools import cache
+import random
+from collections import Counter
 
 import pytest
+from tests.support.schema_strategy import random_schema
 
 from argosy import LLM, SamplingParams
+from argosy.constraints import read_constraint, validate_document
 from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=250)
+CHOICES = 8
+MAX_TOKENS = 160
+QUESTION = [{"role": "user", "content": "Answer with a JSON document."}]
 
 
-@cache
-def model() -> LLM:
+@pytest.fixture(scope="module")
+def llm() -> LLM:
     return LLM(BUNDLED_MODEL, threads=1, progress="off")
 
 
@@ -30,8 +36,8 @@ def model() -> LLM:
         ("Tell me a story.", ["."]),
     ],
 )
-def test_bundled_model_answers_and_stops(question: str, words: list[str]) -> None:
-    (output,) = model().chat([{"role": "user", "content": question}], GREEDY)
+def test_bundled_model_answers_and_stops(llm: LLM, question: str, words: list[str]) -> None:
+    (output,) = llm.chat([{"role": "user", "content": question}], GREEDY)
     choice = output.outputs[0]
     assert choice.finish_reason == "stop"
     assert all(word in choice.text for word in words), choice.text
@@ -44,3 +50,43 @@ def test_draft_model_has_same_tokenizer_and_stops() -> None:
     draft = LLM(DRAFT_MODEL, threads=1, progress="off")
     (output,) = draft.chat([{"role": "user", "content": "Hello!"}], GREEDY)
     assert output.outputs[0].finish_reason == "stop"
+
+
+def generate_answers(llm: LLM, seeds: range) -> Counter[str]:
+    """Generate `CHOICES` answers under one schema for each seed, and count how they ended."""
+    outcomes: Counter[str] = Counter()
+    for seed in seeds:
+        is_strict = seed % 2 == 0
+        schema = random_schema(random.Random(seed), strict=is_strict)
+        response_format = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": is_strict},
+        }
+        constraint = read_constraint({"response_format": response_format})
+        assert constraint is not None
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed)
+        (output,) = llm.chat(QUESTION, sampling, n=CHOICES, response_format=response_format)
+        assert len(output.outputs) == CHOICES
+        for answer in output.outputs:
+            assert answer.error is None, (seed, answer.error)
+            assert answer.finish_reason in {"stop", "length"}, (seed, answer.finish_reason)
+            if answer.finish_reason == "length":
+                outcomes["length"] += 1
+                continue
+            problem = validate_document(constraint, answer.text)
+            assert problem is None or constraint.relaxations, (seed, problem, answer.text)
+            outcomes["reported" if problem else "valid"] += 1
+    return outcomes
+
+
+def test_finished_answers_validate(llm: LLM) -> None:
+    outcomes = generate_answers(llm, range(12))
+    assert outcomes["valid"] > outcomes["reported"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14_400)
+def test_ten_thousand_finished_answers_validate(llm: LLM) -> None:
+    outcomes = generate_answers(llm, range(1_000, 1_000 + 10_000 // CHOICES))
+    assert outcomes.total() == 10_000
+    assert outcomes["valid"] > 5_000, outcomes
