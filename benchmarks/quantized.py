@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.kernels.cpu.linear import NativeLinear, OnednnLinear
-from argosy.engine.execution.kernels.cpu.linear_int import NativeIntLinear
+from argosy.engine.execution.kernels.cpu.linear import NativeIntLinear, NativeLinear, OnednnLinear
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from benchmarks.linear import over_shapes
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.kernels.cpu.elementwise import NativeElementwiseOps
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.operations import NativeElementwiseOps
 from argosy.engine.execution.kernels.operations import ElementwiseOps
-from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
+from argosy.engine.execution.kernels.torch.operations import TorchElementwiseOps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from argosy.engine.execution.architectures.checkpoint_tensors import checkpoint_tensor_names
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.architectures.decoder_families import FAMILIES
-from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.architectures.rope import RopeParams
 from argosy.engine.execution.checkpoint_formats.checkpoint import (
     checkpoint_digest,
@@ -28,6 +27,7 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
     tensor_files,
 )
 from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.loading.model_selection import summarize_model
 from tests.engine.decoder_driver import load_checkpoint
 
 CONFIG: dict[str, Any] = {

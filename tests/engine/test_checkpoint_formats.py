@@ -22,12 +22,12 @@ from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
-from argosy.engine.execution.loading.encoded_linear import create_encoded_linear
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.engine.execution.loading.model_selection import (
     build_transformers_model,
     find_stored_integers,
 )
+from argosy.engine.execution.loading.weight_loader import create_encoded_linear
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.stored_formats import (
     FORMATS,

@@ -16,8 +16,8 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.executor.output_stage import StepHandle
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
-from argosy.engine.execution.kernels.cpu import cgroup, compute_threads
-from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes
+from argosy.engine.execution.kernels.cpu import compute_threads, resources
+from argosy.engine.execution.kernels.cpu.resources import CpuTimes
 from argosy.engine.scheduling import StepPlan, StepResult
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
 from argosy.models import BUNDLED_MODEL
@@ -166,7 +166,7 @@ def test_changing_thread_count_does_not_change_outputs(
     monkeypatch.setattr(compute_threads, "read_cpu_times", read_times)
     monkeypatch.setattr(compute_threads, "MEASURE_INTERVAL_S", 0.0)
     monkeypatch.setattr(compute_threads, "NUM_STAGGERS", 1)
-    monkeypatch.setattr(cgroup, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(resources, "usable_cpus", lambda: 2)
     monkeypatch.delenv(compute_threads.THREADS_VARIABLE, raising=False)
     core = create_core(BUNDLED_MODEL, max_seqs=8, threads=None, dtype=dtype)
     params = msgspec.structs.replace(GREEDY, max_tokens=50, logprobs=3)

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.kernels.cpu import cgroup
 from argosy.engine.execution.kernels.cpu import isa as isa_module
-from argosy.engine.execution.kernels.cpu.cgroup import CpuQuota
+from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.kernels.cpu.compute_threads import THREADS_VARIABLE
-from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes, read_cpu_times
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE, TORCH_ISA_NAME, available_isas
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.cpu.resources import CpuQuota, CpuTimes, read_cpu_times
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.models import BUNDLED_MODEL
@@ -125,7 +124,7 @@ def test_free_bytes_respect_cgroup_limit(
     figures = {"memory.max": "5000", "memory.current": "3000"}
     for name, text in {**figures, "memory.stat": "anon 2000\ninactive_file 700\n"}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cgroup, "_cgroup_folders", lambda: [tmp_path])
+    monkeypatch.setattr(resources, "_cgroup_folders", lambda: [tmp_path])
     assert device.free_bytes() == 2700
     (tmp_path / "memory.max").write_text("max")
     assert device.free_bytes() > 2700
@@ -136,9 +135,9 @@ def test_cpu_quota_of_cgroup_limits_threads(
 ) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000")
     (tmp_path / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
-    monkeypatch.setattr(cgroup, "_cgroup_folders", lambda: [tmp_path])
-    assert cgroup.usable_cpus() == 1
-    assert cgroup.read_cpu_quotas() == (CpuQuota(1.5, 2.5),)
+    monkeypatch.setattr(resources, "_cgroup_folders", lambda: [tmp_path])
+    assert resources.usable_cpus() == 1
+    assert resources.read_cpu_quotas() == (CpuQuota(1.5, 2.5),)
 
 
 def test_copies_and_events_are_free_on_cpu(device: Device) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from argosy.engine import EngineConfig
-from argosy.engine.execution.kernels.gpu import cuda_device
+from argosy.engine.execution.kernels.gpu import device
 from argosy.engine.execution.loading.executor_loader import choose_device
 
 
@@ -23,7 +23,7 @@ def test_unusable_gpu_is_refused_with_the_right_remedy(
     monkeypatch: pytest.MonkeyPatch, driver: str, cuda_version: str | None, message: str
 ) -> None:
     """The error on a machine without a GPU recommended a CUDA build of torch."""
-    monkeypatch.setattr(cuda_device, "DRIVER_LIBRARY", driver)
+    monkeypatch.setattr(device, "DRIVER_LIBRARY", driver)
     monkeypatch.setattr(torch.version, "cuda", cuda_version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):

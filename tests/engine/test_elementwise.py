@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from argosy.engine.execution.architectures.decoder import Activation, NormKind
-from argosy.engine.execution.kernels.cpu.elementwise import (
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.operations import (
     NativeElementwiseOps,
     create_cpu_elementwise_ops,
 )
-from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from argosy.engine.execution.kernels.operations import ElementwiseOps
-from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
+from argosy.engine.execution.kernels.torch.operations import TorchElementwiseOps
 from argosy.native import NativeUnavailableError
 from tests.engine.pairwise import pairwise
 

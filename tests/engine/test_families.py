@@ -17,10 +17,10 @@ from torch import Tensor
 
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
-from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.loading.model_selection import summarize_model
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference

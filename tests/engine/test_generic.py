@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.decoders.generic_decoder import GenericDecoder
 from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 from argosy.engine.execution.kernels.attention import Attention
@@ -26,6 +25,7 @@ from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.model_selection import (
     build_transformers_model,
     select_implementation,
+    summarize_model,
 )
 from argosy.engine.execution.loading.self_test import (
     MAX_MEDIAN_DIFFERENCE,

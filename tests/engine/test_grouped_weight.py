@@ -16,7 +16,7 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     choose_group_size,
 )
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
-from argosy.engine.execution.kernels.cpu.linear_group import TorchGroupLinear
+from argosy.engine.execution.kernels.cpu.linear import TorchGroupLinear
 from argosy.engine.execution.kernels.pack_cache import pack_in_memory
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise

@@ -13,12 +13,16 @@ from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.architectures.architecture import arrange_layers
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
-from argosy.engine.execution.architectures.model_summary import summarize_model
 from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
-from argosy.engine.execution.kernels.cpu import cgroup
+from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.loading.executor_loader import load_executor
-from argosy.engine.execution.loading.limits import resolve_limits, step_limits
-from argosy.engine.execution.loading.memory_estimate import MemoryNeeds, check_memory
+from argosy.engine.execution.loading.memory import (
+    MemoryNeeds,
+    check_memory,
+    resolve_limits,
+    step_limits,
+)
+from argosy.engine.execution.loading.model_selection import summarize_model
 from argosy.models import BUNDLED_MODEL
 
 GIB = 1 << 30
@@ -201,7 +205,7 @@ def test_enormous_context_is_refused_with_a_smaller_one(large: ModelArchitecture
 def test_model_that_does_not_fit_is_refused_before_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cgroup, "free_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(resources, "free_bytes", lambda: 8 << 20)
     progress: list[str] = []
     config = EngineConfig(model=str(BUNDLED_MODEL), device="cpu", threads=1)
     with pytest.raises(ValueError, match=r"the model needs .* but 8 MiB are free"):

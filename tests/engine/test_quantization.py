@@ -63,7 +63,7 @@ def quantize(weight: Tensor, weight_format: IntFormat) -> QuantizedWeight:
 @cache
 def torch_reference(shape: tuple[int, int], dtype: torch.dtype, weight_format: IntFormat) -> Tensor:
     """Compute the result that torch's operations define."""
-    from argosy.engine.execution.kernels.cpu.linear_int import TorchIntLinear
+    from argosy.engine.execution.kernels.cpu.linear import TorchIntLinear
 
     weight, bias, x = random_linear(*shape, max(BATCHES))
     return TorchIntLinear(weight.to(dtype), bias.to(dtype), weight_format)(x.to(dtype))

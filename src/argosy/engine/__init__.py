@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
     from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, EngineConfig
     from argosy.engine.engine_request import EngineRequest
-    from argosy.engine.execution.architectures.model_summary import ModelSummary, summarize_model
     from argosy.engine.execution.architectures.pooling import read_pooling_layout
     from argosy.engine.execution.checkpoint_formats.checkpoint import (
         resolve_model_path,
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
     from argosy.engine.execution.kernels.cpu.native_kernels import prebuild_kernels
     from argosy.engine.execution.loading.model_selection import (
         AnyArchitecture,
+        ModelSummary,
         find_stored_integers,
         read_any_architecture,
+        summarize_model,
     )
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
@@ -75,7 +76,7 @@ _MODULE_BY_NAME = {
     "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
-    "ModelSummary": "execution.architectures.model_summary",
+    "ModelSummary": "execution.loading.model_selection",
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
@@ -84,7 +85,7 @@ _MODULE_BY_NAME = {
     "RequestOutput": "outputs",
     "build_replica_settings": "serving.api_server.replica_server_config",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
-    "summarize_model": "execution.architectures.model_summary",
+    "summarize_model": "execution.loading.model_selection",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",
     "StoredIntegers": "execution.checkpoint_formats.reader",
     "find_stored_integers": "execution.loading.model_selection",

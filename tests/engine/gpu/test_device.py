@@ -10,8 +10,11 @@ import pytest
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name
-from argosy.engine.execution.kernels.gpu import memory_profile
-from argosy.engine.execution.kernels.gpu.cuda_device import create_cuda_device
+from argosy.engine.execution.kernels.gpu.device import (
+    create_cuda_device,
+    read_memory_profile,
+    write_memory_profile,
+)
 from argosy.engine.execution.loading import executor_loader
 from argosy.engine.scheduling import KvCacheGroups
 from argosy.engine.serving.engine_core.core import EngineCore
@@ -206,8 +209,8 @@ def test_unwritable_cache_keeps_no_memory_profile(
 ) -> None:
     (tmp_path / "argosy").write_text("a file where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    memory_profile.write_memory_profile("key", 5)
-    assert memory_profile.read_memory_profile("key") is None
+    write_memory_profile("key", 5)
+    assert read_memory_profile("key") is None
 
 
 def test_unsupported_formats_are_rejected_with_remedy(model: Path, gpu: HostDevice) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.kernels.torch.elementwise import TorchElementwiseOps
+from argosy.engine.execution.kernels.torch.operations import TorchElementwiseOps
 from tests.engine.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here

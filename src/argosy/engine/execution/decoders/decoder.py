@@ -13,7 +13,7 @@ from argosy.engine.execution.architectures.decoder import LayerArchitecture, Mod
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+from argosy.engine.execution.kernels.operations import RecurrentStates
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
 from argosy.engine.execution.layers.gated_delta_net import GatedDeltaNet
 from argosy.engine.execution.layers.latent_attention import LatentAttention

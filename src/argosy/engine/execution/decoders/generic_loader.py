@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.checkpoint_tensors import list_names
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
-from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, GenericModel
-from argosy.engine.execution.decoders.generic_modules import (
+from argosy.engine.execution.decoders.generic_decoder import (
+    GenericDecoder,
+    GenericModel,
     create_packed_linear,
     pack_experts,
     weight_format_of,

@@ -21,7 +21,7 @@ from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device, GraphCapture
-from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
+from argosy.engine.execution.kernels.operations import RecurrentStates
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import SchedulerLimits, StepPlan, StepResult
 

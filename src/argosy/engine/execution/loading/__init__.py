@@ -1,6 +1,6 @@
 """Loader of models: from the name of a model to an executor that has proven itself.
 
 `executor_loader` finds the checkpoint, chooses implementation (`model_selection`) and formats, estimates the memory
-(`memory_estimate`), loads the weights (`weight_loader`) and runs the `self_test`. `arithmetic` names all that decides
+(`memory`), loads the weights (`weight_loader`) and runs the `self_test`. `arithmetic` names all that decides
 the bytes of outputs.
 """

@@ -45,8 +45,12 @@ from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.loading.arithmetic import describe_arithmetic
-from argosy.engine.execution.loading.limits import resolve_limits, step_limits
-from argosy.engine.execution.loading.memory_estimate import MemoryNeeds, check_memory
+from argosy.engine.execution.loading.memory import (
+    MemoryNeeds,
+    check_memory,
+    resolve_limits,
+    step_limits,
+)
 from argosy.engine.execution.loading.model_selection import (
     AnyArchitecture,
     ModelSelection,
@@ -464,7 +468,7 @@ def choose_device(config: EngineConfig) -> Device:
     """Create the device that the settings name. "auto" selects a GPU if torch finds one."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return create_cpu_device(config.threads, config.colocated_replicas)
-    from argosy.engine.execution.kernels.gpu.cuda_device import create_cuda_device
+    from argosy.engine.execution.kernels.gpu.device import create_cuda_device
 
     return create_cuda_device()
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
-from argosy.engine.execution.kernels.cpu.native_calls import AttentionCall
-from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.cpu.native_kernels import AttentionCall, Kernels, load_kernels
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
 from argosy.engine.execution.kernels.rope import RopeRotation
 from argosy.engine.execution.kernels.torch.attention import TorchAttention

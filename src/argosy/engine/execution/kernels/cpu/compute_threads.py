@@ -8,9 +8,9 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from argosy.engine.execution.kernels.cpu import cgroup
-from argosy.engine.execution.kernels.cpu.cpu_times import CpuTimes, read_cpu_times
+from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.kernels.cpu.native_kernels import limit_kernel_threads
+from argosy.engine.execution.kernels.cpu.resources import CpuTimes, read_cpu_times
 from argosy.policy import MEASURE_INTERVAL_S, ThreadCountPolicy
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -89,7 +89,7 @@ def create_compute_threads(threads: int | None, colocated_replicas: int) -> Comp
     fixed = _threads_from_environment() if threads is None else threads
     if fixed is not None:
         return ComputeThreads(fixed, is_fixed=True, read_times=read_cpu_times)
-    max_threads = max(1, cgroup.usable_cpus() // (1 + colocated_replicas))
+    max_threads = max(1, resources.usable_cpus() // (1 + colocated_replicas))
     return ComputeThreads(max_threads, is_fixed=False, read_times=read_cpu_times)
 
 

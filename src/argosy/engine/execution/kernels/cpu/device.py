@@ -13,19 +13,23 @@ from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
-from argosy.engine.execution.kernels.cpu import cgroup
+from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
 from argosy.engine.execution.kernels.cpu.compute_threads import (
     ComputeThreads,
     create_compute_threads,
 )
-from argosy.engine.execution.kernels.cpu.delta_rule import create_cpu_delta_rule
-from argosy.engine.execution.kernels.cpu.elementwise import create_cpu_elementwise_ops
 from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME, available_isas, cpu_features
-from argosy.engine.execution.kernels.cpu.linear import create_cpu_linear
-from argosy.engine.execution.kernels.cpu.linear_group import create_group_linear
-from argosy.engine.execution.kernels.cpu.linear_int import create_int_linear
+from argosy.engine.execution.kernels.cpu.linear import (
+    create_cpu_linear,
+    create_group_linear,
+    create_int_linear,
+)
 from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name, load_kernels
+from argosy.engine.execution.kernels.cpu.operations import (
+    create_cpu_delta_rule,
+    create_cpu_elementwise_ops,
+)
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
@@ -82,7 +86,7 @@ class CpuDevice(Device):
         return ", ".join(names)
 
     def free_bytes(self) -> int:
-        return cgroup.free_bytes()
+        return resources.free_bytes()
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
         del key, run_largest_step

@@ -1,16 +1,36 @@
-"""Linear layers on the CPU, with weights packed once and results that do not depend on the rest of the batch."""
+"""Linear layers on the CPU, with weights packed once and results that do not depend on the rest of the batch.
+
+Layers with int8, int4 or grouped weights have bit-identical native and torch implementations.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.kernels.cpu.native_calls import LinearCall
-from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.engine_config import IntFormat
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
+    GroupedSource,
+    GroupedWeight,
+    grouped_linear,
+)
+from argosy.engine.execution.checkpoint_formats.quantization import (
+    NON_FINITE_WEIGHT,
+    quantize_weight,
+    quantized_linear,
+)
+from argosy.engine.execution.kernels.cpu.native_kernels import (
+    Kernels,
+    LinearCall,
+    LinearGroupCall,
+    load_kernels,
+)
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.native import NativeUnavailableError
 
@@ -170,3 +190,140 @@ class _DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
+
+
+def create_int_linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_format: IntFormat,
+    threads: int,
+    get_packed: PackedWeightProvider = pack_in_memory,
+) -> Callable[[Tensor], Tensor]:
+    """Quantize and pack weight [N, K], and return a function that maps [T, K] to [T, N] in its dtype."""
+    try:
+        return NativeIntLinear(load_kernels(), weight, bias, weight_format, threads, get_packed)
+    except NativeUnavailableError:
+        return TorchIntLinear(weight, bias, weight_format)  # `create_cpu_attention` logs the reason
+
+
+class NativeIntLinear:
+    """Linear layer by csrc/linear_int.cpp, with integer products on the fastest unit of this CPU."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_format: IntFormat,
+        threads: int,
+        get_packed: PackedWeightProvider = pack_in_memory,
+    ) -> None:
+        """Quantize and pack the weight, which may be on `meta` if `get_packed` has its packed form."""
+        outs, cols = weight.shape
+        int_kernels = kernels.linear_int[weight_format]
+        self._compute = int_kernels.linear_by_dtype
+
+        def pack(packed: Tensor) -> None:
+            dense = weight.detach().contiguous()
+            if dense.dtype not in int_kernels.pack_by_dtype:
+                dense = dense.float()
+            is_finite = int_kernels.pack_by_dtype[dense.dtype](
+                dense.data_ptr(), outs, cols, packed.data_ptr(), threads
+            )
+            if not is_finite:
+                raise ValueError(NON_FINITE_WEIGHT)
+
+        packed = get_packed(int_kernels.packed_bytes(outs, cols), pack)
+        self._matmul = NativeMatmul(packed, outs, bias, threads)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, K] to [T, N]."""
+        if x.dtype not in self._compute:
+            return self(x.float()).to(x.dtype)
+        return self._matmul(self._compute[x.dtype], x)
+
+
+class TorchIntLinear:
+    """Linear layer in plain torch, with the weight as 8-bit integers in both formats."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: IntFormat) -> None:
+        self._integers = torch.empty(weight.shape, dtype=torch.int8)
+        scales: list[Tensor] = []
+        row = 0
+        for part in quantize_weight(weight, weight_format):
+            self._integers[row : row + len(part.values)] = part.to_int8()
+            scales.append(part.scales)
+            row += len(part.values)
+        self._scales = torch.cat(scales)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, K] to [T, N]."""
+        return quantized_linear(x, self._integers, self._scales, self._bias)
+
+
+def create_group_linear(
+    source: GroupedSource, bias: Tensor | None, threads: int, get_packed: PackedWeightProvider
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that maps [T, K] to [T, N]. The weight is read unless `get_packed` has its packed form."""
+    try:
+        kernels = load_kernels()
+    except NativeUnavailableError:
+        return TorchGroupLinear(source.read(), bias)  # `create_cpu_attention` logs the reason
+    return NativeGroupLinear(kernels, source, bias, threads, get_packed)
+
+
+class NativeGroupLinear:
+    """Linear layer by csrc/linear_group.cpp."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        source: GroupedSource,
+        bias: Tensor | None,
+        threads: int,
+        get_packed: PackedWeightProvider,
+    ) -> None:
+        """Pack the weight."""
+        group_kernels = kernels.linear_group[source.format.bits]
+        self._compute = group_kernels.linear_by_dtype
+        size, has_offsets = source.format.group_size, int(source.format.has_offsets)
+
+        def pack(packed: Tensor) -> None:
+            weight = source.read()
+            values, scales = weight.values.contiguous(), weight.scales.contiguous()
+            offsets = None if weight.offsets is None else weight.offsets.contiguous()
+            group_kernels.pack(
+                values.data_ptr(),
+                scales.data_ptr(),
+                None if offsets is None else offsets.data_ptr(),
+                *source.shape,
+                size,
+                packed.data_ptr(),
+                threads,
+            )
+
+        packed = get_packed(group_kernels.packed_bytes(*source.shape, size, has_offsets), pack)
+        self._table = torch.tensor(source.format.table, dtype=torch.int8).view(torch.uint8) ^ 128
+        create_call = partial(
+            LinearGroupCall, table=self._table.data_ptr(), group=size, has_offsets=has_offsets
+        )
+        self._matmul = NativeMatmul(packed, source.shape[0], bias, threads, create_call)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, K] to [T, N]."""
+        if x.dtype not in self._compute:
+            return self(x.float()).to(x.dtype)
+        return self._matmul(self._compute[x.dtype], x)
+
+
+class TorchGroupLinear:
+    """Linear layer in plain torch, with the values as 8-bit integers."""
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+        self._weight = replace(weight, values=weight.to_int8())
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, K] to [T, N]."""
+        return grouped_linear(x, self._weight, self._bias)

@@ -11,8 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from argosy.engine.execution.kernels.cpu.native_calls import LogprobCall, SampleCall
-from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
+from argosy.engine.execution.kernels.cpu.native_kernels import (
+    Kernels,
+    LogprobCall,
+    SampleCall,
+    load_kernels,
+)
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     LogprobResult,
     SamplingMetadata,

@@ -1,10 +1,17 @@
-"""Device of a GPU, with Triton kernels. Its subclass has what belongs to CUDA: memory, stream and graphs."""
+"""Device of a GPU with Triton kernels, and with what belongs to CUDA in a subclass: memory, events and graphs."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import tempfile
 from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
+from typing import Self
 
+import msgspec
+import structlog
 import torch
 import triton
 from torch import Tensor
@@ -14,13 +21,13 @@ from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
-from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.gpu import memory_profile
+from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_linear
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
+from argosy.folders import cache_folder
 
 MEMORY_MARGIN_BYTES = 512 << 20
 """Memory kept free beside the largest step, because captured decode steps have their own pool."""
@@ -70,10 +77,10 @@ class GpuDevice(Device):
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
         """Return the bytes for activations. They are measured once per key, and later starts read them from disk."""
         full_key = f"{key} {self.name} torch {torch.__version__}"
-        peak = memory_profile.read_memory_profile(full_key)
+        peak = read_memory_profile(full_key)
         if peak is None:
             peak = self.measure_peak_bytes(run_largest_step)
-            memory_profile.write_memory_profile(full_key, peak)
+            write_memory_profile(full_key, peak)
         return peak + MEMORY_MARGIN_BYTES
 
     def weight_layout_id(self, dtype: torch.dtype) -> str:
@@ -137,3 +144,143 @@ class GpuDevice(Device):
                 f"{self.name} does not support float8; remove {setting}, "
                 "or use a GPU of the Ada or Hopper generation or later"
             )
+
+
+DRIVER_LIBRARY = "libcuda.so.1"
+"""Library that the NVIDIA driver installs."""
+
+
+def create_cuda_device(index: int = 0) -> Device:
+    """Return GPU number `index` of those visible to this process.
+
+    Raises:
+        ValueError: The machine has no NVIDIA driver, torch has no CUDA, no GPU is visible, or the GPU is too old.
+    """
+    if not _is_driver_installed():
+        raise ValueError(
+            "this machine has no NVIDIA driver, so no GPU can be used; choose --device cpu or auto, or install the "
+            "driver of its GPU"
+        )
+    if torch.version.cuda is None:
+        raise ValueError(
+            f"torch {torch.__version__} is built without CUDA; install a CUDA build of the same "
+            "version, or choose --device cpu or auto"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, or choose --device cpu or auto"
+        )
+    torch.cuda.set_device(index)
+    device = CudaDevice(index)
+    if device.compute_capability < MIN_CAPABILITY:
+        raise ValueError(
+            f"{device.name} does not support bfloat16; use a GPU of the Ampere generation or later, "
+            "or choose --device cpu or auto"
+        )
+    return device
+
+
+def _is_driver_installed() -> bool:
+    """Return whether the library of the NVIDIA driver can be loaded."""
+    try:
+        ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+class CudaDevice(GpuDevice):
+    """Device of one GPU, on torch's current stream."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = f"cuda ({torch.cuda.get_device_name(index)})"
+        self.torch_device = torch.device("cuda", index)
+        self.compute_capability = torch.cuda.get_device_capability(index)
+        self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.capture_graph = self._capture
+        self._graph_pool = torch.cuda.graph_pool_handle()
+        """Memory pool that all captured graphs share."""
+
+    def free_bytes(self) -> int:
+        """Return the free bytes, including memory that torch has reserved but does not use."""
+        free, _ = torch.cuda.mem_get_info(self.index)
+        idle = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        return free + idle
+
+    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.index)
+        torch.cuda.reset_peak_memory_stats(self.index)
+        before = torch.cuda.memory_allocated(self.index)
+        work()
+        torch.cuda.synchronize(self.index)
+        peak = torch.cuda.max_memory_allocated(self.index) - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def empty_pinned_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def record_event(self) -> DeviceEvent:
+        return CudaEvent()
+
+    def _capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+class CudaEvent:
+    """CUDA event in the current stream, with timing."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Self) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1000.0
+
+
+log = structlog.get_logger(__name__)
+
+
+class MemoryProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of a profile file."""
+
+    key: str
+    """Measured configuration: device, model, formats and limits."""
+    working_bytes: int
+    """Bytes that the largest step allocates."""
+
+
+def read_memory_profile(key: str) -> int | None:
+    """Return the bytes measured for `key`, or None if no readable profile exists."""
+    try:
+        profile = msgspec.json.decode(_profile_path(key).read_bytes(), type=MemoryProfile)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("memory_profile_unreadable", key=key, reason=str(error))
+        return None
+    return profile.working_bytes if profile.key == key and profile.working_bytes > 0 else None
+
+
+def write_memory_profile(key: str, working_bytes: int) -> None:
+    """Save the bytes measured for `key`. If this fails, the next start measures again."""
+    try:
+        path = _profile_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(MemoryProfile(key, working_bytes)))
+        Path(file.name).replace(path)
+    except OSError as error:
+        log.warning("memory_profile_not_saved", reason=str(error))
+
+
+def _profile_path(key: str) -> Path:
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return cache_folder() / "memory" / f"{name}.json"
