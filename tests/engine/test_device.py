@@ -1,4 +1,4 @@
-"""CPU device: threads, free memory, and the selection and build of kernels."""
+"""Choice of the device, and the CPU: threads, free memory, and the selection and build of kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE, TORCH_ISA_NAME
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.kernels.cpu.resources import CpuQuota, CpuTimes, read_cpu_times
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.loading.executor_loader import load_executor
+from argosy.engine.execution.loading.executor_loader import choose_device, load_executor
 from argosy.models import BUNDLED_MODEL
 from argosy.native import NativeUnavailableError
 
@@ -194,3 +194,23 @@ def test_existing_build_is_reused(tmp_path: Path) -> None:
     shutil.copy2(kernels.path, copy)
     assert load_kernels(None, tmp_path).path == copy
     assert copy.stat().st_mtime_ns == kernels.path.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda_version", "message"),
+    [
+        ("libnothing.so.9", None, "no NVIDIA driver.*--device cpu or auto"),
+        ("libnothing.so.9", "12.8", "no NVIDIA driver.*--device cpu or auto"),
+        ("libc.so.6", None, "built without CUDA; install a CUDA build.*--device cpu"),
+        ("libc.so.6", "12.8", "no GPU is visible; check nvidia-smi.*--device cpu"),
+    ],
+)
+def test_unusable_gpu_is_refused_with_the_right_remedy(
+    monkeypatch: pytest.MonkeyPatch, driver: str, cuda_version: str | None, message: str
+) -> None:
+    """The error on a machine without a GPU recommended a CUDA build of torch."""
+    monkeypatch.setattr("argosy.engine.execution.kernels.gpu.device.DRIVER_LIBRARY", driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda_version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        choose_device(EngineConfig(model="any", device="cuda"))

@@ -1,4 +1,4 @@
-"""The GPU kernels compile for Hopper and fit into its resources, at the shapes of real models."""
+"""The GPU kernels compile for Hopper and fit into its resources, and nothing else needs Triton."""
 
 from __future__ import annotations
 
@@ -43,3 +43,23 @@ def test_kernels_fit_hopper(tmp_path: Path, shapes: str, count: int) -> None:
             assert line["cp_async"], line
         if line["kernel"].startswith("sample"):
             assert not line["fused"], line
+
+
+def run_without_triton(code: str) -> subprocess.CompletedProcess[str]:
+    hide_triton = "import sys; sys.modules['triton'] = None; "
+    return subprocess.run(
+        [sys.executable, "-c", hide_triton + code], capture_output=True, text=True, check=False
+    )
+
+
+def test_missing_triton_is_reported_with_remedy() -> None:
+    process = run_without_triton("import argosy.engine.execution.kernels.gpu")
+    assert process.returncode != 0
+    assert "pip install 'argosy[gpu]'" in process.stderr
+
+
+def test_cpu_engine_loads_without_triton() -> None:
+    process = run_without_triton(
+        "import argosy.engine.execution.loading.executor_loader, argosy.engine.execution.executor.executor"
+    )
+    assert process.returncode == 0, process.stderr

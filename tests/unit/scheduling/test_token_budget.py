@@ -1,8 +1,24 @@
-"""Token budget of a step: it halves when memory runs out, and recovers ever more slowly if that was too early."""
+"""Tokens of a step: the budget follows the memory, and lower tiers yield for a higher tier's first token."""
 
 from __future__ import annotations
 
-from argosy.engine.scheduling.token_budget import RECOVERY_STEPS, TokenBudget
+import random
+import statistics
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.engine import EngineRequest
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
+from argosy.engine.scheduling.token_budget import (
+    MAX_BURST_YIELDS,
+    RECOVERY_STEPS,
+    YIELD_INTERVAL_STEPS,
+    TokenBudget,
+)
+from argosy.protocol import SamplingParams
 
 
 def steps_until_growth(budget: TokenBudget) -> int:
@@ -36,3 +52,190 @@ def test_budget_recovers_more_slowly_after_growing_too_early() -> None:
         intervals.append(steps_until_growth(budget))
         budget.record_out_of_memory(budget.tokens)
     assert intervals == [RECOVERY_STEPS * 2**n for n in range(4)]
+
+
+LIMITS = SchedulerLimits(
+    max_seqs=32,
+    max_step_tokens=1024,
+    block_size=16,
+    num_blocks=2000,
+    max_prefill_fraction=0.25,
+    watermark=0.01,
+    prefix_cache=False,
+    ridge_tokens=24,
+)
+NEVER_YIELD = 1 << 60
+"""Ridge at which no step is worth a pass over the weights, so that no request yields."""
+
+
+@dataclass
+class SimulatedEngine:
+    """A scheduler whose steps take as long as on a CPU: one pass over the weights, and a time for each token."""
+
+    limits: SchedulerLimits
+    now: float = 0.0
+    scheduler: Scheduler = field(init=False)
+    last_event_at: dict[str, float] = field(default_factory=dict)
+    """Arrival time by request."""
+    ttfts_s: dict[int, list[float]] = field(default_factory=dict)
+    """Times to first token in seconds, by tier."""
+    generated: int = 0
+    finished: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits)
+
+    def add(self, tier: int, prompt: int, output: int) -> Sequence:
+        name = str(len(self.last_event_at))
+        self.last_event_at[name] = self.now
+        params = SamplingParams(max_tokens=output)
+        request = EngineRequest(
+            id=name, prompt=[1] * prompt, params=params, tier=tier, tenant=str(tier)
+        )
+        return self.scheduler.add(request, now=self.now)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.now)
+        decodes = plan.counts.count(1)
+        self.now += 1.35e-3 + 0.0865e-3 * decodes + 0.053e-3 * (plan.total_tokens - decodes)
+        result = StepResult([5 if samples else -1 for samples in plan.sample_flags])
+        for seq, _, token, finish in self.scheduler.commit(result):
+            self.generated += token >= 0
+            if token >= 0 and seq.output_len == 1:
+                self.ttfts_s.setdefault(seq.tier, []).append(self.now - self.last_event_at[seq.id])
+            if finish:
+                self.finished.append(seq)
+        return plan
+
+
+def test_first_token_of_higher_tier_gets_its_own_step() -> None:
+    engine = SimulatedEngine(LIMITS)
+    standard = [engine.add(1, 20, 50) for _ in range(20)]
+    for _ in range(3):
+        engine.step()
+    premium, late = engine.add(0, 20, 50), engine.add(1, 20, 50)
+    plan = engine.step()
+    assert plan.rows == [premium.row]
+    assert premium.is_prefilled
+    assert late.row < 0, "a lower tier joins the step"
+    plan = engine.step()
+    assert sorted(plan.rows) == sorted(seq.row for seq in (premium, late, *standard))
+
+
+def test_scheduled_first_token_delays_no_further_step() -> None:
+    engine = SimulatedEngine(LIMITS)
+    for _ in range(20):
+        engine.add(1, 20, 50)
+    engine.step()
+    engine.add(0, 20, 50)
+    plans = [engine.scheduler.schedule(engine.now) for _ in range(2)]
+    assert [len(plan.rows) for plan in plans] == [1, 21]
+
+
+def test_requests_do_not_yield_to_their_own_tier() -> None:
+    engine = SimulatedEngine(LIMITS)
+    for _ in range(20):
+        engine.add(1, 20, 50)
+    engine.step()
+    engine.add(1, 20, 50)
+    assert len(engine.step().rows) == 21
+
+
+def test_requests_do_not_yield_for_a_small_gain() -> None:
+    """A few decodes cost less than a pass over the weights, or little compared with a long prompt."""
+    for standard, prompt in ((8, 20), (28, 2000)):
+        engine = SimulatedEngine(LIMITS)
+        for _ in range(standard):
+            engine.add(1, 20, 50)
+        engine.step()
+        engine.add(0, prompt, 50)
+        assert len(engine.step().rows) == standard + 1
+
+
+def test_step_of_first_tokens_stays_within_the_prefill_share() -> None:
+    """Decodes that yield wait for one share of prefills, not for a full step of them."""
+    engine = SimulatedEngine(LIMITS)
+    for _ in range(28):
+        engine.add(2, 20, 50)
+    engine.step()
+    long = [engine.add(0, 120, 50) for _ in range(2)] + [engine.add(1, 900, 50)]
+    plan = engine.step()
+    assert plan.rows == [seq.row for seq in long[:2]]
+    assert plan.total_tokens <= 1 + LIMITS.max_prefill_fraction * LIMITS.max_step_tokens
+
+
+def test_higher_tier_prefills_go_first_until_others_have_waited_long() -> None:
+    engine = SimulatedEngine(replace(LIMITS, max_step_tokens=64, ridge_tokens=NEVER_YIELD))
+    old = engine.add(1, 5000, 2)
+    engine.step()
+    premium = engine.add(0, 6000, 2)
+    engine.step()
+    before = old.computed_len
+    while not premium.is_prefilled:
+        assert old.computed_len == before
+        engine.step()
+    for step in range(1500):  # more premium prompts than can be computed, for 150 s
+        engine.now += 0.1
+        if step % 5 == 0:
+            engine.add(0, 100, 2)
+        engine.step()
+    assert old in engine.finished
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 60), st.integers(1, 40)),
+        min_size=5,
+        max_size=120,
+    ),
+    st.integers(0, 30),
+)
+def test_decodes_yield_within_the_bound(
+    arrivals: list[tuple[int, int, int]], ridge_tokens: int
+) -> None:
+    """At most `MAX_BURST_YIELDS` + n / `YIELD_INTERVAL_STEPS` of any n steps skip a runnable decode."""
+    engine = SimulatedEngine(replace(LIMITS, max_step_tokens=128, ridge_tokens=ridge_tokens))
+    skipped_decode = [0]
+    pending = arrivals[::-1]
+    while engine.scheduler.has_work or pending:
+        for _ in range(min(2, len(pending))):
+            engine.add(*pending.pop())
+        decodable = [seq for seq in engine.scheduler.running if seq.length - seq.computed_len == 1]
+        rows = [(seq, seq.row) for seq in decodable]
+        plan = engine.step()
+        engine.scheduler.check_invariants()
+        assert plan.rows, "a step that computes nothing"
+        skipped_decode.append(any(row not in plan.rows for seq, row in rows if seq.row == row))
+    # The largest excess of any interval is the maximum of a running sum over its earlier minimum.
+    excess = [
+        total - step / YIELD_INTERVAL_STEPS for step, total in enumerate(accumulate(skipped_decode))
+    ]
+    for value, lowest in zip(excess, accumulate(excess, min), strict=True):
+        assert value - lowest <= MAX_BURST_YIELDS + 1e-9
+    assert len(engine.finished) == len(arrivals)
+
+
+def flooded_engine(ridge_tokens: int) -> SimulatedEngine:
+    """Run ten seconds with 28 standard requests at any time, and eight premium requests per second."""
+    engine = SimulatedEngine(replace(LIMITS, ridge_tokens=ridge_tokens))
+    rng, decodable = random.Random(0), 0.1
+    for _ in range(28):
+        engine.add(1, 20, rng.randint(16, 64))
+    while engine.now < 10.0:
+        if decodable <= engine.now:
+            engine.add(0, 20, 16)
+            decodable += rng.expovariate(8.0)
+        engine.step()
+        while engine.finished:
+            if engine.finished.pop().tier == 1:
+                engine.add(1, 20, rng.randint(16, 64))
+    return engine
+
+
+def test_guard_lowers_premium_ttft_in_a_flood_at_little_throughput_cost() -> None:
+    guarded, unguarded = flooded_engine(LIMITS.ridge_tokens), flooded_engine(NEVER_YIELD)
+    p95 = [statistics.quantiles(engine.ttfts_s[0], n=20)[-1] for engine in (guarded, unguarded)]
+    rates = [engine.generated / engine.now for engine in (guarded, unguarded)]
+    assert p95[0] < 0.75 * p95[1]
+    assert rates[0] > 0.97 * rates[1]

@@ -1,0 +1,253 @@
+"""Norms, gated activations and the gated delta rule on the CPU: accuracy, and bits that do not depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+from argosy.engine.execution.architectures.decoder import Activation, DeltaNetArchitecture, NormKind
+from argosy.engine.execution.kernels.batch import Batch, BatchStates
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.execution.kernels.cpu.operations import (
+    NativeElementwiseOps,
+    create_cpu_elementwise_ops,
+)
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, ElementwiseOps
+from argosy.engine.execution.kernels.torch.operations import TorchElementwiseOps
+from argosy.native import NativeUnavailableError
+from tests.engine.pairwise import pairwise
+
+SIZES = (320, 128, 70, 16, 7)
+DTYPES = (torch.float32, torch.bfloat16)
+# The last bit of bfloat16 is 2^-8 of the value. float32 results differ by the order of sums.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1 / 128}
+
+
+def native_ops(threads: int = 2) -> NativeElementwiseOps:
+    try:
+        return NativeElementwiseOps(load_kernels(), threads)
+    except NativeUnavailableError:
+        pytest.skip("no compiler")
+
+
+def random_tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * 3).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pairwise(kind=get_args(NormKind), size=SIZES, dtype=DTYPES)
+def test_norm_matches_torch(kind: NormKind, size: int, dtype: torch.dtype) -> None:
+    weight, x, delta = (random_tensor(n, size, dtype=dtype) for n in (1, 9, 10))
+    delta = delta[:9]
+    actual, expected = (
+        ops.create_norm(kind, weight[0], 1e-6) for ops in (native_ops(), TorchElementwiseOps())
+    )
+    assert_close(actual(x), expected(x))
+    summed, reference = x.clone(), x.clone()
+    assert_close(actual.add_and_norm(summed, delta), expected.add_and_norm(reference, delta))
+    assert torch.equal(summed, reference)
+    assert torch.equal(actual.add_and_norm(x.clone(), delta), actual(summed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_head_norm_accepts_slice_of_wider_rows(size: int, dtype: torch.dtype) -> None:
+    weight, rows = random_tensor(size, dtype=dtype), random_tensor(5, 6, size, dtype=dtype)
+    actual, expected = (
+        ops.create_norm("narrow", weight, 1e-5) for ops in (native_ops(), TorchElementwiseOps())
+    )
+    assert_close(actual(rows[:, 1:4]), expected(rows[:, 1:4]))
+
+
+@pairwise(activation=get_args(Activation), size=SIZES, dtype=DTYPES)
+def test_gated_activation_matches_torch(
+    activation: Activation, size: int, dtype: torch.dtype
+) -> None:
+    x = random_tensor(40, 2 * size, dtype=dtype)
+    x[0, :size], x[1, :size], x[2, :size] = -1e4, 1e4, 0.0
+    actual, expected = (
+        ops.create_gated_activation(activation)(x) for ops in (native_ops(), TorchElementwiseOps())
+    )
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=TOLERANCE[dtype])
+    x[3, 0] = torch.nan
+    assert native_ops().create_gated_activation(activation)(x)[3, 0].isnan()
+
+
+def create_all_ops(
+    ops: ElementwiseOps, size: int, dtype: torch.dtype
+) -> list[Callable[..., torch.Tensor]]:
+    """Return a function of x [T, 2 * size] for each operation."""
+    norms = [
+        ops.create_norm(kind, random_tensor(size, dtype=dtype), 1e-6) for kind in get_args(NormKind)
+    ]
+    return [
+        *(lambda x, norm=norm: norm(x[:, :size].contiguous()) for norm in norms),
+        *(lambda x, act=act: ops.create_gated_activation(act)(x) for act in get_args(Activation)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [320, 70])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_batch_does_not_change_row_bits(backend: str, size: int, dtype: torch.dtype) -> None:
+    x = random_tensor(1000, 2 * size, dtype=dtype)
+    for op in create_all_ops(
+        native_ops() if backend == "native" else TorchElementwiseOps(), size, dtype
+    ):
+        full = op(x)
+        for first, last in ((0, 1), (1, 4), (31, 64), (300, 500), (999, 1000)):
+            assert torch.equal(op(x[first:last]), full[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_thread_count_does_not_change_bits(dtype: torch.dtype) -> None:
+    x = random_tensor(500, 640, dtype=dtype)
+    ops_by_threads = [create_all_ops(native_ops(threads), 320, dtype) for threads in (1, 2, 5)]
+    for one_thread, two_threads, five_threads in zip(*ops_by_threads, strict=True):
+        assert torch.equal(one_thread(x), two_threads(x))
+        assert torch.equal(one_thread(x), five_threads(x))
+
+
+def test_empty_input_gives_empty_output() -> None:
+    ops = native_ops()
+    assert ops.create_gated_activation("silu")(torch.empty(0, 64)).shape == (0, 32)
+    assert ops.create_norm("narrow", torch.ones(64), 1e-6)(torch.empty(0, 64)).shape == (0, 64)
+
+
+def test_dtype_without_kernel_uses_torch() -> None:
+    ops, x = native_ops(), random_tensor(3, 64, dtype=torch.float64)
+    assert torch.equal(
+        ops.create_gated_activation("silu")(x),
+        TorchElementwiseOps().create_gated_activation("silu")(x),
+    )
+    weight = torch.ones(64, dtype=torch.float64)
+    assert ops.create_norm("wide", weight, 1e-6)(x).dtype == torch.float64
+
+
+def test_missing_compiler_falls_back_to_torch() -> None:
+    def fail_to_load() -> None:
+        raise NativeUnavailableError("no compiler")
+
+    assert isinstance(create_cpu_elementwise_ops(2, fail_to_load), TorchElementwiseOps)  # type: ignore[arg-type]
+
+
+LENGTHS = (1, 3, 23)
+LAYER = 1
+NETS = {
+    "one part of columns": DeltaNetArchitecture(2, 4, 16, 64, 4),
+    "ragged": DeltaNetArchitecture(1, 3, 20, 72, 3),
+    "several parts": DeltaNetArchitecture(2, 2, 128, 128, 4),
+}
+Chunk = tuple[int, int, int]
+"""Sequence, start and end."""
+
+
+class DeltaRuleCase:
+    """Random inputs of sequences, each with a slot of its own, and free slots after them."""
+
+    def __init__(self, net: DeltaNetArchitecture, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(net.value_size)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.net = net
+        self.weights = DeltaRuleWeights(
+            random(net.conv_width, net.channels),
+            -random(net.value_heads).exp(),
+            random(net.value_heads),
+        )
+        self.qkv = [random(length, net.channels).to(dtype) for length in LENGTHS]
+        self.factors = [random(length, 2 * net.value_heads).to(dtype) for length in LENGTHS]
+        self.rule: DeltaRule = create_cpu_device(2).create_delta_rule(net, self.weights)
+        # states of earlier sequences, which must not be read
+        table = torch.full((2 * len(LENGTHS), 2 * net.state_elements), torch.nan)
+        self.states = BatchStates(table, net.state_elements)
+
+    def run(self, chunks: list[Chunk], saved: dict[int, int] | None = None) -> list[torch.Tensor]:
+        """Compute chunks in one batch. `saved` maps flat tokens to the slots where their states are saved."""
+        counts = [end - start for _, start, end in chunks]
+        positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
+        save_slots = torch.full_like(positions, -1)
+        for token, slot in (saved or {}).items():
+            save_slots[token] = slot
+        batch = Batch(
+            token_ids=positions,
+            positions=positions,
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+            seq_lens=torch.tensor([end for _, _, end in chunks]).int(),
+            block_tables=torch.empty(0, len(chunks), 0, dtype=torch.int32),
+            slot_mappings=torch.empty(0, len(positions), dtype=torch.int64),
+            rows=torch.tensor([sequence for sequence, _, _ in chunks]),
+            logit_index=positions,
+        )
+        out = self.rule(
+            torch.cat([self.qkv[sequence][start:end] for sequence, start, end in chunks]),
+            torch.cat([self.factors[sequence][start:end] for sequence, start, end in chunks]),
+            replace(self.states, save_slots=save_slots if saved else None),
+            LAYER,
+            batch,
+        )
+        return list(out.split(counts))
+
+    def expected(self, sequence: int) -> torch.Tensor:
+        """Compute a sequence with transformers."""
+        net = self.net
+        padded = F.pad(self.qkv[sequence].float().T, (net.conv_width - 1, 0))
+        mixed = F.silu(F.conv1d(padded, self.weights.conv.T.unsqueeze(1), groups=net.channels)).T
+        keys = net.key_heads * net.key_dim
+        query, key, value = mixed.unsqueeze(0).split((keys, keys, net.value_size), -1)
+        update, decay = self.factors[sequence].float().unsqueeze(0).chunk(2, -1)
+        out, _ = torch_recurrent_gated_delta_rule(
+            query.unflatten(-1, (net.key_heads, -1)),
+            key.unflatten(-1, (net.key_heads, -1)),
+            value.unflatten(-1, (net.value_heads, -1)),
+            g=self.weights.decay_rate * F.softplus(decay + self.weights.decay_bias),
+            beta=update.sigmoid(),
+            use_qk_l2norm_in_kernel=True,
+        )
+        result: torch.Tensor = out[0]
+        return result
+
+
+@pytest.mark.usefixtures("isa")
+@pairwise(size=NETS, dtype=[torch.float32, torch.bfloat16, torch.float16])
+def test_result_is_that_of_transformers_in_any_batch_and_chunks(
+    size: str, dtype: torch.dtype
+) -> None:
+    case = DeltaRuleCase(NETS[size], dtype)
+    sequences = range(len(LENGTHS))
+    alone = [case.run([(n, 0, LENGTHS[n])])[0] for n in sequences]
+    tolerance = 2e-5 if dtype == torch.float32 else 1 / 64
+    for n in sequences:
+        torch.testing.assert_close(
+            alone[n].float(), case.expected(n), atol=tolerance, rtol=tolerance
+        )
+    final = case.states.table.clone()
+    batched = case.run([(n, 0, LENGTHS[n]) for n in reversed(sequences)])
+    assert all(map(torch.equal, reversed(batched), alone))
+    longest, length = sequences[-1], LENGTHS[-1]
+    (first,) = case.run([(longest, 0, 9)])
+    middle, _ = case.run([(longest, 9, 20), (0, 0, 1)], saved={4: 3, 10: 4, 11: 5})
+    (last,) = case.run([(longest, 20, length)])
+    assert torch.equal(torch.cat((first, middle, last)), alone[longest])
+    used = case.states.table[:, case.net.state_elements :]
+    assert torch.equal(used[: len(LENGTHS)], final[: len(LENGTHS), case.net.state_elements :])
+    assert case.states.table[:, : case.net.state_elements].isnan().all()  # the other layer's
+    for slot, position in ((3, 14), (4, 20)):  # the saved states continue as the sequence did
+        used[longest] = used[slot]
+        (rest,) = case.run([(longest, position, length)])
+        assert torch.equal(rest, alone[longest][position:])
+    assert torch.equal(used[5], used[0])
