@@ -54,13 +54,13 @@ def read_structure(cursor: Cursor, codec: MarkerCodec, write: Write) -> Reading[
             yield
             continue
         text, position = cursor.text, cursor.position
+        match = (_STRING_TEXT if in_string else _PLAIN_TEXT).match(text, position)
+        if match is not None and (in_string or closers):
+            parts.append(match.group())
+            cursor.position = match.end()
+            continue
         char = text[position]
         if in_string:
-            match = _STRING_TEXT.match(text, position)
-            if match is not None:
-                parts.append(match.group())
-                cursor.position = match.end()
-                continue
             if char == "\\":
                 if position + 1 >= len(text) and not cursor.is_final:
                     flush()
@@ -72,11 +72,6 @@ def read_structure(cursor: Cursor, codec: MarkerCodec, write: Write) -> Reading[
             parts.append(char if char == '"' else quote_string(codec.decode(char)))
             in_string = char != '"'
         else:
-            match = _PLAIN_TEXT.match(text, position)
-            if match is not None and closers:
-                parts.append(match.group())
-                cursor.position = match.end()
-                continue
             if char in _CLOSERS:
                 closers.append(_CLOSERS[char])
             elif char == '"':
