@@ -1,4 +1,4 @@
-"""Billing: the client pays for what it received, and limits count the work that a request caused."""
+"""Billing: the client pays for what it received, each token once, and limits count the work that a request caused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from argosy.policy import (
-    Bill,
-    QuotaUsage,
-    Rates,
-    RequestEnd,
-    RequestStatus,
-    compute_bill,
-)
+from argosy.policy import Bill, QuotaUsage, Rates, RequestEnd, RequestStatus, compute_bill
 from argosy.protocol import NO_TOKENS, TokenUsage
+
+NANO = st.integers(0, 10**7)
+COUNT = st.integers(0, 10**7)
+
+
+@given(st.builds(Rates, NANO, NANO, NANO), COUNT, COUNT, COUNT, COUNT)
+def test_every_token_is_charged_once(
+    rates: Rates, uncached: int, cached: int, output: int, extra: int
+) -> None:
+    cost = rates.cost_nano_dollars(TokenUsage(uncached + cached, cached, output))
+    assert cost == uncached * rates.input + cached * rates.cached_input + output * rates.output
+    assert (
+        rates.cost_nano_dollars(TokenUsage(uncached + cached, cached, output + extra))
+        == cost + extra * rates.output
+    )
+    all_cached = TokenUsage(uncached, uncached + extra)
+    assert rates.cost_nano_dollars(all_cached) == uncached * rates.cached_input
+
 
 RATES = Rates(5, 1, 20)
 ALL = TokenUsage(10, 4, 3)

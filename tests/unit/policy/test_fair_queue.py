@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.queued_requests import NumberedRequest, queued
 
-from argosy.policy import (
-    PROMOTION_INTERVAL,
-    QUANTUM_TOKENS,
-    DispatchQueue,
-    TenantBacklog,
-)
+from argosy.policy import PROMOTION_INTERVAL, QUANTUM_TOKENS, DispatchQueue, TenantBacklog
 
 
 class DeficitRoundRobin:

@@ -13,12 +13,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from tests.support import virtual_fleet_controller
 from tests.support.simulated_cluster import SimulatedBehaviour, SimulatedCluster
 from tests.support.virtual_fleet_controller import (

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from benchmarks.autoscaling import BASELINES, OURS, compare, find_worse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.simulated_pool import CAPACITY, SimulatedPool
@@ -279,3 +280,13 @@ def test_schedule_raises_the_minimum_early_enough_for_the_start() -> None:
         d.reason for d in reversed(pool.decisions) if d.target > d.arithmetic.desired_replicas
     )
     assert set(pool.run(10 * 3600, 50.0, metrics_age_s=None)) == {6}
+
+
+def test_autoscaler_is_nowhere_worse_than_the_others() -> None:
+    rows = list(compare(3600, (120,), seed=1, shapes=("flash crowd", "square wave")))
+    ours = [row for row in rows if row.scaler == OURS]
+    assert not any(theirs.scaler in BASELINES for _, theirs in find_worse(rows))
+    assert not any(row.below_minimum or row.unfounded_reversals for row in ours)
+    for baseline in BASELINES:
+        theirs = [row for row in rows if row.scaler == baseline]
+        assert sum(row.replica_hours for row in ours) < sum(row.replica_hours for row in theirs)

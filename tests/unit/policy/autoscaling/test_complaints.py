@@ -12,10 +12,7 @@ from itertools import pairwise
 import pytest
 from tests.support.simulated_pool import SimulatedPool
 
-from argosy.policy.autoscaling import (
-    ArrivedTokens,
-    AutoscalerSettings,
-)
+from argosy.policy.autoscaling import ArrivedTokens, AutoscalerSettings
 
 SETTINGS = AutoscalerSettings(min_replicas=1, max_replicas=40)
 ZERO = AutoscalerSettings(min_replicas=0, max_replicas=40)
