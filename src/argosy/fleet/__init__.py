@@ -1,9 +1,8 @@
 """Fleets: replicas as they are declared, on one machine or many.
 
-The package `declaration` reads what a fleet shall consist of. With `launchers` replicas run, and `control` has the
-controller that keeps a fleet as it is declared. The command `argosy serve` runs the smallest fleet, which ends with it.
-Its replicas are distributed over the GPUs by `group_replicas`, and their state is in the folder of `runtime_folder`.
-This package itself imports little.
+With `launchers` replicas run, and `control` has the controller that keeps a fleet as `argosy.deployment` declares it.
+The command `argosy serve` runs the smallest fleet, which ends with it. Its replicas are distributed over the GPUs by
+`group_replicas`, and their state is in the folder of `runtime_folder`. This package itself imports little.
 """
 
 from argosy.fleet.device_assignment import (

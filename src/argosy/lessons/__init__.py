@@ -1,10 +1,9 @@
 """Lessons of the console: short, deterministic simulations that run the product's own policy code.
 
 Each module has one lesson: its parameters, the frame that describes one moment, and a function that runs it. Time is
-simulated, so equal parameters give equal frames. `kv_blocks` and `batching` run the
-engine's `Scheduler` through `engine_simulation`. `fair_queue`, `limits` and `circuit_breaker` run the classes of
-`argosy.policy`. Only what the product does not have is written here, to compare with: a queue in the order of arrival,
-and a token bucket.
+simulated, so equal parameters give equal frames. `kv_blocks` and `batching` run the engine's `Scheduler` through
+`engine_simulation`. `fair_queue`, `limits` and `circuit_breaker` run the classes of `argosy.policy`. Only what the
+product does not have is written here, to compare with: a queue in the order of arrival, and a token bucket.
 """
 
 from argosy.gateway import Lesson
