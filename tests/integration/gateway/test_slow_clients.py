@@ -1,21 +1,28 @@
-"""A slow client receives its complete response from the fast path and from the interpreter."""
+"""Clients that read slowly get their complete response, and those whose machine is lost are disconnected."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 from tests.integration.gateway.test_fast_path import decode_chunks, token_ids
+from tests.integration.gateway.test_upstream import drop_packets
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_harness import RecordingFilter, run_gateway
+from tests.support.gateway_processes import gateways, open_organisation
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
-from argosy.deployment import ReplicaConfig, Timeouts
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
+from argosy.store import StoreConfig
 
 LONG_TIMEOUTS = Timeouts(
     first_token_timeout_s=60.0, stream_idle_timeout_s=60.0, failover_timeout_s=60.0
@@ -33,15 +40,15 @@ BODY: dict[str, Any] = {
 }
 
 
-def connect_slow_client(url: httpx2.URL) -> socket.socket:
+def send_request(url: httpx2.URL, path: str, body: object, *headers: str) -> socket.socket:
     """Connect a client that has sent its request and reads nothing yet."""
-    content = json.dumps(BODY).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-    length = f"content-length: {len(content)}\r\n\r\n"
+    content = json.dumps(body).encode()
+    length = f"content-length: {len(content)}"
+    head = (f"POST {path} HTTP/1.1", "host: 127.0.0.1", *headers, length, "", "")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((url.host, url.port))
-    client.sendall(head.encode() + length.encode() + content)
+    client.sendall("\r\n".join(head).encode() + content)
     return client
 
 
@@ -63,7 +70,9 @@ async def test_unsent_bytes_of_fast_path_precede_rest_of_stream(
             [recorder], ReplicaConfig(url=served.url, model=MODEL), timeouts=LONG_TIMEOUTS
         ) as gateway,
     ):
-        client = connect_slow_client(gateway.client.base_url)
+        client = send_request(
+            gateway.client.base_url, "/v1/chat/completions", BODY, "connection: close"
+        )
         await engine.paused.wait()
         await until(lambda: gateway.handlers.fast_path_streams == 1)
         engine.may_continue.set()
@@ -73,3 +82,40 @@ async def test_unsent_bytes_of_fast_path_precede_rest_of_stream(
     assert token_ids(decode_chunks(response.partition(b"\r\n\r\n")[2])) == TOKENS
     (context,) = recorder.completed
     assert (context.status, context.delivered.output_tokens) == ("completed", len(TOKENS))
+
+
+async def respond_partially(request: UpstreamRequest) -> None:
+    """Start a stream that stalls, or never respond."""
+    if request.body.get("stream"):
+        request.start_stream()
+        request.send_text(" one")
+    await asyncio.Event().wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such timeouts")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_of_lost_client_is_cancelled(tmp_path: Path, stream: bool) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    async with fake_upstream(respond_partially) as server:
+        replicas = [ReplicaConfig(url=server.url, kind="openai", model="rough")]
+        config = GatewayConfig(
+            port=0,
+            models=[ModelConfig(name="big", replicas=replicas)],
+            store=StoreConfig(url=url),
+            slow_reader_timeout_s=0.5,
+            sse_keepalive_interval_s=0.5,
+        )
+        with open_organisation(url) as store:
+            key = store.key(store.project("web"))
+            async with gateways(config, tmp_path) as (gateway,):
+                with send_request(
+                    httpx2.URL(gateway.url),
+                    "/v1/completions",
+                    {"model": "big", "prompt": "Say", "max_tokens": 9, "stream": stream},
+                    f"authorization: Bearer {key}",
+                ) as client:
+                    await until(lambda: server.requests)
+                    drop_packets(client)
+                    (row,) = await store.wait_for_rows(1)
+                await gateway.stop()
+    assert row.status == "cancelled"

@@ -1,4 +1,4 @@
-"""Concurrent calls of the admin API are limited, so that neither one caller nor a busy gateway delays others."""
+"""The admin API: bounds on concurrent calls, and settings without secrets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from argosy.deployment import GatewayConfig
 from argosy.gateway.admin import call_limiter
 from argosy.gateway.admin.call_limiter import (
     RUNNING_CHANGES,
@@ -14,9 +15,12 @@ from argosy.gateway.admin.call_limiter import (
     WAITING,
     AdminCallLimiter,
 )
+from argosy.gateway.admin.endpoints import AdminRequest, AdminScope, NoParameters
+from argosy.gateway.admin.settings import list_settings
 from argosy.gateway.event_loop import OVERLOAD_LAG_S, LoopMonitor
-from argosy.gateway.principal import Principal
+from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.protocol import ApiError
+from argosy.store import StoreConfig
 
 
 class Calls:
@@ -121,3 +125,24 @@ def test_one_long_callback_is_no_overload() -> None:
     monitor = LoopMonitor()
     monitor.record_lag(3600.0)  # the machine was suspended
     assert not monitor.is_overloaded
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://ann:p4ss@db:5432/x", "postgresql://ann:(hidden)@db:5432/x"),
+        ("postgresql://ann:p/4:ss@db/x", "postgresql://ann:(hidden)@db/x"),
+        (
+            "postgresql://db/x?sslpassword=p4ss&user=ann&password=p4ss",
+            "postgresql://db/x?sslpassword=(hidden)&user=ann&password=(hidden)",
+        ),
+        ("sqlite:///argosy.db", "sqlite:///argosy.db"),
+    ],
+)
+def test_passwords_in_urls_are_hidden(url: str, shown: str) -> None:
+    async def explain(request_id: str, organisation_id: str | None) -> None:
+        """Explain nothing."""
+
+    scope = AdminScope(None, None, explain, config=GatewayConfig(store=StoreConfig(url=url)))
+    page = list_settings(scope, AdminRequest(ANONYMOUS, "", NoParameters(), None))
+    assert {view.path: view.value for view in page.data}["store.url"] == shown
