@@ -59,8 +59,7 @@ from argosy.gateway.request_trace import TraceStore
 from argosy.gateway.routes import add_openapi_route, build_routes
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
-from argosy.gateway.version_comparison import LocalGate, OutcomeMeter
-from argosy.gateway.version_comparison.local_gate import RouteWatcher
+from argosy.gateway.version_comparison import LocalGate, OutcomeMeter, RouteWatcher
 from argosy.http_server import (
     CertificateWatcher,
     HttpServer,
