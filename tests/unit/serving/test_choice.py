@@ -1,6 +1,8 @@
-"""Choices: text, tokens and counts do not depend on how deltas are grouped or drained."""
+"""Choices: output does not depend on how deltas are grouped, nor the input of custom tools on how it is split."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from argosy.engine import EngineRequest
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
+from argosy.engine.serving.text.custom_tool_input import CustomInputDecoder
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError, SamplingParams
@@ -99,3 +102,37 @@ def test_scoring_drops_the_sampled_token() -> None:
     assert (choice.new_text, choice.new_tokens, choice.finish_reason) == ("", [], "length")
     assert prompt.logprobs == [logprob]
     assert choice.output_tokens == 0
+
+
+def decode_input(text: str, size: int) -> str:
+    decoder = CustomInputDecoder()
+    return "".join(decoder.feed(text[i : i + size]) for i in range(0, len(text), size))
+
+
+@given(st.text(), st.booleans(), st.sampled_from([(", ", ": "), (",", ":")]), st.integers(1, 7))
+def test_the_text_equals_the_json_string(
+    text: str, ascii_only: bool, separators: tuple[str, str], size: int
+) -> None:
+    text = text.encode("utf-8", "replace").decode()
+    arguments = json.dumps({"input": text}, ensure_ascii=ascii_only, separators=separators)
+    assert decode_input(arguments, size) == text
+
+
+@given(st.text(alphabet='{}":, \\ainputud8c0', max_size=40), st.integers(1, 5))
+def test_the_text_does_not_depend_on_the_split(arguments: str, size: int) -> None:
+    assert decode_input(arguments, size) == decode_input(arguments, len(arguments) or 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"other": 1}', '{"other": 1}'),
+        ("plain", "plain"),
+        ('{"input": "a\\ud83d\\ude00"}', "a😀"),
+        ('{"input": "a\\ud83dx"}', "a\ufffdx"),
+        ('{"input": "cut', "cut"),
+        ("", ""),
+    ],
+)
+def test_arguments_of_another_shape_are_kept(arguments: str, text: str) -> None:
+    assert decode_input(arguments, 1) == text

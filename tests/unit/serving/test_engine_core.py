@@ -1,0 +1,272 @@
+"""Parts of the engine core and its client: delta streams, the view of the KV cache, hang detection, measured speed."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.engine import EngineRequest
+from argosy.engine.scheduling import StepDurations, StepPlan
+from argosy.engine.serving.core_messages import Delta, Heartbeat, KvChange
+from argosy.engine.serving.engine_core.heartbeat_monitor import (
+    LOAD_PROGRESS_TIMEOUT_S,
+    MAX_MISSED_HEARTBEATS,
+    CoreRestartPolicy,
+    HeartbeatMonitor,
+)
+from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
+from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView, KvUpdateReader
+from argosy.engine.serving.engine_core.step_stats import SpeedEstimator
+from argosy.protocol import SamplingParams, pack_block_names
+
+NAMES = st.sets(st.integers(0, 12), max_size=8)
+EVENTS = st.one_of(
+    st.tuples(st.just("change"), NAMES, NAMES),
+    st.tuples(st.just("reset")),
+    st.tuples(st.just("read"), st.integers(0, 2)),
+)
+STALL_S = 20.0
+
+
+def new_stream(aborted: list[str]) -> DeltaStream:
+    request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams())
+    return DeltaStream(request, "r~1", 0.0, lambda ended: aborted.append(ended.id))
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.booleans()), min_size=1))
+def test_every_delta_is_delivered_once_at_any_pace(
+    added: list[tuple[list[int], bool]],
+) -> None:
+    aborted: list[str] = []
+    delta_stream, calls = new_stream(aborted), 0
+
+    def count_call() -> None:
+        nonlocal calls
+        calls += 1
+
+    delta_stream.set_listener(count_call)
+    drained: list[Delta] = []
+    for index, (tokens, drains) in enumerate(added):
+        finish = "length" if index == len(added) - 1 else None
+        first = {"cached_tokens": 1, "queue_s": 0.5} if index == 0 else {}
+        delta_stream.add_delta(Delta(id="r~1", tokens=[*tokens], finish_reason=finish, **first))  # type: ignore[arg-type]
+        if drains and (delta := delta_stream.drain()) is not None:
+            drained.append(delta)
+    if (delta := delta_stream.drain()) is not None:
+        drained.append(delta)
+    assert calls == len(added)
+    all_tokens = [token for tokens, _ in added for token in tokens]
+    assert [token for each in drained for token in each.tokens] == all_tokens
+    assert [each.finish_reason for each in drained][-1] == "length"
+    assert [each.cached_tokens for each in drained] == [1] + [None] * (len(drained) - 1)
+    assert {each.id for each in drained} == {"r"}
+    assert delta_stream.drain() is None
+    delta_stream.close()
+    assert not aborted
+
+
+def test_late_listener_is_called_for_waiting_deltas() -> None:
+    delta_stream = new_stream([])
+    delta_stream.add_delta(Delta(id="r~1", tokens=[3]))
+    calls: list[None] = []
+    delta_stream.set_listener(lambda: calls.append(None))
+    assert len(calls) == 1
+    delta = delta_stream.drain()
+    assert delta is not None
+    assert delta.tokens == [3]
+
+
+def test_restart_does_not_repeat_first_delta_fields() -> None:
+    delta_stream = new_stream([])
+    delta_stream.add_delta(
+        Delta(id="r~1", tokens=[3], cached_tokens=7, queue_s=0.5, prompt_block_names=b"x")
+    )
+    assert delta_stream.drain() is not None
+    delta_stream.add_delta(
+        Delta(id="r~1", tokens=[4], cached_tokens=2, queue_s=0.1, prompt_block_names=b"y")
+    )
+    delta = delta_stream.drain()
+    assert delta is not None
+    assert (delta.tokens, delta.cached_tokens, delta.queue_s) == ([4], None, None)
+    assert delta.prompt_block_names == b""
+
+
+def test_early_close_aborts_the_request_and_drops_deltas() -> None:
+    aborted: list[str] = []
+    delta_stream = new_stream(aborted)
+    delta_stream.close()
+    delta_stream.close()
+    delta_stream.add_delta(Delta(id="r~1", tokens=[3]))
+    assert aborted == ["r"]
+    assert delta_stream.drain() is None
+
+
+async def read_update(reader: KvUpdateReader, known: set[int]) -> set[int]:
+    """Return the blocks that the reader knows after one more update."""
+    update = await reader.next_update(0.0)
+    if update is None:
+        return known
+    assert update.stored.isdisjoint(update.removed)
+    return ((set() if update.is_snapshot else known) | update.stored) - update.removed
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_updates_add_up_to_cached_blocks_at_any_pace(events: list[tuple[object, ...]]) -> None:
+    async def play() -> None:
+        view, expected = KvCacheView(), set[int]()
+        with view.subscribe() as one, view.subscribe() as two, view.subscribe() as three:
+            readers, known_by_reader = (one, two, three), [set[int]() for _ in range(3)]
+            for event in events:
+                match event:
+                    case ("change", set() as stored, set() as removed):
+                        change = KvChange(
+                            pack_block_names(stored - removed), pack_block_names(removed)
+                        )
+                        view.apply_change(change)
+                        expected = (expected | stored) - removed
+                    case ("reset",):
+                        view.reset()
+                        expected = set()
+                    case ("read", int() as number):
+                        known_by_reader[number] = await read_update(
+                            readers[number], known_by_reader[number]
+                        )
+            for reader, known in zip(readers, known_by_reader, strict=True):
+                assert await read_update(reader, known) == view.block_names == expected
+                assert await reader.next_update(0.0) is None
+
+    asyncio.run(play())
+
+
+async def test_reader_far_behind_gets_a_snapshot() -> None:
+    view = KvCacheView()
+    with view.subscribe() as reader:
+        await reader.next_update(0.0)
+        for number in range(1000):
+            removed_names = pack_block_names([number - 1] if number else [])
+            view.apply_change(KvChange(pack_block_names([number]), removed_names))
+        update = await reader.next_update(0.0)
+        assert update is not None
+        assert update.is_snapshot
+        assert update.stored == {999}
+        assert not update.removed
+
+
+async def test_idle_reader_takes_bounded_memory() -> None:
+    view = KvCacheView()
+    with view.subscribe():
+        tracemalloc.start()
+        try:
+            for number in range(5_000):
+                removed_names = pack_block_names([number - 1] if number else [])
+                view.apply_change(KvChange(pack_block_names([number]), removed_names))
+            kept_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert kept_bytes < 100_000
+
+
+async def test_waiting_reader_wakes_on_change_and_close() -> None:
+    view = KvCacheView()
+    with view.subscribe() as reader:
+        await reader.next_update(0.0)
+        waiting = asyncio.create_task(reader.next_update(30.0))
+        await asyncio.sleep(0)
+        view.apply_change(KvChange(pack_block_names([7]), b""))
+        update = await waiting
+        assert update is not None
+        assert update.stored == {7}
+        waiting = asyncio.create_task(reader.next_update(30.0))
+        await asyncio.sleep(0)
+        view.close()
+        assert await waiting is None
+        assert reader.is_closed
+
+
+def serving_monitor(*, is_serving: bool = True) -> HeartbeatMonitor:
+    monitor = HeartbeatMonitor(STALL_S, 1.0, started_at=0.0)
+    if is_serving:
+        monitor.record_ready(0.0)
+    return monitor
+
+
+def first_failure(
+    monitor: HeartbeatMonitor, heartbeats: dict[int, Heartbeat], until: int = 100
+) -> tuple[int, str] | None:
+    """Check each second, after its heartbeat. Return time and message of the first failure."""
+    for second in range(1, until):
+        if second in heartbeats:
+            monitor.record_heartbeat(heartbeats[second], float(second))
+        failure = monitor.check(float(second))
+        if failure is not None:
+            return second, failure
+    return None
+
+
+def test_busy_core_with_steps_is_healthy() -> None:
+    assert first_failure(serving_monitor(), {t: Heartbeat(t, True) for t in range(100)}) is None
+
+
+def test_idle_core_is_healthy() -> None:
+    assert first_failure(serving_monitor(), {t: Heartbeat(7, False) for t in range(100)}) is None
+
+
+def test_busy_core_without_steps_is_hung_after_the_stall_timeout() -> None:
+    heartbeats = {t: Heartbeat(7, t >= 30) for t in range(100)}
+    failure = first_failure(serving_monitor(), heartbeats)
+    assert failure is not None
+    assert failure[0] == 29 + STALL_S
+    assert "without a step" in failure[1]
+
+
+def test_silent_core_is_hung() -> None:
+    failure = first_failure(serving_monitor(), {t: Heartbeat(t, True) for t in range(40)})
+    assert failure is not None
+    assert failure[0] == 39 + MAX_MISSED_HEARTBEATS
+    assert "heartbeat" in failure[1]
+
+
+def test_loading_core_is_healthy_while_it_reports_progress() -> None:
+    monitor = serving_monitor(is_serving=False)
+    last = int(LOAD_PROGRESS_TIMEOUT_S)
+    assert first_failure(monitor, {}, until=last) is None
+    monitor.record_load_progress(float(last))
+    for second in range(last, 2 * last):
+        assert monitor.check(float(second)) is None
+    assert monitor.check(2.0 * last) is not None
+
+
+def test_silence_is_ignored_after_the_monitor_itself_was_suspended() -> None:
+    monitor = serving_monitor()
+    monitor.record_heartbeat(Heartbeat(1, True), 1.0)
+    assert monitor.check(1.0) is None
+    assert monitor.check(1000.0) is None
+    monitor.record_heartbeat(Heartbeat(1, True), 1001.0)
+    assert monitor.check(1001.0) is None
+
+
+def test_restarts_back_off_and_end() -> None:
+    policy = CoreRestartPolicy(max_restarts=4, backoff_s=1.0, max_backoff_s=3.0)
+    assert [policy.next_backoff_s(n) for n in range(6)] == [1.0, 2.0, 3.0, 3.0, None, None]
+
+
+def step(*counts: int) -> StepPlan:
+    return StepPlan(1, counts=list(counts))
+
+
+def test_prefill_and_decode_speeds_are_estimated_separately() -> None:
+    speed = SpeedEstimator()
+    assert speed.prefill_tokens_per_s == speed.inter_token_s(1) == 0.0
+    for running in (1, 4, 16, 4, 1) * 20:
+        speed.record_step(step(*[1] * running), StepDurations(compute_s=0.01 + 0.001 * running))
+        speed.record_step(
+            step(*[1] * running, 500), StepDurations(launch_s=0.05, compute_s=0.15, sample_s=0.05)
+        )
+        speed.record_step(step(*[1] * running, 10), StepDurations(compute_s=9.0))
+    assert speed.prefill_tokens_per_s == pytest.approx(2000)
+    assert speed.inter_token_s(1) == pytest.approx(0.011)
+    assert speed.inter_token_s(17) == pytest.approx(0.027)
