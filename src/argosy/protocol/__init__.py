@@ -10,13 +10,6 @@ parsed into an `Endpoint`. An `Operation` describes a route in a server's OpenAP
 
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
 from argosy.protocol.errors import ERROR_CODES, ApiError, invalid_request
-from argosy.protocol.kv_events import (
-    BLOCK_NAME_BYTES,
-    KvEvent,
-    TokenizationKey,
-    pack_block_names,
-    unpack_block_names,
-)
 from argosy.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessageParam,
@@ -123,17 +116,22 @@ from argosy.protocol.pooling_api import (
     unsupported_task_error,
 )
 from argosy.protocol.replica_reports import (
+    BLOCK_NAME_BYTES,
     LOAD_SCHEMA_VERSION,
     MAX_REPORTED_CHARS,
     REPORT_CONTENT,
     REPORT_HEADER,
     ArithmeticIdentity,
+    KvEvent,
     LoadPhase,
     LoadResponse,
     RequestReport,
     StartupProgress,
+    TokenizationKey,
     differing_parts,
+    pack_block_names,
     parse_replica_report,
+    unpack_block_names,
 )
 from argosy.protocol.sampling import (
     ReasoningBlock,

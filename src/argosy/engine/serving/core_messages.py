@@ -47,7 +47,7 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     queue_s: float | None = None
     """Seconds from arrival at the core to the first step that includes the request. Set on the first delta."""
     prompt_block_names: bytes = b""
-    """Names of the prompt's first full KV blocks (`protocol.kv`), if they are cached. Set on the first delta."""
+    """Names of the prompt's first full KV blocks (`protocol.KvEvent`), if they are cached. Set on the first delta."""
     error_code: str | None = None
     """Code of `error` from `protocol.ERROR_CODES`. None stands for `engine_error`."""
     pooled: bytes = b""
@@ -96,7 +96,7 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks added to and removed from the prefix cache since the last report.
 
-    Each field holds concatenated block names (`protocol.kv`).
+    Each field holds concatenated block names (`protocol.KvEvent`).
     """
 
     stored_names: bytes

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from argosy.engine.serving.output_parsing.call_reader import CallContext
 from argosy.engine.serving.output_parsing.cursor import LiteralSet, Reading
-from argosy.engine.serving.output_parsing.python_literals import PythonLiteralReader
-from argosy.engine.serving.output_parsing.typed_values import convert_value
+from argosy.engine.serving.output_parsing.typed_values import PythonLiteralReader, convert_value
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _MAX_NAME_CHARS = 256
