@@ -275,19 +275,29 @@ def archive(content: object, **options: Any) -> Change:  # noqa: ANN401
     return apply
 
 
-def rewritten(change: Callable[[str, bytes], bytes], compression: int = 0) -> Change:
-    """Change the members of an archive."""
+def members(
+    change: Callable[[dict[str, bytes]], list[tuple[str, bytes]]], compression: int = 0
+) -> Change:
+    """Change the list of an archive's members."""
 
     def apply(path: Path) -> None:
         archive(create_tensors)(path)
         file = path / "pytorch_model.bin"
         with zipfile.ZipFile(file) as source:
-            members = {name: source.read(name) for name in source.namelist()}
-        with zipfile.ZipFile(file, "w", compression) as target:
-            for name, data in members.items():
-                target.writestr(name, change(name, data))
+            content = {name: source.read(name) for name in source.namelist()}
+        with warnings.catch_warnings(), zipfile.ZipFile(file, "w", compression) as target:
+            warnings.simplefilter("ignore")  # some names are there twice on purpose
+            for name, data in change(content):
+                target.writestr(name, data)
 
     return apply
+
+
+def rewritten(change: Callable[[str, bytes], bytes], compression: int = 0) -> Change:
+    """Change each member of an archive."""
+    return members(
+        lambda content: [(name, change(name, data)) for name, data in content.items()], compression
+    )
 
 
 def raw_archive(data: bytes) -> Change:
@@ -301,22 +311,6 @@ def raw_archive(data: bytes) -> Change:
 def expanded() -> dict[str, Tensor]:
     """Tensors that claim terabytes with one stored number."""
     return create_tensors() | {"lm_head.weight": torch.zeros(1).expand(1 << 20, 1 << 20)}
-
-
-def members(change: Callable[[dict[str, bytes]], list[tuple[str, bytes]]]) -> Change:
-    """Change the list of an archive's members."""
-
-    def apply(path: Path) -> None:
-        archive(create_tensors)(path)
-        file = path / "pytorch_model.bin"
-        with zipfile.ZipFile(file) as source:
-            content = {name: source.read(name) for name in source.namelist()}
-        with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as target:
-            warnings.simplefilter("ignore")  # names are there twice on purpose
-            for name, data in change(content):
-                target.writestr(name, data)
-
-    return apply
 
 
 ARCHIVES: dict[str, tuple[Change, str]] = {

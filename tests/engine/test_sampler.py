@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -55,16 +56,7 @@ def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
 def sample_counts(
     params: SamplingParams, logits: torch.Tensor, samples: int = 4000
 ) -> Counter[int]:
-    params_by_seed = [
-        SamplingParams(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=seed,
-        )
-        for seed in range(samples)
-    ]
+    params_by_seed = [msgspec.structs.replace(params, seed=seed) for seed in range(samples)]
     return Counter(sample(create_sampler(*params_by_seed), logits.expand(samples, -1)))
 
 

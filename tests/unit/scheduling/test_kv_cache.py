@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine import EngineRequest
-from argosy.engine.scheduling import (
-    KvCacheGroups,
-    Scheduler,
-    SchedulerLimits,
-    Sequence,
-    StepResult,
-)
+from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence, StepResult
 from argosy.policy import CacheHitReport, EventPrefixIndex, TextBlockMap, compute_prefix_keys
 from argosy.protocol import BLOCK_NAME_BYTES, SamplingParams, unpack_block_names
 from tests.support.fake_executor import reference_output

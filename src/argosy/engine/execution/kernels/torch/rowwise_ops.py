@@ -16,10 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 TILE_ROWS = 16
