@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -102,6 +104,7 @@ def test_missing_model_is_one_error_line(command: str) -> None:
         (("serve", "--threads", "99999"), "'--threads'"),
         (("replica", "--options", '{"threads": 99999}'), "`int` <= 1024 - at `$.threads`"),
         (("replica", "--options", "[]"), "write a JSON object of options by name"),
+        (("models", "inspect", "--memory", "lots"), "write it like 8GiB"),
     ],
 )
 def test_invalid_option_is_named(arguments: tuple[str, ...], message: str) -> None:
@@ -150,24 +153,33 @@ def test_explain_with_invalid_option_is_one_error_line(
     assert "some-id" not in result.output
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b"[]", b'{"id": 1}'])
-def test_explain_reports_server_that_is_no_gateway(answer: bytes) -> None:
+@contextmanager
+def answer_once(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
+    """Run a server that answers one request. Yields its URL and the paths of requests."""
     paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             paths.append(self.path)
-            self.send_response(200)
+            self.rfile.read(int(self.headers["content-length"] or 0))
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(answer)
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.handle_request)
         thread.start()
-        result = runner.invoke(
-            app, ["explain", "a/../b?c#d", "--url", f"http://127.0.0.1:{server.server_port}"]
-        )
+        yield f"http://127.0.0.1:{server.server_port}", paths
         thread.join()
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b'{"id": 1}'])
+def test_explain_reports_server_that_is_no_gateway(answer: bytes) -> None:
+    with answer_once(200, answer) as (url, paths):
+        result = runner.invoke(app, ["explain", "a/../b?c#d", "--url", url])
     assert paths == ["/admin/requests/a%2F..%2Fb%3Fc%23d"]
     assert (result.exit_code, "is not an Argosy gateway" in result.output) == (2, True)
 
@@ -177,25 +189,12 @@ def test_chat_removes_terminal_control_characters(rejected: bool) -> None:
     message = "\x1b]0;mine\x07\x9b2J\r\tWell, \U0001f469\u200d\U0001f680\n"
     answer = json.dumps({"choices": [{"delta": {"content": message}}]})
     error = json.dumps({"error": {"message": message}})
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(400 if rejected else 200)
-            self.end_headers()
-            response = error if rejected else f"data: {answer}\n\ndata: [DONE]\n\n"
-            self.wfile.write(response.encode())
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.handle_request)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    response = error if rejected else f"data: {answer}\n\ndata: [DONE]\n\n"
+    with answer_once(400 if rejected else 200, response.encode()) as (url, _):
         result = runner.invoke(app, ["chat", "Hi", "--url", url, "--model", "m"], color=True)
-        thread.join()
     assert "]0;mine" in result.output
-    shown = result.output.replace("\x1b[31m", "").replace(
-        "\x1b[0m", ""
-    )  # the CLI itself prints errors in red
+    # The command itself prints errors in red.
+    shown = result.output.replace("\x1b[31m", "").replace("\x1b[0m", "")
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(shown)
     assert "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n" in shown
     if not rejected:
@@ -221,21 +220,7 @@ def test_models_plans_for_given_memory() -> None:
     small = json.loads(runner.invoke(app, [*arguments, "1GiB"]).stdout)
     large = json.loads(runner.invoke(app, [*arguments, "64GiB"]).stdout)
     none = json.loads(runner.invoke(app, [*arguments, "1MB"]).stdout)
+    assert (small["free_bytes"], none["free_bytes"]) == (2**30, 10**6)
     assert small["kv_tokens"] * small["kv_bytes_per_token"] <= 2**30 - small["weight_bytes"]
     assert large["kv_tokens"] > 60 * small["kv_tokens"]
     assert (none["kv_tokens"], none["full_sequences"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("1024", 1024), ("1KiB", 1024), ("1.5GB", 1_500_000_000), ("2g", 2 * 10**9)],
-)
-def test_memory_size_is_parsed(size: str, expected: int) -> None:
-    result = runner.invoke(app, ["models", "inspect", "--memory", size, "--output", "json"])
-    assert json.loads(result.stdout)["free_bytes"] == expected
-
-
-def test_invalid_memory_size_is_rejected() -> None:
-    result = runner.invoke(app, ["models", "inspect", "--memory", "lots"])
-    assert result.exit_code == 2
-    assert "8GiB" in result.output
