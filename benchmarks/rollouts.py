@@ -20,12 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.policy.rollout.baseline import MIN_SAMPLES, Baseline, QuantileSketch, find_thresholds
+from argosy.policy.rollout.baseline import (
+    MIN_SAMPLES,
+    PRIOR_REQUESTS,
+    Baseline,
+    QuantileSketch,
+    find_thresholds,
+)
 from argosy.policy.rollout.comparison import EventCell, OutcomeBatch
 from argosy.policy.rollout.gate import GateResult, RolloutGate
 from argosy.policy.rollout.gate_record import GateSettings
 from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
-from argosy.policy.rollout.user_history import PRIOR_REQUESTS
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

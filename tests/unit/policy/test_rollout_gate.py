@@ -33,7 +33,7 @@ from argosy.policy.rollout import (
     UserHistory,
     UserRates,
 )
-from argosy.policy.rollout.baseline import QuantileSketch
+from argosy.policy.rollout.baseline import QuantileSketch, user_name
 from argosy.policy.rollout.race import (
     MAX_VALUE,
     candidate_probability,
@@ -42,7 +42,6 @@ from argosy.policy.rollout.race import (
     regression_factors,
     to_float,
 )
-from argosy.policy.rollout.user_history import user_name
 from argosy.policy.traffic import TrafficSubject, UserTraffic, choose_salt, hash_point, sticky_key
 
 PROBABILITIES = st.floats(0.01, 0.99)

@@ -9,7 +9,7 @@ people, a `RolloutObservation` and the gate's verdict. Its results are the next 
 `argosy.policy.traffic`) and the split of its replicas. All records are versioned, and a new controller needs no more.
 """
 
-from argosy.policy.rollout.baseline import Baseline, BaselineRecorder
+from argosy.policy.rollout.baseline import Baseline, BaselineRecorder, UserHistory, UserRates
 from argosy.policy.rollout.comparison import Comparison, EventCell, OutcomeAggregator, OutcomeBatch
 from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
 from argosy.policy.rollout.gate_record import GateLimits, GateRecord, GateSettings, MetricRule
@@ -28,15 +28,16 @@ from argosy.policy.rollout.rollout_inputs import (
     VersionStatus,
 )
 from argosy.policy.rollout.rollout_outputs import ReplicaSplit
-from argosy.policy.rollout.rollout_plan import RolloutPlan, RolloutSettings, RolloutStep
 from argosy.policy.rollout.rollout_record import (
     ROLLBACK_STATES,
     TRAFFIC_STATES,
     DigestVerdict,
     PoolRollouts,
     RollbackCause,
+    RolloutPlan,
     RolloutRecord,
+    RolloutSettings,
     RolloutState,
+    RolloutStep,
     Transition,
 )
-from argosy.policy.rollout.user_history import UserHistory, UserRates

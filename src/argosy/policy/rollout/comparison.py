@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.policy.rollout.baseline import Baseline, score
+from argosy.policy.rollout.baseline import Baseline, UserRates, score
 from argosy.policy.rollout.gate_record import GateSettings
 from argosy.policy.rollout.metrics import Arm, RequestOutcome
-from argosy.policy.rollout.user_history import UserRates
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,6 @@ from argosy.policy.rollout.rollout_outputs import (
     is_shadow_step,
     split_replicas,
 )
-from argosy.policy.rollout.rollout_plan import RolloutPlan
 from argosy.policy.rollout.rollout_record import (
     MAX_TRANSITIONS,
     MAX_VERDICTS,
@@ -30,6 +29,7 @@ from argosy.policy.rollout.rollout_record import (
     DigestVerdict,
     PoolRollouts,
     RollbackCause,
+    RolloutPlan,
     RolloutRecord,
     RolloutState,
     Transition,

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import msgspec
 
 from argosy.policy.rollout.rollout_inputs import RolloutObservation
-from argosy.policy.rollout.rollout_plan import RolloutPlan
 from argosy.policy.rollout.rollout_record import (
     BAD_VERSION_CAUSES,
     ROLLBACK_STATES,
     TRAFFIC_STATES,
+    RolloutPlan,
     RolloutRecord,
     RolloutState,
 )
