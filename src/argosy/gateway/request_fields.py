@@ -199,7 +199,7 @@ def parse_request_fields(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
     prompt = bytes(raw[prompt_field])
-    prompt_count = _count_prompts(prompt)
+    prompt_count = 1 if prompt_field == "messages" else _count_prompts(prompt)
     choice_count = max(1, known.get("n", 1)) * prompt_count
     if choice_count > MAX_CHOICES:
         message = f"A request has at most {MAX_CHOICES} choices ('n' of each prompt). Send several."
@@ -403,7 +403,7 @@ def _estimate_tokens(prompt: bytes) -> int:
 def _count_prompts(prompt: bytes) -> int:
     """Count the prompts of a completion. A list of texts or of token id lists has one prompt per item."""
     if _first_item_byte(prompt) not in {b'"', b"["}:
-        return 1  # one text, one list of token ids, or the messages of a chat
+        return 1  # one text, or one list of token ids
     return len(msgspec.json.decode(prompt, type=list[Raw]))
 
 

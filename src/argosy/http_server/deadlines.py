@@ -27,7 +27,8 @@ class Deadlines(Generic[T]):
 
     def add(self, item: T) -> None:
         """Set the deadline of `item` to `timeout_s` seconds from now, and cancel its earlier deadline."""
-        self._due.pop(item, None)
+        if item in self._due:
+            del self._due[item]
         self._due[item] = time.monotonic() + self._timeout_s
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._on_timer)

@@ -195,9 +195,9 @@ class Reservation(msgspec.Struct, eq=False):
 
     def _shortfall_by_hold(self, usage: QuotaUsage) -> list[tuple[LimitHold, int]]:
         return [
-            (hold, hold.missing_units(usage))
+            (hold, units)
             for hold in self.holds
-            if hold.quota_limit.units_of(usage) > hold.units + hold.uncounted_units
+            if (units := hold.quota_limit.units_of(usage) - hold.uncounted_units - hold.units) > 0
         ]
 
 

@@ -93,9 +93,11 @@ class UsageSlot:
     def finish(self, status: UsageStatus, replica: str, ended_at: float, digest: str = "") -> None:
         """Mark the request ended and queue the record for the store. The request must not use the slot afterwards."""
         words, base = self._words, self._first_word
-        suffix = b"\0" + digest.encode("ascii", "replace") if digest else b""
-        space = SLOT_BYTES - REPLICA_OFFSET - len(suffix)
-        text = replica.encode("utf-8", "replace")[:space] + suffix
+        text = replica.encode("utf-8", "replace")
+        if digest:
+            suffix = b"\0" + digest.encode("ascii", "replace")
+            text = text[: SLOT_BYTES - REPLICA_OFFSET - len(suffix)] + suffix
+        text = text[: SLOT_BYTES - REPLICA_OFFSET]
         self._write_text(REPLICA_OFFSET, text)
         words[base + REPLICA_SIZE_WORD] = len(text)
         self.table.times[base + ENDED_AT_WORD] = ended_at

@@ -47,8 +47,9 @@ class AggregatedChoice(msgspec.Struct):
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         if reasoning:
             self.reasoning_parts.append(reasoning)
-        for call in delta.get("tool_calls") or ():
-            self._add_call(call)
+        if delta.get("tool_calls"):
+            for call in delta["tool_calls"]:
+                self._add_call(call)
         function_call = delta.get("function_call")
         if function_call is not None:
             self.function_name += function_call.get("name", "")
@@ -58,7 +59,8 @@ class AggregatedChoice(msgspec.Struct):
         if "token_ids" in chunk:
             self.token_ids = self.token_ids or []
             self.token_ids += chunk["token_ids"]
-        self.prompt_token_ids = chunk.get("prompt_token_ids", self.prompt_token_ids)
+        if "prompt_token_ids" in chunk:
+            self.prompt_token_ids = chunk["prompt_token_ids"]
         if chunk["finish_reason"] is not None:
             self.finish_reason, self.stop_reason = chunk["finish_reason"], chunk["stop_reason"]
 

@@ -55,9 +55,11 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 def check_task(pool: Pool, model: str, api: ApiShape) -> None:
     """Check that a model, by its name in a request, has one of the API's tasks. Raises ApiError(400) if not."""
-    tasks = pool.tasks
-    if tasks is not None and tasks.isdisjoint(api.tasks):
-        raise unsupported_task_error(model, api.path.decode(), tasks)
+    for replica in pool.replicas.values():
+        if replica.tasks is None or not replica.tasks.isdisjoint(api.tasks):
+            return
+    if pool.tasks is not None:
+        raise unsupported_task_error(model, api.path.decode(), pool.tasks)
 
 
 def check_prompt(pool: Pool, fields: RequestFields) -> None:

@@ -389,9 +389,10 @@ class CompletionHandlers:
     def _release(self, context: RequestContext, relay: ResponseRelay) -> None:
         """Charge what was delivered, and free what a request holds."""
         self._relays.discard(relay)
-        self._early_starts.remove(relay)
+        if context.fields.stream:
+            self._early_starts.remove(relay)
         context.pool.active_requests -= 1  # it may be another one now
-        relay.charge_delivered()
+        relay.end()
         if context.placement is not None:
             self._driver.end(context.placement)
         context.exchange.set_listener(None)

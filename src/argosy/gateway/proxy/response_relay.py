@@ -115,16 +115,16 @@ class ResponseRelay:
             UpstreamError: The stream ended too early.
             UpstreamRefusedError: The server rejected the request within its stream.
         """
-        self._measure_rate()
-        self.charge_delivered()
         call, parser = self._call, self._parser
-        self._call = None
-        if self._is_stopped:
-            return  # the final events were written before
         assert call is not None  # noqa: S101 - set by `attach`
         assert parser is not None  # noqa: S101 - set by `attach`
+        call.measure(self._output_tokens, call.last_activity_at)
+        if self._context.end_reason is EndReason.STOPPED:
+            self.end()
+            return  # the final events were written before
         tail = b"" if parser.is_done else self._synthesize_tail(call, parser)
         self._record_prompt_tokens()
+        self.end()
         try:
             self._write(tail or parser.flush())
         except ValueError as error:
@@ -268,6 +268,12 @@ class ResponseRelay:
             request = self._context.placement
             assert request is not None  # noqa: S101 - set before tokens arrive
             self._driver.record_progress(request, delivered.output_tokens, increment)
+
+    def end(self) -> None:
+        """End the attached attempt, if there is one, whether its stream is complete or not."""
+        if self._call is not None:
+            self.charge_delivered()
+            self._call = None
 
     def check_timeouts(self, now: float) -> None:
         """Abort a stalled attempt, disconnect a slow client, and send keep-alive comments. Called every second."""
