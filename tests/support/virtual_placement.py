@@ -191,8 +191,7 @@ class PlacementWorld:
         if selection is not None:
             replica = selection.chosen.load.name
             assert f"send {request.id} {replica} first" in log
-            costs = [each.cost for each in selection.candidates]
-            assert request.records[0].candidate_costs == kept_costs(costs)
+            assert request.records[0].candidate_costs == kept_costs(selection.candidates)
             self.counts["previewed"] += 1
         elif refusal is not None:
             assert f"refuse {request.id} {refusal[0].name}" in log

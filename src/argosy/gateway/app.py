@@ -144,12 +144,15 @@ class GatewayApp:
             route = match.methods[check_method(exchange, match.methods)]
         if route.role is not None:
             check_role(principal, route.role, route.scope)
-        self._check_origin(exchange, route, principal)
+        if principal.is_anonymous or route.is_same_origin:
+            self._check_origin(exchange, route, principal)
         exchange.path_parameters = match.parameters
         await (handler or route.handler)(exchange, principal)
 
     def _check_origin(self, exchange: HttpExchange, route: HttpRoute, principal: Principal) -> None:
-        """Check that no page sent the request that may not. Public routes have checks of their own, or change nothing.
+        """Check that no page sent a request whose browser adds the credential, or that needs none.
+
+        Public routes have checks of their own, or change nothing.
 
         Raises:
             ApiError: 403 if one did.

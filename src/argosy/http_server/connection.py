@@ -436,8 +436,7 @@ class HttpConnection(ClientConnection):
             known.method, known.path, known.query, headers, self._peer_address, transport
         )
         self._start_request(transport, request)
-        transport.on_body(body)
-        transport.on_body_complete()
+        transport.on_whole_body(body)
         if not keep_alive:
             self._input = _Input.ENDED
 

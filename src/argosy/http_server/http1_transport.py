@@ -187,6 +187,14 @@ class Http1Transport:
             self._connection.pause_reading()
         self._wake()
 
+    def on_whole_body(self, body: bytes) -> None:
+        """Buffer a body that arrived with the head of its request, before the handler runs."""
+        self.is_body_complete = True
+        self._body_buffer += body
+        self._body_bytes = len(body)
+        within_limit = self._connection.server_state.add_unread_bytes(len(body))
+        self._is_overloaded = not within_limit and len(body) > MAX_PREFETCHED_BODY_BYTES
+
     def on_body_complete(self) -> None:
         """Mark the body as complete and resume reading, so that a disconnect is noticed."""
         self.is_body_complete = True

@@ -12,6 +12,7 @@ import os
 import struct
 import zlib
 from collections import deque
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
@@ -43,6 +44,10 @@ _BEGUN_WORDS = struct.Struct("=3q3q2d2q")
 """Words of a slot whose request begins, from `INPUT_WORD` to `TEXT_SIZE_WORD`. Readers ignore them until it runs."""
 TEXT_OFFSET, REPLICA_OFFSET = 96, 896
 """Byte offsets of the texts in the slot."""
+_texts_of = attrgetter(
+    "request", "organisation", "project", "key", "user", "model", "asked", "route"
+)
+"""Returns the ids and names of a record in the order of the slot."""
 MAX_REQUEST_ID_BYTES, MAX_TEXT_BYTES = 160, 90
 """Bytes kept of the request id and of each other text if the texts together do not fit."""
 
@@ -230,8 +235,7 @@ class UsageSlotTable:
 
 def _encode_texts(record: UsageRecord) -> bytes:
     """Encode ids and names of the request, shortened to the space in a slot."""
-    ids = (record.request, record.organisation, record.project, record.key, record.user)
-    texts = (*ids, record.model, record.asked, record.route)
+    texts = _texts_of(record)
     joined = "\0".join(texts)
     if (
         joined.isascii()

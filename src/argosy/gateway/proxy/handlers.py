@@ -210,7 +210,8 @@ class CompletionHandlers:
             exchange.get_header(b"x-session-affinity"),
             find_deployment(exchange.requested_path),
         )
-        exchange.set_request_id(fields.request_id)
+        if fields.request_id:
+            exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
         writer: ResponseWriter = (
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context)

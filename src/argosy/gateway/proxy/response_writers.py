@@ -16,6 +16,7 @@ from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
     EVENT_END,
+    SSE_DONE,
     ApiError,
     event_data,
     format_comment,
@@ -170,6 +171,8 @@ class AggregatingWriter:
         Raises:
             ValueError: An event is not a chunk of a response.
         """
+        if events == SSE_DONE:
+            return
         self._buffered_bytes += len(events)
         check_container_count(events)
         for event in events.removesuffix(EVENT_END).split(EVENT_END):

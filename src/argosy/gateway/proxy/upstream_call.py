@@ -121,7 +121,7 @@ class UpstreamCall(UpstreamResponse):
         uncached_tokens: int | None = None
         cache_report: CacheHitReport | PromptTokensReport | None = None
         keys = [] if request is None else request.block_keys
-        prompt_blocks = 0.0 if request is None else request.prompt_blocks
+        prompt_blocks = request.prompt_blocks if request is not None and keys else 0.0
         if self.replica.is_native:  # other servers report usage at the end, if at all
             uncached_tokens = delivered.prompt_tokens - delivered.cached_tokens
             if keys:

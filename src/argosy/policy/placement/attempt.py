@@ -39,10 +39,14 @@ class AttemptRecord(msgspec.Struct, gc=False, array_like=True):
     """Requests on the replica, with this one, when it was selected."""
 
 
-def kept_costs(costs: list[RoutingCost]) -> tuple[RoutingCost, ...]:
+_cost_of = attrgetter("cost")
+
+
+def kept_costs(candidates: list[RoutingCandidate]) -> tuple[RoutingCost, ...]:
     """Return the costs of the cheapest candidates, in their order, as many as a record keeps."""
+    costs = tuple(map(_cost_of, candidates))
     if len(costs) <= MAX_CANDIDATES:
-        return tuple(costs)
+        return costs
     return tuple(nsmallest(MAX_CANDIDATES, costs, key=attrgetter("total_s")))
 
 

@@ -344,7 +344,7 @@ class PlacementCore:
                 replica.name,
                 now,
                 request.output_tokens,
-                kept_costs([candidate.cost for candidate in selection.candidates]),
+                kept_costs(selection.candidates),
                 is_hedge=is_hedge,
                 uncached_tokens=chosen.uncached_tokens,
                 in_flight=replica.load.in_flight,
