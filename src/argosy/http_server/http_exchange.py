@@ -110,7 +110,11 @@ class HttpExchange:
         random_digits = UNIQUE_ID_DIGITS - len(server_id)
         self.unique_id = f"{server_id}{random.getrandbits(4 * random_digits):0{random_digits}x}"
         """Id that clients cannot choose."""
-        self.request_id = self._choose_request_id()
+        self.request_id = f"req_{self.unique_id}"
+        if b"x-request-id" in self.headers:
+            client_id = self.get_header(b"x-request-id")
+            if _REQUEST_ID.fullmatch(client_id):
+                self.request_id = client_id
         self.extra_headers: Headers = []
         """Headers to add to the response, also to an error response."""
 
@@ -123,13 +127,6 @@ class HttpExchange:
     def is_disconnected(self) -> bool:
         """Whether the client has disconnected."""
         return self._transport.is_disconnected
-
-    def _choose_request_id(self) -> str:
-        if b"x-request-id" in self.headers:
-            client_id = self.get_header(b"x-request-id")
-            if _REQUEST_ID.fullmatch(client_id):
-                return client_id
-        return f"req_{self.unique_id}"
 
     def get_header(self, name: bytes) -> str:
         """Return a header's value, or an empty string if the header is missing."""

@@ -339,7 +339,11 @@ class ReplicaHealth:
             if outcome is AttemptOutcome.BACKPRESSURE:
                 self._backpressure.on_rejected(other_running, now, retry_after_s)
         self.breaker.record_outcome(outcome, now)
-        self.observe(now)
+        if (
+            outcome is not AttemptOutcome.SUCCESS
+            or self._observed_status is not ReplicaStatus.READY
+        ):
+            self.observe(now)  # a success of a replica that is ready changes nothing
 
     def on_check_ended(self, outcome: AttemptOutcome, now: float, *, is_up: bool) -> None:
         """Record the outcome of a health check, whose failure counts as that of a request.

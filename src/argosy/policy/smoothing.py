@@ -112,9 +112,11 @@ class PeakEwma:
 
     def add(self, seconds: float, now: float) -> None:
         """Add a latency sample."""
-        decay = self._decay(now)
-        mean = self._value * decay + seconds * (1.0 - decay)
-        self._value, self._at = max(seconds, mean), now
+        if seconds < self._value:
+            decay = self._decay(now)
+            mean = self._value * decay + seconds * (1.0 - decay)
+            seconds = max(seconds, mean)
+        self._value, self._at = seconds, now
 
     def value(self, now: float) -> float:
         """Latency in seconds; 0 before the first sample."""

@@ -121,10 +121,9 @@ class RequestProxy:
         """
         context, request = self._context, self._request
         self._driver.arrive(request, self, context.pool)
-        context.trace.queued_at, context.trace.queued_ahead = (
-            request.queued_at,
-            request.queued_ahead,
-        )
+        if request.queued_at is not None:
+            context.trace.queued_at = request.queued_at
+            context.trace.queued_ahead = request.queued_ahead
         if request.state is RequestState.WAITING and context.api.generates:
             check_queued_parameters(context.pool, context.fields, context.api.path)
         try:
