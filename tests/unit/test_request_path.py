@@ -20,14 +20,11 @@ MODULES_ON_THE_PATH = (
     "argosy.engine.serving.core_messages",
     "argosy.engine.serving.preprocessing.output_planner",
     "argosy.engine.serving.preprocessing.prompt_tokenizer",
-    "argosy.engine.serving.preprocessing.output_planner",
     "argosy.engine.serving.preprocessing.request_processor",
     "argosy.engine.serving.preprocessing.response_spec",
     "argosy.engine.serving.preprocessing.sampling_params",
     "argosy.engine.serving.text.choice",
     "argosy.engine.serving.text.detokenizer",
-    "argosy.engine.serving.text.choice",
-    "argosy.engine.serving.text.choice",
 )
 BESIDE_THE_PATH = {
     "argosy.constraints.output_constraint": {"JsonWhitespace", "Relaxation"},
@@ -36,6 +33,7 @@ BESIDE_THE_PATH = {
         *("AbortRequests", "CoreFailed", "CoreReady", "Heartbeat"),
         *("KvChange", "LoadProgress", "Shutdown"),
     },
+    "argosy.engine.serving.text.detokenizer": {"StopMatch"},
 }
 """Records of these modules that hold neither a prompt nor a token: their parts, and messages about the core itself."""
 
