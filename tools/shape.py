@@ -33,9 +33,9 @@ MAX_LINES = 60
 MAX_BRANCHES_OF_LIST = 5
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.Match)
 LIMITS = {
-    "test files that import foreign private modules": 99,
+    "test files that import foreign private modules": 93,
     "circles of imports": 0,
-    "functions over 60 lines that are no list or kernel": 3,
+    "functions over 60 lines that are no list or kernel": 0,
 }
 RECORDS = {"NamedTuple", "Struct", "TypedDict", "dataclass"}
 # Where the kernels for GPUs were before they had a folder with the others: earlier commits are measured, too.

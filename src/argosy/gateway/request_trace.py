@@ -151,33 +151,38 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
                 str(choice): reason for choice, reason in self.finish_reasons.items()
             },
         }
+        if tokens.reasoning_tokens is not None:
+            explanation["tokens"]["reasoning"] = tokens.reasoning_tokens
+        return explanation | self._occasional_fields()
+
+    def _occasional_fields(self) -> dict[str, Any]:
+        """Return the fields that only some requests have."""
+        fields: dict[str, Any] = {}
         if self.version:
-            explanation["version"] = self.version
+            fields["version"] = self.version
         if self.pauses:
-            explanation["pauses"] = [
+            fields["pauses"] = [
                 {"paused_ms": self._elapsed_ms(start), "resumed_ms": self._elapsed_ms(end)}
                 for start, end in self.pauses
             ]
         if self.stop_reasons:
-            explanation["stop_reasons"] = {
+            fields["stop_reasons"] = {
                 str(choice): reason for choice, reason in self.stop_reasons.items()
             }
-        if tokens.reasoning_tokens is not None:
-            explanation["tokens"]["reasoning"] = tokens.reasoning_tokens
         if self.report is not None:
-            explanation["replica_report"] = msgspec.to_builtins(self.report)
+            fields["replica_report"] = msgspec.to_builtins(self.report)
         if self.idempotency is not None:
-            explanation["idempotency"] = asdict(self.idempotency)
+            fields["idempotency"] = asdict(self.idempotency)
         if self.limits:
-            explanation["limits"] = [asdict(limit) for limit in self.limits]
+            fields["limits"] = [asdict(limit) for limit in self.limits]
         if self.cost is not None:
-            explanation["ledger"] = {
-                "input_tokens": tokens.prompt_tokens,
-                "cached_tokens": tokens.cached_tokens,
-                "output_tokens": tokens.output_tokens,
+            fields["ledger"] = {
+                "input_tokens": self.tokens.prompt_tokens,
+                "cached_tokens": self.tokens.cached_tokens,
+                "output_tokens": self.tokens.output_tokens,
                 **msgspec.to_builtins(asdict(self.cost)),
             }
-        return explanation
+        return fields
 
     def _attempt_to_dict(self, attempt: AttemptRecord) -> dict[str, Any]:
         costs = sorted(attempt.candidate_costs, key=attrgetter("total_s"))

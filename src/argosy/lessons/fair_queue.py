@@ -85,11 +85,7 @@ def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]
         fifo_served[other] += costs[other]
         done[tenant] += 1
         backlog = queue.count_by_tenant()
-        text = f"The slot goes to request {request.number} of tenant {request.tenant}. It costs {costs[tenant]} tokens."
-        if other == tenant:
-            text += " In the order of arrival, this tenant would get it too."
-        else:
-            text += f" In the order of arrival, tenant {TENANTS[other]} would get it."
+        text = _describe_slot(request, costs[tenant], TENANTS[other])
         if is_late_arrival:
             text = f"Tenant C sends {count_of(counts[2], 'request')}. {text}"
         frames.append(
@@ -109,6 +105,19 @@ def run_fair_queue(parameters: FairQueueParameters) -> LessonRun[FairQueueFrame]
         f"by no more than two rounds of {QUANTUM_TOKENS:g} tokens and the cost of a request of each."
     )
     return LessonRun(parameters=describe_parameters(parameters), frames=frames, result=result)
+
+
+def _describe_slot(request: _Request, cost_tokens: int, first_tenant: str) -> str:
+    """Return who gets the slot, and who would in the order of arrival."""
+    other = (
+        "this tenant would get it too"
+        if first_tenant == request.tenant
+        else f"tenant {first_tenant} would get it"
+    )
+    return (
+        f"The slot goes to request {request.number} of tenant {request.tenant}. It costs {cost_tokens} tokens. "
+        f"In the order of arrival, {other}."
+    )
 
 
 def _last(frames: list[FairQueueFrame], *, fifo: bool) -> int:
