@@ -1,4 +1,4 @@
-"""Three gateway processes on one Redis and one PostgreSQL under load, while both servers are killed and restarted."""
+"""Three gateway processes on one Redis and one PostgreSQL under load, while each of them is killed and restarted."""
 
 from __future__ import annotations
 
@@ -44,14 +44,18 @@ class CountingEngine:
 
     running: Counter[str] = field(default_factory=Counter)
     max_running: Counter[str] = field(default_factory=Counter)
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ends the pause after the fifth token of responses to prompts with the word "pause"."""
 
     async def __call__(self, request: UpstreamRequest) -> None:
-        project = str(request.body["prompt"])
+        project, *options = str(request.body["prompt"]).split()
         self.running[project] += 1
         self.max_running[project] = max(self.max_running[project], self.running[project])
         try:
             request.start_stream()
             for position in range(RESPONSE_TOKENS):
+                if position == 5 and "pause" in options:
+                    await self.resume.wait()
                 is_last = position == RESPONSE_TOKENS - 1
                 request.send_text(f" {position}", "length" if is_last else None)
                 await request.writer.drain()
@@ -75,13 +79,15 @@ class Result:
     def is_rejected(self) -> bool:
         return self.status == 429
 
-    def add_event(self, event: bytes) -> None:
+    def add_event(self, event: bytes, on_token: Callable[[], object]) -> None:
         """Count the tokens of a stream event."""
         if event == b"[DONE]":
             return
         for choice in msgspec.json.decode(event)["choices"]:
             self.finish_reason = choice["finish_reason"] or self.finish_reason
-            self.tokens += bool(choice["text"])
+            if choice["text"]:
+                self.tokens += 1
+                on_token()
 
 
 @dataclass
@@ -94,10 +100,16 @@ class Fleet:
     client: httpx2.AsyncClient
     api_keys: dict[str, str]
 
-    async def post(self, gateway: int, project: str) -> Result:
-        """Send a streamed completion of a project."""
+    async def post(
+        self,
+        gateway: int,
+        project: str,
+        option: str = "",
+        on_token: Callable[[], object] = lambda: None,
+    ) -> Result:
+        """Send a streamed completion of a project. `on_token` is called for each token."""
         result = Result(gateway)
-        body = {"model": MODEL, "prompt": project, "stream": True}
+        body = {"model": MODEL, "prompt": f"{project} {option}", "stream": True}
         url = f"{self.processes[gateway].url}/v1/completions"
         headers = {"authorization": f"Bearer {self.api_keys[project]}"}
         async with self.client.stream("POST", url, json=body, headers=headers) as response:
@@ -106,10 +118,39 @@ class Fleet:
                 result.code = msgspec.json.decode(await response.aread())["error"]["code"]
                 return result
             parser = EventParser()
-            async for data in response.aiter_raw():
-                for event in parser.feed(data):
-                    result.add_event(event)
+            with contextlib.suppress(httpx2.TransportError):  # the gateway was killed
+                async for data in response.aiter_raw():
+                    for event in parser.feed(data):
+                        result.add_event(event, on_token)
         return result
+
+    async def post_until_admitted(
+        self,
+        gateway: int,
+        project: str,
+        option: str = "",
+        on_token: Callable[[], object] = lambda: None,
+    ) -> Result:
+        """Send a completion again until the project's limits admit it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while (result := await self.post(gateway, project, option, on_token)).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return result
+
+    async def start_paused(
+        self, gateway: int, project: str, count: int
+    ) -> list[asyncio.Task[Result]]:
+        """Start streams and return once each has delivered five tokens and is paused."""
+        tokens = asyncio.Semaphore(0)
+        posts = [
+            self.post_until_admitted(gateway, project, "pause", tokens.release)
+            for _ in range(count)
+        ]
+        streams = [asyncio.create_task(post) for post in posts]
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(5 * count):
+                await tokens.acquire()
+        return streams
 
     async def send_load(self, project: str, is_last: Callable[[Result], bool]) -> list[Result]:
         """Let every client send requests of a project until `is_last` accepts a result."""
@@ -276,4 +317,36 @@ async def test_limits_and_usage_survive_outages_of_redis_and_postgres(
         recorded = {project: len(fleet.records_of(records, project)) for project in projects}
         assert recorded == admitted
         assert sum(record.output_tokens for record in records) == RESPONSE_TOKENS * len(records)
+        await fleet.stop()
+
+
+@pytest.mark.soak
+async def test_killed_gateway_keeps_its_usage_and_frees_its_concurrency_slots(
+    redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
+) -> None:
+    projects: dict[str, Any] = {
+        "limited": (CLOSED, ("concurrency", 4, None)),
+        "unlimited": ({}, None),
+    }
+    async with run_fleet(redis_server, postgres_server, tmp_path, projects) as fleet:
+        victim = fleet.processes[0]
+        streams = await fleet.start_paused(0, "limited", 4)
+        assert (await fleet.post(1, "limited")).code == "rate_limit_exceeded"
+        assert (await fleet.post(0, "unlimited")).status == 200
+        # A response shows that the gateway has counted all delivered tokens.
+        await fleet.client.get(f"{victim.url}/health")
+        await victim.kill()
+        assert [each.tokens for each in await asyncio.gather(*streams)] == [5] * 4
+        assert (await fleet.post_until_admitted(1, "limited")).tokens == RESPONSE_TOKENS
+
+        await victim.start()
+        records = await fleet.accounts.wait_for_rows(4 + 2)
+        interrupted = [record for record in records if record.status == "interrupted"]
+        assert [record.output_tokens for record in interrupted] == [5] * 4
+        assert [record.nano_dollars for record in interrupted] == [5_000] * 4
+        assert {record.status for record in records} == {"interrupted", "completed"}
+        assert len(records) == 6
+        streams = await fleet.start_paused(0, "limited", 4)
+        fleet.engine.resume.set()
+        assert [each.tokens for each in await asyncio.gather(*streams)] == [RESPONSE_TOKENS] * 4
         await fleet.stop()
