@@ -40,7 +40,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     # The folder is only searched, so the path file there, which leads to the sources, has no effect.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    pip = (sys.executable, "-m", "pip", "--python", folder / "bin/python")
+    # Isolated from the environment, where `make` names a constraints file relative to the repository.
+    pip = (sys.executable, "-m", "pip", "--isolated", "--python", folder / "bin/python")
     run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=folder)
     return folder
 
