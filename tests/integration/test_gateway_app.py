@@ -1,26 +1,83 @@
-"""Gateway endpoints besides generation (models, tokenizing, readiness), and rejection by tier."""
+"""Gateway endpoints besides generation (models, tokenizing, readiness), and non-streamed and resumed responses."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
 
 from structlog.testing import capture_logs
 from tests.support.backend_formats import LlamaCpp
 from tests.support.fake_backend import serve_backends
-from tests.support.fake_engine import FakeEngine, Script
-from tests.support.fake_upstream import UpstreamRequest, fake_upstream
-from tests.support.gateway_harness import RecordingFilter, run_gateway
-from tests.support.replica_servers import MODEL, serve
+from tests.support.fake_engine import FakeEngine, Script, constant_script
+from tests.support.gateway_harness import GatewayHarness, RecordingFilter, run_gateway
+from tests.support.replica_servers import (
+    MODEL,
+    bundled_model_engine,
+    chat,
+    completion,
+    events,
+    serve,
+)
 
-from argosy.deployment import QueueConfig, ReplicaConfig
+from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway.request_context import RequestContext
 
+TOKENS = list(range(100, 120))
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
 
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", chat(seed=3, max_tokens=14, temperature=1.3)),
+    "log-probabilities": (
+        "/v1/chat/completions",
+        chat(seed=5, max_tokens=8, logprobs=True, top_logprobs=2, return_token_ids=True),
+    ),
+    "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
+    "echo": (
+        "/v1/completions",
+        completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
+    ),
+    "two prompts": (
+        "/v1/completions",
+        completion(["The cat", "Once"], seed=2, max_tokens=5, return_token_ids=True, logprobs=0),
+    ),
+    "stop string": ("/v1/completions", completion("The cat", seed=9, max_tokens=30, stop=["e"])),
+    "only the prompt": (
+        "/v1/completions",
+        completion("The cat", max_tokens=0, echo=True, logprobs=1),
+    ),
+    "prompt's log-probabilities": (
+        "/v1/completions",
+        completion("The cat", max_tokens=2, seed=1, prompt_logprobs=1),
+    ),
+    "stream options": (
+        "/v1/completions",
+        completion(
+            "The cat",
+            seed=9,
+            max_tokens=4,
+            prompt_logprobs=None,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        ),
+    ),
+    "unknown fields": (
+        "/v1/completions",
+        completion("A", seed=1, stream_options={"x": 1}, future_field=1),
+    ),
+    "no such constraint": ("/v1/completions", completion("A", guided_new="x")),
+    "no possible token": (
+        "/v1/completions",
+        completion("A", structured_outputs={"choice": ["yes"]}, allowed_token_ids=[50]),
+    ),
+    "no such temperature": ("/v1/completions", completion("The cat", temperature=-1)),
+}
+
+
 def make_engine(tokenizer: Tokenizer) -> FakeEngine:
-    return FakeEngine(tokenizer, lambda _: Script(list(range(100, 110)), finish="length"))
+    return FakeEngine(tokenizer, constant_script(Script(TOKENS[:10], finish="length")))
 
 
 async def test_gateway_serves_models_and_tokenize_endpoints(tokenizer: Tokenizer) -> None:
@@ -141,46 +198,74 @@ async def test_replica_with_other_model_gets_no_requests(tokenizer: Tokenizer) -
                 )
 
 
-async def test_full_queue_rejects_lower_tiers_first() -> None:
-    may_respond, received = asyncio.Event(), asyncio.Semaphore(0)
+def normalize(text: str) -> str:
+    """Remove ids, timestamps and cache counts, which differ between responses."""
+    text = re.sub(r'"id":"[^"]*"', '"id":""', text)
+    text = re.sub(r'"request_id":"[^"]*"', '"request_id":""', text)
+    text = re.sub(r'"cached_tokens":\d+', "", text)
+    return re.sub(r'"created":\d+', '"created":0', text)
 
-    async def respond_later(request: UpstreamRequest) -> None:
-        received.release()
-        await may_respond.wait()
-        request.send_json(200, {"choices": []})
 
-    class TierFilter(RecordingFilter):
-        """Sets the tier from a header, since these requests have no key."""
-
-        async def on_request(self, context: RequestContext) -> bool:
-            context.tier = int(context.exchange.get_header(b"x-tier"))
-            return await super().on_request(context)
-
+async def test_non_streamed_response_equals_replica_response() -> None:
+    recorder = RecordingFilter()
     async with (
-        fake_upstream(respond_later) as upstream,
-        run_gateway(
-            [TierFilter()],
-            ReplicaConfig(url=upstream.url, kind="openai", max_requests=1),
-            queue=QueueConfig(max_requests=4),
-        ) as running,
+        serve(bundled_model_engine()) as real_replica,
+        run_gateway([recorder], ReplicaConfig(url=real_replica.url, model=MODEL)) as running,
     ):
+        for kind, (path, body) in BODIES.items():
+            direct = await real_replica.client.post(path, json=body)
+            proxied = await running.client.post(path, json=body | {"model": "big"})
+            assert proxied.status_code == direct.status_code, kind
+            assert normalize(proxied.text) == normalize(direct.text), kind
+            if direct.status_code == 200:
+                usage = direct.json()["usage"]
+                delivered = recorder.completed[-1].delivered
+                assert delivered.output_tokens == usage["completion_tokens"], kind
+                assert delivered.prompt_tokens == usage["prompt_tokens"], kind
 
-        async def post(tier: int) -> int:
-            headers = {"x-tier": str(tier)}
-            response = await running.client.post("/v1/completions", json=BODY, headers=headers)
-            return response.status_code
 
-        waiting = [asyncio.create_task(post(0))]
-        await received.acquire()
-        for tier in (2, 2):
-            waiting.append(asyncio.create_task(post(tier)))
-            await running.wait_for_queued(len(waiting) - 1)
-        assert await post(2) == 429
-        waiting.append(asyncio.create_task(post(1)))
-        await running.wait_for_queued(3)
-        assert await post(1) == 429
-        waiting.append(asyncio.create_task(post(0)))
-        await running.wait_for_queued(4)
-        assert await post(0) == 429
-        may_respond.set()
-        assert await asyncio.gather(*waiting) == [200] * 5
+@contextlib.asynccontextmanager
+async def failing_pair(
+    tokenizer: Tokenizer, crash_after: int, *filters: RecordingFilter
+) -> AsyncIterator[tuple[GatewayHarness, FakeEngine]]:
+    """Run a gateway before two replicas that take turns, of which the first fails after some tokens."""
+    crash = Script(TOKENS[:crash_after], crash=RuntimeError("gone"))
+    failing, working = (
+        FakeEngine(tokenizer, constant_script(script))
+        for script in (crash, Script(TOKENS, finish="length"))
+    )
+    async with serve(failing) as one, serve(working) as two:
+        replicas = [ReplicaConfig(url=each.url, model=MODEL) for each in (one, two)]
+        async with run_gateway(filters, *replicas) as running:
+            yield running, working
+
+
+async def test_non_streamed_response_resumes_on_other_replica(tokenizer: Tokenizer) -> None:
+    recorder = RecordingFilter()
+    async with failing_pair(tokenizer, 7, recorder) as (running, working):
+        body = completion("Once", max_tokens=20, return_token_ids=True) | {"model": "big"}
+        for _ in range(2):  # one of the two starts on the failing replica
+            response = await running.client.post("/v1/completions", json=body)
+            assert response.json()["choices"][0]["token_ids"] == TOKENS
+            assert response.json()["usage"]["completion_tokens"] == 20
+    assert max(len(context.trace.attempts) for context in recorder.completed) == 2
+    assert any(request.resumed_tokens == TOKENS[:7] for request in working.requests)
+
+
+async def test_stream_resumed_by_client_resumes_on_other_replica(tokenizer: Tokenizer) -> None:
+    resume = {"model": "big", "resume": {"token_ids": TOKENS[:4]}}
+    async with failing_pair(tokenizer, 9) as (running, working):
+        body = completion("Once", max_tokens=20, stream=True, return_token_ids=True) | resume
+        for _ in range(2):  # one of the two starts on the failing replica
+            response = await running.client.post("/v1/completions", json=body)
+            *chunks, done = events(response.content)
+            assert done == b"[DONE]"
+            token_ids = [json.loads(chunk)["choices"][0]["token_ids"] for chunk in chunks]
+            assert [token for ids in token_ids for token in ids] == TOKENS[4:]
+        chat_body = chat(max_tokens=20, stream=True) | resume
+        for _ in range(2):
+            response = await running.client.post("/v1/chat/completions", json=chat_body)
+            parsed = [json.loads(event) for event in events(response.content)[:-1]]
+            has_role = ["role" in chunk["choices"][0]["delta"] for chunk in parsed]
+            assert has_role == [True] + [False] * (len(has_role) - 1)
+    assert any(request.resumed_tokens == TOKENS[:9] for request in working.requests)

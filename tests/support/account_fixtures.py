@@ -13,7 +13,13 @@ ACME = Organisation(id="org_acme", name="acme", created_at=0)
 ZETA = Organisation(id="org_zeta", name="zeta", created_at=0)
 ARCHIVED_ORGANISATION = Organisation(id="org_gone", name="gone", created_at=0, archived_at=1.0)
 CHAT = Project(
-    id="proj_chat", organisation="org_acme", name="chat", tier="premium", weight=2.0, created_at=0
+    id="proj_chat",
+    organisation="org_acme",
+    name="chat",
+    tier="premium",
+    weight=2.0,
+    flags=("beta",),
+    created_at=0,
 )
 SHARED = Project(
     id="proj_shared", organisation="org_acme", name="shared", share_cache=True, created_at=0

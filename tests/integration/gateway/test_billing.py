@@ -1,7 +1,7 @@
 """Billing over HTTP: usage log, metrics and trace agree on the tokens that a client pays for.
 
 The rules themselves are tested in `tests/unit/policy/test_billing.py`, and how tokens are counted in
-`tests/unit/gateway/test_billing.py`.
+`tests/unit/gateway/test_response_relay.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ for await (const chunk of await connect(good).chat.completions.create({ model, m
 results.unknown = await refusal("sk-argosy-unknown");
 results.elsewhere = await refusal(elsewhere);
 results.limited = await refusal(limited);
-await new Promise((resolve) => setTimeout(resolve, 1000));
 results.expired = await refusal(expired);
 
 console.log(JSON.stringify(results));

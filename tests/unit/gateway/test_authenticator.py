@@ -58,7 +58,7 @@ def rejection(authenticator: Authenticator, connection: ConnectionInfo) -> tuple
 
 
 def test_key_authenticates_complete_principal() -> None:
-    authenticator = make_authenticator(make_key("a", models=("big",), user=ANN.id))
+    authenticator = make_authenticator(make_key("a", models=("big",), user=ANN.id, flags=("new",)))
     assert authenticator.authenticate(bearer(KEY_A)) == Principal(
         organisation="org_acme",
         project="proj_chat",
@@ -69,6 +69,7 @@ def test_key_authenticates_complete_principal() -> None:
         weight=2.0,
         cache_domain="proj_chat",
         allowed_models=frozenset({"big"}),
+        flags=frozenset({"beta", "new"}),
     )
 
 

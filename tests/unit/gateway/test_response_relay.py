@@ -1,4 +1,7 @@
-"""Response relay: output delivered to the client equals output counted, to the token, and timeouts are enforced."""
+"""Response relay: output delivered to the client equals output counted, to the token, and timeouts are enforced.
+
+`tests/unit/policy/test_billing.py` has the rules by which counted tokens are billed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 from unittest.mock import Mock
@@ -15,16 +19,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.placed_requests import place
 
-from argosy.deployment import GatewayConfig, Timeouts
-from argosy.gateway.backends import StreamContinuation
+from argosy.deployment import BackendKind, GatewayConfig, Timeouts
+from argosy.gateway.backends import (
+    StreamContinuation,
+    UpstreamTarget,
+    get_adapter,
+    parse_response_body,
+)
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.upstream_call import UpstreamCall
-from argosy.gateway.request_context import CHAT, RequestContext
+from argosy.gateway.proxy.upstream_call import BufferedResponse, UpstreamCall
+from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
@@ -32,7 +41,7 @@ from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import HttpExchange
 from argosy.policy import weighted_tokens
 from argosy.policy.placement import PlacementRequest
-from argosy.protocol import EarlyStopReason, EventParser, parse_endpoint
+from argosy.protocol import EarlyStopReason, EventParser, format_event, parse_endpoint
 
 
 @dataclass
@@ -120,29 +129,34 @@ class TokenLimit:
     def on_complete(self, context: RequestContext) -> None: ...
 
 
+Json = dict[str, Any]
+NATIVE_STREAM: Json = {"model": "m", "messages": [], "stream": True}
+
+
 def make_relay(
-    writer: T, clock: Callable[[], float], choices: int = 1, limit: TokenLimit | None = None
+    writer: T,
+    clock: Callable[[], float],
+    body: Json = NATIVE_STREAM,
+    limit: TokenLimit | None = None,
+    kind: BackendKind = "argosy",
 ) -> tuple[T, RequestContext, ResponseRelay, UpstreamResponse]:
-    """Return a writer, a request, its relay, and an upstream response that feeds the relay."""
-    body = {"model": "m", "messages": [], "stream": True, "n": choices}
-    fields = parse_request_fields(json.dumps(body).encode(), "messages")
-    replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
+    """Return a writer, a request to one replica of this kind, its relay, and an upstream response that feeds it."""
+    api = CHAT if "messages" in body else COMPLETION
+    fields = parse_request_fields(json.dumps(body).encode(), api.prompt_fields[0])
+    replica = ReplicaEndpoint("r", kind, "m", Upstream(parse_endpoint("http://r")))
     pool = Pool("m", [replica])
     exchange = cast("HttpExchange", None)  # no client is disconnected
-    context = RequestContext(exchange, fields, CHAT, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
+    context = RequestContext(exchange, fields, api, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
     driver, call = place(context, clock)
     if limit is not None:
         context.filters.append(limit)
         limit.observe(driver)
-    relay = ResponseRelay(
-        context,
-        writer,
-        StreamContinuation(fields, CHAT.path, context.delivered),
-        driver,
-        task=Mock(spec=asyncio.Task),
-        settings=SETTINGS,
-    )
-    relay.attach(call, NativeStreamParser(context.delivered))
+    continuation = StreamContinuation(fields, api.path, context.delivered)
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter(kind), "m"))
+    assert plan is not None
+    task = Mock(spec=asyncio.Task)
+    relay = ResponseRelay(context, writer, continuation, driver, task=task, settings=SETTINGS)
+    relay.attach(call, plan.parser)
     return writer, context, relay, call
 
 
@@ -154,7 +168,7 @@ def relay_chunks(
     async def feed() -> tuple[RequestContext, FakeWriter, TokenLimit]:
         limit = TokenLimit(max_tokens)
         writer, context, relay, response = make_relay(
-            FakeWriter(), lambda: 0.0, len(lengths), limit
+            FakeWriter(), lambda: 0.0, NATIVE_STREAM | {"n": len(lengths)}, limit
         )
         for chunk in chunks:
             response.on_body(chunk)
@@ -347,3 +361,311 @@ async def test_backpressure_pauses_current_and_next_replica() -> None:
     assert not call.is_paused
     relay.on_backpressure()
     assert call.is_paused
+
+
+# --- counts of the streams and responses of all kinds of servers --------------------------------
+
+Counts = tuple[int, int, int]
+"""Prompt tokens, cached tokens and output tokens."""
+
+PROMPT = "Tell me a story of forty bytes or so, please"
+ESTIMATE = len(PROMPT) // 4
+"""Estimated tokens of `PROMPT`."""
+WORDS = "forty words or so " * 20
+WORD_TOKENS = len(WORDS) // 4
+COMPLETION_BODY: Json = {"model": "m", "prompt": PROMPT}
+CHAT_BODY: Json = {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}
+CHAT_ESTIMATE = len(json.dumps(CHAT_BODY["messages"])) // 4
+RESUMABLE, PASSTHROUGH = {"n": 1}, {"n": 2}
+"""Streams of one choice can be resumed, so their chunks are parsed differently."""
+
+
+def counts(context: RequestContext) -> Counts:
+    delivered = context.delivered
+    return delivered.prompt_tokens, delivered.cached_tokens, delivered.output_tokens
+
+
+def count_stream(body: Json, *chunks: Json, kind: BackendKind, is_complete: bool) -> Counts:
+    """Relay a stream of these chunks, and return its counts."""
+    _, context, relay, call = make_relay(
+        FakeWriter(), lambda: 0.0, body | {"stream": True}, kind=kind
+    )
+    for chunk in chunks:
+        call.on_body(format_event(json.dumps(chunk).encode()))
+    if is_complete:
+        call.on_body(b"data: [DONE]\n\n")
+        relay.finish_upstream()
+    return counts(context)
+
+
+def usage(**fields: object) -> Json:
+    return {"choices": [], "usage": fields}
+
+
+def text(content: str, finish_reason: str | None = None, index: int = 0, **fields: object) -> Json:
+    choice = {"index": index, "text": content, "finish_reason": finish_reason}
+    return {"choices": [choice], **fields}
+
+
+def delta(value: Json, finish_reason: str | None = None, index: int = 0) -> Json:
+    return {"choices": [{"index": index, "delta": value, "finish_reason": finish_reason}]}
+
+
+AB = text("a"), text("b", "stop")
+ZERO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+TOOL_CALL = [{"index": 0, "id": "c", "function": {"name": "f"}}]
+LONG_TOOL_CALL = [{"index": 0, "function": {"arguments": WORDS}}]
+
+
+@pytest.mark.parametrize("choices", [RESUMABLE, PASSTHROUGH], ids=["resumable", "passthrough"])
+@pytest.mark.parametrize(
+    ("body", "chunks", "expected"),
+    [
+        pytest.param(
+            COMPLETION_BODY,
+            [*AB, usage(prompt_tokens=7, completion_tokens=3)],
+            (7, 0, 3),
+            id="usage",
+        ),
+        pytest.param(COMPLETION_BODY, [*AB, usage(prompt_tokens=7)], (7, 0, 2), id="prompt-only"),
+        pytest.param(COMPLETION_BODY, [*AB, usage()], (ESTIMATE, 0, 2), id="empty-usage"),
+        pytest.param(
+            COMPLETION_BODY,
+            [*AB, usage(prompt_tokens=None, completion_tokens=None)],
+            (ESTIMATE, 0, 2),
+            id="null-usage",
+        ),
+        pytest.param(
+            COMPLETION_BODY,
+            [
+                *AB,
+                usage(
+                    prompt_tokens=7,
+                    completion_tokens=2,
+                    prompt_tokens_details={"cached_tokens": 10},
+                ),
+            ],
+            (7, 7, 2),
+            id="more-cached-than-prompt",
+        ),
+        pytest.param(COMPLETION_BODY, [*AB], (ESTIMATE, 0, 2), id="no-usage"),
+        *(
+            pytest.param(
+                CHAT_BODY,
+                [
+                    delta({"role": "assistant", "content": ""}),
+                    delta({name: value}),
+                    delta({name: value}),
+                    delta({}, "stop"),
+                ],
+                (CHAT_ESTIMATE, 0, 2),
+                id=name,
+            )
+            for name, value in {
+                "reasoning_content": "Hm",
+                "reasoning": "Hm",
+                "refusal": "Hm",
+                "tool_calls": TOOL_CALL,
+            }.items()
+        ),
+    ],
+)
+async def test_tokens_of_complete_stream(
+    body: Json, chunks: list[Json], expected: Counts, choices: Json
+) -> None:
+    assert count_stream(body | choices, *chunks, kind="llama.cpp", is_complete=True) == expected
+
+
+@pytest.mark.parametrize("choices", [RESUMABLE, PASSTHROUGH], ids=["resumable", "passthrough"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("content", WORDS),
+        ("reasoning", WORDS),
+        ("tool_calls", LONG_TOOL_CALL),
+        ("tool_calls", [{"index": 0, "type": "custom", "custom": {"input": WORDS}}]),
+    ],
+    ids=["content", "reasoning", "tool_calls", "custom_tool_calls"],
+)
+async def test_tokens_of_cut_stream_are_estimated_from_its_text(
+    name: str, value: object, choices: Json
+) -> None:
+    """Hosted APIs, and engines configured so, send dozens of tokens with each event and usage only at the end."""
+    chunks = [delta({name: value}), delta({name: value}, "stop")]
+    _, _, output = count_stream(CHAT_BODY | choices, *chunks, kind="llama.cpp", is_complete=False)
+    assert output == 2 * WORD_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "chunks", "expected"),
+    [
+        pytest.param(
+            "openai",
+            COMPLETION_BODY,
+            [text("a", usage=ZERO_USAGE), text("a", "stop", usage=ZERO_USAGE)],
+            (ESTIMATE, 0, 2),
+            id="zero-usage-in-each-chunk",
+        ),
+        pytest.param(
+            "openai",
+            COMPLETION_BODY | {"echo": True},
+            [text(PROMPT * 9), text(" a story", "stop")],
+            (ESTIMATE, 0, 2),
+            id="echoed-prompt",
+        ),
+        pytest.param(
+            "openai",
+            COMPLETION_BODY | PASSTHROUGH,
+            [text("a", "stop"), usage(prompt_tokens=2**40, completion_tokens=2**40)],
+            (ESTIMATE, 0, 1),
+            id="implausible-usage",
+        ),
+        pytest.param(
+            "openai",
+            COMPLETION_BODY | PASSTHROUGH,
+            [text("a", "stop"), usage(prompt_tokens=1, completion_tokens=-5)],
+            (ESTIMATE, 0, 1),
+            id="negative-usage",
+        ),
+        *(
+            pytest.param(
+                "llama.cpp",
+                body | PASSTHROUGH,
+                [
+                    *[token("length" if at == 1 else None, 0) for at in range(2)],
+                    usage(prompt_tokens=7, completion_tokens=2),
+                    *[token("length" if at == 29 else None, 1) for at in range(30)],
+                    usage(prompt_tokens=7, completion_tokens=30),
+                ],
+                (7, 0, 32),
+                id=f"usage-of-each-{name}-choice",
+            )
+            for name, body, token in (
+                ("completion", COMPLETION_BODY, partial(text, "a")),
+                ("chat", CHAT_BODY, partial(delta, {"content": "a"})),
+            )
+        ),
+        pytest.param(
+            "llama.cpp",
+            COMPLETION_BODY | {"prompt": [PROMPT * 9, "Hi", "You there"]},
+            [
+                text(
+                    "five of these",
+                    "length",
+                    index,
+                    usage={"prompt_tokens": prompt, "completion_tokens": 5},
+                )
+                for index, prompt in enumerate((100, 3, 9))
+            ],
+            (112, 0, 15),
+            id="usage-of-each-prompt",
+        ),
+    ],
+)
+async def test_tokens_of_stream_with_unusual_usage(
+    kind: BackendKind, body: Json, chunks: list[Json], expected: Counts
+) -> None:
+    """llama.cpp reports usage for each choice, and LiteLLM's proxy a usage of zero with each chunk."""
+    assert count_stream(body, *chunks, kind=kind, is_complete=True) == expected
+
+
+def completion_choices(*contents: str, **fields: object) -> list[Json]:
+    return [
+        {"index": index, "text": content, "finish_reason": "stop", **fields}
+        for index, content in enumerate(contents)
+    ]
+
+
+def chat_choices(*contents: str, **fields: object) -> list[Json]:
+    return [
+        {"index": index, "message": {"content": content}, "finish_reason": "stop", **fields}
+        for index, content in enumerate(contents)
+    ]
+
+
+FIRST_CHOICE_USAGE = {"prompt_tokens": 7, "completion_tokens": 1}
+LOGPROBS = {"top_logprobs": [{"a": -1.0}] * 50}
+PARTS_AND_CALL = {
+    "content": [{"type": "text", "text": "hello " * 50}],
+    "function_call": {"name": "f", "arguments": '{"a": "' + "b" * 400 + '"}'},
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "response", "prompt", "output"),
+    [
+        pytest.param(
+            COMPLETION_BODY,
+            {
+                "choices": completion_choices("a b c"),
+                "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+            },
+            (7, 7),
+            (3, 3),
+            id="usage",
+        ),
+        pytest.param(
+            CHAT_BODY | {"n": 3},
+            {"choices": chat_choices("a", WORDS, "b"), "usage": FIRST_CHOICE_USAGE},
+            (7, 7),
+            (2 + WORD_TOKENS, 2 + WORD_TOKENS),
+            id="usage-of-first-chat-choice",
+        ),
+        pytest.param(
+            COMPLETION_BODY | {"prompt": [PROMPT] * 3},
+            {"choices": completion_choices("a", WORDS, "b"), "usage": FIRST_CHOICE_USAGE},
+            (3 * ESTIMATE, 3 * ESTIMATE + 6),
+            (2 + WORD_TOKENS, 2 + WORD_TOKENS),
+            id="usage-of-first-prompt",
+        ),
+        pytest.param(
+            COMPLETION_BODY,
+            {"choices": completion_choices("hello " * 50), "usage": {"prompt_tokens": 7}},
+            (7, 7),
+            (51, 100),
+            id="prompt-only",
+        ),
+        *(
+            pytest.param(
+                body | {"n": 2},
+                {"choices": make_choices(WORDS, "b", logprobs=LOGPROBS)},
+                (estimate, estimate),
+                (WORD_TOKENS + 1, WORD_TOKENS + 1),
+                id=f"no-usage-{name}",
+            )
+            for name, body, make_choices, estimate in (
+                ("completion", COMPLETION_BODY, completion_choices, ESTIMATE),
+                ("chat", CHAT_BODY, chat_choices, CHAT_ESTIMATE),
+            )
+        ),
+        pytest.param(
+            CHAT_BODY,
+            {"choices": [{"index": 0, "message": PARTS_AND_CALL, "finish_reason": "stop"}]},
+            (CHAT_ESTIMATE, CHAT_ESTIMATE),
+            (175, 210),
+            id="no-usage-parts-and-call",
+        ),
+        *(
+            pytest.param(
+                COMPLETION_BODY,
+                {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": tokens}},
+                (1, ESTIMATE),
+                (1, 100),
+                id=f"implausible-usage-{tokens}",
+            )
+            for tokens in (-5, 2**63)
+        ),
+    ],
+)
+async def test_tokens_of_whole_response(
+    body: Json, response: Json, prompt: tuple[int, int], output: tuple[int, int]
+) -> None:
+    """`prompt` and `output` are the least and the greatest counts that are right."""
+    _, context, relay, _ = make_relay(FakeWriter(), lambda: 0.0, body, kind="llama.cpp")
+    content = json.dumps(response).encode()
+    buffered = BufferedResponse(200, content, b"application/json", parse_response_body(content))
+    relay.record_buffered(buffered, 0.0, get_adapter("llama.cpp"))
+    prompt_tokens, cached_tokens, output_tokens = counts(context)
+    assert prompt[0] <= prompt_tokens <= prompt[1]
+    assert output[0] <= output_tokens <= output[1]
+    assert cached_tokens == 0
