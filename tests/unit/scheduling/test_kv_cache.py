@@ -25,6 +25,8 @@ from tests.support.scheduler_harness import (
 )
 
 BLOCK = 4
+PROMPT = list(range(18))
+"""Four blocks and a half."""
 
 
 def held_blocks(seq: Sequence) -> list[int]:
@@ -144,10 +146,6 @@ def test_longest_sequence_fits_and_a_longer_one_does_not(windows: tuple[int | No
         tokens = groups.max_tokens(num_blocks, 1000)
         assert groups.count_blocks(tokens) <= num_blocks
         assert tokens == 1000 or groups.count_blocks(tokens + 1) > num_blocks
-
-
-PROMPT = list(range(18))
-"""Four blocks and a half."""
 
 
 def build_harness(**changes: object) -> SchedulerHarness:
@@ -317,10 +315,3 @@ def test_offloaded_blocks_stay_reported_until_they_leave_the_host() -> None:
     assert first < observer.reported
     observer.run("c", [3] * 29)
     assert first.isdisjoint(observer.reported)
-
-
-def test_no_changes_are_reported_without_prefix_cache() -> None:
-    harness = SchedulerHarness(scheduler_limits(prefix_cache=False))
-    harness.add("a", [1] * 17, 9)
-    harness.run()
-    assert not harness.scheduler.kv_cache.has_changes

@@ -8,17 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine import EngineRequest
 from argosy.engine.pooling import PoolingParams
 from argosy.engine.scheduling import (
     Scheduler,
-    SchedulerLimits,
     SequenceFailure,
-    StepPlan,
     StepResult,
 )
 from argosy.engine.scheduling.batching_policy import DynamicBatching, StaticBatching
-from argosy.protocol import SamplingParams
 from tests.support.fake_executor import reference_output
 from tests.support.scheduler_harness import (
     WORKLOAD_STEPS,
@@ -74,21 +70,35 @@ def test_max_tokens_of_zero_generates_nothing() -> None:
     assert harness.finish_reasons == {"a": "length"}
 
 
-def test_prefix_hits_stay_within_a_cache_domain() -> None:
+def test_prefix_hits_stay_within_a_cache_domain_and_never_cover_the_last_token() -> None:
     harness = SchedulerHarness(scheduler_limits())
-    for name, domain in (("first", "x"), ("same", "x"), ("other", "y")):
-        seq = harness.add(name, [7] * 17, 2, cache_domain=domain)
+    for name, domain, length, hits in (
+        ("first", "x", 17, 0),
+        ("same", "x", 17, 16),
+        ("shorter", "x", 16, 12),
+        ("other", "y", 17, 0),
+    ):
+        seq = harness.add(name, [7] * length, 2, cache_domain=domain)
         harness.run()
-        assert seq.hit_tokens == (16 if name == "same" else 0)
+        assert seq.hit_tokens == hits
 
 
-def test_prefix_hit_never_covers_the_last_token() -> None:
-    harness = SchedulerHarness(scheduler_limits())
-    harness.add("first", [7] * 16, 2)
+@pytest.mark.parametrize("is_corrupt", [False, True])
+def test_evicted_blocks_are_restored_from_the_host_unless_they_are_corrupt(
+    is_corrupt: bool,
+) -> None:
+    harness = SchedulerHarness(scheduler_limits(num_blocks=8, host_blocks=16))
+    for name, prompt in (("a", [1] * 21), ("b", [2] * 29)):
+        harness.add(name, prompt, 2)
+        harness.run()
+    harness.executor.corrupt_slots.update(range(16 * is_corrupt))
+    second = harness.add("a2", [1] * 21, 2)
     harness.run()
-    seq = harness.add("second", [7] * 16, 2)
-    harness.run()
-    assert seq.hit_tokens == 12
+    assert harness.outputs["a2"] == reference_output([1] * 21, 2)
+    kv_cache = harness.scheduler.kv_cache
+    assert kv_cache.host_hit_tokens > 0
+    assert (kv_cache.corrupt_blocks > 0) == is_corrupt
+    assert is_corrupt or second.hit_tokens == 20
 
 
 def test_simultaneous_requests_share_the_first_ones_prefix() -> None:
@@ -103,64 +113,6 @@ def test_simultaneous_requests_share_the_first_ones_prefix() -> None:
     assert [seq.hit_tokens for seq in sharers] == [0, 40, 40]
     for i in range(3):
         assert harness.outputs[f"same{i}"] == reference_output([*prefix, 50 + i], 3)
-
-
-def test_request_waiting_for_a_cancelled_prefix_proceeds() -> None:
-    harness = SchedulerHarness(scheduler_limits(max_step_tokens=8, num_blocks=64))
-    prefix = list(range(40))
-    harness.add("first", [*prefix, 1], 3)
-    harness.add("second", [*prefix, 2], 3)
-    harness.step()
-    assert [seq.id for seq in harness.scheduler.running] == ["first"]
-    harness.cancel("first")
-    harness.run()
-    assert harness.outputs["second"] == reference_output([*prefix, 2], 3)
-
-
-def test_siblings_fork_from_their_parent() -> None:
-    harness = SchedulerHarness(scheduler_limits(num_blocks=64))
-    prompt = list(range(10))
-    harness.add("parent_id", prompt, 8)
-    siblings = [harness.add(f"s{i}", prompt, 8, parent_id="parent_id") for i in range(3)]
-    harness.run()
-    assert all(seq.hit_tokens == 9 for seq in siblings)
-    assert all(harness.outputs[f"s{i}"] == harness.outputs["parent_id"] for i in range(3))
-
-
-def test_preemption_keeps_the_tokens() -> None:
-    harness = SchedulerHarness(scheduler_limits(num_blocks=12, prefix_cache=False))
-    harness.scheduler.output_estimator.fraction = 0.0
-    for name in "abcd":
-        harness.add(name, [ord(name)] * 8, 20)
-    harness.run()
-    assert harness.scheduler.preemptions > 0
-    for name in "abcd":
-        assert harness.outputs[name] == reference_output([ord(name)] * 8, 20)
-
-
-def test_evicted_blocks_are_restored_from_the_host() -> None:
-    harness = SchedulerHarness(scheduler_limits(num_blocks=8, host_blocks=16))
-    harness.add("a", [1] * 21, 2)
-    harness.run()
-    harness.add("b", [2] * 29, 2)
-    harness.run()
-    second = harness.add("a2", [1] * 21, 2)
-    harness.run()
-    assert second.hit_tokens == 20
-    assert harness.scheduler.kv_cache.host_hit_tokens > 0
-
-
-def test_corrupt_host_block_is_dropped_and_recomputed() -> None:
-    harness = SchedulerHarness(scheduler_limits(num_blocks=8, host_blocks=16))
-    harness.add("a", [1] * 21, 2)
-    harness.run()
-    harness.add("b", [2] * 29, 2)
-    harness.run()
-    harness.executor.corrupt_slots.update(range(16))
-    harness.add("a2", [1] * 21, 2)
-    harness.run()
-    assert harness.outputs["a2"] == reference_output([1] * 21, 2)
-    assert harness.scheduler.kv_cache.corrupt_blocks > 0
 
 
 def test_block_that_a_failed_step_did_not_offload_is_recomputed() -> None:
@@ -312,39 +264,6 @@ def test_prefill_with_invalid_logits_is_not_cached() -> None:
     assert second.hit_tokens == 0
 
 
-def test_planning_one_step_ahead_keeps_the_tokens() -> None:
-    harness = SchedulerHarness(scheduler_limits(num_blocks=20))
-    for name in "abcdef":
-        harness.add(name, [ord(name)] * 7, 9)
-    results = []
-    while harness.scheduler.has_work:
-        plan = harness.scheduler.schedule(harness.now)
-        results.append(harness.executor.execute(plan))
-        if len(results) < 2:
-            continue
-        for seq, _, token, finish in harness.scheduler.commit(results.pop(0)):
-            if token >= 0:
-                harness.outputs[seq.id].append(token)
-            if finish:
-                harness.finish(seq.id, finish)
-        if not harness.scheduler.has_work:
-            break
-    for name in "abcdef":
-        assert harness.outputs[name] == reference_output([ord(name)] * 7, 9)
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_second_cancellation_is_ignored(steps: int) -> None:
-    harness = SchedulerHarness(scheduler_limits())
-    harness.add("a", [1] * 10, 5)
-    for _ in range(steps):
-        harness.step()
-    harness.cancel("a")
-    harness.cancel("a")
-    assert harness.finish_reasons == {"a": "cancelled"}
-    harness.run()
-
-
 def test_queued_tokens_include_unfinished_prefills() -> None:
     harness = SchedulerHarness(scheduler_limits(max_seqs=2, max_step_tokens=10, num_blocks=64))
     for name, length in (("a", 25), ("b", 8), ("c", 12)):
@@ -358,63 +277,42 @@ def test_queued_tokens_include_unfinished_prefills() -> None:
     assert queued_tokens[-1] == 0
 
 
-MAX_STEP_TOKENS = 20
-LIMITS = SchedulerLimits(
-    max_seqs=4,
-    max_step_tokens=MAX_STEP_TOKENS,
-    block_size=16,
-    num_blocks=0,
-    max_prefill_fraction=1.0,
-    watermark=0.01,
-    prefix_cache=True,
-    ridge_tokens=8,
-    kv_windows=(),
-    is_chunked=False,
-)
-
-
-def create_scheduler(lengths: list[int]) -> Scheduler:
-    """Create a scheduler with a prompt of each length."""
-    scheduler = Scheduler(LIMITS)
+def pooling_harness(lengths: list[int]) -> SchedulerHarness:
+    """Return a scheduler of undivided prompts, with one prompt of each length to be pooled."""
+    harness = SchedulerHarness(
+        scheduler_limits(max_step_tokens=20, num_blocks=0, kv_windows=(), is_chunked=False)
+    )
+    pooling = PoolingParams(reads_all_tokens=True)
     for index, length in enumerate(lengths):
-        request = EngineRequest(
-            id=str(index),
-            prompt=[1] * length,
-            params=SamplingParams(max_tokens=0),
-            tenant=str(index % 2),
-            tier=index % 3,
-            pooling=PoolingParams(reads_all_tokens=True),
-        )
-        scheduler.add(request, now=0.0)
-    return scheduler
+        fields = {"tenant": str(index % 2), "tier": index % 3, "pooling": pooling}
+        harness.add(str(index), [1] * length, 0, **fields)
+    return harness
 
 
-def commit(scheduler: Scheduler, plan: StepPlan) -> list[str]:
-    """Commit a step whose sequences are complete, and return their ids."""
-    updates = scheduler.commit(StepResult([-1] * len(plan.rows)))
-    scheduler.check_invariants()
-    return [update.seq.id for update in updates if update.finish_reason == "length"]
-
-
-@given(st.lists(st.integers(1, MAX_STEP_TOKENS), min_size=1, max_size=30))
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30))
 def test_every_prompt_is_computed_once_in_one_step(lengths: list[int]) -> None:
-    scheduler = create_scheduler(lengths)
+    harness = pooling_harness(lengths)
+    scheduler = harness.scheduler
     ended: list[str] = []
     for now in range(2 * len(lengths) + 1):
         plan = scheduler.schedule(float(now))
         assert plan.starts == [0] * len(plan.rows)
         assert all(plan.sample_flags)
-        assert plan.total_tokens <= MAX_STEP_TOKENS
-        ended += commit(scheduler, plan)
+        assert plan.total_tokens <= 20
+        updates = scheduler.commit(StepResult([-1] * len(plan.rows)))
+        scheduler.check_invariants()
+        ended += [update.seq.id for update in updates if update.finish_reason == "length"]
     assert sorted(ended, key=int) == [str(index) for index in range(len(lengths))]
     assert not scheduler.has_work
 
 
 def test_prompt_beyond_a_reduced_budget_runs_alone_and_ends_if_it_does_not_fit() -> None:
-    scheduler = create_scheduler([18, 18])
-    scheduler.schedule(0.0)
-    (failed,) = scheduler.recover_out_of_memory()
-    plan = scheduler.schedule(1.0)
-    assert plan.counts == [18]
-    assert scheduler.token_budget.tokens < 18
-    assert commit(scheduler, plan) == [str(1 - int(failed.id))]
+    harness = pooling_harness([18, 18])
+    harness.executor.memory_tokens = 17
+    harness.run()
+    assert harness.finish_reasons == dict.fromkeys("01", "error")
+    harness = pooling_harness([18, 18])
+    harness.scheduler.schedule(0.0)
+    harness.scheduler.recover_out_of_memory()
+    assert harness.scheduler.schedule(1.0).counts == [18]
+    assert harness.scheduler.token_budget.tokens < 18
