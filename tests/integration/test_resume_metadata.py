@@ -1,4 +1,4 @@
-"""Resume metadata: a stream cut after any block continues elsewhere, and both parts equal the complete stream."""
+"""Complete replica: a stream cut after any block continues elsewhere, and scores, disconnects and metrics are real."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tests.support.replica_servers import (
+    MODEL,
     RunningReplica,
     bundled_model_engine,
     chat,
@@ -158,17 +159,6 @@ async def test_stream_resumed_by_client_has_equal_metadata(
         assert merge_chunks(cut.chunks + rest.chunks) == merge_chunks(expected)
 
 
-async def test_invalid_resume_given_header_is_400(real_replica: RunningReplica) -> None:
-    path, body = BODIES["chat"]
-    rejected = await real_replica.client.post(
-        path, json=body, headers={"x-argosy-resume-given": "-1,x"}
-    )
-    assert (rejected.status_code, rejected.json()["error"]["param"]) == (
-        400,
-        "x-argosy-resume-given",
-    )
-
-
 async def test_resume_with_other_arithmetic_is_409(real_replica: RunningReplica) -> None:
     path, body = BODIES["chat"]
     metadata_header = {"x-argosy-resume-metadata": "1"}
@@ -225,23 +215,53 @@ async def test_stream_without_header_has_no_metadata(real_replica: RunningReplic
     assert "argosy" not in response.text
 
 
-@pytest.mark.parametrize("header", ["x", "-1", "1.5", "99999999999999"])
-async def test_invalid_cached_tokens_header_is_400(
-    real_replica: RunningReplica, header: str
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("x-argosy-cached-tokens", ["x", "-1", "1.5", "99999999999999"]),
+        ("x-argosy-response-id", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"]),
+        ("x-argosy-resume-given", ["-1,x"]),
+    ],
+)
+async def test_invalid_header_is_400(
+    real_replica: RunningReplica, name: str, values: list[str]
 ) -> None:
     path, body = BODIES["completion"]
-    response = await real_replica.client.post(
-        path, json=body, headers={"x-argosy-cached-tokens": header}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "x-argosy-cached-tokens"
+    for value in values:
+        response = await real_replica.client.post(path, json=body, headers={name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
-@pytest.mark.parametrize("header", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"])
-async def test_invalid_response_id_header_is_400(real_replica: RunningReplica, header: str) -> None:
-    path, body = BODIES["completion"]
-    response = await real_replica.client.post(
-        path, json=body, headers={"x-argosy-response-id": header}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "x-argosy-response-id"
+async def test_echoed_logprobs_equal_generated_logprobs(real_replica: RunningReplica) -> None:
+    """Generated tokens have the same log-probabilities when they are an echoed prompt."""
+
+    async def complete(prompt: object, **fields: object) -> dict[str, Any]:
+        body = completion(prompt, logprobs=1, **fields)
+        response = await real_replica.client.post("/v1/completions", json=body)
+        choice: dict[str, Any] = response.json()["choices"][0]
+        return choice
+
+    made = await complete("The cat", temperature=0, max_tokens=5, return_token_ids=True)
+    prompt = made["prompt_token_ids"] + made["token_ids"]
+    scored = (await complete(prompt, max_tokens=0, echo=True))["logprobs"]
+    assert scored["tokens"][-5:] == made["logprobs"]["tokens"]
+    generated = made["logprobs"]["token_logprobs"]
+    assert scored["token_logprobs"][-5:] == pytest.approx(generated, abs=0.1)  # bfloat16
+
+
+async def test_disconnect_frees_kv_blocks(real_replica: RunningReplica) -> None:
+    body = chat(stream=True, ignore_eos=True, max_tokens=1500, n=4)
+    async with real_replica.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        await anext(response.aiter_bytes())
+    while True:
+        load = (await real_replica.client.get("/load")).json()
+        if not load["server_load"] + load["running"] + load["waiting"]:
+            assert load["kv_blocks_used"] == 0
+            return
+
+
+async def test_metrics_count_real_engine_work(real_replica: RunningReplica) -> None:
+    text = (await real_replica.client.get("/metrics")).text
+    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    for name in ("generation_tokens_total", "prefix_hit_tokens_total", "step_tokens_count"):
+        assert float(shown[f'argosy_{name}{{model="{MODEL}"}}']) > 0
