@@ -149,24 +149,23 @@ def test_grammar_starts_after_reasoning_block() -> None:
     assert allowed_texts(constraint) == {"a", "ab"}
 
 
-@pytest.mark.parametrize("grammar", ["", AB])
-def test_budget_closes_reasoning_block(grammar: str) -> None:
-    reasoning = msgspec.structs.replace(THINK, budget=2)
-    constraint = create_constraint(SamplingParams(grammar=grammar, reasoning=reasoning))
-    constraint.accept([7, 8])
-    assert allowed_tokens(constraint) == [60]
-    constraint.accept([60])
-    assert allowed_tokens(constraint) == [62]
-    constraint.accept([62])
-    assert len(allowed_tokens(constraint)) == (2 if grammar else VOCAB_SIZE)
-
-
-def test_budget_of_zero_closes_block_at_once() -> None:
-    constraint = create_constraint(
-        SamplingParams(reasoning=ReasoningBlock(end_ids=(60,), start_ids=(70,), budget=0))
-    )
-    constraint.accept([70])
-    assert allowed_tokens(constraint) == [60]
+@pytest.mark.parametrize(
+    ("grammar", "block", "tokens", "after"),
+    [
+        ("", msgspec.structs.replace(THINK, budget=2), [7, 8], VOCAB_SIZE),
+        (AB, msgspec.structs.replace(THINK, budget=2), [7, 8], 2),
+        ("", ReasoningBlock(end_ids=(60, 62), start_ids=(70,), budget=0), [70], VOCAB_SIZE),
+    ],
+)
+def test_budget_closes_reasoning_block(
+    grammar: str, block: ReasoningBlock, tokens: list[int], after: int
+) -> None:
+    constraint = create_constraint(SamplingParams(grammar=grammar, reasoning=block))
+    constraint.accept(tokens)
+    for closing in block.end_ids:
+        assert allowed_tokens(constraint) == [closing]
+        constraint.accept([closing])
+    assert len(allowed_tokens(constraint)) == after
 
 
 def test_output_may_open_reasoning_block_or_begin_grammar() -> None:
@@ -461,22 +460,16 @@ def test_banned_tokens_are_not_sampled(core: EngineCore) -> None:
     assert not set(banned) & set(tokens[:5])
 
 
-class BlockedCore:
-    """Core whose grammars are not compiled until `release` is called."""
-
-    def __init__(self) -> None:
-        self.core = create_core(BUNDLED_MODEL, max_seqs=8)
-        self._released = threading.Event()
-        load = self.core._grammars._load_tokenizer  # noqa: SLF001 - the test delays the compiler
-        self.core._grammars._load_tokenizer = lambda: (self._released.wait(), load())[1]  # noqa: SLF001 - same
-
-    def release(self) -> None:
-        self._released.set()
+def blocked_core() -> tuple[EngineCore, threading.Event]:
+    """Return a core whose grammars are not compiled until an event is set."""
+    core, released = create_core(BUNDLED_MODEL, max_seqs=8), threading.Event()
+    load = core._grammars._load_tokenizer  # noqa: SLF001 - the test delays the compiler
+    core._grammars._load_tokenizer = lambda: (released.wait(), load())[1]  # noqa: SLF001 - same
+    return core, released
 
 
 def test_held_requests_have_no_row_and_time_out_or_abort() -> None:
-    blocked = BlockedCore()
-    core = blocked.core
+    core, released = blocked_core()
     outputs = {name: RequestOutput() for name in ("held", "slow", "gone", "free")}
     core.add(create_request("held", grammar=AB))
     core.add(msgspec.structs.replace(create_request("slow", grammar=AB), timeout_s=0.01))
@@ -492,7 +485,7 @@ def test_held_requests_have_no_row_and_time_out_or_abort() -> None:
     assert outputs["held"].finish is None
     assert (step.stats.held, step.stats.waiting) == (1, 1)
     assert core.has_work
-    blocked.release()
+    released.set()
     while core.has_work:
         for delta in core.step().deltas:
             outputs[delta.id].add(delta)
@@ -501,14 +494,24 @@ def test_held_requests_have_no_row_and_time_out_or_abort() -> None:
 
 
 def test_siblings_of_held_request_share_its_prompt() -> None:
-    blocked = BlockedCore()
+    core, released = blocked_core()
     request = create_request("0", grammar=AB)
-    threading.Timer(0.02, blocked.release).start()
-    outputs = run_requests(
-        blocked.core,
-        [
-            msgspec.structs.replace(request, id=str(i), parent_id="0" if i else None)
-            for i in range(4)
-        ],
-    )
-    assert all(outputs[str(i)].cached_tokens == len(request.prompt) - 1 for i in (1, 2, 3))
+    threading.Timer(0.02, released.set).start()
+    siblings = [msgspec.structs.replace(request, id=name, parent_id="0") for name in "123"]
+    outputs = run_requests(core, [request, *siblings])
+    assert all(outputs[name].cached_tokens == len(request.prompt) - 1 for name in "123")
+
+
+@pytest.mark.parametrize("reasoning", [None, ReasoningBlock(end_ids=(60, 62), budget=20)])
+def test_resumed_output_continues_with_the_same_tokens_and_logprobs(
+    core: EngineCore, reasoning: ReasoningBlock | None
+) -> None:
+    """As after the death of a core, which may happen inside the reasoning or inside a value of the document."""
+    grammar = json_grammar(SCHEMAS[1])
+    request = create_request("a", grammar=grammar, reasoning=reasoning, logprobs=0)
+    complete = run_requests(core, [request])["a"]
+    for cut in range(1, len(complete.tokens), 5):
+        resumed = msgspec.structs.replace(request, resumed_tokens=complete.tokens[:cut])
+        rest = run_requests(core, [resumed])["a"]
+        assert rest.tokens == complete.tokens[cut:]
+        assert rest.logprobs == complete.logprobs[cut:]

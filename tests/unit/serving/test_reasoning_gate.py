@@ -46,20 +46,3 @@ def test_a_closing_sequence_is_found_where_it_first_occurs(tokens: list[int]) ->
     if found is not None:
         assert gate.tokens == found
         assert sum(belongs) == found + len(end_ids)
-
-
-def test_a_used_up_budget_forces_the_closing_sequence() -> None:
-    gate = ReasoningGate(ReasoningBlock(end_ids=(7, 9), budget=2))
-    assert gate.forced_token is None
-    gate.accept(1)
-    gate.accept(2)
-    assert gate.forced_token == 7
-    gate.accept(7)
-    assert gate.forced_token == 9
-    gate.accept(9)
-    assert gate.is_past
-    assert gate.forced_token is None
-
-
-def test_a_budget_of_zero_closes_the_block_at_once() -> None:
-    assert ReasoningGate(ReasoningBlock(end_ids=(9,), budget=0)).forced_token == 9
