@@ -4,13 +4,16 @@ import itertools
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import structlog
 import torch
+from tests.support.export_gguf import export
 
 from argosy import LLM, ApiError, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
 from argosy.models import BUNDLED_MODEL
@@ -53,15 +56,6 @@ def test_token_ids_equal_their_text_as_prompt(llm: LLM) -> None:
     assert texts(by_list) == [by_text.outputs[0].text] * 2
 
 
-def test_max_tokens_sets_length_and_finish_reason(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
-    choice = llm.generate("The sun is", params)[0].outputs[0]
-    assert choice.finish_reason == "length"
-    assert len(choice.token_ids) == 7
-    assert choice.logprobs is None
-    assert choice.cumulative_logprob is None
-
-
 def test_seeded_choices_differ_and_repeat(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
     first = llm.generate("Once upon a time", params, n=4)[0]
@@ -69,22 +63,6 @@ def test_seeded_choices_differ_and_repeat(llm: LLM) -> None:
     assert [choice.index for choice in first.outputs] == [0, 1, 2, 3]
     assert [a.token_ids for a in first.outputs] == [a.token_ids for a in again.outputs]
     assert len({tuple(choice.token_ids) for choice in first.outputs}) > 1
-
-
-def test_unseeded_runs_differ(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=30, temperature=2.0, ignore_eos=True)
-    runs = {tuple(llm.generate("Once", params)[0].outputs[0].token_ids) for _ in range(4)}
-    assert len(runs) > 1
-
-
-def test_stop_string_truncates_text(llm: LLM) -> None:
-    complete = llm.generate("Once upon a time", GREEDY)[0].outputs[0].text
-    stop = complete.split()[3]
-    params = SamplingParams(max_tokens=100, temperature=0.0, stop=(stop,))
-    choice = llm.generate("Once upon a time", params)[0].outputs[0]
-    assert choice.text == complete[: complete.index(stop)]
-    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
-    assert texts(llm.generate("Once upon a time", GREEDY)) == [complete]
 
 
 def test_logprobs_cover_prompt_and_output(llm: LLM) -> None:
@@ -102,17 +80,25 @@ def test_logprobs_cover_prompt_and_output(llm: LLM) -> None:
 def test_sampling_params_per_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=k, temperature=0.0, ignore_eos=True) for k in (2, 5)]
     outputs = llm.generate(["One", "Two"], params)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
+    choices = [output.outputs[0] for output in outputs]
+    assert [len(choice.token_ids) for choice in choices] == [2, 5]
+    assert {(c.finish_reason, c.logprobs, c.cumulative_logprob) for c in choices} == {
+        ("length", None, None)
+    }
     with pytest.raises(ValueError, match="2 SamplingParams for 3 prompts"):
         llm.generate(["One", "Two", "Three"], params)
 
 
-def test_chat_renders_template(llm: LLM) -> None:
-    one = llm.chat(CONVERSATION, GREEDY)
-    two = llm.chat([CONVERSATION, CONVERSATION], GREEDY)
-    assert "Hello! How are you?" in one[0].prompt
-    assert one[0].prompt != "Hello! How are you?"
-    assert texts(two) == texts(one) * 2
+def test_gguf_file_answers_as_its_checkpoint_does(llm: LLM, tmp_path: Path) -> None:
+    """Weights, tokenizer, chat template and end of turn come from the file, and give the same text."""
+    export(BUNDLED_MODEL, tmp_path / "mini.gguf")
+    config = msgspec.structs.replace(CONFIG, model=str(tmp_path / "mini.gguf"))
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    (expected,) = llm.chat(CONVERSATION, params)
+    assert expected.outputs[0].finish_reason == "stop"
+    with LLM(config, progress="off") as gguf_llm:
+        (output,) = gguf_llm.chat(CONVERSATION, params)
+    assert output.outputs == expected.outputs
 
 
 TOKEN_ID_SHAPES: dict[str, Callable[[list[int]], Any]] = {
@@ -189,15 +175,17 @@ def test_seed_of_llm_makes_unseeded_requests_repeatable() -> None:
 def test_chat_accepts_vllm_arguments(llm: LLM) -> None:
     no_effect: dict[str, Any] = {"chat_template_content_format": "auto", "lora_request": None}
     (plain,) = llm.chat(CONVERSATION, GREEDY)
-    (by_name,) = llm.chat(
-        messages=iter([CONVERSATION]),
+    assert "Hello! How are you?" in plain.prompt
+    assert plain.prompt != "Hello! How are you?"
+    by_name, again = llm.chat(
+        messages=iter([CONVERSATION, CONVERSATION]),
         sampling_params=GREEDY,
         use_tqdm=False,
         add_generation_prompt=True,
         tools=None,
         **no_effect,
     )
-    assert by_name.outputs == plain.outputs
+    assert by_name.outputs == again.outputs == plain.outputs
     (unprompted,) = llm.chat(CONVERSATION, GREEDY, add_generation_prompt=False)
     assert plain.prompt.startswith(unprompted.prompt)
     assert plain.prompt != unprompted.prompt
@@ -321,6 +309,7 @@ INVALID_OPTIONS: dict[str, dict[str, Any]] = {
     "max_modellen.*max_model_len": {"max_modellen": 5},
     "tokenizer": {"tokenizer": "other"},
     "model_impl.*transformers": {"model_impl": "terratorch"},
+    "no directory": {"model": "/no/such/model"},
 }
 
 
@@ -385,11 +374,6 @@ def test_run_of_hours_has_no_deadline_unless_asked_for(
     assert [choice.finish_reason for choice in choices] == ["length"] * 3
     expected = None if timeout_s is None else "deadline"
     assert [choice.stop_reason for choice in choices] == [expected] * 3
-
-
-def test_missing_model_raises_value_error() -> None:
-    with pytest.raises(ValueError, match="no directory"):
-        LLM("/no/such/model")
 
 
 async def test_async_llm_equals_llm_and_streams(llm: LLM) -> None:
