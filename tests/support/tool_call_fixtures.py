@@ -193,7 +193,7 @@ def _split_text(text: str, parts: int) -> Iterable[str]:
         yield from (text[start:end] for start, end in pairwise(bounds))
 
 
-def parse(fixture: Fixture, chunks: Iterable[list[Piece]]) -> ParseResult:
+def parse_fixture(fixture: Fixture, chunks: Iterable[list[Piece]]) -> ParseResult:
     """Parse a fixture's output and return what a client receives."""
     output_format = format_of(fixture)
     parser = OutputParser(

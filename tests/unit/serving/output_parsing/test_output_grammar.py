@@ -185,8 +185,17 @@ def test_accepts_every_complete_fixture_that_it_should(fixture_id: str) -> None:
     assert bool(rest) == (fixture_id in FORBIDDEN), rest
 
 
-@pytest.mark.parametrize("mode", ["auto", "required", "named"])
-@pytest.mark.parametrize("vocabulary", ["tokens", "text"])
+@pytest.mark.parametrize(
+    ("vocabulary", "mode"),
+    [
+        ("tokens", "auto"),
+        ("text", "auto"),
+        ("tokens", "required"),
+        pytest.param("text", "required", marks=pytest.mark.exhaustive),
+        pytest.param("tokens", "named", marks=pytest.mark.exhaustive),
+        ("text", "named"),
+    ],
+)
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_accepts_a_call_as_the_family_writes_it_and_masks_what_is_wrong(
     name: str, vocabulary: str, mode: ToolChoiceMode
@@ -218,14 +227,11 @@ def test_demands_a_call_only_in_the_modes_that_do(name: str) -> None:
     text = CallRenderer(output_format).syntax(
         "<|channel|>final<|message|>Hello!" if name == "gpt-oss" else "Hello!"
     )
-    modes: list[tuple[ToolChoiceMode, bool]] = [
-        ("auto", True),
-        ("required", False),
-        ("named", False),
-    ]
-    for mode, accepted in modes:
+    modes: tuple[ToolChoiceMode, ...] = ("auto", "required", "named")
+    for mode in modes:
         grammar = grammar_of(matcher, output_format, mode=mode)
-        assert matcher.accepts(grammar, text) == accepted
+        constraints.check_grammar(grammar, "tools")  # as the gateway does
+        assert matcher.accepts(grammar, text) == (mode == "auto")
     assert grammar_of(matcher, output_format, mode="none") == ""
 
 
@@ -289,13 +295,6 @@ def test_a_strict_tool_that_cannot_be_enforced_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-def test_the_same_request_has_the_same_grammar(name: str) -> None:
-    output_format = special(name)
-    matcher = GrammarMatcher(output_format)
-    assert grammar_of(matcher, output_format) == grammar_of(matcher, output_format)
-
-
-@pytest.mark.parametrize("name", CALL_FORMATS)
 def test_reasoning_that_begins_with_ordinary_text_is_part_of_the_grammar(name: str) -> None:
     output_format = FORMATS[name].with_vocabulary(frozenset[str]().__contains__)
     if not output_format.thinking:
@@ -307,14 +306,6 @@ def test_reasoning_that_begins_with_ordinary_text_is_part_of_the_grammar(name: s
     if name == "gpt-oss":
         reasoning.append("<|start|>assistant")
     assert matcher.accepts(grammar, [*reasoning, *CallRenderer(output_format).render([CALL])])
-
-
-@pytest.mark.parametrize("mode", ["auto", "required"])
-@pytest.mark.parametrize("name", CALL_FORMATS)
-def test_grammars_pass_the_check_that_a_gateway_makes(name: str, mode: ToolChoiceMode) -> None:
-    output_format = special(name)
-    grammar = grammar_of(GrammarMatcher(output_format), output_format, mode=mode)
-    constraints.check_grammar(grammar, "tools")
 
 
 @pytest.mark.parametrize(
