@@ -73,13 +73,6 @@ def test_free_text_has_no_constraint(fields: dict[str, Any]) -> None:
     assert read_constraint(fields) is None
 
 
-def test_relaxations_of_a_request_have_pointers() -> None:
-    schema = {"properties": {"tags": {"uniqueItems": True}}}
-    constraint = read_constraint({"guided_json": schema})
-    assert constraint is not None
-    assert [item.pointer for item in constraint.relaxations] == ["#/properties/tags/uniqueItems"]
-
-
 def test_grammar_may_name_special_tokens() -> None:
     constraint = read_constraint({"ebnf": 'start: <think> "a"'})
     assert constraint is not None
