@@ -10,9 +10,9 @@ import sys
 import pytest
 
 PROGRAM = """
-import asyncio, logging, structlog
+import asyncio, logging, structlog, sys
 from argosy.telemetry import configure_logging, bind_request
-configure_logging("json")
+configure_logging(sys.argv[1])
 log = structlog.get_logger("argosy.test")
 async def answer():
     bind_request("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
@@ -26,6 +26,14 @@ asyncio.run(answer())
 log.debug("hidden")
 log.info("after")
 """
+ODD_TEXTS = """
+for path in ("/a\\x1b[2J\\0\\u202e", "/b\\n2026 [error] all is lost\\r"):
+    log.warning("request", path=path, text="grün")
+"""
+UNDECODABLE_PATHS = """
+log.error("full", folder="/srv/caf\\udce9", rows=2)
+logging.getLogger("library").warning("in %s", "/srv/caf\\udce9")
+"""
 
 
 def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,9 +43,9 @@ def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_json_lines_have_request_and_trace_ids() -> None:
-    process = run_program(PROGRAM)
-    served, library, failed, after = map(json.loads, process.stderr.splitlines())
+def test_json_lines_have_request_and_trace_ids_and_any_path() -> None:
+    process = run_program(PROGRAM + UNDECODABLE_PATHS, "json")
+    served, library, failed, after, full, path = map(json.loads, process.stderr.splitlines())
     assert served["event"] == "served"
     assert (served["level"], failed["level"], after["level"]) == ("info", "error", "info")
     assert served["route"] == "/x"
@@ -46,37 +54,24 @@ def test_json_lines_have_request_and_trace_ids() -> None:
     assert library["event"] == "look here"
     assert "ValueError: broken" in failed["exception"]
     assert "request_id" not in after
+    assert (full["event"], full["folder"], full["rows"]) == ("full", "/srv/caf\udce9", 2)
+    assert path["event"] == "in /srv/caf\udce9"
     assert not process.stdout
 
 
-def test_console_lines_have_request_id_and_traceback() -> None:
-    process = run_program(PROGRAM.replace('"json"', '"console"'))
-    served, library, failed, *traceback, after = process.stderr.splitlines()
+def test_console_lines_have_request_id_and_traceback_and_no_control_characters() -> None:
+    process = run_program(PROGRAM + ODD_TEXTS, "console")
+    served, library, failed, *traceback, after, a, b = process.stderr.splitlines()
     assert all(part in served for part in ("served", "argosy.test", "route=/x", "request_id=req_1"))
     assert all(part in library for part in ("look here", "library", "request_id=req_1"))
     assert "failed" in failed
     assert "ValueError: broken" in traceback[-1]
     assert "after" in after
+    for line, path in ((a, "/a"), (b, "/b")):
+        assert path in line
+        assert line.isprintable()
+        assert line.endswith("text=grün")
     assert not process.stdout
-
-
-CONTROL_CHARACTERS = """
-import structlog
-from argosy.telemetry import configure_logging
-configure_logging("console")
-log = structlog.get_logger("argosy.test")
-for path in ("/a\\x1b[2J\\0\\u202e", "/b\\n2026 [error] all is lost\\r"):
-    log.warning("request", path=path, text="grün")
-"""
-
-
-def test_control_characters_are_escaped_in_console_lines() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", CONTROL_CHARACTERS], capture_output=True, check=True
-    )
-    lines = process.stderr.decode().splitlines()
-    assert [path in line for path, line in zip(("/a", "/b"), lines, strict=True)] == [True, True]
-    assert all(line.isprintable() and line.endswith("text=grün") for line in lines)
 
 
 CLOSED_STDERR = """
@@ -102,22 +97,6 @@ def test_closed_stderr_does_not_stop_the_process(log_format: str) -> None:
     process = run_program(CLOSED_STDERR, log_format)
     assert process.stdout == "continued\n"
     assert "before" in process.stderr
-
-
-UNDECODABLE_PATH = """
-import logging, structlog
-from argosy.telemetry import configure_logging
-configure_logging("json")
-structlog.get_logger("argosy.test").error("full", folder="/srv/caf\\udce9", rows=2)
-logging.getLogger("library").warning("in %s", "/srv/caf\\udce9")
-"""
-
-
-def test_undecodable_paths_are_logged() -> None:
-    process = run_program(UNDECODABLE_PATH)
-    own, library = map(json.loads, process.stderr.splitlines())
-    assert (own["event"], own["folder"], own["rows"]) == ("full", "/srv/caf\udce9", 2)
-    assert library["event"] == "in /srv/caf\udce9"
 
 
 BUFFERED_BY_LOOP = """

@@ -89,9 +89,6 @@ def test_failing_template_is_a_client_error(source: str) -> None:
     assert render_error(source).code == "chat_template_error"
 
 
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("source", "limit"),
     [
@@ -134,20 +131,6 @@ def test_killed_render_process_is_replaced(is_rendering: bool) -> None:
         if not is_rendering:
             rendered = threads.submit(chat.render, HELLO)
         assert rendered.result().startswith("<|user|>")
-
-
-def test_hostile_templates_do_not_delay_others() -> None:
-    hostile, benign = template(LOOPS), template(TEMPLATE)
-    with ThreadPoolExecutor() as threads:
-        stopped = [threads.submit(hostile.render, HELLO) for _ in range(4)]
-        for _ in range(20):
-            benign.render(HELLO)
-        assert not all(future.done() for future in stopped)
-        errors = [future.exception() for future in stopped]
-    assert {error.code for error in errors if isinstance(error, ApiError)} == {
-        "chat_template_limit_exceeded"
-    }
-    assert benign.render(HELLO).startswith("<|user|>")
 
 
 @pytest.mark.parametrize(
@@ -199,32 +182,18 @@ def test_developer_role_becomes_system_unless_template_supports_it() -> None:
     assert template(branching).render(messages) == "known"
 
 
-def test_template_precedence_is_override_then_file_then_config(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    assert ChatTemplate.load(tmp_path).render(HELLO).startswith("<|user|>user: Hello")
-    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
-    assert ChatTemplate.load(tmp_path).render(HELLO) == "file <|end|>"
-    override = tmp_path / "mine.jinja"
-    override.write_text("mine {{ bos_token }}")
-    assert ChatTemplate.load(tmp_path, str(override)).render(HELLO) == "mine <|begin|>"
-
-
-def test_named_templates_are_used_without_and_with_tools(tmp_path: Path) -> None:
-    templates = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": "plain"},
-    ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    template = ChatTemplate.load(tmp_path)
-    assert template.render(HELLO) == "plain"
-    assert template.render(HELLO, tools=[{"function": {"name": "f"}}]) == "tools"
-
-
 PLACES = {
     "chat_template.jinja": "from the file",
     "additional_chat_templates/tool_use.jinja": "from the folder",
     "tokenizer_config.json": json.dumps({"chat_template": "from the tokenizer"}),
-    "chat_template.json": json.dumps({"chat_template": "from the processor"}),
+    "chat_template.json": json.dumps(
+        {
+            "chat_template": [
+                {"name": "tool_use", "template": "with tools"},
+                {"name": "default", "template": "from the processor"},
+            ]
+        }
+    ),
 }
 
 
@@ -235,7 +204,7 @@ PLACES = {
         ([0, 2, 3], "from the file", "from the file"),
         ([1, 2], None, "from the folder"),
         ([2, 3], "from the tokenizer", "from the tokenizer"),
-        ([3], "from the processor", "from the processor"),
+        ([3], "from the processor", "with tools"),
     ],
 )
 def test_templates_are_found_as_in_transformers(
@@ -262,12 +231,16 @@ def test_templates_are_found_as_in_transformers(
         assert template.render(HELLO) == plain
 
 
-def test_named_template_is_selected(tmp_path: Path) -> None:
+def test_named_template_or_file_is_selected(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
     with pytest.raises(ValueError, match=r"rag.*--chat-template"):
         ChatTemplate.load(tmp_path)
     assert ChatTemplate.load(tmp_path, "rag").render(HELLO) == "rag"
+    override = tmp_path / "mine.jinja"
+    override.write_text("mine {{ bos_token }}{{ eos_token }}")
+    assert ChatTemplate.load(tmp_path, str(override)).render(HELLO) == "mine <|begin|><|end|>"
 
 
 def test_unreadable_template_error_names_the_file(tmp_path: Path) -> None:

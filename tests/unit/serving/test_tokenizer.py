@@ -23,7 +23,6 @@ from tests.support.vocabularies import (
 )
 from tokenizers import decoders, models
 
-from argosy.engine.serving.text.checkpoint_files import read_special_tokens
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 TOKENIZERS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
@@ -93,12 +92,6 @@ def test_special_tokens_are_skipped_on_demand() -> None:
     assert tokenizer.decode(ids) == "the"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|user|>the<|end|>"
     assert tokenizer.special_ids.issuperset([ids[0], ids[-1]])
-
-
-def test_special_tokens_are_added_on_demand() -> None:
-    tokenizer = TOKENIZERS["sentencepiece"]
-    assert tokenizer.encode("the")[0] == BACKENDS["sentencepiece"].get_vocab()["<s>"]
-    assert tokenizer.encode("the") == [1, *tokenizer.encode("the", add_special_tokens=False)]
 
 
 def test_ids_outside_the_vocabulary_have_no_text(tokenizer_type: str) -> None:
@@ -175,11 +168,6 @@ def test_eos_ids_are_collected_from_all_files(
     assert [tokenizer.token_text(i) for i in tokenizer.eos_token_ids] == expected_tokens
 
 
-def test_special_tokens_are_read_by_name(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    assert read_special_tokens(tmp_path) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-
-
 def declared(content: str, **flags: bool) -> dict[str, object]:
     """Return an entry of `added_tokens_decoder`."""
     names = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -250,39 +238,44 @@ def test_declared_token_without_embedding_stays_text(tmp_path: Path) -> None:
     ]
 
 
-def test_declared_token_with_another_id_is_refused(tmp_path: Path) -> None:
+DECLARED = "tokenizer_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            DECLARED,
+            {"added_tokens_decoder": {str(NEXT_ID + 5): declared("<|assistant|>")}},
+            rf"tokenizer_config\.json.*'<\|assistant\|>'.*{NEXT_ID + 5}.*{NEXT_ID}",
+        ),
+        *(
+            (DECLARED, {"added_tokens_decoder": entries}, r"tokenizer_config\.json.*added_tokens")
+            for entries in (3, {"x": {}}, {"5": {"content": 3}}, {"5": "a"})
+        ),
+        (
+            "config.json",
+            {"text_config": {"vocab_size": 200}},
+            r"the tokenizer of.*vocab_size.*200",
+        ),
+        *(
+            ("tokenizer.json", content, r"tokenizer\.json")
+            for content in ("", "{", "[]", '{"model": 3}')
+        ),
+        ("tokenizer.json", None, "save_pretrained"),
+    ],
+    ids=str,
+)
+def test_file_that_cannot_be_used_is_named(
+    tmp_path: Path, file: str, content: object, message: str
+) -> None:
+    """Content is None for a missing file."""
     write_checkpoint(tmp_path)
-    decoder = {str(NEXT_ID + 5): declared("<|assistant|>")}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
-    message = rf"tokenizer_config\.json.*'<\|assistant\|>'.*{NEXT_ID + 5}.*{NEXT_ID}"
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("decoder", [3, {"x": {}}, {"5": {"content": 3}}, {"5": "a"}])
-def test_invalid_declared_tokens_are_refused(tmp_path: Path, decoder: object) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json.*added_tokens_decoder"):
-        Tokenizer.load(tmp_path)
-
-
-def test_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 200}}')
-    with pytest.raises(ValueError, match=r"the tokenizer of.*vocab_size.*200"):
-        Tokenizer.load(tmp_path)
-
-
-def test_missing_tokenizer_error_suggests_save_pretrained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save_pretrained"):
-        Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
-def test_invalid_tokenizer_file_is_a_value_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
 
