@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -246,7 +247,7 @@ def test_queued_tokens_are_reported_as_zero_after_abort(core: EngineCore) -> Non
     [{"prompt": [5] * 9000}, {"params": msgspec.structs.replace(GREEDY, max_tokens=10_000)}],
 )
 def test_invalid_request_that_reaches_core_gets_error(
-    core: EngineCore, changes: dict[str, object]
+    core: EngineCore, changes: dict[str, Any]
 ) -> None:
     output = run_requests(core, [create_request("a", **changes)])["a"]
     assert output.finish == "error"

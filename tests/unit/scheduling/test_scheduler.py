@@ -284,8 +284,9 @@ def pooling_harness(lengths: list[int]) -> SchedulerHarness:
     )
     pooling = PoolingParams(reads_all_tokens=True)
     for index, length in enumerate(lengths):
-        fields = {"tenant": str(index % 2), "tier": index % 3, "pooling": pooling}
-        harness.add(str(index), [1] * length, 0, **fields)
+        harness.add(
+            str(index), [1] * length, 0, tenant=str(index % 2), tier=index % 3, pooling=pooling
+        )
     return harness
 
 

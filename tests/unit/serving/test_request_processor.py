@@ -295,6 +295,15 @@ def test_special_tokens_are_added_to_prompts_but_not_to_chats() -> None:
 
 ANSWER = {"role": "assistant", "content": "the cat"}
 MARK = {"cache_control": {"type": "ephemeral"}}
+EXTRA_FIELDS: list[dict[str, Any]] = [
+    {"annotations": []},
+    {"annotations": None, "audio": None, "function_call": None, "tool_calls": None},
+    {"refusal": None, "parsed": None},
+    {"parsed": {"name": "x"}},
+    {"provider_specific_fields": {"refusal": None}},
+    {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+    {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+]
 
 
 @pytest.mark.parametrize(
@@ -309,18 +318,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
             {"role": "user", "content": [{"type": "text", "text": "hello"} | MARK]} | MARK,
             {"role": "user", "content": "hello"},
         ),
-        *(
-            (ANSWER | extra_fields, ANSWER)
-            for extra_fields in (
-                {"annotations": []},
-                {"annotations": None, "audio": None, "function_call": None, "tool_calls": None},
-                {"refusal": None, "parsed": None},
-                {"parsed": {"name": "x"}},
-                {"provider_specific_fields": {"refusal": None}},
-                {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
-                {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
-            )
-        ),
+        *((ANSWER | extra_fields, ANSWER) for extra_fields in EXTRA_FIELDS),
     ],
 )
 def test_equivalent_messages_give_the_same_prompt(
@@ -625,14 +623,13 @@ def test_huge_prompt_is_rejected_without_full_encoding(text: str) -> None:
 )
 def test_any_body_gives_valid_requests_or_an_api_error(body: dict[str, Any], prompt: Any) -> None:  # noqa: ANN401 - JSON
     request_body = CompletionRequest(model="m", prompt=prompt, **body)
+    refusal: ApiError | None = None
     try:
         prepared = PROCESSOR.prepare_completion(request_body, HEADERS)
     except ApiError as error:
-        refused = (error.status, error.param in {"prompt", *body})
-    else:
-        refused = None
-    if refused is not None:
-        assert refused == (400, True)
+        refusal = error
+    if refusal is not None:
+        assert (refusal.status, refusal.param in {"prompt", *body}) == (400, True)
         return
     for request in prepared.requests:
         params_ = request.params
@@ -652,7 +649,7 @@ def test_any_body_gives_valid_requests_or_an_api_error(body: dict[str, Any], pro
             params_.min_p,
             params_.repetition_penalty,
             params_.presence_penalty,
-            request.timeout_s,
+            request.timeout_s or 0.0,
             *params_.logit_bias.values(),
         ]
         assert all(math.isfinite(x) for x in numbers)

@@ -251,7 +251,7 @@ DECLARED = "tokenizer_config.json"
         ),
         *(
             (DECLARED, {"added_tokens_decoder": entries}, r"tokenizer_config\.json.*added_tokens")
-            for entries in (3, {"x": {}}, {"5": {"content": 3}}, {"5": "a"})
+            for entries in list[object]([3, {"x": {}}, {"5": {"content": 3}}, {"5": "a"}])
         ),
         (
             "config.json",
