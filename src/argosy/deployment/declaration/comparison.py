@@ -91,9 +91,7 @@ class _Difference(NamedTuple):
 def compare_fleets(old: FleetConfig | None, new: FleetConfig) -> tuple[PlannedChange, ...]:
     """Return all differences between two declarations, in the order of the declaration.
 
-    Args:
-        old: The running declaration, which is valid. None if nothing runs.
-        new: The declaration to apply, which is valid.
+    Both are valid. `old` is None if nothing runs.
     """
     if old is None:
         return tuple(_plan_first_start(new))
@@ -132,13 +130,24 @@ class _Effects:
 
     def plan(self, difference: _Difference) -> PlannedChange:
         """Return a difference with its effect."""
-        section = difference.path[0]
+        section, name = difference.path[0], difference.item
         if section == "pools":
             return self._plan_pool(difference)
         if section == "models" and difference.setting in _MODEL_IDENTITY:
-            return self._plan_replacement(difference, self._pools_with_other_model(difference))
+            models = [
+                msgspec.structs.replace(model, **{difference.setting: difference.new})
+                if model.name == name
+                else model
+                for model in self._old.models
+            ]
+            return self._plan_replacement(
+                difference, self._replaced_pools("model", name, models=models)
+            )
         if section == "kubernetes":
-            return self._plan_replacement(difference, self._pools_with_other_pods(difference))
+            settings = {name: getattr(self._new.kubernetes, name)}
+            kubernetes = msgspec.structs.replace(self._old.kubernetes, **settings)
+            pools = self._replaced_pools("launcher", "kubernetes", kubernetes=kubernetes)
+            return self._plan_replacement(difference, pools)
         if section == "engines":
             return self._plan_engine(difference)
         if section == "gateways":
@@ -166,8 +175,9 @@ class _Effects:
             )
             self._counted_pools.add(name)
             return _plan_count(difference, name, added)
-        if setting in {"model", "engine"} or self._has_other_digest(
-            old, msgspec.structs.replace(old, **{setting: getattr(new, setting)}), self._old
+        changed = msgspec.structs.replace(old, **{setting: getattr(new, setting)})
+        if setting in {"model", "engine"} or (
+            replica_digest(self._old, old) != replica_digest(self._old, changed)
         ):
             return self._plan_replacement(difference, [name])
         return _build_change(difference, ChangeEffect.NONE)
@@ -179,50 +189,27 @@ class _Effects:
             return _build_change(difference, ChangeEffect.NONE)  # no running replica uses it
         if difference.setting == "kind":
             return _build_change(difference, ChangeEffect.GATEWAY_RELOAD)
-        changed = msgspec.structs.replace(self._old, engines={**self._old.engines, name: engine})
-        pools = [
-            pool.name
-            for pool in self._old.pools
-            if pool.engine == name and self._has_other_digest(pool, pool, changed)
-        ]
+        engines = {**self._old.engines, name: engine}
+        pools = self._replaced_pools("engine", name, engines=engines)
         return self._plan_replacement(difference, pools)
 
-    def _pools_with_other_model(self, difference: _Difference) -> list[str]:
-        name, setting = difference.item, difference.setting
-        models = [
-            msgspec.structs.replace(model, **{setting: difference.new})
-            if model.name == name
-            else model
-            for model in self._old.models
-        ]
-        changed = msgspec.structs.replace(self._old, models=models)
+    def _replaced_pools(self, setting: str, value: str, **sections: object) -> list[str]:
+        """Return the pools with a setting whose replicas differ if sections of the old declaration change."""
+        changed = msgspec.structs.replace(self._old, **sections)
         return [
             pool.name
             for pool in self._old.pools
-            if pool.model == name and self._has_other_digest(pool, pool, changed)
+            if getattr(pool, setting) == value
+            and replica_digest(self._old, pool) != replica_digest(changed, pool)
         ]
-
-    def _pools_with_other_pods(self, difference: _Difference) -> list[str]:
-        setting = difference.path[1]
-        kubernetes = msgspec.structs.replace(
-            self._old.kubernetes, **{setting: getattr(self._new.kubernetes, setting)}
-        )
-        changed = msgspec.structs.replace(self._old, kubernetes=kubernetes)
-        return [
-            pool.name for pool in self._old.pools if self._has_other_digest(pool, pool, changed)
-        ]
-
-    def _has_other_digest(self, old: PoolConfig, new: PoolConfig, new_config: FleetConfig) -> bool:
-        return replica_digest(self._old, old) != replica_digest(new_config, new)
 
     def _plan_replacement(self, difference: _Difference, names: Sequence[str]) -> PlannedChange:
         """Plan the replacement of the replicas of those of the pools that remain."""
-        old = [pool for pool in map(self._old.find_pool, names) if pool is not None]
         new = [pool for pool in map(self._new.find_pool, names) if pool is not None]
         if not new:
             return _build_change(difference, ChangeEffect.NONE)
-        remaining = {pool.name for pool in new}
-        counts = {pool.name: _count_replicas(pool) for pool in old if pool.name in remaining}
+        old = [pool for pool in map(self._old.find_pool, names) if pool is not None]
+        counts = {pool.name: _count_replicas(self._old.find_pool(pool.name)) for pool in new}
         if all(pool.rollout is not None for pool in (*old, *new)):
             return _build_change(
                 difference,
@@ -268,12 +255,7 @@ def _plan_count(difference: _Difference, pool: str, added: int) -> PlannedChange
 def _build_change(
     difference: _Difference,
     effect: ChangeEffect,
-    *,
-    pools: tuple[str, ...] = (),
-    count: int = 0,
-    at_once: int = 0,
-    max_unavailable: int = 0,
-    rollout: tuple[str, ...] = (),
+    **fields: Any,  # noqa: ANN401 - of the change
 ) -> PlannedChange:
     path, old, new = difference
     action = ChangeAction.CHANGE
@@ -285,11 +267,7 @@ def _build_change(
         old=to_document(old),
         new=to_document(new),
         effect=effect,
-        pools=pools,
-        count=count,
-        at_once=at_once,
-        max_unavailable=max_unavailable,
-        rollout=rollout,
+        **fields,
     )
 
 
