@@ -16,6 +16,7 @@ from argosy.deployment import (
     ModelConfig,
     PoolConfig,
     ReplicaConfig,
+    ReplicaRecord,
     RolloutConfig,
     build_gateway_config,
     find_engine,
@@ -33,15 +34,6 @@ from argosy.store import FleetRevision, StoreConfig
 GATEWAY_LAUNCHER = "local"
 
 
-class RoutedMember(msgspec.Struct, frozen=True):
-    """Replica in the rotation, with the address at which gateways reach it."""
-
-    name: str
-    pool: str
-    generation: int
-    url: str
-
-
 class VersionTarget(NamedTuple):
     """Desired replicas of one version of a pool."""
 
@@ -56,9 +48,7 @@ class DeclaredFleet:
     """A revision in force, and the earlier ones whose replicas may still run.
 
     Args:
-        revision: The revision in force.
         known: The latest revisions, newest first, in which the settings of earlier generations are found.
-        folder: Folder for the settings of the gateways.
         store_url: URL of the store, for gateways whose declaration names none.
 
     Raises:
@@ -116,10 +106,8 @@ class DeclaredFleet:
     ) -> DesiredFleet:
         """Return what the fleet shall consist of.
 
-        Args:
-            scaled: Number of replicas of the pools for which an autoscaler decides.
-            versions: Versions of the pools that have rollouts.
-            undecided: Pools to leave out, about which nothing may be done.
+        `scaled` are the numbers of replicas for which an autoscaler decides. Nothing may be done about `undecided`
+        pools.
         """
         pools = [
             self._desired_pool(pool, target)
@@ -205,7 +193,7 @@ class DeclaredFleet:
         pool_config = self.config.find_pool(pool)
         return "" if pool_config is None else self.config.model_of(pool_config).source or ""
 
-    def published_models(self, members: Iterable[RoutedMember]) -> list[ModelConfig]:
+    def published_models(self, members: Iterable[ReplicaRecord]) -> list[ModelConfig]:
         """Return the models with the replicas that gateways shall route to.
 
         These are the servers that the declaration lists by URL, and the members of the rotation.
@@ -222,7 +210,7 @@ class DeclaredFleet:
             for model in build_gateway_config(self.config).models
         ]
 
-    def published_replica(self, member: RoutedMember) -> ReplicaConfig:
+    def published_replica(self, member: ReplicaRecord) -> ReplicaConfig:
         """Return a member of the rotation as the gateways know it."""
         engine = self._find_engine(member.pool, member.generation)
         kind = "auto" if engine is None else engine.kind

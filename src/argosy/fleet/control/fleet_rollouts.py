@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from argosy.deployment import RolloutDocuments, read_rollout_documents
-from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember, VersionTarget
+from argosy.deployment import ReplicaRecord, RolloutDocuments, read_rollout_documents
+from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
-from argosy.fleet.control.pinned_prompts import RolloutChecks
 from argosy.fleet.control.pool_rollout import PoolRollout, PoolSnapshot, RolloutMeans
 from argosy.fleet.control.rollout_evidence import ErrorBudgetReader, OutcomePoller
-from argosy.fleet.control.rollout_writer import RolloutEvents, RolloutWriter
+from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.gateway import PublishedVersions
 from argosy.policy.reconciliation import ObservedReplica
@@ -24,13 +24,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet"
 
 
 class FleetRollouts:
-    """Rollouts of the pools that declare them. Not thread-safe: use it from one event loop.
-
-    Args:
-        journal: The term, whose records it updates.
-        observer: Source of the loads of replicas.
-        publisher: Source of the routes that the gateways follow.
-    """
+    """Rollouts of the pools that declare them. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self, journal: TermJournal, observer: FleetObserver, publisher: GatewayPublisher
@@ -42,11 +36,9 @@ class FleetRollouts:
             journal=journal,
             observer=observer,
             publisher=publisher,
-            writer=RolloutWriter(self._store, self._fleet),
+            writer=RolloutWriter(journal),
             poller=OutcomePoller(publisher, journal.wake),
-            checks=RolloutChecks(journal.wake),
             budgets=ErrorBudgetReader(journal.store.ledger),
-            events=RolloutEvents(journal),
         )
         self._pools: dict[str, PoolRollout] = {}
         self._invalid_documents = ""
@@ -73,7 +65,8 @@ class FleetRollouts:
 
     async def close(self) -> None:
         """End all checks."""
-        await self._means.checks.close()
+        checks = [pool.check.cancel() for pool in self._pools.values()]
+        await asyncio.gather(*filter(None, checks), return_exceptions=True)
 
     def on_saved(self) -> None:
         """Record that the store has the evidence that the last decisions rest on."""
@@ -89,11 +82,7 @@ class FleetRollouts:
     ) -> None:
         """Decide about all pools, and store the decisions.
 
-        Args:
-            declared: The declaration in force.
-            replicas: All replicas.
-            counts: Number of replicas of the pools for which an autoscaler decides.
-            now: Seconds since the epoch.
+        `counts` are the numbers of replicas of the pools for which an autoscaler decides.
 
         Raises:
             StoreError: The store cannot be used. The next call continues.
@@ -129,8 +118,8 @@ class FleetRollouts:
             await self._pools[name].decide(snapshot)
 
     def publish(
-        self, declared: DeclaredFleet, members: Sequence[RoutedMember]
-    ) -> tuple[list[RoutedMember], list[PublishedVersions]]:
+        self, declared: DeclaredFleet, members: Sequence[ReplicaRecord]
+    ) -> tuple[list[ReplicaRecord], list[PublishedVersions]]:
         """Return the members of the rotation that serve by default, and the versions of all pools with rollouts.
 
         The replicas of a version that a rollout adds or removes are part of its version only. All others serve by
@@ -168,15 +157,15 @@ class FleetRollouts:
         """End the rollouts of a pool that declares none any more."""
         if await self._means.writer.release(stored, now):
             self._forget(stored.pool)
-            self._means.events.report_end(stored.pool)
         else:
             self._means.journal.wake.set()
 
     def _forget(self, pool: str) -> None:
         rollout, sources = self._pools.pop(pool, None), self._means.poller.sources
-        self._means.checks.forget(pool)
-        for model, (_, evidence) in list(sources.items()):
-            if rollout is not None and evidence is rollout.evidence:
-                del sources[model]
+        if rollout is not None:
+            rollout.check.cancel()
+            for model, (_, evidence) in list(sources.items()):
+                if evidence is rollout.evidence:
+                    del sources[model]
         for name in [each for each in self._records.rollouts if each.partition("/")[2] == pool]:
             del self._records.rollouts[name]

@@ -17,7 +17,7 @@ from argosy.deployment import (
     ReplicaRecord,
     list_known_revisions,
 )
-from argosy.fleet.control.declared_fleet import DeclaredFleet, RoutedMember
+from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
@@ -243,8 +243,8 @@ class LeaderTerm:
     def _publish(self, declared: DeclaredFleet) -> None:
         """Publish the rotation to the gateways if it has changed."""
         members = [
-            RoutedMember(record.name, record.pool, record.generation, record.url)
-            for record in sorted(self._records.replicas.values(), key=lambda record: record.name)
+            record
+            for _, record in sorted(self._records.replicas.items())
             if record.in_rotation and record.url
         ]
         members, versions = self._rollouts.publish(declared, members)

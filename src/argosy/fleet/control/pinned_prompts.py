@@ -6,8 +6,6 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import httpx2
@@ -87,14 +85,9 @@ async def check_pinned_prompts(
 ) -> CheckResult:
     """Send each pinned prompt to each replica of a candidate. One wrong answer is a failure.
 
-    Args:
-        stable_url: A replica of the stable version, as the reference for `expect: same`. None if none is ready, or if
-            there is no reason to expect its answers.
-        candidate_urls: All ready replicas of the candidate.
-        model: Name of the model at the replicas.
-        prompts: Declared prompts. None for the default ones, empty for no check.
-        same_weights: Whether both versions have the same weights and arithmetic, so that their answers have the same
-            bytes.
+    `stable_url` is a replica of the stable version, the reference for `expect: same`; None if none is ready. With
+    `same_weights` both versions have the same weights and arithmetic, so that their answers have the same bytes.
+    `prompts` is None for the default ones, and empty for no check.
     """
     if not candidate_urls:
         return CheckResult(CheckStatus.PENDING, "no replica of the candidate is ready")
@@ -198,63 +191,52 @@ def _shorten(text: str) -> str:
     return repr(shown)
 
 
-@dataclass(slots=True)
-class _Check:
-    rollout: str
-    task: asyncio.Task[CheckResult]
-    started_at: float
-
-
-class RolloutChecks:
-    """Checks of candidates. Not thread-safe: use it from one event loop.
+class PinnedPromptCheck:
+    """Latest check of a candidate of one pool. Not thread-safe: use it from one event loop.
 
     Args:
+        pool: Name of the pool.
         wake: Set when a check has a result.
     """
 
-    def __init__(self, wake: asyncio.Event) -> None:
+    def __init__(self, pool: str, wake: asyncio.Event) -> None:
+        self._pool = pool
         self._wake = wake
-        self._checks: dict[str, _Check] = {}
-        """Latest check of each pool, by its name."""
+        self._rollout = ""
+        self._task: asyncio.Task[CheckResult] | None = None
+        self._started_at = 0.0
 
-    def result(self, pool: str, rollout: str) -> CheckResult:
+    def result(self, rollout: str) -> CheckResult:
         """Return the latest result for a rollout. A check that failed to run has none."""
-        check = self._checks.get(pool)
-        if check is None or check.rollout != rollout or not check.task.done():
+        task = self._task
+        if task is None or rollout != self._rollout or not task.done():
             return _PENDING
-        if check.task.cancelled() or check.task.exception() is not None:
+        if task.cancelled() or task.exception() is not None:
             return _PENDING
-        return check.task.result()
+        return task.result()
 
-    def run(self, pool: str, rollout: str, send: Callable[[], Awaitable[CheckResult]]) -> None:
+    def run(self, rollout: str, send: Callable[[], Awaitable[CheckResult]]) -> None:
         """Run a check unless one runs, or has a result other than pending."""
-        check, now = self._checks.get(pool), time.monotonic()
-        if check is not None and check.rollout == rollout:
-            is_recent = now - check.started_at < RETRY_INTERVAL_S
-            if not check.task.done() or is_recent:
+        now = time.monotonic()
+        if self._task is not None and rollout == self._rollout:
+            is_recent = now - self._started_at < RETRY_INTERVAL_S
+            if not self._task.done() or is_recent:
                 return
-            if self.result(pool, rollout).status is not CheckStatus.PENDING:
+            if self.result(rollout).status is not CheckStatus.PENDING:
                 return
-        elif check is not None:
-            check.task.cancel()
-        task = asyncio.ensure_future(send())
-        task.add_done_callback(partial(self._on_task_ended, pool))
-        self._checks[pool] = _Check(rollout, task, now)
+        self.cancel()
+        self._rollout, self._started_at = rollout, now
+        self._task = asyncio.ensure_future(send())
+        self._task.add_done_callback(self._on_task_ended)
 
-    def _on_task_ended(self, pool: str, task: asyncio.Task[CheckResult]) -> None:
+    def _on_task_ended(self, task: asyncio.Task[CheckResult]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("rollout_check_failed", pool=pool, reason=repr(task.exception()))
+            log.error("rollout_check_failed", pool=self._pool, reason=repr(task.exception()))
         self._wake.set()
 
-    def forget(self, pool: str) -> None:
-        """End the checks of a pool."""
-        check = self._checks.pop(pool, None)
-        if check is not None:
-            check.task.cancel()
-
-    async def close(self) -> None:
-        """End all checks."""
-        tasks = [check.task for check in self._checks.values()]
-        for task in tasks:
+    def cancel(self) -> asyncio.Task[CheckResult] | None:
+        """End and forget the check. Returns its task."""
+        task, self._task = self._task, None
+        if task is not None:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return task

@@ -19,7 +19,11 @@ from argosy.deployment import (
 from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
-from argosy.fleet.control.pinned_prompts import CheckResult, RolloutChecks, check_pinned_prompts
+from argosy.fleet.control.pinned_prompts import (
+    CheckResult,
+    PinnedPromptCheck,
+    check_pinned_prompts,
+)
 from argosy.fleet.control.rollout_evidence import (
     ErrorBudgetReader,
     OutcomePoller,
@@ -27,7 +31,7 @@ from argosy.fleet.control.rollout_evidence import (
     TrafficHistory,
     summarise_history,
 )
-from argosy.fleet.control.rollout_writer import RolloutEvents, RolloutWriter
+from argosy.fleet.control.rollout_writer import RolloutWriter
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.control.version_observer import (
     EjectionWatch,
@@ -65,9 +69,7 @@ class RolloutMeans:
     publisher: GatewayPublisher
     writer: RolloutWriter
     poller: OutcomePoller
-    checks: RolloutChecks
     budgets: ErrorBudgetReader
-    events: RolloutEvents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +89,7 @@ class PoolSnapshot:
 
 
 class PoolRollout:
-    """Rollouts of one pool. Not thread-safe: use it from one event loop.
-
-    Args:
-        pool: Name of the pool.
-        means: Means of the controller.
-    """
+    """Rollouts of one pool. Not thread-safe: use it from one event loop."""
 
     def __init__(self, pool: str, means: RolloutMeans) -> None:
         self._name = pool
@@ -105,6 +102,7 @@ class PoolRollout:
         """Desired replicas of each version; empty before the first decision that was stored."""
         self.comparison: Comparison | None = None
         """Measurements that the gateways shall make."""
+        self.check = PinnedPromptCheck(pool, means.journal.wake)
         self._ejections = EjectionWatch()
         self._history: TrafficHistory | None = None
         self._history_read_at = float("-inf")
@@ -136,7 +134,10 @@ class PoolRollout:
         if current is not None and evidence.has(current.id):
             verdict = evidence.verdict(now)
         observation = await self._observe(snapshot)
-        declared = self._declared_version(snapshot)
+        declared = DeclaredVersion(
+            digest=snapshot.declared.digest(self._name),
+            plan=snapshot.declared.rollout_plan(snapshot.pool),
+        )
         make_decision = partial(
             decide,
             stored.rollouts,
@@ -153,16 +154,14 @@ class PoolRollout:
         record = decision.rollouts.current
         if record is not None and (current is None or record.id != current.id):
             evidence.start(record, history)
-            await (
-                self._means.journal.save()
-            )  # before the record, which is never without its baseline
+            await self._means.journal.save()  # first, since no record is without its baseline
         if not await self._means.writer.write(stored, decision.route, decision.rollouts):
             self._means.journal.wake.set()
             return
         self.route, self.record = decision.route or stored.route, record
         self._divide(snapshot, decision)
         self._measure(snapshot, decision)
-        self._means.events.report(self._name, stored.rollouts.current, decision, verdict)
+        self._means.writer.report(self._name, stored.rollouts.current, decision, verdict)
         if stored.commands:
             self._refusals = decision.refusals
         status = describe_decision(decision, verdict, observation, declared.digest, self._refusals)
@@ -171,7 +170,7 @@ class PoolRollout:
         if stored.commands:
             await self._means.journal.save()
             await self._means.writer.remove_commands(stored)
-        self._check(snapshot)
+        self._run_check(snapshot)
 
     async def _begin(self, snapshot: PoolSnapshot) -> RolloutDocuments | None:
         """Return the documents with a route and a record, which are written if the pool has none.
@@ -228,11 +227,16 @@ class PoolRollout:
     async def _observe(self, snapshot: PoolSnapshot) -> RolloutObservation:
         declared, pool, stored = snapshot.declared, snapshot.pool, snapshot.stored
         route, current = stored.route, stored.rollouts.current
-        grouped, versions = self._group(snapshot), {}
+        grouped: dict[str, list[ObservedReplica]] = {}
+        for replica in snapshot.replicas:
+            version = declared.find_digest(self._name, replica.generation)
+            if version is not None:
+                grouped.setdefault(version, []).append(replica)
+        versions = {}
         for digest, members in grouped.items():
             check, problem = CheckResult(CheckStatus.PENDING, ""), ""
             if current is not None and digest == current.candidate:
-                check = self._means.checks.result(pool.name, current.id)
+                check = self.check.result(current.id)
                 stable = grouped.get(current.stable, ())
                 problem = find_crash_loop(members, stable, current.started_at)
                 if current.active_state in TRAFFIC_STATES and not problem:
@@ -256,20 +260,6 @@ class PoolRollout:
             ),
             longest_request_s=self._means.poller.longest_request_s(pool.model),
         )
-
-    @staticmethod
-    def _declared_version(snapshot: PoolSnapshot) -> DeclaredVersion:
-        declared, pool = snapshot.declared, snapshot.pool
-        return DeclaredVersion(digest=declared.digest(pool.name), plan=declared.rollout_plan(pool))
-
-    def _group(self, snapshot: PoolSnapshot) -> dict[str, list[ObservedReplica]]:
-        """Return the replicas of each known version, by its digest."""
-        versions: dict[str, list[ObservedReplica]] = {}
-        for replica in snapshot.replicas:
-            digest = snapshot.declared.find_digest(self._name, replica.generation)
-            if digest is not None:
-                versions.setdefault(digest, []).append(replica)
-        return versions
 
     def _divide(self, snapshot: PoolSnapshot, decision: RolloutDecision) -> None:
         declared, pool = snapshot.declared, snapshot.pool
@@ -304,36 +294,34 @@ class PoolRollout:
             self._means.poller.sources[model] = record.id, evidence
         evidence.encode()
 
-    def _check(self, snapshot: PoolSnapshot) -> None:
+    def _run_check(self, snapshot: PoolSnapshot) -> None:
         """Send the pinned prompts to a candidate that waits for them."""
         declared, pool, record = snapshot.declared, snapshot.pool, self.record
         if record is None or record.has_ended:
-            self._means.checks.forget(pool.name)
+            self.check.cancel()
         if record is None or record.state is not RolloutState.CHECKING or pool.rollout is None:
             return
-        ready = {
+        names = {
             digest: [
-                each
+                each.name
                 for each in snapshot.replicas
                 if each.generation == declared.find_generation(pool.name, digest)
                 and is_ready(each, requires_warm_up=pool.warm_up)
             ]
             for digest in (record.stable, record.candidate)
         }
-        urls = {
-            digest: [self._means.journal.records.replicas[each.name].url for each in members]
-            for digest, members in ready.items()
-        }
-        names = [each.name for members in ready.values() for each in members]
+        records = self._means.journal.records.replicas
         send = partial(
             check_pinned_prompts,
-            next(iter(urls[record.stable]), None),
-            urls[record.candidate],
+            next((records[name].url for name in names[record.stable]), None),
+            [records[name].url for name in names[record.candidate]],
             pool.model,
             pool.rollout.prompts,
-            same_weights=self._have_same_weights(declared, record, names),
+            same_weights=self._have_same_weights(
+                declared, record, [*names[record.stable], *names[record.candidate]]
+            ),
         )
-        self._means.checks.run(pool.name, record.id, send)
+        self.check.run(record.id, send)
 
     def _have_same_weights(
         self,

@@ -24,22 +24,20 @@ from argosy.policy.rollout import (
 )
 from argosy.policy.traffic import PoolRoute
 from argosy.process import run_in_daemon_thread
-from argosy.store import FleetDocument, FleetStore
+from argosy.store import FleetDocument
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
 
 class RolloutWriter:
-    """Writes the documents of a fleet's rollouts by compare-and-set.
+    """Writes the documents of a fleet's rollouts by compare-and-set, and events about what changes in them."""
 
-    Args:
-        store: Store of the fleet.
-        fleet: Name of the fleet.
-    """
-
-    def __init__(self, store: FleetStore, fleet: str) -> None:
-        self._store = store
-        self._fleet = fleet
+    def __init__(self, journal: TermJournal) -> None:
+        self._journal = journal
+        self._store = journal.store.fleets
+        self._fleet = journal.fleet
+        self._results: dict[str, tuple[str, int, str]] = {}
+        """Rollout, step and last recommendation of the gate of each pool."""
 
     async def write(
         self, stored: RolloutDocuments, route: PoolRoute | None, rollouts: PoolRollouts
@@ -49,10 +47,7 @@ class RolloutWriter:
         A rollback is written before the record, because it is valid without it. Any other route is written after the
         record that explains it. If only a part is written, the next decision writes the rest.
 
-        Args:
-            stored: The documents that the decision rests on.
-            route: The new route; None to keep it.
-            rollouts: The new record.
+        With None for `route` the stored one is kept.
         """
         is_rollback = route is not None and route.rollback is not None
         if route is not None and is_rollback and not await self._write_route(stored, route):
@@ -83,7 +78,13 @@ class RolloutWriter:
                 return False
         await self.remove_commands(stored)
         name = f"{ROLLOUTS_PREFIX}{stored.pool}"
-        return await self._replace(name, None, stored.rollouts.version)
+        if not await self._replace(name, None, stored.rollouts.version):
+            return False
+        log.info("rollouts_ended", pool=stored.pool)
+        self._journal.record_event(
+            "rollouts_ended", stored.pool, reason="it declares none any more", outcome="ok"
+        )
+        return True
 
     async def _write_route(self, stored: RolloutDocuments, route: PoolRoute) -> bool:
         document = FleetDocument(route.version, msgspec.json.encode(route))
@@ -94,19 +95,6 @@ class RolloutWriter:
         replace = partial(self._store.replace_document, after=after)
         return await run_in_daemon_thread(replace, self._fleet, name, document)
 
-
-class RolloutEvents:
-    """Reports what changes in rollouts.
-
-    Args:
-        journal: The term, whose event log it writes.
-    """
-
-    def __init__(self, journal: TermJournal) -> None:
-        self._journal = journal
-        self._results: dict[str, tuple[str, int, str]] = {}
-        """Rollout, step and last recommendation of the gate of each pool."""
-
     def report(
         self,
         pool: str,
@@ -114,14 +102,7 @@ class RolloutEvents:
         decision: RolloutDecision,
         verdict: GateVerdict | None,
     ) -> None:
-        """Record changes of the state and of the gate, and refused commands.
-
-        Args:
-            pool: Name of the pool.
-            before: Its rollout before the decision.
-            decision: The decision, which is stored.
-            verdict: Verdict of the gate that it rests on.
-        """
+        """Record changes of the state and of the gate, and refused commands."""
         record = decision.rollouts.current
         if record is not None:
             is_new = before is None or before.id != record.id
@@ -166,10 +147,3 @@ class RolloutEvents:
             reason=reason,
         )
         self._journal.record_event("rollout_state", pool, reason=reason, outcome=state)
-
-    def report_end(self, pool: str) -> None:
-        """Record that a pool declares no rollouts any more."""
-        log.info("rollouts_ended", pool=pool)
-        self._journal.record_event(
-            "rollouts_ended", pool, reason="it declares none any more", outcome="ok"
-        )
