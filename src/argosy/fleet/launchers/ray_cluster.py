@@ -17,12 +17,6 @@ from pathlib import Path
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.experimental.internal_kv import (
-    _internal_kv_del,
-    _internal_kv_get,
-    _internal_kv_list,
-    _internal_kv_put,
-)
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -41,7 +35,6 @@ from argosy.folders import state_folder
 NAME_TIMEOUT_S = 10.0
 """Time in which Ray frees the name of a killed actor."""
 NAME_POLL_INTERVAL_S = 0.05
-KV_NAMESPACE = "argosy"
 STATUS_INTERVAL_S = 10.0
 """Longest time after which the status is looked at again even if nothing announced a change."""
 
@@ -121,44 +114,10 @@ def find_supervisor(replica: str) -> ActorHandle | None:
         return None
 
 
-class RecordStore:
-    """Small records of one fleet in Ray's global control service. They outlive the registry, but not the head node.
-
-    Args:
-        namespace: Ray namespace of the fleet.
-    """
-
-    def __init__(self, namespace: str) -> None:
-        self._prefix = f"{namespace}/"
-
-    def read_all(self) -> Mapping[str, bytes]:
-        """Return all records by key."""
-        keys = [key.decode() for key in _internal_kv_list(self._prefix, namespace=KV_NAMESPACE)]
-        values = {
-            key.removeprefix(self._prefix): _internal_kv_get(key, namespace=KV_NAMESPACE)
-            for key in keys
-        }
-        return {key: value for key, value in values.items() if value is not None}
-
-    def write(self, key: str, value: bytes) -> None:
-        """Write a record."""
-        _internal_kv_put(self._prefix + key, value, namespace=KV_NAMESPACE)
-
-    def delete(self, key: str) -> None:
-        """Delete a record."""
-        _internal_kv_del(self._prefix + key, namespace=KV_NAMESPACE)
-
-
 class ReplicaSupervisor:
     """Runs one replica by a `LocalProcessLauncher`. The replica ends with this actor.
 
     Ray gives the actor the replica's resources and the variable `CUDA_VISIBLE_DEVICES`, which the replica inherits.
-
-    Args:
-        namespace: Ray namespace of the fleet.
-        replica: Name of the replica.
-        node_id: Ray's id of this node.
-        host: Address of this node.
     """
 
     def __init__(self, namespace: str, replica: str, node_id: str, host: str) -> None:

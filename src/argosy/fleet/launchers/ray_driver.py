@@ -28,18 +28,16 @@ HEAD_RESOURCE = "node:__internal_head__"
 def main(address: str, namespace: str) -> None:
     """Serve requests until standard input is closed.
 
-    Args:
-        address: Address of the cluster, or `auto` for that of `RAY_ADDRESS` or of this machine's node.
-        namespace: Ray namespace of the fleet.
+    The address is `auto` for that of `RAY_ADDRESS` or of this machine's node.
     """
     responses = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever else is printed is no response
     try:
         ray.init(address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        _write(responses, RayResponse(id=0, error=str(error)))
+        _write(responses, msgspec.json.encode(RayResponse(id=0, error=str(error))))
         return
-    _write(responses, RayResponse(id=0))
+    _write(responses, msgspec.json.encode(RayResponse(id=0)))
     asyncio.run(_serve(namespace, responses))
 
 
@@ -85,9 +83,9 @@ async def _forward(registry: ActorHandle, line: bytes, responses: BinaryIO) -> N
     except RayTaskError as error:
         response = _failure(line, f"the registry of the fleet failed: {error.cause!r}")
     except RayError as error:  # it ended for good; the next driver creates another one
-        _write_line(responses, _failure(line, str(error).strip().partition("\n")[0]))
+        _write(responses, _failure(line, str(error).strip().partition("\n")[0]))
         os._exit(1)
-    _write_line(responses, response)
+    _write(responses, response)
 
 
 def _failure(line: bytes, error: str) -> bytes:
@@ -95,12 +93,8 @@ def _failure(line: bytes, error: str) -> bytes:
     return msgspec.json.encode(RayResponse(id=number, error=error))
 
 
-def _write(responses: BinaryIO, response: RayResponse) -> None:
-    _write_line(responses, msgspec.json.encode(response))
-
-
-def _write_line(responses: BinaryIO, line: bytes) -> None:
-    data = line + b"\n"
+def _write(responses: BinaryIO, response: bytes) -> None:
+    data = response + b"\n"
     while data:
         data = data[responses.write(data) :]
 

@@ -48,15 +48,11 @@ MAX_KEPT_LOG_BYTES = 64 * 1024
 
 
 class ReplicaRegistry:
-    """Async actor, of which each fleet has one. It carries out actions in the order of their epochs.
-
-    Args:
-        namespace: Ray namespace of the fleet.
-    """
+    """Async actor, of which each fleet has one. It carries out actions in the order of their epochs."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._table = ReplicaTable(ray_cluster.RecordStore(namespace))
+        self._table = ReplicaTable(namespace)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._placement_lock = asyncio.Lock()
         self._restored: asyncio.Task[None] | None = None

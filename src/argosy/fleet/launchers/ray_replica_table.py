@@ -6,19 +6,24 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 
 import msgspec
 from ray.actor import ActorHandle
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
 from ray.util.placement_group import PlacementGroup
 
 from argosy.fleet.launchers.launcher import LaunchedReplica, refuse_stale_epoch
-from argosy.fleet.launchers.ray_cluster import RecordStore
 from argosy.policy.reconciliation import LaunchState
 
 CHANGE_TIMEOUT_S = 30.0
 """Longest time to wait for a change before the launcher asks again."""
 MAX_KEPT_LOGS = 100
+KV_NAMESPACE = "argosy"
 _EPOCH_KEY = "epoch"
 _REPLICA_KEY = "replica/"
 _ORDER = (
@@ -63,54 +68,41 @@ class RayReplica:
 class ReplicaTable:
     """Replicas by name, the highest epoch, and ends of the logs of removed replicas. Belongs to one event loop.
 
-    Epoch and states are also kept in Ray's global control service. A write there takes about a millisecond.
-
-    Args:
-        store: Records of the fleet.
+    Epoch and states are also kept in Ray's global control service, which outlives the registry, but not the head node.
+    A write there takes about a millisecond.
     """
 
-    def __init__(self, store: RecordStore) -> None:
-        self._store = store
-        self._replicas: dict[str, RayReplica] = {}
-        self._epoch = 0
-        self._logs: OrderedDict[str, bytes] = OrderedDict()
-        self._version = time.time_ns()  # unlike that of an earlier registry
-        self._changed = asyncio.Event()
-
-    @property
-    def replicas(self) -> Mapping[str, RayReplica]:
-        """All replicas by name."""
-        return self._replicas
-
-    @property
-    def epoch(self) -> int:
+    def __init__(self, namespace: str) -> None:
+        self._prefix = f"{namespace}/"
+        self.replicas: dict[str, RayReplica] = {}
+        self.epoch = 0
         """Highest epoch of an action."""
-        return self._epoch
-
-    @property
-    def version(self) -> int:
+        self.version = time.time_ns()  # unlike that of an earlier registry
         """Number that changes whenever a state changes."""
-        return self._version
+        self._logs: OrderedDict[str, bytes] = OrderedDict()
+        self._changed = asyncio.Event()
 
     def load(self) -> None:
         """Read what an earlier registry of the fleet has kept."""
-        records = self._store.read_all()
-        self._epoch = int(records.get(_EPOCH_KEY, b"0"))
-        for key, value in records.items():
-            if key.startswith(_REPLICA_KEY):
+        for key in _internal_kv_list(self._prefix, namespace=KV_NAMESPACE):
+            value = _internal_kv_get(key, namespace=KV_NAMESPACE)
+            name = key.decode().removeprefix(self._prefix)
+            if value is not None and name == _EPOCH_KEY:
+                self.epoch = int(value)
+            elif value is not None and name.startswith(_REPLICA_KEY):
                 replica = RayReplica(msgspec.json.decode(value, type=RayRecord))
-                self._replicas[replica.name] = replica
+                self.replicas[replica.name] = replica
 
     def check_epoch(self, epoch: int) -> None:
         """Raise StaleEpochError if an epoch is outdated, and keep it if it is the highest."""
-        refuse_stale_epoch(epoch, self._epoch)
-        if epoch > self._epoch:
-            self._store.write(_EPOCH_KEY, b"%d" % epoch)
-            self._epoch = epoch
+        refuse_stale_epoch(epoch, self.epoch)
+        if epoch > self.epoch:
+            self._keep(_EPOCH_KEY, b"%d" % epoch)
+            self.epoch = epoch
 
     def put(self, replica: RayReplica) -> None:
         """Add a replica, in place of another one of its name."""
-        self._replicas[replica.name] = replica
+        self.replicas[replica.name] = replica
         self._write(replica)
         self._report_change()
 
@@ -136,8 +128,8 @@ class ReplicaTable:
 
     def remove(self, name: str) -> None:
         """Forget a replica."""
-        self._replicas.pop(name, None)
-        self._store.delete(_REPLICA_KEY + name)
+        self.replicas.pop(name, None)
+        _internal_kv_del(self._prefix + _REPLICA_KEY + name, namespace=KV_NAMESPACE)
         self._report_change()
 
     def keep_log(self, name: str, log: bytes) -> None:
@@ -153,7 +145,7 @@ class ReplicaTable:
 
     async def wait_for_change(self, version: int) -> None:
         """Wait until the version is not this one, or some time has passed."""
-        if version == self._version:
+        if version == self.version:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHANGE_TIMEOUT_S):
                     await self._changed.wait()
@@ -168,10 +160,13 @@ class ReplicaTable:
         self._report_change()
 
     def _write(self, replica: RayReplica) -> None:
-        self._store.write(_REPLICA_KEY + replica.name, msgspec.json.encode(replica.record))
+        self._keep(_REPLICA_KEY + replica.name, msgspec.json.encode(replica.record))
+
+    def _keep(self, key: str, value: bytes) -> None:
+        _internal_kv_put(self._prefix + key, value, namespace=KV_NAMESPACE)
 
     def _report_change(self) -> None:
-        self._version += 1
+        self.version += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
