@@ -16,6 +16,7 @@ GpuSharing = Literal["own", "shared"]
 
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVML_LIBRARY = "libnvidia-ml.so.1"
+_MAX_UUID_BYTES = 96
 _DEVICE_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
@@ -40,10 +41,7 @@ def group_replicas(
 ) -> list[ReplicaGroup]:
     """Divide replicas into groups by their devices: one group if each has its own GPU, or else one for each GPU.
 
-    Args:
-        num_replicas: Number of replicas.
-        gpus: Usable GPUs; empty for the CPU.
-        sharing: Whether several replicas may share a GPU.
+    `gpus` are the usable GPUs; empty for the CPU. `sharing` says whether several replicas may share one.
 
     Raises:
         ValueError: `sharing` is `own` and there are more replicas than GPUs.
@@ -74,10 +72,6 @@ def visible_gpus(environment: Mapping[str, str], count_gpus: Callable[[], int]) 
     """Return the GPUs that CUDA shows to a process with this environment, in its order.
 
     CUDA ignores the names after the first invalid name (CUDA programming guide, "CUDA environment variables").
-
-    Args:
-        environment: Environment variables.
-        count_gpus: Returns the number of installed GPUs.
     """
     count = count_gpus()
     visible = environment.get(VISIBLE_DEVICES_VARIABLE)
@@ -91,20 +85,33 @@ def visible_gpus(environment: Mapping[str, str], count_gpus: Callable[[], int]) 
     return tuple(takewhile(is_valid, map(str.strip, visible.split(","))))
 
 
-def count_installed_gpus(library: str = NVML_LIBRARY) -> int:
+def count_installed_gpus() -> int:
     """Return the number of GPUs that the driver reports, or 0 without a driver."""
+    return len(read_gpu_uuids())
+
+
+def read_gpu_uuids(library: str = NVML_LIBRARY) -> list[str]:
+    """Return the UUIDs of the installed GPUs in the driver's order; empty where one cannot be read."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
-        return 0
-    count = ctypes.c_uint(0)
+        return []
     if nvml.nvmlInit_v2():
-        return 0
+        return []
+    uuids: list[str] = []
+    count, device = ctypes.c_uint(0), ctypes.c_void_p()
+    text = ctypes.create_string_buffer(_MAX_UUID_BYTES)
     try:
-        failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        for index in range(count.value):
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
+                nvml.nvmlDeviceGetUUID(device, text, _MAX_UUID_BYTES)
+            )
+            uuids.append("" if failed else text.value.decode())
     finally:
         nvml.nvmlShutdown()
-    return 0 if failed else count.value
+    return uuids
 
 
 def _is_torch_built_with_cuda() -> bool:

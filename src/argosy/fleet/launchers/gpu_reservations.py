@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import stat
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.fleet.device_assignment import NVML_LIBRARY
+from argosy.fleet.device_assignment import read_gpu_uuids
 from argosy.fleet.launchers.launcher import LaunchError
 from argosy.process import format_os_error
 
@@ -19,7 +18,6 @@ FOLDER_NAME = "argosy-gpus"
 _SHARED_FOLDERS = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - safe against links, see `_open_lock`
 """Folders in which every user may create files, best first."""
 _SHARED_MODE = stat.S_ISVTX | 0o777
-_MAX_UUID_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class GpuReservations:
     def _identify(self, gpu: str) -> str:
         """Return one name for all names of a GPU: its UUID, if the driver reports it."""
         if gpu.isdigit():
-            return self._uuids[int(gpu)] if int(gpu) < len(self._uuids) else gpu
+            return (self._uuids[int(gpu)] if int(gpu) < len(self._uuids) else "") or gpu
         found = [uuid for uuid in self._uuids if uuid.startswith(gpu)]  # CUDA takes abbreviations
         return found[0] if len(found) == 1 else gpu
 
@@ -115,31 +113,6 @@ def shared_folder() -> Path:
         ),
         _SHARED_FOLDERS[-1],
     )
-
-
-def read_gpu_uuids(library: str = NVML_LIBRARY) -> list[str]:
-    """Return the UUIDs of the installed GPUs in the driver's order. Empty without a driver."""
-    try:
-        nvml = ctypes.CDLL(library)
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2():
-        return []
-    uuids: list[str] = []
-    count, device = ctypes.c_uint(0), ctypes.c_void_p()
-    text = ctypes.create_string_buffer(_MAX_UUID_BYTES)
-    try:
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return []
-        for index in range(count.value):
-            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
-                nvml.nvmlDeviceGetUUID(device, text, _MAX_UUID_BYTES)
-            ):
-                return []
-            uuids.append(text.value.decode())
-    finally:
-        nvml.nvmlShutdown()
-    return uuids
 
 
 def _open_lock(path: Path) -> int:
