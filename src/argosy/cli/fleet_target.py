@@ -220,14 +220,14 @@ def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
 
 def check_ports(target: FleetTarget, config: FleetConfig) -> None:
     """End the command if another program listens where a gateway of the fleet shall, on this machine."""
-    from argosy.deployment import gateway_url
+    from argosy.deployment import build_gateway_config, listen_url
     from argosy.http_server import bind_tcp
 
     if config.uds is not None:
         return
     own_urls = {replica.url for replica in target.read_status().replicas}
     for ordinal in range(config.gateways if config.port else 0):
-        if gateway_url(config, ordinal) in own_urls:
+        if listen_url(build_gateway_config(config, ordinal)) in own_urls:
             continue
         try:
             bind_tcp(config.host, config.port + ordinal).close()

@@ -26,7 +26,6 @@ from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.engines import (
     ARGOSY_ENGINE,
     BUILT_IN_ENGINES,
-    FLEET_OPTIONS,
     ArgosyOptions,
     EngineKind,
 )
@@ -62,7 +61,7 @@ from argosy.deployment.records.fleet_records import (
     ReplicaRecord,
     ScalingRecord,
     decode_kind,
-    decode_records,
+    decode_replicas,
 )
 from argosy.deployment.records.revisions import (
     FleetPlan,
@@ -70,7 +69,6 @@ from argosy.deployment.records.revisions import (
     apply_declaration,
     describe_change,
     find_newest_revision,
-    gateway_url,
     list_known_revisions,
     list_revision_changes,
     listen_url,
@@ -108,12 +106,10 @@ from argosy.deployment.settings.gateway_config import (
     GivingWayConfig,
     LimitsConfig,
     ModelConfig,
-    ModelName,
     QueueConfig,
     SeriesConfig,
     Timeouts,
     load_config,
-    validate_config,
 )
 from argosy.deployment.settings.replica_config import (
     BackendKind,

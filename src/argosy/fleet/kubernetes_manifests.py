@@ -45,9 +45,8 @@ def build_manifests(
 ) -> dict[str, list[KubernetesObject]]:
     """Build the objects of a fleet, by the name of the file for them.
 
-    Args:
-        config: The declaration, which is valid.
-        is_static: Whether the replicas are among the objects. Otherwise a controller is, which starts them.
+    The declaration is valid. With `is_static` the replicas are among the objects. Otherwise a controller is, which
+    starts them.
 
     Raises:
         SettingError: The fleet cannot run on Kubernetes. The message says what to change.

@@ -36,12 +36,7 @@ def build_launch_spec(
 ) -> LaunchSpec:
     """Build what a launcher needs to start one replica of a pool.
 
-    Args:
-        config: The fleet's declaration, which is valid.
-        pool: One of its pools.
-        generation: Number of the version of the pool's replica settings.
-        ordinal: Number of the replica within the generation.
-        environ: Variables to which secrets refer. By default those of this process.
+    The declaration is valid. Secrets refer to variables in `environ`, by default those of this process.
 
     Raises:
         LaunchError: A secret does not exist. The message says which.

@@ -16,8 +16,6 @@ class MemoryLimit:
     Only memory that cannot be reclaimed counts in the watch, since mapped weights are in the page cache.
 
     Args:
-        name: Name for the cgroup.
-        limit_bytes: Maximum memory.
         cgroups: Folders in which a cgroup may be created, best first.
     """
 

@@ -89,11 +89,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True):
 
 
 class StartupReporter:
-    """Reports to the monitor that started this process. Without a monitor it reports nothing.
-
-    Args:
-        environment: Environment of this process.
-    """
+    """Reports to the monitor that started this process. Without a monitor it reports nothing."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         descriptor = environment.get(REPORT_VARIABLE)

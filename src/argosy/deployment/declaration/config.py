@@ -369,9 +369,7 @@ def _count_share(share: int | str, total: int, *, rounds_up: bool) -> int:
 def build_gateway_config(config: FleetConfig, ordinal: int = 0) -> GatewayConfig:
     """Build the settings of one of the controller's gateways, without what only the controller needs.
 
-    Args:
-        config: The fleet's declaration.
-        ordinal: Number of the gateway. Each listens on a port of its own.
+    `ordinal` is the number of the gateway. Each listens on a port of its own.
     """
     settings = {name: getattr(config, name) for name in _GATEWAY_FIELDS}
     models = [

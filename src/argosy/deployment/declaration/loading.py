@@ -57,10 +57,7 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
 
     Names of stored models become their digests. See `check_remote_change` for what it may not change.
 
-    Args:
-        text: The declaration.
-        name: What error messages call it.
-        old: The declaration in force, whose fleet is meant if the text names none.
+    `old` is the declaration in force, whose fleet is meant if the text names none. Error messages have `name`.
 
     Raises:
         ValueError: The declaration is invalid, or changes what it may not. The message has the line and the setting.
@@ -95,9 +92,7 @@ def locate_fleet(paths: Sequence[Path]) -> tuple[str, str | None]:
 def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig:
     """Decode a declaration in YAML or JSON, such as one that `dump_fleet` wrote.
 
-    Args:
-        text: The declaration.
-        name: What error messages call it, such as `revision 7`.
+    Error messages call it `name`, such as `revision 7`.
 
     Raises:
         ValueError: The declaration is invalid.

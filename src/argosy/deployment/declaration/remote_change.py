@@ -59,9 +59,7 @@ def check_remote_change(old: FleetConfig, new: FleetConfig) -> None:
     These are programs and their options, images, environment variables, files, addresses of servers and stores, and
     what authenticates users. A new pool may have those of a pool in force.
 
-    Args:
-        old: The declaration in force, which is valid.
-        new: The declaration to apply, which need not be valid.
+    The declaration in force is valid. The new one need not be.
 
     Raises:
         SettingError: The new declaration changes such a setting.

@@ -107,9 +107,6 @@ class GateConfig(GateLimits, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def settings(self, *, has_objectives: bool) -> GateSettings:
         """Return the settings of the gate.
 
-        Args:
-            has_objectives: Whether the fleet declares objectives for 95 % of the requests.
-
         Raises:
             ValueError: They contradict each other.
         """

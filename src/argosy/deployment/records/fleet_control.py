@@ -44,8 +44,6 @@ class FleetControl:
     """Control of a declared fleet, with or without a running controller. Every call may block on the store.
 
     Args:
-        name: Name of the fleet.
-        store: Its store, with the events of its controllers.
         is_embedded: Whether the controller runs in this process, and the command line that started it declares the
             fleet, as that of `argosy serve`. Such a fleet has a leader as long as the process runs, and is read-only.
     """
@@ -97,11 +95,7 @@ class FleetControl:
     def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
         """Put a declaration in YAML or JSON in force, and return the number of the new revision.
 
-        Args:
-            declaration: The declaration.
-            after: Number of the revision that the operator has seen as the latest.
-            reason: Why.
-            actor: Who.
+        `after` is the number of the revision that the operator has seen as the latest.
 
         Raises:
             NotFoundError: The fleet was never applied.
@@ -132,11 +126,7 @@ class FleetControl:
     def roll_back(self, revision: int, after: int | None, reason: str, actor: str) -> int:
         """Put the declaration of an earlier revision in force again, and return the number of the new revision.
 
-        Args:
-            revision: Number of the earlier revision.
-            after: Number of the revision that the operator has seen as the latest; None to replace any.
-            reason: Why.
-            actor: Who.
+        `after` is the number of the revision that the operator has seen as the latest; None to replace any.
 
         Raises:
             NotFoundError: There is no such revision.
@@ -154,11 +144,7 @@ class FleetControl:
     def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
         """Change the number of replicas of a pool, and return the number of the revision in force.
 
-        Args:
-            pool: Name of the pool.
-            replicas: The number; None to let the autoscaler decide again.
-            reason: Why.
-            actor: Who.
+        With None for `replicas` the autoscaler decides again.
 
         Raises:
             ConflictError: Another revision was applied meanwhile.
@@ -182,13 +168,8 @@ class FleetControl:
     ) -> None:
         """Store a command for the controller. `abort` also routes all users to the stable version at once.
 
-        Args:
-            pool: Name of the pool.
-            kind: The command.
-            rollout: Id of the rollout that the operator has seen.
-            reason: Why.
-            force: Whether to go on without evidence, or with a spent error budget.
-            actor: Who.
+        `rollout` is the id that the operator has seen. With `force` it goes on without evidence, or with a spent error
+        budget.
 
         Raises:
             NotFoundError: The pool has had no rollout.

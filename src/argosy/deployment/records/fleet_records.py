@@ -98,28 +98,26 @@ class FleetRecords:
         self._saved = dict(records)
         self.replicas = decode_kind(records, REPLICA_PREFIX, ReplicaRecord)
         self.start_times = decode_kind(records, START_TIMES_PREFIX, tuple[float, ...])
-        self.observed = decode_observed(records)
-        self.scaling = decode_scaling(records)
+        self.observed = decode_kind(records, OBSERVED_NAME, ObservedRevision).get("")
+        self.scaling = decode_kind(records, SCALING_PREFIX, ScalingRecord)
         self.rollouts = {
             name: record for name, record in records.items() if name.startswith(_ROLLOUT_PREFIXES)
         }
 
     def changes(self) -> dict[str, bytes | None]:
         """Return what the store does not have yet, as `FleetStore.save_records` takes it."""
-        current = {
-            f"{prefix}{name}": msgspec.json.encode(record)
-            for prefix, records in ((REPLICA_PREFIX, self.replicas), (PENDING_PREFIX, self.pending))
-            for name, record in records.items()
-        } | {
-            f"{START_TIMES_PREFIX}{source}": msgspec.json.encode(times)
-            for source, times in self.start_times.items()
+        kinds: dict[str, Mapping[str, object]] = {
+            REPLICA_PREFIX: self.replicas,
+            PENDING_PREFIX: self.pending,
+            START_TIMES_PREFIX: self.start_times,
+            SCALING_PREFIX: self.scaling,
+            OBSERVED_NAME: {} if self.observed is None else {"": self.observed},
         }
-        current |= {
-            f"{SCALING_PREFIX}{pool}": msgspec.json.encode(scaling)
-            for pool, scaling in self.scaling.items()
-        } | self.rollouts
-        if self.observed is not None:
-            current[OBSERVED_NAME] = msgspec.json.encode(self.observed)
+        current = self.rollouts | {
+            f"{prefix}{name}": msgspec.json.encode(record)
+            for prefix, records in kinds.items()
+            for name, record in records.items()
+        }
         changed: dict[str, bytes | None] = {
             name: record for name, record in current.items() if self._saved.get(name) != record
         }
@@ -144,23 +142,10 @@ class FleetRecords:
         return statistics.median(times) if times else None
 
 
-def decode_records(
-    records: Mapping[str, bytes],
-) -> tuple[dict[str, ReplicaRecord], dict[str, tuple[float, ...]]]:
-    """Return the records of replicas by name, and start times by source. Skips those of other versions."""
+def decode_replicas(records: Mapping[str, bytes]) -> dict[str, ReplicaRecord]:
+    """Return the replicas by name, also those of which nothing exists yet. Skips those of other versions."""
     replicas = decode_kind(records, REPLICA_PREFIX, ReplicaRecord)
-    pending = decode_kind(records, PENDING_PREFIX, ReplicaRecord)
-    return replicas | pending, decode_kind(records, START_TIMES_PREFIX, tuple[float, ...])
-
-
-def decode_observed(records: Mapping[str, bytes]) -> ObservedRevision | None:
-    """Return the origin of the records; None if a version of Argosy wrote them that does not record it."""
-    return decode_kind(records, OBSERVED_NAME, ObservedRevision).get("")
-
-
-def decode_scaling(records: Mapping[str, bytes]) -> dict[str, ScalingRecord]:
-    """Return the memory of the autoscalers by pool. Skips that of other versions."""
-    return decode_kind(records, SCALING_PREFIX, ScalingRecord)
+    return replicas | decode_kind(records, PENDING_PREFIX, ReplicaRecord)
 
 
 def decode_kind(records: Mapping[str, bytes], prefix: str, kind: type[T]) -> dict[str, T]:

@@ -14,7 +14,7 @@ from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_fleet
 from argosy.deployment.declaration.replica_command import replica_digest
 from argosy.deployment.declaration.validation import GATEWAY_POOL
-from argosy.deployment.records.fleet_records import ReplicaRecord, decode_records
+from argosy.deployment.records.fleet_records import ReplicaRecord, decode_replicas
 from argosy.deployment.settings.gateway_config import GatewayConfig
 from argosy.store import AuditedDecision, FleetRevision, FleetStore
 
@@ -50,15 +50,8 @@ def apply_declaration(
 ) -> FleetRevision:
     """Add a revision, unless another one was added after the revision `after`. Blocks on the store.
 
-    Args:
-        store: Store of the fleet.
-        fleet: Name of the fleet.
-        config: The declaration, which is valid.
-        author: Who applies it.
-        reason: Why.
-        after: Number of the revision that the author has seen as the latest; 0 for none, None to replace any.
-        rollback_of: Number of the revision whose declaration this one repeats.
-        decision: Decision to record in the audit log.
+    The declaration is valid. `after` is 0 for no revision, and None to replace any. `rollback_of` is the number of the
+    revision whose declaration this one repeats. `decision` is recorded in the audit log.
 
     Raises:
         ConflictError: The latest revision is not `after`.
@@ -107,18 +100,10 @@ def find_newest_revision(
     return None
 
 
-def gateway_url(config: FleetConfig, ordinal: int = 0) -> str:
-    """Return the address of a gateway that the controller starts, as seen from this machine."""
-    return listen_url(build_gateway_config(config, ordinal))
-
-
 def set_replicas(config: FleetConfig, pool: str, replicas: int | None) -> FleetConfig:
     """Return a declaration with another number of replicas of a pool. It pauses the pool's autoscaler.
 
-    Args:
-        config: The declaration.
-        pool: Name of the pool.
-        replicas: The number; None to let the autoscaler decide again.
+    With None for `replicas` the autoscaler decides again.
 
     Raises:
         ValueError: There is no such pool, its limits do not allow the number, or it has no autoscaler.
@@ -180,19 +165,15 @@ def plan_declaration(
 ) -> FleetPlan:
     """Return what a declaration would change. Blocks on the store, and changes nothing.
 
-    Args:
-        store: Store of the fleet, with the records of its replicas.
-        fleet: Name of the fleet.
-        latest: The revision in force; None if the fleet was never applied.
-        new: The declaration to apply, which is valid.
+    The new declaration is valid. `latest` is None if the fleet was never applied.
 
     Raises:
         ValueError: The declaration in force is invalid for this version.
     """
     changes = compare_fleets(None if latest is None else parse_declaration(latest), new)
     moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
-    replicas, _ = decode_records(store.read_records(fleet))
-    affected = [record for record in replicas.values() if record.pool in moved]
+    replicas = decode_replicas(store.read_records(fleet)).values()
+    affected = [record for record in replicas if record.pool in moved]
     running_requests = sum(record.running for record in affected)
     cached_tokens = sum(record.cached_tokens for record in affected)
     lines = [describe_change(change) for change in changes] or ["Nothing changes."]

@@ -87,11 +87,7 @@ def remove_commands(
 ) -> None:
     """Remove commands after a decision about them and its status were stored. Blocks on the store.
 
-    Args:
-        store: Store of the fleet.
-        fleet: Name of the fleet.
-        pool: Name of the pool.
-        followed: The commands, as they were read.
+    `followed` are the commands as they were read.
 
     Raises:
         ConflictError: Other processes changed the commands all the time.
@@ -114,13 +110,6 @@ def roll_back_route(
     """Route all users of a pool to its stable version, whatever else happens. Blocks on the store.
 
     Gateways that use the store follow the route by themselves within seconds.
-
-    Args:
-        store: Store of the fleet.
-        fleet: Name of the fleet.
-        pool: Name of the pool.
-        reason: Why.
-        at: Seconds since the epoch.
 
     Returns:
         The new route; None if the stored one serves the stable version only, or if there is none.

@@ -79,12 +79,8 @@ def describe_decision(
 ) -> RolloutStatus:
     """Return the status of a pool after a decision. Save it before the commands are removed.
 
-    Args:
-        decision: The decision.
-        verdict: Verdict of the gate that it rests on; None without measurements.
-        observation: Observation that it rests on.
-        declared: Digest of the declared version.
-        refusals: Those of the last decision about commands.
+    `verdict` is that of the gate on which the decision rests, `declared` the digest of the declared version, and
+    `refusals` are those of the last decision about commands.
     """
     split = decision.split
     desired = {} if split is None else {split.stable: split.stable_replicas}
@@ -186,13 +182,6 @@ def send_command(
     decision: AuditedDecision | None = None,
 ) -> RolloutCommand:
     """Store a command for the rollout that runs, and return it with the rollout's id. Blocks on the store.
-
-    Args:
-        store: Store of the fleet.
-        fleet: Name of the fleet.
-        report: The pool's rollouts.
-        command: The command.
-        decision: Decision to record in the audit log.
 
     Raises:
         ConflictError: The rollout cannot be rolled back any more.

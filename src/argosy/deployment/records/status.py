@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from argosy.deployment.declaration.config import FleetConfig, PoolConfig
+from argosy.deployment.declaration.config import FleetConfig, PoolConfig, build_gateway_config
 from argosy.deployment.declaration.validation import GATEWAY_POOL
 from argosy.deployment.records.fleet_records import (
+    OBSERVED_NAME,
+    SCALING_PREFIX,
+    ObservedRevision,
     ReplicaRecord,
     ScalingRecord,
-    decode_observed,
-    decode_records,
-    decode_scaling,
+    decode_kind,
+    decode_replicas,
 )
-from argosy.deployment.records.revisions import gateway_url, parse_declaration
+from argosy.deployment.records.revisions import listen_url, parse_declaration
 from argosy.deployment.records.rollout_status import ReplicaCounts, RolloutReport, read_rollouts
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase
@@ -86,23 +88,21 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
 def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = False) -> FleetStatus:
     """Return the status of a fleet. Blocks on the store.
 
-    Args:
-        store: Store of the fleet.
-        fleet: Name of the fleet.
-        is_embedded: Whether its controller runs in this process, and the command line that started it declares it.
+    `is_embedded` says whether its controller runs in this process, and the command line that started it declares it.
 
     Raises:
         ValueError: The declaration in force is invalid for this version.
     """
     revision, lease = store.latest_revision(fleet), store.read_lease(fleet)
     encoded = store.read_records(fleet)
-    replicas = sorted(decode_records(encoded)[0].values(), key=lambda record: record.name)
-    observed = decode_observed(encoded)
+    replicas = sorted(decode_replicas(encoded).values(), key=lambda record: record.name)
+    observed = decode_kind(encoded, OBSERVED_NAME, ObservedRevision).get("")
     config = None if revision is None else parse_declaration(revision)
     pools: list[PoolStatus] = []
     gateways: ReplicaCounts | None = None
     if revision is not None and config is not None:
-        pools = _describe_pools(store, fleet, revision, config, replicas, decode_scaling(encoded))
+        scaling = decode_kind(encoded, SCALING_PREFIX, ScalingRecord)
+        pools = _describe_pools(store, fleet, revision, config, replicas, scaling)
         gateways = _count_gateways(config, revision, replicas)
     number = 0 if revision is None else revision.number
     lease_age_s = store.lease_age_s(fleet)
@@ -120,7 +120,7 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
         leader=lease.holder,
         epoch=lease.epoch,
         lease_age_s=lease_age_s,
-        url=gateway_url(config) if config is not None and gateways is not None else "",
+        url="" if config is None or gateways is None else listen_url(build_gateway_config(config)),
         gateways=gateways,
         pools=pools,
         replicas=replicas,
@@ -168,12 +168,7 @@ def _describe_pool(
 ) -> PoolStatus:
     """Return the status of a pool.
 
-    Args:
-        pool: The pool.
-        generations: Its generation in the revision in force, then those in the latest revisions.
-        replicas: Records of all replicas.
-        scaling: Memory of its autoscaler; None without.
-        rollout: Its rollouts; None without.
+    `generations` are its generation in the revision in force, then those in the latest revisions.
     """
     declared = serving = generations[0]
     if rollout is not None and rollout.route is not None:

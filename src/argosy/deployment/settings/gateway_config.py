@@ -274,9 +274,7 @@ RELOADABLE_SETTINGS = frozenset({"models", "routes"})
 def validate_config(config: GatewayConfig, *, has_controller: bool = False) -> None:
     """Check settings for contradictions.
 
-    Args:
-        config: The settings.
-        has_controller: Whether a controller runs replicas, so that models need none in the settings.
+    With `has_controller` a controller runs replicas, so that models need none in the settings.
 
     Raises:
         SettingError: The settings contradict each other. The message says what to change.

@@ -37,12 +37,7 @@ def validate_traffic(
 ) -> None:
     """Check the traffic settings of a model.
 
-    Args:
-        model: Name of the model.
-        traffic: The models that answer for it.
-        fallback_models: The models that answer if those cannot in time.
-        max_wait_s: Longest time in the queue before that.
-        other_models: Whether a model divides its own traffic, by each name of the other models.
+    `other_models` says whether a model divides its own traffic, by each name of the other models.
 
     Raises:
         ValueError: The settings are invalid. The message says what to change.
@@ -118,10 +113,7 @@ def validate_route(
 ) -> None:
     """Check a route for conditions that can never hold.
 
-    Args:
-        config: Settings of the route.
-        model_names: All names and aliases of models.
-        has_accounts: Whether the gateway has a store.
+    `model_names` are all names and aliases of models.
 
     Raises:
         ValueError: The route is invalid. The message says what to change.

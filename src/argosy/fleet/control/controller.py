@@ -21,7 +21,6 @@ class Controller:
     """Controller of one fleet. Not thread-safe: use it from one event loop.
 
     Args:
-        context: The fleet.
         holder: Name of this controller, unique among those that run.
         lease_s: How long a leader may be silent before a standby takes over.
     """

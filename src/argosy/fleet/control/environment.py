@@ -27,10 +27,7 @@ def fleet_folder(fleet: str) -> Path:
 def open_launcher(name: str, folder: Path, config: FleetConfig | None = None) -> Launcher:
     """Return a launcher by the name that declarations use.
 
-    Args:
-        name: `local`, `ray` or `kubernetes`.
-        folder: Folder of the fleet.
-        config: The fleet's declaration, with the settings of the launcher. Not needed for `local`.
+    `config` is the fleet's declaration, with the settings of the launcher. `local` needs none.
 
     Raises:
         LaunchError: It cannot be used on this machine.

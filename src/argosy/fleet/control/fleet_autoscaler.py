@@ -62,9 +62,6 @@ class DemandReader:
         """Return the demand in the new seconds, by model.
 
         It takes the same number of seconds from each gateway, and leaves further ones for the next time.
-
-        Args:
-            reports: Latest report of each gateway, by id.
         """
         available: dict[str, int] = {}
         for gateway, report in reports.items():
@@ -102,8 +99,6 @@ class FleetAutoscaler:
 
     Args:
         journal: The term, whose records it updates. Each decision that differs from the one before is an event.
-        observer: Source of the load of replicas.
-        publisher: Source of the demand at the gateways.
     """
 
     def __init__(
@@ -122,10 +117,7 @@ class FleetAutoscaler:
     def decide(self, declared: DeclaredFleet, rollouts: Mapping[str, bool], now: float) -> None:
         """Decide about all pools: at an interval, after each change of the declaration, and for waiting requests.
 
-        Args:
-            declared: The declaration in force.
-            rollouts: Whether a rollout runs, for each pool that changes versions by rollouts.
-            now: Seconds since the epoch.
+        `rollouts` says whether a rollout runs, for each pool that changes versions by rollouts.
         """
         self._rollouts = rollouts
         is_due = self._revision != declared.number or now - self._decided_at >= DECISION_INTERVAL_S

@@ -30,8 +30,6 @@ class FleetObserver:
 
     Args:
         journal: The term, whose records it updates, and which is woken when an observation may give another result.
-        publisher: Source of what the gateways route to.
-        create_launcher: Returns the launcher of a name.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class GatewayPublisher:
     """Keeps the gateways of a store at the latest version. Not thread-safe: use it from one event loop.
 
     Args:
-        registry: Where gateways register.
         wake: Set after each round in which a gateway has another version, or other replicas.
     """
 
@@ -93,9 +92,6 @@ class GatewayPublisher:
         """Return the smallest version of a pool's route that a gateway follows that can be reached.
 
         Without gateways it is that of the stored route. It is 0 if none can be reached, or before the first answers.
-
-        Args:
-            route: The stored route of the pool.
         """
         if not self._statuses:
             return route.version if math.isfinite(self._updated_at) else 0

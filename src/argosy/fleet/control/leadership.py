@@ -30,10 +30,7 @@ class Leadership:
     lease has the next epoch, by which launchers, gateways and the event log refuse what a deposed leader still does.
 
     Args:
-        store: Where the lease is kept.
-        fleet: Name of the fleet.
         holder: Name of this controller, unique among those that run.
-        lease_s: Duration of the lease in seconds.
         clock: Monotonic clock in seconds.
     """
 

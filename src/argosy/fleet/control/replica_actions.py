@@ -39,7 +39,6 @@ class ReplicaActions:
 
     Args:
         journal: The term, whose records it updates, and which is woken when actions have ended.
-        observer: Source of the launchers.
         logs: Recorder of the logs of ended runs, which a start or a removal waits for.
     """
 
@@ -71,10 +70,7 @@ class ReplicaActions:
     ) -> None:
         """Start the actions of all pools but the busy ones, in their order.
 
-        Args:
-            actions: What was decided.
-            declared: The declaration in force.
-            busy_pools: The `busy_pools` before the observation. It may miss what their actions have done since.
+        `busy_pools` are those before the observation. It may miss what their actions have done since.
         """
         by_pool: dict[str, list[Action]] = {}
         for action in actions:

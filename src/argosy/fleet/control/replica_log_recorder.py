@@ -33,9 +33,6 @@ class ReplicaLogRecorder:
     """Recorder of a leading controller. Not thread-safe: use it from one event loop.
 
     Args:
-        journal: The term in which it writes.
-        observer: Source of the launchers and of what they list.
-        publisher: Source of the replicas whose logs gateways show.
         list_watched: Returns those that a gateway in this process shows.
     """
 

@@ -55,7 +55,6 @@ class ReplicaMonitor:
     """Checks all running replicas at regular intervals. Not thread-safe: use it from one event loop.
 
     Args:
-        clock: Returns seconds since the epoch.
         wake: Set whenever a replica starts or stops to serve.
     """
 
@@ -159,10 +158,6 @@ class ReplicaMonitor:
 
 async def warm_up_replica(url: str, model: str) -> None:
     """Send real requests through the hot paths of a replica: a chat and a stream, or embeddings.
-
-    Args:
-        url: Address of the replica.
-        model: Name of the model at the replica.
 
     Raises:
         RuntimeError: A request failed. The message contains the reason.

@@ -95,12 +95,7 @@ def summarise_history(
 
 
 class RolloutEvidence:
-    """Evidence of the rollouts of one pool. Not thread-safe: use it from one event loop.
-
-    Args:
-        records: Memory of the controllers, which it reads and updates.
-        pool: Name of the pool.
-    """
+    """Evidence of the rollouts of one pool. Not thread-safe: use it from one event loop."""
 
     def __init__(self, records: FleetRecords, pool: str) -> None:
         self._records = records.rollouts
@@ -191,7 +186,6 @@ class OutcomePoller:
     """Reads the measurements of the pools with a rollout. Not thread-safe: use it from one event loop.
 
     Args:
-        publisher: Knows the gateways.
         wake: Set after each round with new batches.
     """
 
@@ -268,11 +262,7 @@ class OutcomePoller:
 
 
 class ErrorBudgetReader:
-    """Reads budgets from the ledger at an interval. Not thread-safe: use it from one event loop.
-
-    Args:
-        ledger: Source of the requests.
-    """
+    """Reads budgets from the ledger at an interval. Not thread-safe: use it from one event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -285,10 +275,7 @@ class ErrorBudgetReader:
         Requests count that ended in the last 24 h, at most `MAX_BUDGET_RECORDS` of all models. A request that failed,
         or ended with its gateway, is a miss. The ledger has no latencies, so slow requests do not count.
 
-        Args:
-            model: Public name of the model.
-            max_miss_rate: Part of the requests that may miss the objectives. None if none is declared.
-            now: Seconds since the epoch.
+        `max_miss_rate` is the part of the requests that may miss the objectives; None if none is declared.
 
         Raises:
             StoreError: The store cannot be used.

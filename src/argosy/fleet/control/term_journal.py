@@ -48,12 +48,7 @@ class FleetContext:
 
 
 class TermJournal:
-    """Records and events of a term, and the event that lets the leader decide again. Not thread-safe.
-
-    Args:
-        context: The fleet.
-        leadership: The lease under which the leader acts.
-    """
+    """Records and events of a term, and the event that lets the leader decide again. Not thread-safe."""
 
     def __init__(self, context: FleetContext, leadership: Leadership) -> None:
         self.fleet = context.fleet

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from argosy.deployment import (
     FleetModelConfig,
-    decode_records,
+    decode_replicas,
     find_newest_revision,
     list_known_revisions,
     parse_fleet,
@@ -49,10 +49,10 @@ def find_used_models(store: FleetStore) -> UsedModels:
 
 
 def _running_revisions(store: FleetStore, fleet: str) -> Iterator[FleetRevision]:
-    replicas, _ = decode_records(store.read_records(fleet))
-    revisions = list_known_revisions(store, fleet, replicas.values())
+    replicas = decode_replicas(store.read_records(fleet)).values()
+    revisions = list_known_revisions(store, fleet, replicas)
     yield from revisions[:1]
-    for pool, generation in {(each.pool, each.generation) for each in replicas.values()}:
+    for pool, generation in {(each.pool, each.generation) for each in replicas}:
         revision = find_newest_revision(revisions[1:], pool, generation)
         if revision is not None:
             yield revision

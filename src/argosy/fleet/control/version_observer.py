@@ -38,12 +38,8 @@ def observe_version(
 ) -> VersionStatus:
     """Return the status of a version.
 
-    Args:
-        replicas: Its replicas.
-        limits: Limits of their restarts, beyond which the version has failed.
-        check: Result of its pinned prompts.
-        requires_warm_up: Whether replicas are warmed up before they serve.
-        problem: Why it cannot serve, although its replicas start; empty if it can.
+    A version has failed if a replica exceeds the limits of restarts. `problem` says why it cannot serve although its
+    replicas start; empty if it can.
     """
     serving = [each for each in replicas if each.state is LaunchState.RUNNING and each.is_serving]
     failure = problem
@@ -69,10 +65,7 @@ def find_crash_loop(
 
     One crash of several replicas may be that of a machine, so the crashes of a single one decide.
 
-    Args:
-        candidate: Replicas of the candidate.
-        stable: Replicas of the stable version.
-        since: Start of the rollout. Earlier crashes do not count.
+    Crashes before `since`, the start of the rollout, do not count.
     """
     worst = max(candidate, key=lambda each: _count_crashes(each, since), default=None)
     if worst is None:
@@ -103,11 +96,7 @@ class EjectionWatch:
     ) -> str:
         """Return why a candidate with traffic cannot serve; empty if it can, or if the stable version cannot either.
 
-        Args:
-            rollout: Id of the rollout. Call it at each observation of a step with traffic.
-            candidate: Replicas of the candidate.
-            stable: Replicas of the stable version.
-            now: Seconds since the epoch.
+        Call it at each observation of a step with traffic.
         """
         if rollout != self._rollout:
             self._rollout, self._last = rollout, float("-inf")
@@ -138,13 +127,9 @@ def divide_pool(
 ) -> list[VersionTarget]:
     """Return the desired replicas of both versions of a pool.
 
-    Args:
-        split: Split that the rollout has decided on.
-        record: The rollout; None if the pool never had one.
-        replicas: Replicas of the pool.
-        generations: Generations of the stable version and of the candidate of the split.
-        spares: Spare replicas of the pool. The version that serves all other users has them.
-        stable: Digest of that version, by the stored route.
+    `generations` are those of the stable version and of the candidate of the split. `stable` is the digest of the
+    version that serves all other users, by the stored route. It has the spare replicas. `record` is None if the pool
+    never had a rollout.
     """
     first, second = generations
     if second is None or split.candidate is None:

@@ -71,11 +71,6 @@ class KubernetesLauncher:
 
     A drain or stop leaves the Deployment without a pod, and a new start gives it one. All state is in the cluster.
     Kubernetes itself restarts a container that exits, and replaces a pod whose node is lost. Each is a new attempt.
-
-    Args:
-        fleet: Name of the fleet.
-        settings: Where its objects are.
-        clock: Returns seconds since the epoch.
     """
 
     def __init__(

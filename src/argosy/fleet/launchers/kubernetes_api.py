@@ -38,8 +38,6 @@ class KubernetesApiError(LaunchError):
     """Raised if the API refuses a request.
 
     Args:
-        status: Status of the response.
-        message: Its message.
         reason: Its reason in one word, such as `AlreadyExists`.
     """
 
@@ -299,9 +297,6 @@ class KubernetesCache:
     """Objects by name, as the server reports their changes. Not thread-safe: use it from one event loop.
 
     Args:
-        api: The cluster.
-        path: Collection to watch.
-        selector: Labels of the objects.
         on_changed: Called after each change.
     """
 

@@ -22,10 +22,8 @@ class KubernetesFence:
     starts: they create the Deployment without a pod, read the ConfigMap, and then ask for the pod in another request.
 
     Args:
-        api: The cluster.
         config_maps: Path of the ConfigMaps of the namespace.
         deployments: Path of the Deployments of the namespace.
-        fleet: Name of the fleet.
         selector: Labels of the Deployments of its replicas.
     """
 

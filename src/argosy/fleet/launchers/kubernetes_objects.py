@@ -37,13 +37,7 @@ _PLACEHOLDER = re.compile(r"\{(host|port|socket|name)\}")
 
 
 def fleet_labels(fleet: str, component: str, pool: str | None = None) -> dict[str, str]:
-    """Return the labels of an object of a fleet.
-
-    Args:
-        fleet: Name of the fleet.
-        component: Role in the fleet, such as `replica`.
-        pool: Name of its pool, if it belongs to one.
-    """
+    """Return the labels of an object of a fleet."""
     labels = {
         "app.kubernetes.io/name": "argosy",
         "app.kubernetes.io/component": component,
@@ -65,11 +59,7 @@ def build_deployment(
 ) -> KubernetesObject:
     """Build the Deployment of a replica.
 
-    Args:
-        spec: The replica.
-        fleet: Name of its fleet.
-        attempt: Number of this start of the replica.
-        is_running: Whether it shall have a pod.
+    `attempt` is the number of this start. Without `is_running` it shall have no pod.
 
     Raises:
         LaunchError: The replica cannot run in a pod. The message says what to change.

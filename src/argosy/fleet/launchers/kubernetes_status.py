@@ -124,11 +124,7 @@ def describe_pod(
 ) -> LaunchedReplica:
     """Return the state of a replica.
 
-    Args:
-        deployment: Its Deployment.
-        pod: The pod that `find_pod` found.
-        run: The record that `follow_run` returned for them.
-        zone: Zone of its node.
+    `pod` is the one that `find_pod` found, and `run` the record that `follow_run` returned for them.
     """
     labels = deployment["metadata"]["labels"]
     replica = LaunchedReplica(

@@ -165,10 +165,7 @@ class Launcher(Protocol):
 def describe_exit(code: int | None, *, error: str = "", ran_out_of_memory: bool = False) -> str:
     """Return why a process exited, as far as its own error and its exit status show.
 
-    Args:
-        code: Exit status, or the negative number of the signal that ended the process.
-        error: Error that the process reported.
-        ran_out_of_memory: Whether the system killed it for lack of memory.
+    `code` is the exit status, or the negative number of the signal that ended the process.
     """
     if error:
         return f"it could not start: {error}"

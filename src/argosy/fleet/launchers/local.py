@@ -76,7 +76,6 @@ class LocalProcessLauncher:
         forwards_output: Whether the output of replicas also goes to this process's standard error.
         shutdown_grace_s: Time that a replica has after its drain deadline to close its engine.
         max_log_bytes: Size at which a log is rotated. One older file is kept.
-        count_gpus: Returns the number of installed GPUs.
         gpu_reservations: GPUs that replicas of all fleets on this machine share. None for those of this machine.
 
     Raises:

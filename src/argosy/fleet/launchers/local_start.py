@@ -25,10 +25,6 @@ _PLACEHOLDER = re.compile(r"\{(host|port|socket|name)\}")
 def check_spec(spec: LaunchSpec, num_gpus: int) -> None:
     """Refuse what can never be started, before anything is changed.
 
-    Args:
-        spec: The replica.
-        num_gpus: Number of GPUs that replicas may use.
-
     Raises:
         LaunchError: It can never be started. The message contains the remedy.
     """
@@ -66,13 +62,7 @@ def plan_attempt(
 ) -> LaunchRecord:
     """Return the record of the next attempt, with its address and CPUs. The folder must be locked.
 
-    Args:
-        spec: The replica.
-        previous: Its last attempt; None for the first.
-        gpus: GPUs that are reserved for it.
-        running: All replicas that run on this machine, whose ports and CPUs are taken.
-        host: Address at which replicas with a port listen.
-        folder: Folder for its socket.
+    `previous` is its last attempt; None for the first. The ports and CPUs of `running` replicas are taken.
 
     Raises:
         OSError: No port is free, or no socket can be created.

@@ -43,10 +43,7 @@ class MonitorProcesses:
         Killed at any point, this process leaves either a monitor that holds the lock, or no lock. A monitor starts
         nothing before it has read its settings to the end.
 
-        Args:
-            record: The attempt.
-            settings: Settings of the monitor.
-            log_path: File for errors of the monitor. None leaves them on standard error.
+        `log_path` is the file for errors of the monitor. None leaves them on standard error.
 
         Raises:
             OSError: The record cannot be written, or no process can be created.
