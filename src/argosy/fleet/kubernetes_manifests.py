@@ -20,6 +20,7 @@ from argosy.fleet.launchers.kubernetes_objects import (
     PORT,
     KubernetesObject,
     build_deployment,
+    build_object,
     build_pool_objects,
     build_pool_service,
     container_security,
@@ -84,27 +85,23 @@ def build_kustomization(files: Mapping[str, object]) -> str:
 
 
 def _check(config: FleetConfig, *, is_static: bool) -> None:
-    def fail(path: tuple[str | int, ...], where: str, problem: str) -> SettingError:
-        return SettingError(f"{where}: {problem}", path)
-
     for index, pool in enumerate(config.pools):
         if pool.launcher != "kubernetes":
-            path = ("pools", index, "launcher")
             problem = f"the pool {pool.name!r} does not run on Kubernetes. Write `kubernetes`."
-            raise fail(path, f"pools[{index}].launcher", problem)
+            raise SettingError.at(("pools", index, "launcher"), problem)
     needs_image = config.gateways or not is_static
     if needs_image and config.kubernetes.image is None:
         problem = "gateways and controllers need a container image. Add it."
-        raise fail(("kubernetes", "image"), "kubernetes.image", problem)
+        raise SettingError.at(("kubernetes", "image"), problem)
     url = None if config.store is None else config.store.url
     if needs_image and not (url or "").startswith("postgresql"):
         problem = "pods share a store only if it is PostgreSQL. Set it to postgresql://USER@HOST/DATABASE."
-        raise fail(("store", "url"), "store.url", problem)
+        raise SettingError.at(("store", "url"), problem)
     if config.gateways and config.tls is not None:
         problem = (
             "its files are not in the pods. Remove it, and end TLS in the ingress or load balancer."
         )
-        raise fail(("tls",), "tls", problem)
+        raise SettingError.at(("tls",), problem)
 
 
 # --- replicas ------------------------------------------------------------------------------------
@@ -167,9 +164,9 @@ def _build_gateway(config: FleetConfig, *, is_static: bool) -> list[KubernetesOb
     }
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     return [
-        _object("v1", "ConfigMap", name, labels, data={"gateway.yaml": settings}),
-        _object("v1", "Service", name, labels, spec={"selector": labels, "ports": ports}),
-        _object(
+        build_object("v1", "ConfigMap", name, labels, data={"gateway.yaml": settings}),
+        build_object("v1", "Service", name, labels, spec={"selector": labels, "ports": ports}),
+        build_object(
             "apps/v1",
             "StatefulSet",  # each gateway finds the usage log of its predecessor on its volume
             name,
@@ -183,7 +180,7 @@ def _build_gateway(config: FleetConfig, *, is_static: bool) -> list[KubernetesOb
                 "volumeClaimTemplates": [claim],
             },
         ),
-        _object(
+        build_object(
             "policy/v1",
             "PodDisruptionBudget",
             name,
@@ -246,8 +243,8 @@ def _build_controller(config: FleetConfig) -> list[KubernetesObject]:
     spec = {"replicas": CONTROLLERS, "selector": {"matchLabels": labels}, "template": pod}
     return [
         *_build_access(config, name, labels),
-        _object("v1", "ConfigMap", name, labels, data={"fleet.yaml": declaration}),
-        _object("apps/v1", "Deployment", name, labels, spec=spec),
+        build_object("v1", "ConfigMap", name, labels, data={"fleet.yaml": declaration}),
+        build_object("apps/v1", "Deployment", name, labels, spec=spec),
     ]
 
 
@@ -270,11 +267,11 @@ def _build_access(config: FleetConfig, name: str, labels: dict[str, str]) -> lis
     cluster_role = {"apiGroup": rbac, "kind": "ClusterRole", "name": cluster_name}
     version = f"{rbac}/v1"
     return [
-        _object("v1", "ServiceAccount", name, labels),
-        _object(version, "Role", name, labels, rules=rules),
-        _object(version, "RoleBinding", name, labels, roleRef=role, subjects=[subject]),
-        _object(version, "ClusterRole", cluster_name, labels, rules=nodes),
-        _object(
+        build_object("v1", "ServiceAccount", name, labels),
+        build_object(version, "Role", name, labels, rules=rules),
+        build_object(version, "RoleBinding", name, labels, roleRef=role, subjects=[subject]),
+        build_object(version, "ClusterRole", cluster_name, labels, rules=nodes),
+        build_object(
             version,
             "ClusterRoleBinding",
             cluster_name,
@@ -286,13 +283,6 @@ def _build_access(config: FleetConfig, name: str, labels: dict[str, str]) -> lis
 
 
 # --- shared --------------------------------------------------------------------------------------
-
-
-def _object(
-    version: str, kind: str, name: str, labels: dict[str, str], **fields: object
-) -> KubernetesObject:
-    metadata = {"name": name, "labels": dict(labels)}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
 
 
 def _common_container(config: FleetConfig, name: str, file: str) -> KubernetesObject:

@@ -46,6 +46,11 @@ class SettingError(ValueError):
         super().__init__(message)
         self.path = path
 
+    @classmethod
+    def at(cls, path: SettingPath, problem: str) -> SettingError:
+        """Return an error whose message begins with the path of the setting."""
+        return cls(f"{format_path(path).removeprefix('.')}: {problem}", path)
+
 
 def convert_settings(
     value: Any,  # noqa: ANN401 - what a YAML file can hold

@@ -13,7 +13,6 @@ from argosy.settings import (
     SettingError,
     SettingPath,
     dump_yaml,
-    format_path,
     is_secret_name,
     is_secret_value,
 )
@@ -84,9 +83,8 @@ def check_secrets(value: object, path: SettingPath = ()) -> None:
     ):
         sections = [str(key) for key in path if key in _REMEDIES]
         remedy = _REMEDIES[sections[0]] if sections else "Refer to an environment variable."
-        where = format_path(path).removeprefix(".")
         problem = "it looks like a secret, which a declaration must not contain."
-        raise SettingError(f"{where}: {problem} {remedy}", path)
+        raise SettingError.at(path, f"{problem} {remedy}")
 
 
 def _names_secret(path: SettingPath) -> bool:

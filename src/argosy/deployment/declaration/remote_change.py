@@ -11,7 +11,7 @@ import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
 from argosy.deployment.declaration.engines import ARGOSY_ENGINE
-from argosy.settings import SettingError, SettingPath, format_path
+from argosy.settings import SettingError, SettingPath
 
 _OPEN_SECTIONS = frozenset(
     {
@@ -72,7 +72,7 @@ def check_remote_change(old: FleetConfig, new: FleetConfig) -> None:
     ):
         if count > MAX_ITEMS:
             problem = f"it has more than {MAX_ITEMS:,} items or names. Use `argosy apply`."
-            raise SettingError(f"{section}: {problem}", (section,))
+            raise SettingError.at((section,), problem)
     for field in msgspec.structs.fields(new):
         is_open = field.encode_name in _OPEN_SECTIONS
         if not is_open and getattr(old, field.name) != getattr(new, field.name):
@@ -86,18 +86,16 @@ def check_remote_change(old: FleetConfig, new: FleetConfig) -> None:
 
 
 def _protected(path: SettingPath) -> SettingError:
-    where = format_path(path).removeprefix(".")
     problem = "it decides what the machines of the fleet run, read or trust."
-    return SettingError(f"{where}: {problem} Change it with `argosy apply`.", path)
+    return SettingError.at(path, f"{problem} Change it with `argosy apply`.")
 
 
 def _check_model(old: FleetModelConfig | None, new: FleetModelConfig, path: SettingPath) -> None:
     if new.replicas != ([] if old is None else old.replicas):
         raise _protected((*path, "replicas"))
     if new.source is not None and new.source.startswith((".", "~")):
-        where = format_path((*path, "source")).removeprefix(".")
         problem = "it is relative to a folder that the gateway does not know. Write the path from the root `/`."
-        raise SettingError(f"{where}: {problem}", (*path, "source"))
+        raise SettingError.at((*path, "source"), problem)
 
 
 def _check_pool(old: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:

@@ -25,7 +25,6 @@ from argosy.settings import (
     SettingError,
     SettingPath,
     convert_settings,
-    format_path,
 )
 
 GATEWAY_POOL = "gateway"
@@ -62,7 +61,10 @@ def validate_fleet(config: FleetConfig) -> None:
         if pool.launcher == "kubernetes":
             _check_kubernetes(config, pool, path)
         _check_environment(pool, path)
-        _check_options(find_engine(config, pool), pool, path)
+        if pool.engine == ARGOSY_ENGINE:
+            _check_argosy_options(pool, (*path, "options"))
+        else:
+            _check_own_options(find_engine(config, pool), pool, (*path, "options"))
     for index, model in enumerate(config.models):
         _check_model(config, model, ("models", index))
     _check_gateways(config)
@@ -70,9 +72,7 @@ def validate_fleet(config: FleetConfig) -> None:
 
 def _fail(path: SettingPath, setting: str, problem: str) -> SettingError:
     """Return an error about a setting below `path`, or about the structure at `path` if `setting` is empty."""
-    below = tuple(setting.split(".")) if setting else ()
-    where = format_path((*path, *below)).removeprefix(".")
-    return SettingError(f"{where}: {problem}", (*path, *below))
+    return SettingError.at((*path, *(setting.split(".") if setting else ())), problem)
 
 
 def _did_you_mean(name: str, known: Iterator[str] | list[str]) -> str:
@@ -323,14 +323,6 @@ def _check_environment(pool: PoolConfig, path: SettingPath) -> None:
     for name, value in pool.environment.items():
         if not isinstance(value, str) and (value.env is None) == (value.file is None):
             raise _fail(path, f"environment.{name}", "write either `env` or `file`.")
-
-
-def _check_options(engine: EngineKind, pool: PoolConfig, path: SettingPath) -> None:
-    path = (*path, "options")
-    if pool.engine == ARGOSY_ENGINE:
-        _check_argosy_options(pool, path)
-    else:
-        _check_own_options(engine, pool, path)
 
 
 def _check_argosy_options(pool: PoolConfig, path: SettingPath) -> None:

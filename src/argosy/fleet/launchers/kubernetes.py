@@ -57,11 +57,6 @@ START_REQUEST_TIMEOUT_S = 60.0
 """Age of a Deployment from which its start, which is two requests, counts as given up half-way."""
 SYNC_TIMEOUT_S = 60.0
 MAX_LOG_LINES = 10_000
-POOL_KINDS = {
-    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
-    "DaemonSet": "/apis/apps/v1/namespaces/{}/daemonsets",
-}
-"""Kinds of the objects that the replicas of a pool share, with the paths of their collections."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -86,7 +81,7 @@ class KubernetesLauncher:
         core = f"/api/v1/namespaces/{self._namespace}"
         self._pods_path = f"{core}/pods"
         self._deployments_path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments"
-        selector = format_selector(replica_selector(fleet))
+        selector = ",".join(f"{key}={value}" for key, value in replica_selector(fleet).items())
         self._deployments = KubernetesCache(
             self._api, self._deployments_path, selector, self._on_changed
         )
@@ -94,6 +89,11 @@ class KubernetesLauncher:
         self._fence = KubernetesFence(
             self._api, f"{core}/configmaps", self._deployments_path, fleet, selector
         )
+        self._pool_collections = {
+            "PodDisruptionBudget": f"/apis/policy/v1/namespaces/{self._namespace}/poddisruptionbudgets",
+            "DaemonSet": f"/apis/apps/v1/namespaces/{self._namespace}/daemonsets",
+        }
+        """Collections of the objects that the replicas of a pool share, by their kind."""
         self._zones: dict[str, str] = {}
         self._watches: list[asyncio.Task[None]] = []
         self._waiters: set[asyncio.Event] = set()
@@ -272,11 +272,10 @@ class KubernetesLauncher:
             other["metadata"]["labels"][LABEL_POOL] != pool
             for other in self._deployments.objects.values()
         ):
-            for object_name, kind in (
-                (f"pool-{pool}", "PodDisruptionBudget"),
-                (f"pre-pull-{pool}", "DaemonSet"),
+            for collection, prefix in zip(
+                self._pool_collections.values(), ("pool", "pre-pull"), strict=True
             ):
-                await self._api.delete(f"{self._collection(kind)}/{object_name}", {})
+                await self._api.delete(f"{collection}/{prefix}-{pool}", {})
 
     async def _delete_deployment(self, deployment: KubernetesObject) -> None:
         metadata = deployment["metadata"]
@@ -292,7 +291,7 @@ class KubernetesLauncher:
 
     async def _apply(self, each: KubernetesObject) -> None:
         """Create an object of a pool, or give the existing one the same specification."""
-        collection = self._collection(each["kind"])
+        collection = self._pool_collections[each["kind"]]
         try:
             await self._api.create(collection, each)
         except KubernetesApiError as error:
@@ -408,11 +407,3 @@ class KubernetesLauncher:
             ANNOTATION_EPOCH: str(epoch),
             ANNOTATION_RUN: msgspec.json.encode(run).decode(),
         }
-
-    def _collection(self, kind: str) -> str:
-        return POOL_KINDS[kind].format(self._namespace)
-
-
-def format_selector(labels: Mapping[str, str]) -> str:
-    """Return labels as a selector of the API."""
-    return ",".join(f"{key}={value}" for key, value in labels.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from argosy.fleet.launchers.kubernetes_api import KubernetesApi, KubernetesApiError
-from argosy.fleet.launchers.kubernetes_objects import KubernetesObject, fleet_labels
+from argosy.fleet.launchers.kubernetes_objects import KubernetesObject, build_object, fleet_labels
 from argosy.fleet.launchers.launcher import refuse_stale_epoch
 
 ANNOTATION_EPOCH = "argosy.dev/epoch"
@@ -62,15 +62,9 @@ class KubernetesFence:
         found = await self._api.find(f"{self._config_maps}/{self._name}")
         try:
             if found is None:
-                body = {
-                    "apiVersion": "v1",
-                    "kind": "ConfigMap",
-                    "metadata": {
-                        "name": self._name,
-                        "labels": fleet_labels(self._fleet, "controller"),
-                        "annotations": {ANNOTATION_EPOCH: str(epoch)},
-                    },
-                }
+                labels = fleet_labels(self._fleet, "controller")
+                body = build_object("v1", "ConfigMap", self._name, labels)
+                body["metadata"]["annotations"] = {ANNOTATION_EPOCH: str(epoch)}
                 await self._api.create(self._config_maps, body)
             elif check_epoch(found["metadata"].get("annotations", {}), epoch) < epoch:
                 await self._api.merge(

@@ -54,6 +54,14 @@ def replica_selector(fleet: str, pool: str | None = None) -> dict[str, str]:
     return labels if pool is None else labels | {LABEL_POOL: pool}
 
 
+def build_object(
+    version: str, kind: str, name: str, labels: dict[str, str], **fields: object
+) -> KubernetesObject:
+    """Return an object with its fields beside the metadata."""
+    metadata = {"name": name, "labels": dict(labels)}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
+
+
 def build_deployment(
     spec: LaunchSpec, fleet: str, *, attempt: int = 1, is_running: bool = True
 ) -> KubernetesObject:
@@ -70,11 +78,12 @@ def build_deployment(
         "argosy.dev/generation": str(spec.generation),
         "argosy.dev/ordinal": str(spec.ordinal),
     }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": spec.name, "labels": labels},
-        "spec": {
+    return build_object(
+        "apps/v1",
+        "Deployment",
+        spec.name,
+        labels,
+        spec={
             "replicas": int(is_running),
             "revisionHistoryLimit": 0,
             # The controller decides when a start takes too long, by the settings of the pool.
@@ -89,47 +98,34 @@ def build_deployment(
                 "spec": _build_pod_spec(spec, fleet),
             },
         },
-    }
+    )
 
 
 def build_pool_objects(spec: LaunchSpec, fleet: str) -> list[KubernetesObject]:
     """Build the objects that the replicas of a pool share, by the specification of any of them."""
     kubernetes = spec.kubernetes or KubernetesSettings()
-    objects: list[KubernetesObject] = [
-        {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": {
-                "name": f"pool-{spec.pool}",
-                "labels": fleet_labels(fleet, "disruption-budget", spec.pool),
-            },
-            "spec": {
-                # With 0 no node with a replica could ever be drained.
-                "maxUnavailable": max(1, spec.max_unavailable),
-                "selector": {"matchLabels": replica_selector(fleet, spec.pool)},
-            },
-        }
-    ]
-    if kubernetes.pre_pull_images:
-        objects.append(_build_pre_pull(spec, fleet, kubernetes))
-    return objects
+    # With 0 no node with a replica could ever be drained.
+    max_unavailable = max(1, spec.max_unavailable)
+    selector = {"matchLabels": replica_selector(fleet, spec.pool)}
+    labels = fleet_labels(fleet, "disruption-budget", spec.pool)
+    budget = build_object(
+        "policy/v1",
+        "PodDisruptionBudget",
+        f"pool-{spec.pool}",
+        labels,
+        spec={"maxUnavailable": max_unavailable, "selector": selector},
+    )
+    pre_pull = [_build_pre_pull(spec, fleet, kubernetes)] if kubernetes.pre_pull_images else []
+    return [budget, *pre_pull]
 
 
 def build_pool_service(spec: LaunchSpec, fleet: str) -> KubernetesObject:
     """Build the headless Service of a pool, whose name resolves to the addresses of its ready replicas."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            "name": f"pool-{spec.pool}",
-            "labels": fleet_labels(fleet, "pool", spec.pool),
-        },
-        "spec": {
-            "clusterIP": "None",
-            "selector": replica_selector(fleet, spec.pool),
-            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
-        },
-    }
+    ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
+    selector = replica_selector(fleet, spec.pool)
+    labels = fleet_labels(fleet, "pool", spec.pool)
+    settings = {"clusterIP": "None", "selector": selector, "ports": ports}
+    return build_object("v1", "Service", f"pool-{spec.pool}", labels, spec=settings)
 
 
 def container_security(kubernetes: KubernetesSettings) -> KubernetesObject:
@@ -359,34 +355,27 @@ def _build_pre_pull(
     labels = fleet_labels(fleet, "image-pre-pull", spec.pool)
     small = {"requests": {"cpu": "1m", "memory": "8Mi"}, "limits": {"memory": "64Mi"}}
     common = {"securityContext": container_security(kubernetes), "resources": small}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "DaemonSet",
-        "metadata": {"name": f"pre-pull-{spec.pool}", "labels": labels},
-        "spec": {
+    pull = {"name": "pull", "image": spec.image, "command": ["/bin/sh", "-c", ":"], **common}
+    pod = {
+        "automountServiceAccountToken": False,
+        "securityContext": pod_security(kubernetes),
+        **image_pull_secrets(kubernetes),
+        "terminationGracePeriodSeconds": 0,
+        **_build_placement(spec, kubernetes),
+        "initContainers": [pull],
+        "containers": [{"name": "pause", "image": _PAUSE_IMAGE, **common}],
+    }
+    return build_object(
+        "apps/v1",
+        "DaemonSet",
+        f"pre-pull-{spec.pool}",
+        labels,
+        spec={
             "selector": {"matchLabels": labels},
             "updateStrategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxUnavailable": "100%"},
             },
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {
-                    "automountServiceAccountToken": False,
-                    "securityContext": pod_security(kubernetes),
-                    **image_pull_secrets(kubernetes),
-                    "terminationGracePeriodSeconds": 0,
-                    **_build_placement(spec, kubernetes),
-                    "initContainers": [
-                        {
-                            "name": "pull",
-                            "image": spec.image,
-                            "command": ["/bin/sh", "-c", ":"],
-                            **common,
-                        }
-                    ],
-                    "containers": [{"name": "pause", "image": _PAUSE_IMAGE, **common}],
-                },
-            },
+            "template": {"metadata": {"labels": labels}, "spec": pod},
         },
-    }
+    )
