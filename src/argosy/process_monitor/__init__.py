@@ -13,7 +13,6 @@ from argosy.process_monitor.messages import (
     MonitorSettings,
     ProcessReport,
     ProcessStatus,
-    StartResult,
     StartupReporter,
 )
 from argosy.process_monitor.process_output import read_log_end

@@ -1,4 +1,7 @@
-"""Entry point of a monitor. Reads `MonitorSettings` from standard input and writes a `StartResult`."""
+"""Entry point of a monitor. Reads `MonitorSettings` from standard input, and writes a line with the result.
+
+The result is a string in JSON: why the process could not be created, or empty.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 
 import msgspec
 
-from argosy.process_monitor.messages import MonitorSettings, StartResult
+from argosy.process_monitor.messages import MonitorSettings
 from argosy.process_monitor.monitor import ProcessMonitor
 
 
@@ -22,14 +25,14 @@ def main() -> int:
         monitor.start()
     except OSError as error:
         name = "" if error.filename is None else f"{error.filename}: "
-        _report(StartResult(f"{name}{error.strerror or error}"))
+        _report(f"{name}{error.strerror or error}")
         return 1
-    _report(StartResult())
+    _report("")
     monitor.run()
     return 0
 
 
-def _report(result: StartResult) -> None:
+def _report(result: str) -> None:
     """Write the result, and close standard output. A launcher that was killed meanwhile does not read it."""
     with contextlib.suppress(BrokenPipeError):
         os.write(1, msgspec.json.encode(result) + b"\n")

@@ -44,12 +44,6 @@ class MonitorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to kill the process when the monitor's standard input is closed."""
 
 
-class StartResult(msgspec.Struct, frozen=True):
-    """Line that the monitor writes to standard output when the process was created, or could not be."""
-
-    error: str = ""
-
-
 class ProcessReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Report of a process about its start. A field that is not set leaves the earlier value."""
 

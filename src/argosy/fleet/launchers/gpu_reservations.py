@@ -7,7 +7,6 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.fleet.device_assignment import read_gpu_uuids
@@ -18,16 +17,6 @@ FOLDER_NAME = "argosy-gpus"
 _SHARED_FOLDERS = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - safe against links, see `_open_lock`
 """Folders in which every user may create files, best first."""
 _SHARED_MODE = stat.S_ISVTX | 0o777
-
-
-@dataclass(frozen=True, slots=True)
-class GpuReservation:
-    """Reserved GPUs."""
-
-    gpus: tuple[str, ...]
-    """In the syntax of `CUDA_VISIBLE_DEVICES`."""
-    locks: tuple[int, ...]
-    """Descriptors of their locks. A GPU is reserved until all processes that inherit its lock have ended."""
 
 
 class GpuReservations:
@@ -47,28 +36,25 @@ class GpuReservations:
         self._uuids = (read_uuids or read_gpu_uuids)()
 
     @contextlib.contextmanager
-    def reserve(self, count: int, gpus: Sequence[str]) -> Iterator[GpuReservation | None]:
-        """Reserve some of the given GPUs, or none while too few are free.
+    def reserve(self, count: int, gpus: Sequence[str]) -> Iterator[dict[str, int] | None]:
+        """Reserve some of the given GPUs, each with the descriptor of its lock, or none while too few are free.
 
-        On exit this process gives its locks up. Processes that have inherited them keep the reservation.
+        On exit this process gives its locks up. A GPU is reserved until all processes that inherit its lock have ended.
 
         Raises:
             LaunchError: The lock files cannot be used.
         """
-        locks: list[int] = []
-        reserved: list[str] = []
+        locks: dict[str, int] = {}
         try:
             for gpu in gpus:
-                if len(reserved) == count:
+                if len(locks) == count:
                     break
                 lock = self._try_lock(gpu)
                 if lock is not None:
-                    locks.append(lock)
-                    reserved.append(gpu)
-            is_complete = len(reserved) == count
-            yield GpuReservation(tuple(reserved), tuple(locks)) if is_complete else None
+                    locks[gpu] = lock
+            yield locks if len(locks) == count else None
         finally:
-            for lock in locks:
+            for lock in locks.values():
                 os.close(lock)
 
     def _try_lock(self, gpu: str) -> int | None:

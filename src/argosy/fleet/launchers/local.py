@@ -39,7 +39,6 @@ from argosy.process_monitor import (
     DRAIN_SIGNAL,
     STOP_SIGNAL,
     MonitorSettings,
-    StartResult,
     read_log_end,
 )
 
@@ -155,9 +154,11 @@ class LocalProcessLauncher:
             if previous is None:
                 self._kill_unrecorded(spec.name)
             accelerators = spec.resources.accelerators
-            with self._gpu_reservations.reserve(accelerators, self._gpus) as reservation:
-                if reservation is None:
-                    self._wait_for_gpus(spec, epoch)
+            with self._gpu_reservations.reserve(accelerators, self._gpus) as locks:
+                if locks is None:
+                    gpus = "a GPU" if accelerators == 1 else f"{accelerators} GPUs"
+                    reason = f"waiting for {gpus} of this machine"
+                    self._set_waiting(_WaitingStart(spec, epoch, reason))
                     return
                 try:
                     running = [
@@ -166,11 +167,11 @@ class LocalProcessLauncher:
                         if self._monitors.is_running(each)
                     ]
                     record = plan_attempt(
-                        spec, previous, reservation.gpus, running, self._host, self._folder
+                        spec, previous, tuple(locks), running, self._host, self._folder
                     )
                     monitor = self._monitors.spawn(
                         record,
-                        self._build_monitor_settings(spec, record, reservation.locks),
+                        self._build_monitor_settings(spec, record, tuple(locks.values())),
                         None if self._forwards_output else self._folder.log_path(spec.name),
                     )
                 except OSError as error:
@@ -184,24 +185,20 @@ class LocalProcessLauncher:
         assert monitor.stdout is not None  # noqa: S101 - it is a pipe
         with monitor.stdout:
             line = await run_in_daemon_thread(monitor.stdout.readline)
-        result = (
-            msgspec.json.decode(line, type=StartResult)
-            if line
-            else StartResult("its monitor was killed")
-        )
-        if result.error:
+        problem = msgspec.json.decode(line, type=str) if line else "its monitor was killed"
+        if problem:
             await run_in_daemon_thread(monitor.wait)
-            await self._undo_start(record, previous)
-            raise LaunchError(f"replica {spec.name} cannot be started: {result.error}")
+            async with self._folder.locked():
+                if self._folder.read_record(spec.name) == record:  # no other attempt has begun
+                    self._folder.restore_record(spec.name, previous)
+            raise LaunchError(f"replica {spec.name} cannot be started: {problem}")
         log.info("replica_started", replica=spec.name, attempt=record.attempt)
         self._wake.set()
         self.changed.set()
 
     async def drain(self, name: str, epoch: int) -> None:
         async with self._folder.locked(epoch):
-            if self._waiting.pop(name, None) is not None:
-                self.changed.set()
-            record = self._folder.read_record(name)
+            record = self._cancel_waiting(name)
             if record is None or not await self._monitors.send_signal(record, DRAIN_SIGNAL):
                 return
         await self._monitors.wait_for_status(
@@ -211,9 +208,7 @@ class LocalProcessLauncher:
 
     async def stop(self, name: str, epoch: int) -> None:
         async with self._folder.locked(epoch):
-            if self._waiting.pop(name, None) is not None:
-                self.changed.set()
-            record = self._folder.read_record(name)
+            record = self._cancel_waiting(name)
             if record is None:
                 return
             await self._monitors.send_signal(record, STOP_SIGNAL)
@@ -227,9 +222,7 @@ class LocalProcessLauncher:
     async def remove(self, name: str, epoch: int) -> None:
         await self._monitors.wait_for_release(name)
         async with self._folder.locked(epoch):
-            if self._waiting.pop(name, None) is not None:
-                self.changed.set()
-            record = self._folder.read_record(name)
+            record = self._cancel_waiting(name)
             if record is None:
                 return
             if self._folder.is_running(name):
@@ -264,10 +257,11 @@ class LocalProcessLauncher:
 
     # --- start -----------------------------------------------------------------------------------
 
-    def _wait_for_gpus(self, spec: LaunchSpec, epoch: int) -> None:
-        count = spec.resources.accelerators
-        reason = "waiting for a GPU" if count == 1 else f"waiting for {count} GPUs"
-        self._set_waiting(_WaitingStart(spec, epoch, f"{reason} of this machine"))
+    def _cancel_waiting(self, name: str) -> LaunchRecord | None:
+        """Forget a start that waits. Returns the record of the latest attempt that began."""
+        if self._waiting.pop(name, None) is not None:
+            self.changed.set()
+        return self._folder.read_record(name)
 
     def _set_waiting(self, waiting: _WaitingStart) -> None:
         if self._waiting.get(waiting.spec.name) != waiting:
@@ -293,12 +287,6 @@ class LocalProcessLauncher:
             inherited_fds=gpu_locks,
             die_with_launcher=self._die_with_launcher,
         )
-
-    async def _undo_start(self, record: LaunchRecord, previous: LaunchRecord | None) -> None:
-        """Remove what a failed start left, unless another attempt has begun."""
-        async with self._folder.locked():
-            if self._folder.read_record(record.name) == record:
-                self._folder.restore_record(record.name, previous)
 
     # --- watch -----------------------------------------------------------------------------------
 
