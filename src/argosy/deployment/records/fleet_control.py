@@ -116,7 +116,7 @@ class FleetControl:
         decision = self._decision(
             "fleet.apply", "", actor, changes=paths, count=len(changes), reason=reason
         )
-        return self._apply(config, actor, reason, after, decision)
+        return self._apply(config, decision, reason, after)
 
     def plan_rollback(self, revision: int) -> FleetPlan:
         """Return what `roll_back` to a revision would change. Raises as that does."""
@@ -139,7 +139,7 @@ class FleetControl:
                 f"Nothing changes: the declaration of revision {revision} is in force."
             )
         decision = self._decision("fleet.rollback", "", actor, revision=revision, reason=reason)
-        return self._apply(config, actor, reason, after, decision, rollback_of=revision)
+        return self._apply(config, decision, reason, after, revision)
 
     def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
         """Change the number of replicas of a pool, and return the number of the revision in force.
@@ -155,13 +155,13 @@ class FleetControl:
         scaled = set_replicas(config, pool, replicas)
         if scaled == config:
             return latest.number
-        old = _replicas_of(config, pool)
+        old = next(each.replicas for each in config.pools if each.name == pool)
         decision = self._decision(
             "pool.scale", pool, actor, replicas=[old, replicas], reason=reason
         )
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
-        return self._apply(scaled, actor, reason, latest.number, decision)
+        return self._apply(scaled, decision, reason, latest.number)
 
     def command_rollout(
         self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
@@ -196,17 +196,16 @@ class FleetControl:
     def _apply(
         self,
         config: FleetConfig,
-        actor: str,
+        decision: AuditedDecision,
         reason: str,
         after: int | None,
-        decision: AuditedDecision,
         rollback_of: int | None = None,
     ) -> int:
         return apply_declaration(
             self.store,
             self.name,
             config,
-            author=actor,
+            author=decision.actor,
             reason=reason,
             after=after,
             rollback_of=rollback_of,
@@ -238,8 +237,3 @@ class FleetControl:
             )
         subject = f"{self.name}/{pool}" if pool else self.name
         return AuditedDecision(actor=actor, action=action, subject=subject, details=details)
-
-
-def _replicas_of(config: FleetConfig, name: str) -> int | None:
-    pool = config.find_pool(name)
-    return None if pool is None else pool.replicas

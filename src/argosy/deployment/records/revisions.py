@@ -50,8 +50,8 @@ def apply_declaration(
 ) -> FleetRevision:
     """Add a revision, unless another one was added after the revision `after`. Blocks on the store.
 
-    The declaration is valid. `after` is 0 for no revision, and None to replace any. `rollback_of` is the number of the
-    revision whose declaration this one repeats. `decision` is recorded in the audit log.
+    The declaration is valid. `after` is 0 for no revision, and None to replace any.
+    `rollback_of` is the number of the revision whose declaration this one repeats.
 
     Raises:
         ConflictError: The latest revision is not `after`.

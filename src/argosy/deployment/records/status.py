@@ -103,7 +103,9 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
     if revision is not None and config is not None:
         scaling = decode_kind(encoded, SCALING_PREFIX, ScalingRecord)
         pools = _describe_pools(store, fleet, revision, config, replicas, scaling)
-        gateways = _count_gateways(config, revision, replicas)
+        if config.gateways:
+            generation = revision.generations[GATEWAY_POOL]
+            gateways = _count(replicas, GATEWAY_POOL, generation, config.gateways)
     number = 0 if revision is None else revision.number
     lease_age_s = store.lease_age_s(fleet)
     is_observed = observed is None or (observed.epoch, observed.revision) == (lease.epoch, number)
@@ -125,14 +127,6 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
         pools=pools,
         replicas=replicas,
     )
-
-
-def _count_gateways(
-    config: FleetConfig, revision: FleetRevision, replicas: Sequence[ReplicaRecord]
-) -> ReplicaCounts | None:
-    if not config.gateways:
-        return None
-    return _count(replicas, GATEWAY_POOL, revision.generations[GATEWAY_POOL], config.gateways)
 
 
 def _describe_pools(

@@ -19,12 +19,6 @@ from argosy.store import FleetEvent, Store
 LauncherFactory = Callable[[str], Launcher]
 """Returns the launcher of a name. Raises LaunchError if it cannot be used on this machine."""
 
-ReconciliationCallback = Callable[[ObservedFleet, Reconciliation], None]
-
-
-def _ignore(_observed: ObservedFleet, _result: Reconciliation) -> None:
-    pass
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetContext:
@@ -43,7 +37,7 @@ class FleetContext:
     """Returns seconds since the epoch."""
     list_watched_logs: Callable[[], Collection[str]] = tuple
     """Returns the replicas whose logs a gateway in this process shows."""
-    on_reconciled: ReconciliationCallback = _ignore
+    on_reconciled: Callable[[ObservedFleet, Reconciliation], None] = lambda *_: None
     """Called after each decision. An exception that it raises ends the controller."""
 
 
