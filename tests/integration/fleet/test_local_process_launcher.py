@@ -259,21 +259,6 @@ async def test_limits_cpus_and_memory(
     assert (await launcher.list_replicas())["a-1-0"].state == LaunchState.RUNNING
 
 
-async def test_log_is_rotated(environment: LocalEnvironment) -> None:
-    launcher = environment.create_launcher(max_log_bytes=20_000)
-    await launcher.start(spec("print=5000"), 1)
-    await read_pid((await launcher.list_replicas())["a-1-0"])
-    await launcher.stop("a-1-0", 1)
-    files = sorted((environment.folder / "logs").iterdir())
-    assert [file.name for file in files] == ["a-1-0.log", "a-1-0.log.1"]
-    assert sum(file.stat().st_size for file in files) < 200_000
-    lines = (await launcher.read_log("a-1-0", 100_000)).splitlines()
-    assert lines[-2:] == [b"line 4999", b"listening"]
-    numbers = [int(line.split()[1]) for line in lines[1:-1]]
-    assert numbers == list(range(numbers[0], 5000))
-    await launcher.close()
-
-
 async def test_reports_reach_the_launcher(launcher: LocalProcessLauncher) -> None:
     reports = [
         '{"activity": "loading weights", "progress": 0.5}',
