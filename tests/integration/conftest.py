@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.replica_servers import RunningReplica, serve
@@ -46,8 +46,13 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def admin_gateway(migrated: Path, tmp_path: Path) -> AsyncIterator[AdminGateway]:
-    path = tmp_path / "argosy.db"
-    shutil.copy(migrated, path)
-    async with run_admin_gateway(f"sqlite:///{path}") as running:
+async def admin_gateway(tmp_path: Path) -> AsyncIterator[AdminGateway]:
+    async with run_admin_gateway(tmp_path) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AdminGateway]:
+    """Run a gateway for the tests of a file, which leave its replicas as they are and use accounts of their own."""
+    async with run_admin_gateway(tmp_path_factory.mktemp("gateway")) as running:
         yield running

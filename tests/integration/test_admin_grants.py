@@ -24,6 +24,9 @@ GATEWAY_ADMIN = {"role": "admin", "scope": "gateway"}
 ADDRESS_RESTRICTION = {"networks": ["192.0.2.0/24"]}
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 def forbidden_code(response: httpx2.Response) -> str:
     assert response.status_code == 403, response.text
     code: str = response.json()["error"]["code"]
@@ -31,13 +34,11 @@ def forbidden_code(response: httpx2.Response) -> str:
 
 
 async def test_records_above_the_callers_role_cannot_be_granted_or_changed(
-    admin_gateway: AdminGateway,
+    shared_gateway: AdminGateway,
 ) -> None:
-    customer = await admin_gateway.create_customer()
-    accounts, client = admin_gateway.store.accounts, admin_gateway.client
-    client.headers |= await admin_gateway.key_headers(
-        "admin", "organisation", customer.organisation
-    )
+    customer = await shared_gateway.create_customer()
+    accounts, client = shared_gateway.store.accounts, shared_gateway.client
+    headers = await shared_gateway.key_headers("admin", "organisation", customer.organisation)
     higher_user = accounts.create_user(
         customer.organisation,
         f"{unique_name()}@x.test",
@@ -49,7 +50,7 @@ async def test_records_above_the_callers_role_cannot_be_granted_or_changed(
         customer.project, "higher", role="operator", scope="gateway", actor="test"
     )
     project_path = f"/admin/projects/{customer.project}"
-    before = admin_gateway.store.load_snapshot().version
+    before = shared_gateway.store.load_snapshot().version
     requests: list[tuple[str, str, Json | None]] = [
         ("POST", "/admin/keys", key_body(customer) | GATEWAY_ADMIN),
         ("POST", f"/admin/keys/{higher_key.id}/rotate", {}),
@@ -63,31 +64,31 @@ async def test_records_above_the_callers_role_cannot_be_granted_or_changed(
         ("POST", f"{project_path}/archive", None),
     ]
     for method, path, body in requests:
-        response = await client.request(method, path, json=body)
+        response = await client.request(method, path, json=body, headers=headers)
         assert forbidden_code(response) == "insufficient_role", path
-    assert admin_gateway.store.load_snapshot().version == before
+    assert shared_gateway.store.load_snapshot().version == before
     # A key that is no longer valid does not protect its project.
     rotated, _ = accounts.rotate_key(higher_key.id, 0, actor="test")
     accounts.revoke_key(rotated.id, actor="test")
-    response = await client.patch(project_path, json={"networks": ["127.0.0.0/8"]})
+    response = await client.patch(project_path, json={"networks": ["127.0.0.0/8"]}, headers=headers)
     assert response.status_code == 200, response.text
     # Two steps, first the scope and then the role, are no way around.
-    user = await admin_gateway.create("/admin/users", user_body(customer) | {"scope": "gateway"})
+    user = await shared_gateway.create("/admin/users", user_body(customer) | {"scope": "gateway"})
     user_path = f"/admin/users/{user['id']}"
-    response = await client.patch(user_path, json={"role": "admin"})
+    response = await client.patch(user_path, json={"role": "admin"}, headers=headers)
     assert forbidden_code(response) == "insufficient_role"
-    response = await client.patch(user_path, json={"role": "admin", "scope": "organisation"})
+    response = await client.patch(
+        user_path, json={"role": "admin", "scope": "organisation"}, headers=headers
+    )
     assert response.json()["scope"] == "organisation"
 
 
 async def test_project_of_a_higher_user_cannot_be_archived_or_restricted(
-    admin_gateway: AdminGateway,
+    shared_gateway: AdminGateway,
 ) -> None:
-    customer = await admin_gateway.create_customer()
-    accounts, client = admin_gateway.store.accounts, admin_gateway.client
-    client.headers |= await admin_gateway.key_headers(
-        "admin", "organisation", customer.organisation
-    )
+    customer = await shared_gateway.create_customer()
+    accounts, client = shared_gateway.store.accounts, shared_gateway.client
+    headers = await shared_gateway.key_headers("admin", "organisation", customer.organisation)
     higher_user = accounts.create_user(
         customer.organisation,
         f"{unique_name()}@x.test",
@@ -97,38 +98,46 @@ async def test_project_of_a_higher_user_cannot_be_archived_or_restricted(
         actor="test",
     )
     path = f"/admin/projects/{customer.project}"
-    response = await client.patch(path, json=ADDRESS_RESTRICTION)
+    response = await client.patch(path, json=ADDRESS_RESTRICTION, headers=headers)
     assert forbidden_code(response) == "insufficient_role"
-    assert forbidden_code(await client.post(f"{path}/archive")) == "insufficient_role"
+    assert (
+        forbidden_code(await client.post(f"{path}/archive", headers=headers)) == "insufficient_role"
+    )
     accounts.disable_user(higher_user.id, actor="test")
-    assert (await client.patch(path, json=ADDRESS_RESTRICTION)).status_code == 200
+    assert (await client.patch(path, json=ADDRESS_RESTRICTION, headers=headers)).status_code == 200
 
 
-async def test_key_with_models_creates_no_key_for_other_models(admin_gateway: AdminGateway) -> None:
-    customer = await admin_gateway.create_customer()
-    client = admin_gateway.client
+async def test_key_with_models_creates_no_key_for_other_models(
+    shared_gateway: AdminGateway,
+) -> None:
+    customer = await shared_gateway.create_customer()
+    client = shared_gateway.client
     body = {"project": customer.project, "name": unique_name(), "role": "admin"}
-    key = await admin_gateway.create("/admin/keys", body | {"models": ["a", "b"]})
-    client.headers["authorization"] = f"Bearer {key['key']}"
+    key = await shared_gateway.create("/admin/keys", body | {"models": ["a", "b"]})
+    headers = {"authorization": f"Bearer {key['key']}"}
     for models in ([], ["c"], ["a", "c"]):
-        response = await client.post("/admin/keys", json=key_body(customer) | {"models": models})
+        response = await client.post(
+            "/admin/keys", json=key_body(customer) | {"models": models}, headers=headers
+        )
         assert forbidden_code(response) == "model_not_allowed"
-    response = await client.post(f"/admin/keys/{customer.key}/rotate", json={})
+    response = await client.post(f"/admin/keys/{customer.key}/rotate", json={}, headers=headers)
     assert forbidden_code(response) == "model_not_allowed"
-    response = await client.post("/admin/users", json=user_body(customer))
+    response = await client.post("/admin/users", json=user_body(customer), headers=headers)
     assert forbidden_code(response) == "model_not_allowed"
-    response = await client.post("/admin/keys", json=key_body(customer) | {"models": ["b"]})
+    response = await client.post(
+        "/admin/keys", json=key_body(customer) | {"models": ["b"]}, headers=headers
+    )
     assert response.json()["models"] == ["b"]
 
 
 async def test_settings_that_affect_other_organisations_need_a_gateway_role(
-    admin_gateway: AdminGateway,
+    shared_gateway: AdminGateway,
 ) -> None:
-    customer = await admin_gateway.create_customer()
-    client = admin_gateway.client
-    headers = await admin_gateway.key_headers("admin", "organisation", customer.organisation)
+    customer = await shared_gateway.create_customer()
+    client = shared_gateway.client
+    headers = await shared_gateway.key_headers("admin", "organisation", customer.organisation)
     limit = limit_body("organisation")(customer)
-    created = await admin_gateway.create("/admin/limits", limit)
+    created = await shared_gateway.create("/admin/limits", limit)
     project = {"organisation": customer.organisation, "name": unique_name()}
     requests: list[tuple[str, str, Json | None]] = [
         ("POST", "/admin/projects", project | {"tier": "premium"}),
@@ -143,29 +152,32 @@ async def test_settings_that_affect_other_organisations_need_a_gateway_role(
     for method, path, body in requests:
         rejected = await client.request(method, path, json=body, headers=headers)
         assert forbidden_code(rejected) == "insufficient_role", path
-        accepted = await client.request(method, path, json=body, headers=admin_gateway.root_headers)
+        accepted = await client.request(
+            method, path, json=body, headers=shared_gateway.root_headers
+        )
         assert accepted.status_code == 200, accepted.text
 
 
 # --- other endpoints of the gateway --------------------------------------------------------------
 
 
-async def test_metrics_need_a_gateway_role(admin_gateway: AdminGateway) -> None:
-    customer = await admin_gateway.create_customer()
-    client = admin_gateway.client
-    own = await admin_gateway.key_headers("admin", "organisation", customer.organisation)
-    viewer = await admin_gateway.key_headers("viewer", "gateway", None)
+async def test_metrics_need_a_gateway_role(shared_gateway: AdminGateway) -> None:
+    customer = await shared_gateway.create_customer()
+    client = shared_gateway.client
+    own = await shared_gateway.key_headers("admin", "organisation", customer.organisation)
+    viewer = await shared_gateway.key_headers("viewer", "gateway", None)
     assert customer.project in (await client.get("/metrics", headers=viewer)).text
     for path in ("/metrics", "/replicas/any/metrics"):
         assert forbidden_code(await client.get(path, headers=own)) == "insufficient_role"
     assert (await client.get("/replicas/any/metrics", headers=viewer)).status_code == 404
 
 
-async def test_openapi_document_needs_a_key(admin_gateway: AdminGateway) -> None:
-    response = await admin_gateway.client.get("/openapi.json")
+async def test_openapi_document_needs_a_key(shared_gateway: AdminGateway) -> None:
+    response = await shared_gateway.client.get("/openapi.json")
     assert (response.status_code, response.json()["error"]["code"]) == (401, "missing_api_key")
 
 
+@pytest.mark.asyncio(loop_scope="function")
 async def test_store_failure_during_an_export_closes_the_connection_and_logs_one_error(
     admin_gateway: AdminGateway,
 ) -> None:
@@ -186,3 +198,6 @@ async def test_store_failure_during_an_export_closes_the_connection_and_logs_one
     assert "exc_info" not in errors[0]
     requests = [event["error"] for event in logs if event["event"] == "request"]
     assert requests == ["store_unavailable"], logs
+    usage = await admin_gateway.client.get("/admin/usage", headers=admin_gateway.root_headers)
+    assert (usage.status_code, usage.headers["retry-after"]) == (503, "5")
+    assert usage.json()["error"]["code"] == "store_unavailable"

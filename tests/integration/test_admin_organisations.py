@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import httpx2
 import pytest
@@ -45,14 +46,18 @@ class EndpointCase:
     """Kind of resource that the id in the path names."""
     query: BodyBuilder = no_fields
     body: BodyBuilder = no_fields
-    is_organisation_independent: bool = False
-    """Whether the response contains no data of an organisation."""
+    is_same_for_all: bool = False
+    """Whether the response contains no data of an organisation, as those of the gateway's scope."""
     forbidden_status: int = 403
     """Status for lower roles."""
     unknown_list_status: int = 200
     """Status of a list of something that does not exist."""
     other_bodies: list[BodyBuilder] = field(default_factory=list)
     """Bodies that refer to the organisation with other fields than `body`."""
+
+
+OwnCase = partial(EndpointCase, "user", is_same_for_all=True)
+OperatorCase = partial(EndpointCase, "operator", "gateway")
 
 
 def organisation_field(ids: ResourceIds) -> Json:
@@ -85,7 +90,7 @@ def rollout_fields(ids: ResourceIds) -> Json:
 
 
 CASES: dict[str, EndpointCase] = {
-    "list_organisations": EndpointCase("viewer"),
+    "list_organisations": EndpointCase("viewer", query=lambda _: {"limit": 1000}),
     "create_organisation": EndpointCase("admin", "gateway", body=name_field),
     "get_organisation": EndpointCase("viewer", id_kind="organisation"),
     "change_organisation": EndpointCase(
@@ -116,7 +121,7 @@ CASES: dict[str, EndpointCase] = {
         other_bodies=[limit_body("user"), limit_body("key")],
     ),
     "delete_limit": EndpointCase("operator", id_kind="limit"),
-    "list_prices": EndpointCase("viewer", is_organisation_independent=True),
+    "list_prices": EndpointCase("viewer", is_same_for_all=True),
     "set_price": EndpointCase(
         "admin",
         "gateway",
@@ -126,53 +131,40 @@ CASES: dict[str, EndpointCase] = {
         "viewer", query=lambda ids: {"project": ids.project, "group_by": "organisation"}
     ),
     "export_usage": EndpointCase("viewer", query=organisation_field),
-    "get_caller": EndpointCase("user", is_organisation_independent=True),
-    "report_own_usage": EndpointCase("user", is_organisation_independent=True),
+    "get_caller": OwnCase(),
+    "report_own_usage": OwnCase(),
     "explain_request": EndpointCase("viewer", id_kind="request", forbidden_status=404),
     "list_requests": EndpointCase("viewer", query=organisation_field),
-    "list_settings": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "list_checks": EndpointCase("viewer", "gateway", is_organisation_independent=True),
+    "list_settings": EndpointCase("viewer", "gateway"),
+    "list_checks": EndpointCase("viewer", "gateway"),
     "query_series": EndpointCase("viewer", query=tenant_series, unknown_list_status=404),
     "export_series": EndpointCase("viewer", query=tenant_series, unknown_list_status=404),
     "list_audit_entries": EndpointCase("viewer", query=lambda ids: {"subject": ids.project}),
-    "verify_audit_log": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "list_pools": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "list_replicas": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "list_replica_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "read_replica_log": EndpointCase(
-        "operator", "gateway", query=lambda _: {"replica": "a"}, is_organisation_independent=True
-    ),
+    "verify_audit_log": EndpointCase("viewer", "gateway"),
+    "list_pools": EndpointCase("viewer", "gateway"),
+    "list_replicas": EndpointCase("viewer", "gateway"),
+    "list_replica_events": EndpointCase("viewer", "gateway"),
+    "read_replica_log": OperatorCase(query=lambda _: {"replica": "gone"}),
     "preview_routing": EndpointCase(
         "viewer",
         "gateway",
         body=lambda _: {"request": {"model": "big", "prompt": "Say"}},
-        is_organisation_independent=True,
     ),
-    "list_prefixes": EndpointCase(
-        "viewer", "gateway", query=lambda _: {"model": "big"}, is_organisation_independent=True
-    ),
-    "list_fleet_events": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "cordon_replica": EndpointCase("operator", "gateway", body=replica_fields),
-    "drain_replica": EndpointCase("operator", "gateway", body=replica_fields),
-    "undrain_replica": EndpointCase("operator", "gateway", body=replica_fields),
-    "weight_replica": EndpointCase(
-        "operator", "gateway", body=lambda ids: replica_fields(ids) | {"weight": 2.0}
-    ),
-    "get_fleet": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "list_fleet_revisions": EndpointCase("viewer", "gateway", is_organisation_independent=True),
-    "plan_fleet_rollback": EndpointCase(
-        "viewer", "gateway", query=lambda _: {"revision": 1}, is_organisation_independent=True
-    ),
-    "get_fleet_declaration": EndpointCase("operator", "gateway", is_organisation_independent=True),
-    "plan_fleet_change": EndpointCase(
-        "operator",
-        "gateway",
+    "list_prefixes": EndpointCase("viewer", "gateway", query=lambda _: {"model": "big"}),
+    "list_fleet_events": EndpointCase("viewer", "gateway"),
+    **{
+        f"{action}_replica": OperatorCase(body=replica_fields)
+        for action in ("cordon", "drain", "undrain")
+    },
+    "weight_replica": OperatorCase(body=lambda ids: replica_fields(ids) | {"weight": 2.0}),
+    "get_fleet": EndpointCase("viewer", "gateway"),
+    "list_fleet_revisions": EndpointCase("viewer", "gateway"),
+    "plan_fleet_rollback": EndpointCase("viewer", "gateway", query=lambda _: {"revision": 1}),
+    "get_fleet_declaration": OperatorCase(),
+    "plan_fleet_change": OperatorCase(
         body=lambda _: {"declaration": DECLARATION.decode()},
-        is_organisation_independent=True,
     ),
-    "apply_fleet_change": EndpointCase(
-        "operator",
-        "gateway",
+    "apply_fleet_change": OperatorCase(
         body=alternate(
             {"declaration": DECLARATION.decode(), "after": 3},
             {
@@ -181,24 +173,16 @@ CASES: dict[str, EndpointCase] = {
             },
         ),
     ),
-    "roll_back_fleet": EndpointCase(
-        "operator", "gateway", body=alternate({"revision": 1}, {"revision": 3})
-    ),
-    "scale_pool": EndpointCase(
-        "operator",
-        "gateway",
+    "roll_back_fleet": OperatorCase(body=alternate({"revision": 1}, {"revision": 3})),
+    "scale_pool": OperatorCase(
         body=alternate({"pool": POOL, "replicas": 1}, {"pool": POOL, "replicas": 3}),
     ),
-    "pause_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
-    "resume_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
-    "promote_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
-    "abort_rollout": EndpointCase("operator", "gateway", body=rollout_fields),
-    "get_openapi_document": EndpointCase("user", is_organisation_independent=True),
-    "run_kv_blocks_lesson": EndpointCase("user", is_organisation_independent=True),
-    "run_batching_lesson": EndpointCase("user", is_organisation_independent=True),
-    "run_fair_queue_lesson": EndpointCase("user", is_organisation_independent=True),
-    "run_limits_lesson": EndpointCase("user", is_organisation_independent=True),
-    "run_circuit_breaker_lesson": EndpointCase("user", is_organisation_independent=True),
+    **{
+        f"{command}_rollout": OperatorCase(body=rollout_fields)
+        for command in ("pause", "resume", "promote", "abort")
+    },
+    "get_openapi_document": OwnCase(),
+    **{f"run_{lesson.name.replace('-', '_')}_lesson": OwnCase() for lesson in LESSONS},
 }
 
 
@@ -255,24 +239,48 @@ def test_matrix_covers_every_endpoint() -> None:
     assert registered == {name: (case.scope, case.id_kind != "") for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize(
-    "endpoint", list_endpoints(LESSONS), ids=lambda endpoint: endpoint.handler.__name__
-)
-async def test_endpoint_permits_exactly_the_expected_callers(
+ENDPOINTS = list_endpoints(LESSONS)
+FLEET_CHANGES = [
+    endpoint
+    for endpoint in ENDPOINTS
+    if endpoint.path.startswith("/admin/fleet") and not endpoint.is_safe
+]
+
+
+def store_fleet(gateway: AdminGateway) -> None:
+    if gateway.store.fleets.latest_revision("demo") is None:
+        StoredRollout(gateway.store.fleets)
+        FleetControl("demo", gateway.store.fleets).scale(POOL, 3, "", "test")
+
+
+@pytest.mark.parametrize("endpoint", FLEET_CHANGES, ids=lambda endpoint: endpoint.handler.__name__)
+async def test_change_of_the_fleet_permits_exactly_the_expected_callers(
     admin_gateway: AdminGateway, endpoint: AdminEndpoint
 ) -> None:
+    await check_callers(EndpointCaller(admin_gateway, endpoint))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "endpoint",
+    [endpoint for endpoint in ENDPOINTS if endpoint not in FLEET_CHANGES],
+    ids=lambda endpoint: endpoint.handler.__name__,
+)
+async def test_endpoint_permits_exactly_the_expected_callers(
+    shared_gateway: AdminGateway, endpoint: AdminEndpoint
+) -> None:
+    await check_callers(EndpointCaller(shared_gateway, endpoint))
+
+
+async def check_callers(caller: EndpointCaller) -> None:
     """Callers with a sufficient role reach their own organisation and cannot detect resources of others."""
-    caller = EndpointCaller(admin_gateway, endpoint)
-    case, store = caller.case, admin_gateway.store
+    gateway, endpoint, case = caller.gateway, caller.endpoint, caller.case
+    store_fleet(gateway)
     reaches: tuple[CallerReach, ...] = ("gateway", "own", "other")
-    if endpoint.path.startswith("/admin/fleet"):
-        StoredRollout(store.fleets)
-        FleetControl("demo", store.fleets).scale(POOL, 3, "", "test")
-    customer = await admin_gateway.create_customer()
+    customer = await gateway.current_customer()
     for reach, role in itertools.product(reaches, ROLES):
-        headers = await admin_gateway.caller_headers(role, reach, customer)
-        before = store.load_snapshot().version
-        is_hidden = reach == "other" and not case.is_organisation_independent
+        headers = await gateway.caller_headers(role, reach, customer)
+        before = gateway.store.load_snapshot().version
         if ROLES.index(role) < ROLES.index(case.role):
             response = await caller.call(customer, headers)
             assert response.status_code == case.forbidden_status, (role, reach, response.text)
@@ -280,29 +288,29 @@ async def test_endpoint_permits_exactly_the_expected_callers(
             response = await caller.call(customer, headers)
             assert response.status_code == 403, (role, reach, response.text)
             assert response.json()["error"]["code"] == "insufficient_role"
-        elif is_hidden:
+        elif reach == "other" and not case.is_same_for_all:
             await caller.assert_resource_hidden(customer, headers)
         else:
             response = await caller.call(customer, headers)
             assert response.status_code == 200, (role, reach, response.text)
-            if endpoint.is_safe:
-                assert case.is_organisation_independent or any(
-                    value in response.text for value in asdict(customer).values()
-                ), (role, reach, response.text)
-            else:
-                assert store.load_snapshot().version > before
-                customer = await admin_gateway.create_customer()  # the call changed or ended it
+            if not endpoint.is_safe:
+                assert gateway.store.load_snapshot().version > before
+                customer = await gateway.current_customer(renews=True)  # it was changed or ended
                 continue
-        assert store.load_snapshot().version == before, (role, reach)
+            assert (case.scope == "gateway" or case.is_same_for_all) or any(
+                value in response.text for value in asdict(customer).values()
+            ), (role, reach, response.text)
+        assert gateway.store.load_snapshot().version == before, (role, reach)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_unfiltered_lists_hold_only_the_callers_organisation(
-    admin_gateway: AdminGateway,
+    shared_gateway: AdminGateway,
 ) -> None:
-    own, foreign = await admin_gateway.create_customer(), await admin_gateway.create_customer()
-    headers = await admin_gateway.key_headers("viewer", "organisation", own.organisation)
-    client = admin_gateway.client
-    for endpoint in list_endpoints(LESSONS):
+    own, foreign = await shared_gateway.create_customer(), await shared_gateway.create_customer()
+    headers = await shared_gateway.key_headers("viewer", "organisation", own.organisation)
+    client = shared_gateway.client
+    for endpoint in ENDPOINTS:
         if endpoint.method == "GET" and "{id}" not in endpoint.path:
             params = {"group_by": "organisation,project,key"} if "usage" in endpoint.path else {}
             response = await client.get(endpoint.path, params=params, headers=headers)

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx2
 
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.lessons import LESSONS
-from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
+from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord
 from tests.support.fake_upstream import (
     FakeUpstream,
     UpstreamScript,
@@ -20,6 +21,7 @@ from tests.support.fake_upstream import (
     respond_with_tokens,
 )
 from tests.support.gateway_client import serve_gateway
+from tests.support.migrated_store import SQLITE, open_migrated_store
 
 CallerReach = Literal["gateway", "own", "other"]
 """Where a role is held: in the whole gateway, in the customer's organisation or in another one."""
@@ -75,6 +77,9 @@ class AdminGateway:
         self.client = httpx2.AsyncClient(base_url=gateway_url, timeout=30)
         self.home_project = home_project
         self.root_headers = {"authorization": f"Bearer {root_key}"}
+        self._headers: dict[tuple[Role, str], Json] = {}
+        self._customer: ResourceIds | None = None
+        self._other_organisation = ""
 
     def create_organisation(self, prefix: str) -> str:
         name = f"{prefix}-{unique_name()}"
@@ -120,18 +125,28 @@ class AdminGateway:
         body = {"project": project, "name": unique_name(), "role": role, "scope": scope}
         return {"authorization": f"Bearer {(await self.create('/admin/keys', body))['key']}"}
 
+    async def current_customer(self, *, renews: bool = False) -> ResourceIds:
+        """Return the customer that tests share until one changes it. `renews` creates another one."""
+        if self._customer is None or renews:
+            self._customer = await self.create_customer()
+        return self._customer
+
     async def caller_headers(self, role: Role, reach: CallerReach, customer: ResourceIds) -> Json:
-        """Return headers with a new key of a role whose reach is relative to a customer."""
-        if reach == "gateway":
-            return await self.key_headers(role, "gateway", None)
-        own = reach == "own"
-        organisation = customer.organisation if own else self.create_organisation("other")
-        return await self.key_headers(role, "organisation", organisation)
+        """Return headers with a key of a role whose reach is relative to a customer."""
+        if reach == "other" and not self._other_organisation:
+            self._other_organisation = self.create_organisation("other")
+        organisation = {"own": customer.organisation, "other": self._other_organisation}.get(reach)
+        found = self._headers.get((role, organisation or ""))
+        if found is None:
+            scope: RoleScope = "gateway" if organisation is None else "organisation"
+            found = await self.key_headers(role, scope, organisation)
+            self._headers[role, organisation or ""] = found
+        return found
 
 
 @contextlib.asynccontextmanager
 async def run_admin_gateway(
-    store_url: str,
+    folder: Path,
     *,
     model: str = "big",
     replica_names: Sequence[str] = ("a", "b"),
@@ -139,11 +154,12 @@ async def run_admin_gateway(
     replica_settings: Mapping[str, Any] | None = None,
     **settings: Any,  # noqa: ANN401 - fields of `GatewayConfig`
 ) -> AsyncIterator[AdminGateway]:
-    """Run a gateway with the migrated store at `store_url` and further settings.
+    """Run a gateway with a new store in a folder and further settings.
 
     Its model has a replica of each name, which answers by `script`.
     """
-    store = open_store(store_url)
+    store_url = f"{SQLITE}{folder / 'argosy.db'}"
+    store = open_migrated_store(store_url)
     home = store.accounts.create_organisation(unique_name(), actor="test").id
     home_project = store.accounts.create_project(home, "fleet", actor="test").id
     _, root_key = store.accounts.create_key(

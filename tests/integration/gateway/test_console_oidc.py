@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,14 +56,12 @@ class SignedOut:
 
 
 @pytest.fixture
-async def flow(migrated: Path, tmp_path: Path) -> AsyncIterator[SignedOut]:
-    path = tmp_path / "argosy.db"
-    shutil.copy(migrated, path)
+async def flow(tmp_path: Path) -> AsyncIterator[SignedOut]:
     with run_issuer() as issuer:
         auth = AuthConfig(jwt=JwtConfig(issuer=issuer.url, audience=("console",)))
         oidc = OidcConfig(client_id="console", redirect_uri=REDIRECT_URI)
         console = ConsoleConfig(oidc=oidc)
-        async with run_admin_gateway(f"sqlite:///{path}", auth=auth, console=console) as gateway:
+        async with run_admin_gateway(tmp_path, auth=auth, console=console) as gateway:
             organisation = gateway.create_organisation("customer")
             user = {"organisation": organisation, "email": EMAIL, "role": "viewer"}
             await gateway.create("/admin/users", user)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +53,8 @@ def row(page: Page, table: str, index: int = 1) -> Locator:
 
 
 async def test_questions_are_answered_from_the_console_alone(
-    browser: Browser, migrated: Path, tmp_path: Path
+    browser: Browser, tmp_path: Path
 ) -> None:
-    path = tmp_path / "argosy.db"
-    shutil.copy(migrated, path)
     started, is_released = asyncio.Event(), asyncio.Event()
 
     async def respond(request: UpstreamRequest) -> None:
@@ -67,7 +64,7 @@ async def test_questions_are_answered_from_the_console_alone(
         await respond_with_tokens(request)
 
     async with run_admin_gateway(
-        f"sqlite:///{path}",
+        tmp_path,
         replica_names=("a",),
         script=respond,
         replica_settings={"max_requests": 1},
@@ -91,6 +88,7 @@ async def test_questions_are_answered_from_the_console_alone(
             complete(gateway, web, "Hello", **{"x-request-id": "slow-request"})
         )
         await wait_queued(gateway, "slow-request")
+        await asyncio.sleep(0.5)  # so that waiting takes longer than all the rest
         is_released.set()
         await asyncio.gather(holding, slow)
         await asyncio.gather(*(complete(gateway, batch, "more") for _ in range(FLOOD)))

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import shutil
-import signal
 import socket
 import time
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import pytest_asyncio
 from tests.support.console_browser import (
     BROWSER_MARKS,
     list_screens,
@@ -26,9 +21,8 @@ from tests.support.console_browser import (
 from tests.support.fake_upstream import UpstreamRequest
 from tests.support.gateway_processes import gateways, open_organisation
 from tests.support.organisations import AdminGateway, run_admin_gateway
-from tests.support.replica_process import MODEL, ReplicaProcess
 
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import Role, RoleScope, StoreConfig, UsageRecord
 
 if TYPE_CHECKING:
@@ -50,16 +44,6 @@ SLOW_3G = {
     "uploadThroughput": 93_750,
 }
 """1.6 Mbit/s down, 0.75 Mbit/s up."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway(
-    migrated: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[AdminGateway]:
-    path = tmp_path_factory.mktemp("console") / "argosy.db"
-    shutil.copy(migrated, path)
-    async with run_admin_gateway(f"sqlite:///{path}") as running:
-        yield running
 
 
 def record_refusals(page: Page) -> list[str]:
@@ -97,16 +81,16 @@ CALLS = {
 )
 async def test_role_sees_its_screens_and_is_refused_the_rest(
     browser: Browser,
-    gateway: AdminGateway,
+    shared_gateway: AdminGateway,
     role: Role,
     scope: RoleScope,
     screens: list[str],
     refused: list[str],
 ) -> None:
     """The page shows nothing that the API refuses, and nothing of another organisation."""
-    own, foreign = await gateway.create_customer(), await gateway.create_customer()
-    headers = await gateway.key_headers(role, scope, own.organisation)
-    page = await open_console(browser, gateway, headers=headers)
+    own, foreign = await shared_gateway.create_customer(), await shared_gateway.create_customer()
+    headers = await shared_gateway.key_headers(role, scope, own.organisation)
+    page = await open_console(browser, shared_gateway, headers=headers)
     refusals = record_refusals(page)
     shown = await list_screens(page)
     assert set(screens) <= set(shown.values())
@@ -147,13 +131,11 @@ async def respond_with_hostile_events(request: UpstreamRequest) -> None:
 
 
 async def test_hostile_text_is_shown_as_text_on_every_screen(
-    browser: Browser, migrated: Path, tmp_path: Path
+    browser: Browser, tmp_path: Path
 ) -> None:
     """Model, replica and tenant names, prompts, reasons and answers with markup and invisible characters."""
-    path = tmp_path / "argosy.db"
-    shutil.copy(migrated, path)
     async with run_admin_gateway(
-        f"sqlite:///{path}",
+        tmp_path,
         model=MARKUP,
         replica_names=(HOSTILE, "__proto__"),
         script=respond_with_hostile_events,
@@ -223,10 +205,10 @@ async def count_heap(page: Page) -> dict[str, float]:
 
 
 async def test_five_thousand_requests_scroll_sort_and_filter_over_a_slow_connection(
-    browser: Browser, gateway: AdminGateway
+    browser: Browser, shared_gateway: AdminGateway
 ) -> None:
-    await asyncio.to_thread(gateway.store.ledger.add_records, usage_rows(ROWS))
-    page = await open_console(browser, gateway)
+    await asyncio.to_thread(shared_gateway.store.ledger.add_records, usage_rows(ROWS))
+    page = await open_console(browser, shared_gateway)
     session = await page.context.new_cdp_session(page)
     await session.send("Network.enable")
     await session.send("Network.emulateNetworkConditions", SLOW_3G)
@@ -294,71 +276,3 @@ async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started
             await show_screen(page, "#/tenants?tab=projects", "Tenants and keys")
             await page.get_by_role("cell", name="created meanwhile").wait_for()
             assert await page.evaluate("window.isSamePage")
-
-
-@contextlib.asynccontextmanager
-async def run_replicas(folder: Path) -> AsyncIterator[list[ReplicaProcess]]:
-    replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(2)]
-    try:
-        for replica in replicas:
-            await replica.start()
-        await asyncio.gather(*(replica.wait_ready() for replica in replicas))
-        yield replicas
-    finally:
-        for replica in replicas:
-            await replica.kill()
-
-
-async def send_prompt(page: Page) -> None:
-    await page.get_by_label("Your message").fill("Once upon a time there was a fox.")
-    await page.get_by_role("button", name="Send").click()
-
-
-@pytest.mark.exhaustive
-async def test_stream_continues_when_its_replica_is_killed_while_people_watch(
-    browser: Browser, tmp_path: Path
-) -> None:
-    """The text continues, the overview names the replica, and the waterfall shows the failed attempt."""
-    async with run_replicas(tmp_path) as replicas:
-        by_name = {str(replica.socket): replica for replica in replicas}
-        servers = [ReplicaConfig(url=f"unix:{name}", name=name) for name in by_name]
-        models = [ModelConfig(name=MODEL, replicas=servers)]
-        config = GatewayConfig(port=0, models=models, timeouts=Timeouts(stream_idle_timeout_s=4.0))
-        async with gateways(config, tmp_path) as (process,):
-            page = await sign_in(browser, process.url)
-            query = "mode=completion&max_tokens=600&temperature=0"
-            await show_screen(page, f"#/playground?{query}", "Playground")
-            answer = page.get_by_role("log").locator(".turn.assistant")
-            explain = page.get_by_role("link", name="Why did it take so long?")
-            await send_prompt(page)
-            await explain.wait_for()
-            undisturbed = await answer.inner_text()
-            await page.get_by_role("button", name="Clear").click()
-            await send_prompt(page)
-            await answer.get_by_text(re.compile(".{40}")).wait_for()
-            pools: dict[str, Any] = await page.evaluate(
-                "fetch('admin/replicas').then((answer) => answer.json())"
-            )
-            busiest = max(pools["data"], key=lambda replica: replica["in_flight"])
-            assert busiest["in_flight"] == 1, "the stream ended before its replica was killed"
-            victim = by_name[busiest["replica"]]
-            assert victim.process is not None
-            victim.process.send_signal(signal.SIGKILL)
-            await explain.wait_for()
-            assert await answer.inner_text() == undisturbed
-            assert len(undisturbed) > 500
-            request = await explain.get_attribute("href")
-            assert request is not None
-            await show_screen(page, "#/overview", "Overview")
-            attention = page.locator(
-                "section", has=page.get_by_role("heading", name="Needs attention")
-            )
-            await attention.get_by_text(busiest["replica"]).wait_for()
-            await show_screen(page, request, "Requests")
-            waterfall = page.get_by_role("table", name="Waterfall")
-            await waterfall.get_by_text(f"Attempt 1: {busiest['replica']}").wait_for()
-            await waterfall.get_by_text("Attempt 2: ").wait_for()
-            assert await waterfall.locator("i.failed").count() == 1
-            await page.get_by_text(
-                re.compile("on attempts that failed|in the replica|on decoding")
-            ).first.wait_for()
