@@ -102,13 +102,10 @@ def complete(
     limits: LimitFilter,
     context: RequestContext,
     status: RequestStatus = "completed",
-    replica: str = "replica",
-    *,
-    is_response_started: bool = True,
 ) -> None:
-    """End an admitted request that was sent to `replica`."""
-    context.status, context.replica_name = status, replica
-    context.close_bill(is_response_started=is_response_started, is_output_sent=is_response_started)
+    """End an admitted request that was sent to a replica, and whose output the client got."""
+    context.status, context.replica_name = status, "replica"
+    context.close_bill(is_response_started=True, is_output_sent=True)
     limits.on_complete(context)
 
 
