@@ -123,13 +123,3 @@ async def run_gateway_before(
     async with run_gateway(filters, *replicas, **settings) as running:
         yield MeteredGateway(running, usage_log)
     usage_log.close()
-
-
-@contextlib.asynccontextmanager
-async def run_resumable_gateway(folder: Path, url: str) -> AsyncIterator[MeteredGateway]:
-    """Run a gateway in front of a server whose single-choice streams another replica can resume."""
-    async with run_gateway_before(folder, ReplicaConfig(url=url, kind="llama.cpp")) as gateway:
-        for replica in gateway.running.replicas:
-            # the scripted server does not report readiness
-            replica.health.on_reported_state("ready", 0.0)
-        yield gateway

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.backend_formats import Vllm
@@ -24,7 +23,6 @@ from tests.support.metered_gateway import (
     STREAM,
     run_gateway_before,
     run_metered_gateway,
-    run_resumable_gateway,
 )
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
@@ -34,7 +32,6 @@ from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.filters.usage_recorder import UsageRecorder
 from argosy.gateway.proxy import response_writers
 from argosy.gateway.request_context import RequestContext, RequestFilter
-from argosy.protocol import format_event
 from argosy.store import UsageLog, UsageRecord
 
 NOTHING = (0, 0, 0, 0)
@@ -42,60 +39,6 @@ NOTHING = (0, 0, 0, 0)
 
 def billed(record: UsageRecord) -> tuple[int, int, int, int]:
     return record.input_tokens, record.cached_tokens, record.output_tokens, record.nano_dollars
-
-
-@pytest.mark.parametrize(("choices", "reports_usage"), [(1, True), (2, False)])
-async def test_stream_is_billed_by_reported_or_estimated_usage(
-    tmp_path: Path, choices: int, reports_usage: bool
-) -> None:
-    usage = {
-        "prompt_tokens": 7,
-        "completion_tokens": 3,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    }
-
-    async def script(request: UpstreamRequest) -> None:
-        request.start_stream()
-        request.send_text("a")
-        request.send_text("b", "stop")
-        if reports_usage:
-            request.send_chunk(format_event(json.dumps({"choices": [], "usage": usage}).encode()))
-        request.end_stream()
-
-    async with (
-        fake_upstream(script) as upstream,
-        run_resumable_gateway(tmp_path, upstream.url) as metered,
-    ):
-        await metered.post(n=choices, **STREAM)
-        record = await metered.assert_consistent()
-    counts = (7, 4, 3) if reports_usage else (len(PROMPT) // 4, 0, 2)
-    assert (record.input_tokens, record.cached_tokens, record.output_tokens) == counts
-
-
-@pytest.mark.parametrize(("path", "reports_usage"), [(COMPLETIONS, True), (CHATS, False)])
-async def test_whole_response_is_billed_by_reported_or_estimated_usage(
-    tmp_path: Path, path: str, reports_usage: bool
-) -> None:
-    content = "forty words or so " * 20
-
-    async def script(request: UpstreamRequest) -> None:
-        text: dict[str, Any] = {"text": content}
-        choice = {"message": {"content": content}} if path == CHATS else text
-        usage = {"prompt_tokens": 7, "completion_tokens": 3}
-        request.send_json(
-            200,
-            {"choices": [{"index": 0, "finish_reason": "stop", **choice}]}
-            | ({"usage": usage} if reports_usage else {}),
-        )
-
-    async with (
-        fake_upstream(script) as upstream,
-        run_metered_gateway(tmp_path, upstream.url) as metered,
-    ):
-        await metered.post(path)
-        record = await metered.assert_consistent()
-    assert record.output_tokens == (3 if reports_usage else len(content) // 4)
-    assert record.input_tokens >= 7
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ import pytest
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, load_config
 from argosy.gateway import GatewayServer
 
+ROUTED_MODELS = """
+models:
+  - {name: qwen, aliases: [default], replicas: [{url: 'http://a'}]}
+  - {name: next, aliases: [latest], replicas: [{url: 'http://b'}]}
+"""
+DIVIDED_MODELS = """
+models:
+  - {name: a, replicas: [{url: 'http://a'}]}
+  - {name: split, traffic: [{model: a}]}
+"""
 MODELS = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
 
 
@@ -19,7 +30,15 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "setting", ["limits: {redis: 'redis://localhost'}", "auth: {mode: required}"]
+    "setting",
+    [
+        "limits: {redis: 'redis://localhost'}",
+        "auth: {mode: required}",
+        *(
+            f"routes: [{{{condition}, target_model: m}}]"
+            for condition in ("tenants: [acme]", "tiers: [premium]", "flags: [new]")
+        ),
+    ],
 )
 def test_setting_without_required_store_is_rejected(path: Path, setting: str) -> None:
     path.write_text(MODELS + setting)
@@ -27,6 +46,75 @@ def test_setting_without_required_store_is_rejected(path: Path, setting: str) ->
         load_config(path)
     path.write_text(f"{MODELS}{setting}\nstore: {{}}")
     assert load_config(path).store is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "routes: [{target_model: qwne}]",
+            "route 'routes[0]': target_model: no model has the name 'qwne'. Use one of",
+        ),
+        ("routes: [{model: old, target_model: next}]", "model: no model has the name 'old'"),
+        (
+            "routes: [{target_model: next}, {name: a, model: x, target_model: next}]",
+            "route 'a': model: no model has the name 'x'",
+        ),
+        (
+            "routes: [{name: a, target_model: next}, {name: a, target_model: next}]",
+            "route 'a' is defined twice",
+        ),
+        (
+            "routes: [{name: 'routes[1]', target_model: next}, {target_model: next}]",
+            "route 'routes[1]' is defined twice",
+        ),
+        ("routes: [{model: qwen}]", "missing required field `target_model` - at `$.routes[0]`"),
+        (
+            "routes: [{target_model: next, headers: {x-a: '1', X-A: '2'}}]",
+            "'x-a' is defined twice (names are case-ins",
+        ),
+        ("routes: [{target_model: next, headers: {x-a: 1}}]", "Expected `str`, got `int`"),
+        ("routes: [{target_model: next, headers: {'x a': '1'}}]", "regex"),
+        ("routes: [{target_model: next, headers: {x-a: ' 1'}}]", "regex"),
+        ("routes: [{target_model: next, headers: {x-a: é}}]", "regex"),
+        ("routes: [{target_model: next, headers: {}}]", "length >= 1"),
+        ("routes: [{target_model: next, tenants: []}]", "length >= 1"),
+        ("routes: [{target_model: next, tiers: []}]", "length >= 1"),
+        ("routes: [{target_model: next, flags: []}]", "length >= 1"),
+        (
+            "routes: [{target_model: next, tiers: [gold]}]",
+            "Invalid enum value 'gold' - at `$.routes[0].tiers[0]`",
+        ),
+        ("routes: [{target_model: next, tenant: [acme]}]", "unknown field `tenant`"),
+        ("routes: [{target_model: next, windows: []}]", "length >= 1"),
+        (
+            "routes: [{target_model: next, windows: [{start_minute: 0, end_minute: 1, day: 1}]}]",
+            "unknown field `day`",
+        ),
+        (
+            "routes: [{target_model: next, percentage_flag: {name: f, share: 1.5}}]",
+            "share of flag f must be between 0 and 1",
+        ),
+        ("traffic: [{model: nobody}]", "traffic: no other model has the name 'nobody'"),
+        ("traffic: [{model: split}]", "the model 'split' divides its own traffic"),
+        ("traffic: [{model: a, weight: 0}]", "give at least one pool a positive weight"),
+        ("traffic: [{model: a}, {model: a}]", "named twice"),
+        (
+            "fallback_models: [nobody], replicas: [{url: 'http://c'}]",
+            "fallback_models: no other model",
+        ),
+        ("max_wait_s: 5, replicas: [{url: 'http://c'}]", "Add `fallback_models`"),
+        ("traffic: [{model: chat}]", "'chat' has no replicas"),
+    ],
+)
+def test_invalid_route_or_traffic_is_rejected_by_name(
+    path: Path, settings: str, message: str
+) -> None:
+    is_route = settings.startswith("routes")
+    model = f"{DIVIDED_MODELS}  - {{name: chat, {settings}}}"
+    path.write_text(f"{ROUTED_MODELS}store: {{}}\n{settings}" if is_route else model)
+    with pytest.raises(ValueError, match=f"gateway.yaml: .*{re.escape(message)}"):
+        load_config(path)
 
 
 @pytest.mark.parametrize(

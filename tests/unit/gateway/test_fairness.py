@@ -61,19 +61,14 @@ class Simulation:
         self.driver = new_driver(lambda: self.tick / TICKS_PER_S, PlacementLimits(self.limits))
 
     def submit(
-        self, project: str, tokens: int, tier: int = 1, *, prompt: int = PROMPT, cached: int = 0
+        self, sender: str | Principal, tokens: int, *, prompt: int = PROMPT, cached: int = 0
     ) -> None:
-        """Submit a request for a response of `tokens` tokens, whatever its `max_tokens`."""
-        self.submit_for(Principal(project=project, tier=tier), tokens, prompt=prompt, cached=cached)
-
-    def submit_for(
-        self, principal: Principal, tokens: int, *, prompt: int = PROMPT, cached: int = 0
-    ) -> None:
-        """Submit a request of this principal."""
+        """Submit a request of a project or a principal for `tokens` tokens, whatever its `max_tokens`."""
+        principal = Principal(project=sender) if isinstance(sender, str) else sender
         context = make_context(principal, prompt_tokens=prompt, max_tokens=64)
         context.pool = self.pool
         placed = arrive(self.driver, context)
-        project = principal.project or principal.organisation
+        project = principal.tenant
         if placed.refusal is not None:
             self.rejected[project] += 1
             self.driver.end(placed.request)
@@ -86,8 +81,7 @@ class Simulation:
         """Collect the requests that have got a slot."""
         for request, submitted in self.queue:
             if request.placed.request.attempts:
-                principal = request.placed.context.principal
-                project = principal.project or principal.organisation
+                project = request.placed.context.principal.tenant
                 self.waiting[project] -= 1
                 self.wait_ticks.setdefault(project, []).append(self.tick - submitted)
                 self.running.append(request)
@@ -126,19 +120,23 @@ def run_flood(simulation: Simulation, ticks: int, premium_each: int | None = Non
             for _ in range(40 * (10 if project == "flood" else 1) - simulation.waiting[project]):
                 simulation.submit(project, tokens)
         if premium_each is not None and simulation.tick % premium_each == 0:
-            simulation.submit("premium", 16, tier=0)
+            simulation.submit(Principal(project="premium", tier=0), 16)
         simulation.step()
         running_counts.append(len(simulation.running))
     return running_counts
 
 
 async def test_flooding_tenant_gets_its_share_and_all_slots_are_used() -> None:
+    """Within seconds, and closer over half a minute."""
     simulation = Simulation()
     run_flood(simulation, 200)
-    simulation.served.clear()
-    running_counts = run_flood(simulation, 1500)
-    assert jain([simulation.served[project] for project in LENGTHS]) >= 0.98
-    assert set(running_counts) == {SLOTS}
+    total = Counter[str]()
+    for _ in range(8):
+        simulation.served.clear()
+        assert set(run_flood(simulation, 200)) == {SLOTS}
+        assert jain([simulation.served[project] for project in LENGTHS]) >= 0.9
+        total += simulation.served
+    assert jain([total[project] for project in LENGTHS]) >= 0.98
     others = [
         wait for project in ("short", "middle", "long") for wait in simulation.wait_ticks[project]
     ]
@@ -157,24 +155,13 @@ async def test_premium_requests_start_at_once_and_reserve_few_slots() -> None:
     assert jain([simulation.served[project] for project in LENGTHS]) >= 0.97
 
 
-async def test_shares_are_fair_within_seconds() -> None:
-    simulation = Simulation()
-    run_flood(simulation, 200)
-    shares = []
-    for _ in range(10):
-        simulation.served.clear()
-        run_flood(simulation, 200)
-        shares.append(jain([simulation.served[project] for project in LENGTHS]))
-    assert min(shares) >= 0.9
-
-
 async def test_lower_tiers_are_served_during_flood_of_higher_tiers() -> None:
     simulation = Simulation()
     lengths = cycle((16, 32, 64))
     for _ in range(3000):
         for tier, project in enumerate(("premium", "standard", "free")):
             for _ in range(80 - simulation.waiting[project]):
-                simulation.submit(project, next(lengths), tier)
+                simulation.submit(Principal(project=project, tier=tier), next(lengths))
         simulation.step()
     assert simulation.served["premium"] > simulation.served["standard"] + simulation.served["free"]
     assert simulation.served["standard"] >= 0.04 * sum(simulation.served.values())
@@ -196,12 +183,12 @@ async def test_new_tenant_is_admitted_and_served_soon_after_flood(
     simulation = Simulation(QueueLimits(max_requests=200, timeout_s=1e6))
     for _ in range(50):
         for _ in range(20):
-            simulation.submit_for(make_principal("flood"), 32)
+            simulation.submit(make_principal("flood"), 32)
         simulation.step()
     assert simulation.rejected["flood"] > 500
     before = simulation.tick
     for _ in range(8):
-        simulation.submit_for(make_principal("late"), 32)
+        simulation.submit(make_principal("late"), 32)
     while simulation.waiting["late"]:
         simulation.step()
     assert simulation.rejected["late"] == 0
@@ -211,7 +198,7 @@ async def test_new_tenant_is_admitted_and_served_soon_after_flood(
 @pytest.mark.parametrize("tokens", [1, 64])
 async def test_wrong_length_estimate_does_not_change_share(tokens: int) -> None:
     simulation = Simulation()
-    for _ in range(1200):
+    for _ in range(800):
         for project, length in (("wrong", tokens), ("right", 32)):
             for _ in range(40 - simulation.waiting[project]):
                 simulation.submit(project, length)

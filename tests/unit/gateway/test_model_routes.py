@@ -1,10 +1,10 @@
-"""Model routes: the conditions of a route, the order of routes, and the errors and log events of invalid ones."""
+"""Model routes and traffic: conditions, order, shares, stickiness and fallbacks of models that answer for others."""
 
 from __future__ import annotations
 
-import re
+import time
+from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, RouteConfig, load_config
+from argosy.deployment import (
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+    TrafficTarget,
+)
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_fields import parse_request_fields
+from argosy.policy.traffic import DailyWindow, PercentageFlag
 from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, Limit, Organisation, Price, Project
 
@@ -32,12 +40,6 @@ SNAPSHOT = AccountSnapshot(
     organisations=(ACME, ZETA, ARCHIVED),
     projects=(WEB, APP, OTHER_ORGANISATION_PROJECT, ARCHIVED_PROJECT),
 )
-FILE = """
-models:
-  - {name: qwen, aliases: [default], replicas: [{url: 'http://a'}]}
-  - {name: next, aliases: [latest], replicas: [{url: 'http://b'}]}
-store: {}
-"""
 
 
 def make_router(*routes: RouteConfig) -> ModelRouter:
@@ -141,28 +143,6 @@ def test_route_matches_any_flag_of_principal() -> None:
         assert resolve_model(route, principal=Principal(flags=frozenset(flags))) == model
 
 
-def test_first_matching_route_decides() -> None:
-    router = make_router(
-        RouteConfig(name="stays", model="qwen", headers={"x-keep": "*"}, target_model="qwen"),
-        RouteConfig(model="qwen", target_model="next"),
-        RouteConfig(name="back", model="next", target_model="qwen"),
-    )
-    targets = {
-        (requested_model, kept): router.resolve_target(
-            requested_model, Principal(), {b"x-keep": b""} if kept else {}
-        )
-        for requested_model in ("qwen", "next")
-        for kept in (False, True)
-    }
-    names = {request: (target.pool.model, target.route_name) for request, target in targets.items()}
-    assert names == {
-        ("qwen", True): ("qwen", "stays"),
-        ("qwen", False): ("next", "routes[1]"),
-        ("next", True): ("qwen", "back"),
-        ("next", False): ("qwen", "back"),
-    }
-
-
 @given(
     st.lists(
         st.tuples(
@@ -255,73 +235,6 @@ def test_unknown_tenant_is_logged_once_at_start() -> None:
     assert len(logs) == 1
 
 
-@pytest.mark.parametrize(
-    ("routes", "message"),
-    [
-        (
-            "[{target_model: qwne}]",
-            "route 'routes[0]': target_model: no model has the name 'qwne'. Use one of",
-        ),
-        ("[{model: old, target_model: next}]", "model: no model has the name 'old'"),
-        (
-            "[{target_model: next}, {name: a, model: x, target_model: next}]",
-            "route 'a': model: no model has the name 'x'",
-        ),
-        (
-            "[{name: a, target_model: next}, {name: a, target_model: next}]",
-            "route 'a' is defined twice",
-        ),
-        (
-            "[{name: 'routes[1]', target_model: next}, {target_model: next}]",
-            "route 'routes[1]' is defined twice",
-        ),
-        ("[{model: qwen}]", "missing required field `target_model` - at `$.routes[0]`"),
-        (
-            "[{target_model: next, headers: {x-a: '1', X-A: '2'}}]",
-            "'x-a' is defined twice (names are case-ins",
-        ),
-        ("[{target_model: next, headers: {x-a: 1}}]", "Expected `str`, got `int`"),
-        ("[{target_model: next, headers: {'x a': '1'}}]", "regex"),
-        ("[{target_model: next, headers: {x-a: ' 1'}}]", "regex"),
-        ("[{target_model: next, headers: {x-a: é}}]", "regex"),
-        ("[{target_model: next, headers: {}}]", "length >= 1"),
-        ("[{target_model: next, tenants: []}]", "length >= 1"),
-        ("[{target_model: next, tiers: []}]", "length >= 1"),
-        ("[{target_model: next, flags: []}]", "length >= 1"),
-        (
-            "[{target_model: next, tiers: [gold]}]",
-            "Invalid enum value 'gold' - at `$.routes[0].tiers[0]`",
-        ),
-        ("[{target_model: next, tenant: [acme]}]", "unknown field `tenant`"),
-        ("[{target_model: next, windows: []}]", "length >= 1"),
-        (
-            "[{target_model: next, windows: [{start_minute: 0, end_minute: 1, day: 1}]}]",
-            "unknown field `day`",
-        ),
-        (
-            "[{target_model: next, percentage_flag: {name: f, share: 1.5}}]",
-            "share of flag f must be between 0 and 1",
-        ),
-    ],
-)
-def test_invalid_route_is_rejected_by_name(tmp_path: Path, routes: str, message: str) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text(f"{FILE}routes: {routes}")
-    with pytest.raises(ValueError, match=f"gateway.yaml: .*{re.escape(message)}"):
-        load_config(path)
-
-
-@pytest.mark.parametrize("condition", ["tenants: [acme]", "tiers: [premium]", "flags: [new]"])
-def test_routes_by_tenant_tier_or_flag_need_store(tmp_path: Path, condition: str) -> None:
-    path = tmp_path / "gateway.yaml"
-    route = f"routes: [{{{condition}, target_model: next}}]"
-    path.write_text(FILE + route)
-    assert load_config(path).routes[0].target_model == "next"
-    path.write_text(FILE.replace("store: {}", "") + route)
-    with pytest.raises(ValueError, match="Add `store`"):
-        load_config(path)
-
-
 def test_unknown_models_of_limits_and_prices_are_logged() -> None:
     def priced(*names: str) -> AccountSnapshot:
         prices = (Price(model=name, input=1, cached_input=1, output=1) for name in names)
@@ -338,3 +251,106 @@ def test_unknown_models_of_limits_and_prices_are_logged() -> None:
     unknown = [(event["event"], event["models"], event["count"]) for event in logs]
     event = "unknown_model_in_limits_or_prices"
     assert unknown == [(event, ["qwne"], 1), (event, ["old", "qwne"], 2)]
+
+
+# --- weights, users, times and fallbacks ---------------------------------------------------------
+
+USERS = range(2_000)
+
+
+def make_chat_router(
+    *routes: RouteConfig,
+    weights: Mapping[str, float],
+    fallback_models: tuple[str, ...] = (),
+    max_wait_s: float | None = None,
+) -> ModelRouter:
+    """Return a router of `chat`, for which the models in `weights` answer, and the models `a`, `b` and `small`."""
+    traffic = tuple(TrafficTarget(model=name, weight=weight) for name, weight in weights.items())
+    models = [
+        ModelConfig(
+            name=name,
+            replicas=[ReplicaConfig(url=f"http://{name}", max_requests=2)],
+        )
+        for name in ("chat", "a", "b", "small")
+    ]
+    models[0] = msgspec.structs.replace(
+        models[0], traffic=traffic, fallback_models=fallback_models, max_wait_s=max_wait_s
+    )
+    return build_model_router(build_model_entries(GatewayConfig(models=models)), routes)
+
+
+def resolve_chat(
+    router: ModelRouter,
+    user: object = None,
+    *,
+    headers: Mapping[bytes, bytes] = {},
+    request_id: str = "",
+    fields: Mapping[str, str] = {},
+) -> RouteTarget:
+    body = {"model": "chat", "prompt": "x", **fields} | ({"user": user} if user else {})
+    parsed = parse_request_fields(msgspec.json.encode(body), "prompt")
+    return router.resolve_target("chat", Principal(), headers, parsed, request_id)
+
+
+def models_of_users(router: ModelRouter) -> list[str]:
+    return [resolve_chat(router, f"user {number}").pool.model for number in USERS]
+
+
+def test_reason_names_the_weight_and_the_route_before_it() -> None:
+    by_header = RouteConfig(name="beta", model="a", headers={"x-beta": "1"}, target_model="chat")
+    router = make_chat_router(by_header, weights={"a": 0, "b": 4, "chat": 0})
+    target = resolve_chat(router)
+    assert (target.route_name, target.reason) == ("traffic", "weight 4 of 4")
+    routed = router.resolve_target("a", Principal(), {b"x-beta": b"1"})
+    assert (routed.pool.model, routed.route_name) == ("b", "beta")
+    assert routed.reason == "route beta; weight 4 of 4"
+
+
+def test_user_then_session_then_request_stays_at_one_model() -> None:
+    router = make_chat_router(weights={"a": 1, "b": 1})
+
+    def models(fields: Mapping[str, str], headers: Mapping[bytes, bytes] = {}) -> set[str]:
+        """Models of requests with different ids."""
+        return {
+            resolve_chat(router, headers=headers, request_id=f"r{number}", fields=fields).pool.model
+            for number in range(30)
+        }
+
+    assert len(models({})) == 2
+    for name in ("user", "safety_identifier", "session_id"):
+        assert len(models({name: "x"})) == 1
+    assert models({}, {b"x-session-affinity": b"x"}) == models({"session_id": "x"})
+    assert resolve_chat(router, user={"not": "a text"}).route_name == "traffic"
+
+
+def test_routes_may_depend_on_the_time_and_on_a_part_of_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flag = PercentageFlag(name="new", share=0.25, unit="user")
+    night = DailyWindow(start_minute=0, end_minute=60)
+    route = RouteConfig(percentage_flag=flag, windows=(night,), target_model="b")
+    router = make_chat_router(route, weights={})
+    for now, share in ((1_800.0, 0.25), (7_200.0, 0.0)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        counts = Counter(models_of_users(router))
+        assert counts["b"] / len(USERS) == pytest.approx(share, abs=0.02)
+
+
+def test_fallback_answers_for_models_that_are_down_or_have_a_long_queue() -> None:
+    router = make_chat_router(weights={}, fallback_models=("a", "small"), max_wait_s=2.0)
+    chat, a, small = (next(p for p in router.pools if p.model == n) for n in ("chat", "a", "small"))
+    for pool in router.pools:
+        for replica in pool.replicas.values():
+            replica.health.on_detected(0.0)
+    assert resolve_chat(router) == RouteTarget(chat)
+    (replica,) = chat.replicas.values()
+    replica.load.in_flight, replica.load.inter_token_s, chat.active_requests = 2, 0.01, 5
+    skipped = "chat has 5.1 s of queue, at most 2 s"  # 4 requests of 256 tokens, 2 at a time
+    assert resolve_chat(router) == RouteTarget(a, "fallback_models", skipped, passed_over=chat)
+    for replica in a.replicas.values():
+        replica.health.on_unreachable(0.0)
+    skipped += "; a has no ready replica"
+    assert resolve_chat(router) == RouteTarget(small, "fallback_models", skipped, passed_over=chat)
+    for replica in small.replicas.values():
+        replica.health.on_unreachable(0.0)
+    assert resolve_chat(router) == RouteTarget(chat, "", f"{skipped}; small has no ready replica")

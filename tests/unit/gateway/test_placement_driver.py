@@ -141,36 +141,8 @@ async def test_reserved_slots_do_not_end_wait_of_old_requests() -> None:
     assert old.request.attempts
 
 
-async def test_waiting_requests_fail_once_replicas_are_down_for_too_long() -> None:
-    gateway = GatewayWithoutReplicas()
-    for _ in range(6):
-        gateway.send()
-    waiting = [gateway.send(tier) for tier in range(3)]
-    for replica in gateway.pool.replicas.values():
-        replica.health.on_reported_state("ready", 0.0)
-        replica.health.on_removed(0.0)
-    gateway.now = 29.0
-    gateway.driver.handle(CapacityChanged(gateway.pool))
-    assert gateway.queued == 3
-    gateway.now = 31.0
-    gateway.driver.handle(CapacityChanged(gateway.pool))
-    for placed in waiting:
-        assert placed.refusal is not None
-        assert placed.refusal.reason is RefusalReason.NO_REPLICA
-
-
 def reason_of(placed: PlacedByHand) -> RefusalReason | None:
     return None if placed.refusal is None else placed.refusal.reason
-
-
-async def test_queue_is_bounded_in_bytes() -> None:
-    gateway = GatewayWithoutReplicas(limits=QueueLimits(max_bytes=5000))
-    for _ in range(6):
-        gateway.send()
-    assert reason_of(gateway.send(0, prompt_tokens=2000)) is RefusalReason.QUEUE_FULL
-    assert reason_of(gateway.send(0, "a", prompt_tokens=500)) is None
-    assert reason_of(gateway.send(0, "b", prompt_tokens=500)) is None
-    assert reason_of(gateway.send(0, prompt_tokens=500)) is RefusalReason.QUEUE_FULL
 
 
 async def test_capacity_is_reserved_for_higher_tiers() -> None:
@@ -223,15 +195,6 @@ async def test_requests_wait_for_a_start_as_long_as_their_clients_and_then_for_a
     assert reason_of(others[1]) is None
     gateway.advance(351.0)
     assert reason_of(others[1]) is RefusalReason.QUEUE_TIMEOUT
-
-
-async def test_failing_start_ends_the_wait() -> None:
-    gateway = GatewayWithoutReplicas(make_pool())
-    gateway.pool.set_startup(ModelStartup(state="starting"), gateway.now)
-    placed = gateway.send(start_wait_s=300.0)
-    gateway.pool.set_startup(ModelStartup(state="failing"), gateway.now)
-    gateway.advance(2.0)
-    assert reason_of(placed) is RefusalReason.NO_REPLICA
 
 
 async def test_whole_body_counts_towards_queue_bytes() -> None:
