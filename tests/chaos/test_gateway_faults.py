@@ -15,7 +15,8 @@ import openai
 import pytest
 import pytest_asyncio
 from tests.support.api_streams import read_api_stream, stream_requests
-from tests.support.gateway_processes import open_organisation
+from tests.support.gateway_client import serve_gateway
+from tests.support.gateway_processes import open_organisation, open_sdk_client
 from tests.support.replica_process import MODEL, ReplicaProcess
 from tests.support.waiting import until
 
@@ -39,7 +40,7 @@ class ReplicaFleet:
     replicas: list[ReplicaProcess]
     gateway: GatewayServer
     client: openai.AsyncOpenAI
-    expected: list[StreamOutput] = field(default_factory=list)
+    expected: list[StreamOutput | str] = field(default_factory=list)
 
     def busiest_replica(self) -> ReplicaProcess:
         """Return the replica with the most requests in flight."""
@@ -53,59 +54,39 @@ class ReplicaFleet:
 
 
 @contextlib.asynccontextmanager
-async def run_fleet(folder: Path, count: int = 2) -> AsyncIterator[ReplicaFleet]:
-    replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(count)]
-    for replica in replicas:
-        await replica.start()
-    try:
-        await asyncio.gather(*(replica.wait_ready() for replica in replicas))
-        async with run_gateway(replicas) as running:
-            yield running
-    finally:
-        for replica in replicas:
-            await replica.kill()
-
-
-@contextlib.asynccontextmanager
 async def run_gateway(
     replicas: list[ReplicaProcess], store: StoreConfig | None = None
 ) -> AsyncIterator[ReplicaFleet]:
     """Run a gateway in front of running replicas, with a store if one is given."""
-    running = None
-    try:
-        config = GatewayConfig(
-            port=0,
-            models=[
-                ModelConfig(
-                    name=MODEL,
-                    routing="round-robin",
-                    replicas=[ReplicaConfig(url=f"unix:{r.socket}") for r in replicas],
-                )
-            ],
-            timeouts=Timeouts(stream_idle_timeout_s=4.0, first_token_timeout_s=20.0),
-            store=store,
-        )
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        gateway = GatewayServer(config, url.set_result)
-        running = asyncio.create_task(gateway.run())
-        base = f"{await url}/v1"
-        async with openai.AsyncOpenAI(base_url=base, api_key="unused", max_retries=0) as client:
-            yield ReplicaFleet(replicas, gateway, client)
-        gateway.stop()
-        await running
-    finally:
-        if running is not None:
-            running.cancel()
+    configs = [ReplicaConfig(url=f"unix:{replica.socket}") for replica in replicas]
+    config = GatewayConfig(
+        port=0,
+        models=[ModelConfig(name=MODEL, routing="round-robin", replicas=configs)],
+        timeouts=Timeouts(stream_idle_timeout_s=2.0, first_token_timeout_s=8.0),
+        store=store,
+    )
+    async with (
+        serve_gateway(config) as (gateway, url),
+        open_sdk_client(url, "unused") as client,
+    ):
+        yield ReplicaFleet(replicas, gateway, client)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaFleet]:
-    """Run two replicas behind a gateway, and record the undisturbed streams."""
-    async with run_fleet(tmp_path_factory.mktemp("fleet")) as running:
-        streams = (read_stream(running, number) for number in range(STREAMS))
-        running.expected = list(await asyncio.gather(*streams))
-        assert sum(tokens for _, _, tokens in running.expected) > 100 * STREAMS
-        yield running
+    """Run two replicas behind a gateway, and record the undisturbed streams and responses."""
+    folder = tmp_path_factory.mktemp("fleet")
+    replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(2)]
+    try:
+        for replica in replicas:
+            await replica.start()
+        await asyncio.gather(*(replica.wait_ready() for replica in replicas))
+        async with run_gateway(replicas) as running:
+            running.expected = await send_all(running)
+            yield running
+    finally:
+        for replica in replicas:
+            await replica.kill()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -160,7 +141,7 @@ async def read_stream(
     return texts, finish_reasons, tokens
 
 
-async def get_response(fleet: ReplicaFleet, number: int, name: str) -> str:
+async def get_response(fleet: ReplicaFleet, number: int) -> str:
     """Return a seeded non-streamed response as JSON, without ids, times and cache counts."""
     response = await fleet.client.chat.completions.create(
         model=MODEL,
@@ -171,23 +152,19 @@ async def get_response(fleet: ReplicaFleet, number: int, name: str) -> str:
         max_tokens=100,
         logprobs=True,
         extra_body={"ignore_eos": True},
-        extra_headers={"x-request-id": name},
     )
     assert response.usage is not None
     response.usage.prompt_tokens_details = None
     return response.model_copy(update={"id": "", "created": 0}).to_json()
 
 
-async def wait_first_token(fleet: ReplicaFleet, names: list[str]) -> None:
-    """Wait until the gateway has received the first token of one of these requests."""
-    url = str(fleet.client.base_url).removesuffix("v1/")
-    async with httpx2.AsyncClient(base_url=url) as client:
-        while True:
-            for name in names:
-                trace = await client.get(f"/admin/requests/{name}")
-                if trace.status_code == 200 and trace.json()["ms"]["first_token"] is not None:
-                    return
-            await asyncio.sleep(0.005)
+async def send_all(
+    fleet: ReplicaFleet, chunk_count: asyncio.Semaphore | None = None
+) -> list[StreamOutput | str]:
+    """Send all streams and half as many non-streamed requests at once, and return what they receive."""
+    streams = (read_stream(fleet, number, chunk_count) for number in range(STREAMS))
+    responses = (get_response(fleet, number) for number in range(STREAMS // 2))
+    return await asyncio.gather(*streams, *responses)
 
 
 @pytest.mark.parametrize(
@@ -200,16 +177,15 @@ async def wait_first_token(fleet: ReplicaFleet, names: list[str]) -> None:
         pytest.param(signal.SIGKILL, 300, marks=pytest.mark.soak),
     ],
 )
-async def test_streams_survive_signal_to_replica(
+async def test_streams_and_responses_survive_signal_to_replica(
     fleet: ReplicaFleet, fault: signal.Signals, after_chunks: int
 ) -> None:
     chunk_count = asyncio.Semaphore(0)
-    streams = [asyncio.create_task(read_stream(fleet, n, chunk_count)) for n in range(STREAMS)]
+    outputs = asyncio.create_task(send_all(fleet, chunk_count))
     for _ in range(after_chunks):
         await chunk_count.acquire()
-    victim = fleet.busiest_replica()
-    victim.send_signal(fault)
-    assert await asyncio.gather(*streams) == fleet.expected
+    fleet.busiest_replica().send_signal(fault)
+    assert await outputs == fleet.expected
 
 
 async def test_streams_of_all_apis_survive_killed_replica(
@@ -222,7 +198,7 @@ async def test_streams_of_all_apis_survive_killed_replica(
         gateway = await stack.enter_async_context(
             run_gateway(fleet.replicas, StoreConfig(url=store))
         )
-        url = str(gateway.client.base_url).removesuffix("v1/")
+        url = str(gateway.client.base_url).removesuffix("/v1/")
         client = await stack.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=120))
         requests = stream_requests(MODEL, prompt, "undisturbed").values()
         expected = await asyncio.gather(*(read_api_stream(client, *each) for each in requests))
@@ -248,6 +224,7 @@ async def test_streams_of_all_apis_survive_killed_replica(
         assert {(row.status, row.input_tokens, row.output_tokens) for row in rows} == {outcome}
 
 
+@pytest.mark.exhaustive  # test_other_model.py has the gateway's part with scripted engines
 async def test_streams_resume_only_with_their_arithmetic(
     fleet: ReplicaFleet, tmp_path: Path
 ) -> None:
@@ -280,18 +257,6 @@ async def test_streams_resume_only_with_their_arithmetic(
         await quantized.kill()
 
 
-async def test_non_streamed_responses_survive_killed_replica(fleet: ReplicaFleet) -> None:
-    expected = await asyncio.gather(
-        *(get_response(fleet, n, f"undisturbed-{n}") for n in range(STREAMS))
-    )
-    names = [f"disturbed-{n}" for n in range(STREAMS)]
-    responses = [asyncio.create_task(get_response(fleet, n, name)) for n, name in enumerate(names)]
-    await wait_first_token(fleet, names)
-    victim = fleet.busiest_replica()
-    victim.send_signal(signal.SIGKILL)
-    assert await asyncio.gather(*responses) == expected
-
-
 async def send_until_recovery(fleet: ReplicaFleet) -> int:
     """Send requests until the only replica has failed and recovered. Return how many began during the outage."""
     (replica,) = fleet.gateway.replicas
@@ -305,9 +270,9 @@ async def send_until_recovery(fleet: ReplicaFleet) -> int:
     return during_outage
 
 
-async def test_requests_wait_for_only_replica_to_recover(tmp_path: Path) -> None:
-    async with run_fleet(tmp_path, 1) as running:
-        (replica,) = running.replicas
+async def test_requests_wait_for_only_replica_to_recover(fleet: ReplicaFleet) -> None:
+    replica = fleet.replicas[0]
+    async with run_gateway([replica]) as running:
         sending = asyncio.create_task(send_until_recovery(running))
         replica.kill_core()
         assert await sending

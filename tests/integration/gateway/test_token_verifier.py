@@ -504,7 +504,7 @@ def _publish_huge_document(issuer: TokenIssuer) -> None:
 def test_keys_from_wrong_or_failing_issuer_are_not_used(
     issuer: TokenIssuer,
     break_issuer: Callable[[TokenIssuer], object],
-    settings: dict[str, str],
+    settings: dict[str, Any],
     text: str,
 ) -> None:
     break_issuer(issuer)

@@ -1,4 +1,4 @@
-"""Three gateway processes on one Redis and one PostgreSQL under load, while each of them is killed and restarted."""
+"""Three gateways on one Redis and one PostgreSQL, while one of them is killed: limits, usage and retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.support.gateway_processes import (
     gateways,
     open_organisation,
 )
+from tests.support.idempotent_gateway import KEY_HEADER, REPLAYED, run_servers
 from tests.support.services import PostgresServer, RedisServer, running_postgres, running_redis
+from tests.support.waiting import until
 
 from argosy.deployment import AuthConfig, GatewayConfig, LimitsConfig, ModelConfig, ReplicaConfig
 from argosy.protocol import EventParser
@@ -44,11 +46,15 @@ class CountingEngine:
 
     running: Counter[str] = field(default_factory=Counter)
     max_running: Counter[str] = field(default_factory=Counter)
+    num_responses: Counter[str] = field(default_factory=Counter)
+    """Responses that have begun, by prompt."""
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     """Ends the pause after the fifth token of responses to prompts with the word "pause"."""
 
     async def __call__(self, request: UpstreamRequest) -> None:
-        project, *options = str(request.body["prompt"]).split()
+        prompt = str(request.body["prompt"])
+        project, *options = prompt.split()
+        self.num_responses[prompt] += 1
         self.running[project] += 1
         self.max_running[project] = max(self.max_running[project], self.running[project])
         try:
@@ -92,9 +98,11 @@ class Result:
 
 @dataclass
 class Fleet:
-    """Gateway processes in front of one engine, and the projects that call them."""
+    """Gateways in front of one engine, and the projects that call them."""
 
     processes: list[GatewayProcess]
+    """Processes of the gateways. Empty if they run in this one, at `urls`."""
+    urls: list[str]
     accounts: OrganisationAccounts
     engine: CountingEngine
     client: httpx2.AsyncClient
@@ -110,8 +118,7 @@ class Fleet:
         """Send a streamed completion of a project. `on_token` is called for each token."""
         result = Result(gateway)
         body = {"model": MODEL, "prompt": f"{project} {option}", "stream": True}
-        url = f"{self.processes[gateway].url}/v1/completions"
-        headers = {"authorization": f"Bearer {self.api_keys[project]}"}
+        url, headers = self._endpoint(gateway, project)
         async with self.client.stream("POST", url, json=body, headers=headers) as response:
             result.status = response.status_code
             if result.status != 200:
@@ -123,6 +130,22 @@ class Fleet:
                     for event in parser.feed(data):
                         result.add_event(event, on_token)
         return result
+
+    def _endpoint(self, gateway: int, project: str) -> tuple[str, dict[str, str]]:
+        """Return the URL of a gateway's completions, and the headers with a project's key."""
+        base = self.processes[gateway].url if self.processes else self.urls[gateway]
+        return f"{base}/v1/completions", {"authorization": f"Bearer {self.api_keys[project]}"}
+
+    async def post_with_key(self, gateway: int, prompt: str) -> httpx2.Response:
+        """Send a completion whose idempotency key is its prompt, again while the key is in use."""
+        url, headers = self._endpoint(gateway, "unlimited")
+        headers[KEY_HEADER] = prompt.replace(" ", "-")
+        body = {"model": MODEL, "prompt": prompt, "stream": True}
+        while True:
+            response = await self.client.post(url, json=body, headers=headers)
+            if response.status_code != 409:
+                return response
+            await asyncio.sleep(0.1)
 
     async def post_until_admitted(
         self,
@@ -199,6 +222,8 @@ async def run_fleet(
     postgres: PostgresServer,
     folder: Path,
     projects: Mapping[str, tuple[Mapping[str, Any], tuple[Any, ...] | None]],
+    *,
+    in_processes: bool = True,
 ) -> AsyncIterator[Fleet]:
     """Run gateways and create projects, given as settings and (unit, amount, window) of a limit by name."""
     engine = CountingEngine()
@@ -220,11 +245,16 @@ async def run_fleet(
                 limits=LimitsConfig(redis=redis.url),
                 drain_deadline_s=5.0,
             )
-            async with (
-                gateways(config, folder, NUM_GATEWAYS) as processes,
-                httpx2.AsyncClient(timeout=TIMEOUT_S, limits=MANY_CONNECTIONS) as client,
-            ):
-                yield Fleet(processes, accounts, engine, client, api_keys)
+            async with contextlib.AsyncExitStack() as stack:
+                urls, processes = list[str](), list[GatewayProcess]()
+                if in_processes:
+                    running = gateways(config, folder, NUM_GATEWAYS)
+                    processes = await stack.enter_async_context(running)
+                else:
+                    urls = await stack.enter_async_context(run_servers(config, NUM_GATEWAYS))
+                client = httpx2.AsyncClient(timeout=TIMEOUT_S, limits=MANY_CONNECTIONS)
+                await stack.enter_async_context(client)
+                yield Fleet(processes, urls, accounts, engine, client, api_keys)
 
 
 @pytest.mark.soak
@@ -280,7 +310,9 @@ async def test_limits_and_usage_survive_outages_of_redis_and_postgres(
 ) -> None:
     limit = ("requests", 30, "hour")
     projects = {"open": ({}, limit), "closed": (CLOSED, limit), "unlimited": (CLOSED, None)}
-    async with run_fleet(redis_server, postgres_server, tmp_path, projects) as fleet:
+    async with run_fleet(
+        redis_server, postgres_server, tmp_path, projects, in_processes=False
+    ) as fleet:
         results = {
             project: [await fleet.post(number, project) for number in range(NUM_GATEWAYS)]
             for project in ("open", "closed")
@@ -350,3 +382,56 @@ async def test_killed_gateway_keeps_its_usage_and_frees_its_concurrency_slots(
         fleet.engine.resume.set()
         assert [each.tokens for each in await asyncio.gather(*streams)] == [RESPONSE_TOKENS] * 4
         await fleet.stop()
+
+
+@pytest.mark.parametrize("redis_killed", [True, pytest.param(False, marks=pytest.mark.soak)])
+async def test_concurrent_retries_generate_one_response_per_key(
+    redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path, redis_killed: bool
+) -> None:
+    """Without Redis each gateway may generate one response per key."""
+    projects: dict[str, Any] = {"unlimited": ({}, None)}
+    async with run_fleet(
+        redis_server, postgres_server, tmp_path, projects, in_processes=False
+    ) as fleet:
+        prompts = [f"unlimited {number}" for number in range(10)]
+        posts = [
+            asyncio.create_task(fleet.post_with_key(retry % NUM_GATEWAYS, prompt))
+            for retry in range(2 * NUM_GATEWAYS)
+            for prompt in prompts
+        ]
+        if redis_killed:
+            await posts[0]
+            redis_server.program.stop()
+        responses = await asyncio.gather(*posts)
+        max_generated = NUM_GATEWAYS if redis_killed else 1
+        for number in range(len(prompts)):
+            of_key = responses[number :: len(prompts)]
+            assert {response.status_code for response in of_key} == {200}
+            generated = [each.content for each in of_key if REPLAYED not in each.headers]
+            assert 1 <= len(generated) <= max_generated
+            assert {response.content for response in of_key} == set(generated)
+        assert max(fleet.engine.num_responses.values()) <= max_generated
+        num_responses = fleet.engine.num_responses.total()
+        records = await fleet.accounts.wait_for_rows(num_responses)
+        assert sum(each.output_tokens for each in records) == num_responses * RESPONSE_TOKENS
+    if redis_killed:
+        redis_server.program.start()
+
+
+@pytest.mark.soak
+async def test_idempotency_key_of_killed_gateway_becomes_free(
+    redis_server: RedisServer, postgres_server: PostgresServer, tmp_path: Path
+) -> None:
+    projects: dict[str, Any] = {"unlimited": ({}, None)}
+    async with run_fleet(redis_server, postgres_server, tmp_path, projects) as fleet:
+        post = asyncio.create_task(fleet.post_with_key(0, "unlimited pause"))
+        await until(lambda: fleet.engine.running["unlimited"])
+        await fleet.processes[0].kill()
+        with pytest.raises(httpx2.TransportError):
+            await post
+        fleet.engine.resume.set()
+        response = await fleet.post_with_key(1, "unlimited pause")
+        assert (response.status_code, REPLAYED in response.headers) == (200, False)
+        assert fleet.engine.num_responses["unlimited pause"] == 2
+        second = await fleet.post_with_key(1, "unlimited pause")
+        assert (second.content, second.headers[REPLAYED]) == (response.content, "true")
