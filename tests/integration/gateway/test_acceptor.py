@@ -17,10 +17,11 @@ import psutil
 import pytest
 import uvloop
 from tests.support.http_serving import run_server
+from tests.support.waiting import is_listening
 
-from argosy.http_server import HttpRequest, HttpServer, bind_tcp, bind_unix
+from argosy.http_server import HttpRequest, HttpServer, bind_tcp, bind_unix, listening_socket
 from argosy.http_server import server as server_module
-from argosy.http_server.acceptor import UnixListenSocket
+from argosy.http_server.acceptor import UnixListenSocket, close_listen_socket
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SERVER = """
@@ -92,6 +93,42 @@ def test_failed_listen_on_unix_path_leaves_no_socket_file(
         bind_unix(tmp_path / "a.sock")
     assert listen_socket[0].fileno() == -1
     assert not (tmp_path / "a.sock").exists()
+
+
+def test_closed_server_leaves_socket_of_its_successor(tmp_path: Path) -> None:
+    """The successor has bound the path while the server drained, or has replaced the file."""
+    path = tmp_path / "a.sock"
+    for drains in (True, False):
+        with ExitStack() as successor:
+            with listening_socket("", 0, str(path)) as draining:
+                if drains:
+                    close_listen_socket(draining)
+                else:
+                    path.unlink()
+                successor.enter_context(listening_socket("", 0, str(path)))
+            assert is_listening(path)
+        assert not path.exists()
+
+
+async def test_connections_waiting_for_accept_are_served_while_server_drains() -> None:
+    async def respond(request: HttpRequest) -> None:
+        request.transport.send_response(200, [(b"content-length", b"0")], b"")
+
+    server, listen_socket = HttpServer(respond), bind_tcp("127.0.0.1", 0)
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(listen_socket.getsockname()))
+            for _ in range(200)
+        ]
+        for client in clients:
+            client.sendall(REQUEST.replace(b"connection: close\r\n", b""))
+        task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+        await server.started.wait()
+        await server.drain(60)
+        server.stop()
+        await task
+        responses = [client.makefile("rb").read() for client in clients]
+    assert {response[:13] for response in responses} == {b"HTTP/1.1 200 "}
 
 
 async def test_connection_is_closed_if_setup_fails(

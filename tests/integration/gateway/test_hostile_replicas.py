@@ -707,3 +707,16 @@ async def test_pages_that_are_not_utf8_do_not_fail_probe(kind: BackendKind) -> N
     page = build_response(b'{"state": "\xff", "models": ["\xff"], "data": [{"id": "\xff"}]}')
     async with raw_upstream(lambda _: page, kind) as running:
         await running.probe()
+
+
+async def test_replica_with_invalid_documents_is_used_once_they_are_valid() -> None:
+    documents = dict.fromkeys(("/v1/models", "/info"), b'{"a":' + b"[" * 100_000)
+    async with raw_upstream(
+        lambda path: build_response(documents.get(path, b"{}")), "auto"
+    ) as running:
+        (replica,) = running.replicas
+        assert not replica.health.is_schedulable
+        documents.update({"/v1/models": b'{"data": [{"id": "big"}]}', "/info": b"{}"})
+        await running.probe()
+        assert replica.health.is_schedulable
+        assert not replica.health.is_ejected
