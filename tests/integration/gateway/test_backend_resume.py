@@ -9,7 +9,6 @@ from typing import Literal
 
 import pytest
 from tests.support.backend_formats import (
-    SELF_HOSTED,
     LlamaCpp,
     Lmdeploy,
     Sglang,
@@ -19,7 +18,6 @@ from tests.support.backend_formats import (
 )
 from tests.support.fake_backend import (
     ANSWER_TEXT,
-    ANSWER_TOKENS,
     FIRST_TOKEN_ID,
     PROMPT_IDS,
     FakeBackend,
@@ -39,49 +37,29 @@ from tests.support.waiting import until
 
 from argosy.deployment import ResumeMode, Timeouts
 
-RESUMABLE_PATHS: dict[type[FakeBackend], tuple[str, ...]] = {
-    Vllm: (CHAT, COMPLETION),
-    Sglang: (CHAT, COMPLETION),
-    TensorRtLlm: (COMPLETION,),
-    Tgi: (CHAT, COMPLETION),
-    Lmdeploy: (COMPLETION,),
-    LlamaCpp: (CHAT, COMPLETION),
-}
 USAGE = {"include_usage": True}
 STALL_TIMEOUTS = Timeouts(
     first_token_timeout_s=5.0, stream_idle_timeout_s=0.3, failover_timeout_s=2.0
 )
-each_backend = pytest.mark.parametrize("backend_class", SELF_HOSTED)
 each_path = pytest.mark.parametrize("path", [CHAT, COMPLETION])
 
 
-@each_backend
-async def test_stream_resumes_after_disconnect_at_any_event(
-    backend_class: type[FakeBackend],
-) -> None:
-    one, two = backend_class(name="one"), backend_class(name="two")
+@each_path
+async def test_stream_resumes_after_disconnect_at_any_event(path: str) -> None:
+    one, two = Vllm(name="one"), Vllm(name="two")
     async with gateway_to(one, two) as (server, client):
-        for path in RESUMABLE_PATHS[backend_class]:
-            whole = await stream(client, path, stream_options=USAGE)
-            for count in range(len(whole.chunks) + 1):
-                one.faults.append(Fault("disconnect", count))
-                result = await stream(client, path, stream_options=USAGE)
-                assert not one.faults
-                assert (result.text, result.finish_reasons) == (ANSWER_TEXT, ["stop"]), count
-                assert result.is_complete
-                assert result.role_chunks == whole.role_chunks
-                assert len(result.stream_ids) == 1
-                (usage,) = result.usage
-                assert usage["completion_tokens"] == len(ANSWER_TOKENS)
-                # Most backends report usage at the end only; without it the prompt is estimated.
-                is_estimated = count >= len(whole.chunks) - 1
-                assert usage["prompt_tokens"] == len(PROMPT_IDS) or is_estimated, count
+        whole = await stream(client, path, stream_options=USAGE)
+        for count in range(len(whole.chunks) + 1):
+            one.faults.append(Fault("disconnect", count))
+            result = await stream(client, path, stream_options=USAGE)
+            assert not one.faults
+            assert (result.text, result.finish_reasons) == (ANSWER_TEXT, ["stop"]), count
+            assert result.is_complete
         assert all(replica.load.in_flight == 0 for replica in server.replicas)
 
 
-@each_backend
-async def test_stream_resumes_after_error_abort_or_stall(backend_class: type[FakeBackend]) -> None:
-    one, two = backend_class(), backend_class()
+async def test_stream_resumes_after_error_abort_or_stall() -> None:
+    one, two = Vllm(), Vllm()
     kinds: tuple[Literal["error", "abort", "stall"], ...] = ("error", "abort", "stall")
     async with gateway_to(one, two, timeouts=STALL_TIMEOUTS) as (_, client):
         for kind in kinds:
@@ -110,16 +88,6 @@ async def test_vllm_resumes_from_token_ids(path: str) -> None:
     assert (first.path, second.path) == (path, COMPLETION)
     assert second.body["prompt"] == token_ids
     assert second.body["max_tokens"] == max_tokens - delivered
-
-
-async def test_resumed_stream_has_all_token_ids_on_request() -> None:
-    one, two = Vllm(), Vllm()
-    async with gateway_to(one, two) as (_, client):
-        one.faults.append(Fault("disconnect", 4))
-        result = await stream(client, COMPLETION, return_token_ids=True)
-    choices = [choice for chunk in result.chunks for choice in chunk["choices"]]
-    token_ids = [token_id for choice in choices for token_id in choice["token_ids"]]
-    assert token_ids == [*range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + len(ANSWER_TOKENS))]
 
 
 async def test_stream_with_stop_strings_resumes_from_text() -> None:
@@ -196,27 +164,6 @@ async def test_resume_mode_setting_limits_resume(resume_mode: ResumeMode, text: 
     assert not any("return_token_ids" in request.body for request in requests)
 
 
-async def test_resume_skips_replica_that_cannot_resume() -> None:
-    one, two, three = Vllm(), Vllm(), Vllm()
-    async with serve_backends(one, two, three):
-        modes: list[ResumeMode] = ["exact", "none", "exact"]
-        configs = [
-            replica_config(backend, resume_mode=mode)
-            for backend, mode in zip((one, two, three), modes, strict=True)
-        ]
-        async with gateway(*configs) as (server, client):
-            for _ in range(6):
-                one.faults.append(Fault("disconnect", 4))  # of whichever replica is next
-                before = len(two.requests)
-                result = await stream(client, CHAT)
-                if len(two.requests) == before:
-                    assert (result.text, result.is_complete) == (ANSWER_TEXT, True)
-                await stream(client, CHAT)  # turns to another replica
-            requests = [*one.requests, *three.requests]
-            assert [request for request in requests if request.path == COMPLETION]
-            assert all(replica.load.in_flight == 0 for replica in server.replicas)
-
-
 @pytest.mark.parametrize("first", ["able", "unable"])
 async def test_stream_resumes_on_same_replica_if_no_other_can(first: str) -> None:
     able, unable = Vllm(), Vllm()
@@ -239,22 +186,18 @@ async def test_stream_resumes_on_same_replica_if_no_other_can(first: str) -> Non
         assert (result.done_count, counts) == (0, (0, 1))
 
 
-@each_path
-async def test_stop_string_across_replicas_ends_stream_at_once(path: str) -> None:
+async def test_stop_string_across_replicas_ends_stream_at_once() -> None:
     one, two = Vllm(), Vllm()
     patient = Timeouts(first_token_timeout_s=600, stream_idle_timeout_s=600)
     async with gateway_to(one, two, timeouts=patient) as (server, client):
         # The second replica sees only the rest of the string, and stalls after it.
         one.faults += [Fault("disconnect", 4), Fault("stall", 1)]
-        stop = "a time" if path == CHAT else "time,"
-        result = await stream(client, path, stop=[stop], stream_options=USAGE)
-        assert (result.text, result.finish_reasons) == (ANSWER_TEXT.partition(stop)[0], ["stop"])
-        assert result.token_counts == [(len(PROMPT_IDS), 4 if path == CHAT else 5)]
+        result = await stream(client, CHAT, stop=["a time"], stream_options=USAGE)
+        assert (result.text, result.finish_reasons) == ("Once upon ", ["stop"])
+        assert result.token_counts == [(len(PROMPT_IDS), 4)]
         assert result.is_complete
         assert all(replica.load.in_flight == 0 for replica in server.replicas)
         assert all(replica.health.breaker.is_closed for replica in server.replicas)
-        one.faults.clear()
-        assert (await stream(client, path)).text == ANSWER_TEXT
 
 
 async def test_resumed_stream_keeps_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:

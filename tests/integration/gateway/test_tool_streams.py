@@ -138,8 +138,17 @@ async def test_whole_response_has_calls_and_reasoning(kind: str, tmp_path: Path)
     assert trace["tokens"].get("reasoning") == (2 if script.report else None)
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "stream"),
+    [
+        pytest.param(kind, stream, marks=[] if is_default else [pytest.mark.exhaustive])
+        for kind in SCRIPTS
+        for stream, is_default in (
+            (True, kind in {"nothing", "text and two calls"}),
+            (False, kind == "reasoning, text and call"),
+        )
+    ],
+)
 async def test_replica_lost_at_any_token_changes_nothing(
     kind: str, tmp_path: Path, *, stream: bool
 ) -> None:
