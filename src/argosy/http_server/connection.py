@@ -448,6 +448,8 @@ class HttpConnection(ClientConnection):
         self._input = _Input.ENDED
         error = bad_protocol_error(data, reason)
         log.info("bad_protocol", address=self._peer_address, reason=error.message)
+        if self._pipelined and self._pipelined[-1][0] is self._receiving:
+            self._pipelined.pop()[0].discard_body()  # the rest of the body never arrives
         current = self._current
         if current is None or (current is self._receiving and not current.response_started):
             self._send_error_and_close(error)
