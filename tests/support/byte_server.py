@@ -98,6 +98,27 @@ async def send_request(
     return connection
 
 
+async def send_and_wait(upstream: Upstream, body: bytes = b"{}") -> ResponseRecorder:
+    """Send a request and wait for the end of its response."""
+    recorder = ResponseRecorder()
+    await send_request(upstream, recorder, body)
+    await recorder.ended.wait()
+    return recorder
+
+
+def answer(response: bytes, *, closes: bool = False) -> Handler:
+    """Return a handler that answers each request with these bytes, and closes the connection then if told so."""
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(response)
+            if closes:
+                return
+
+    return handler
+
+
 async def read_request(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -20,10 +21,13 @@ from tests.support.byte_server import (
     CHUNKED,
     OK,
     ResponseRecorder,
+    answer,
     connected_upstream,
     read_request,
+    send_and_wait,
     send_request,
 )
+from tests.support.certificates import Authority
 from tests.support.waiting import stable_value, until
 
 from argosy.gateway.upstream import (
@@ -52,9 +56,7 @@ async def test_request_is_sent_complete_and_connection_reused() -> None:
 
     async with connected_upstream(handler) as upstream:
         for _ in range(3):
-            recorder = ResponseRecorder()
-            await send_request(upstream, recorder, b'{"a": 1}')
-            await recorder.ended.wait()
+            recorder = await send_and_wait(upstream, b'{"a": 1}')
             assert (recorder.status, recorder.body, recorder.error) == (200, b"ok", None)
     assert connections == 1
     assert requests[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
@@ -86,9 +88,7 @@ async def test_response_framing_is_parsed_byte_by_byte(response: bytes, body: by
         writer.close()
 
     async with connected_upstream(handler) as upstream:
-        recorder = ResponseRecorder()
-        await send_request(upstream, recorder)
-        await recorder.ended.wait()
+        recorder = await send_and_wait(upstream)
         assert (recorder.status, recorder.body, recorder.error) == (200, body, None)
 
 
@@ -100,39 +100,40 @@ async def test_response_framing_is_parsed_byte_by_byte(response: bytes, body: by
         (CHUNKED + b"3\r\nabc\r\n", False),
         (b"SSH-2.0-OpenSSH_9.2\r\n", True),
         (CHUNKED + b"zz\r\n", False),
-        (
-            b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-            True,
-        ),
+        (CHUNKED + b"ffffffffffffffffffff\r\n", False),
+        (CHUNKED + b"-1\r\n", False),
+        (CHUNKED + b"2\r\nabc\r\n", False),
+        (CHUNKED[:-2] + b"content-length: 2\r\n\r\n0\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999999999\r\n\r\nx", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nabc", True),
+        (b"HTTP/1.1 101 X\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\nx", True),
+        (b"HTTP/9.9 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 999999 OK\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\na b: c\r\n\r\n", True),
+        (b"\x16\x03\x01\x02\x00" * 10, True),
+        (b"\r\n" * 40_000, True),
     ],
-    ids=["nothing", "short", "cut", "not-http", "bad-chunk", "two-framings"],
+    ids=lambda value: repr(value)[-40:],
 )
-async def test_incomplete_response_is_failure(response: bytes, before_response: bool) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(response)
-        writer.close()
-
-    async with connected_upstream(handler) as upstream:
-        recorder = ResponseRecorder()
-        await send_request(upstream, recorder)
-        await recorder.ended.wait()
+async def test_incomplete_or_invalid_response_is_failure(
+    response: bytes, before_response: bool
+) -> None:
+    """A response that is invalid already is not awaited."""
+    is_incomplete = response in {b"", CHUNKED + b"3\r\nabc\r\n"} or response.endswith(
+        b": 9\r\n\r\nabc"
+    )
+    async with connected_upstream(answer(response, closes=is_incomplete)) as upstream:
+        recorder = await send_and_wait(upstream)
         assert recorder.error is not None
         assert recorder.error.before_response == before_response
         assert upstream.take_idle_connection() is None
 
 
 async def test_unrequested_second_response_is_not_used_for_next_request() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await read_request(reader)
-            writer.write(OK + OK.replace(b"ok", b"no"))
-
-    async with connected_upstream(handler) as upstream:
+    async with connected_upstream(answer(OK + OK.replace(b"ok", b"no"))) as upstream:
         for _ in range(3):
-            recorder = ResponseRecorder()
-            await send_request(upstream, recorder)
-            await recorder.ended.wait()
+            recorder = await send_and_wait(upstream)
             assert (recorder.body, recorder.error) == (b"ok", None)
 
 
@@ -226,19 +227,11 @@ async def accept_and_wait(reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 
 async def test_all_addresses_of_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(OK)
-
     # Nothing listens at the first address.
     resolver = FakeResolver(monkeypatch, "127.0.0.9", "127.0.0.1")
-    async with connected_upstream(handler) as upstream:
-        named, recorder = (
-            Upstream(parse_endpoint(f"http://a.test:{upstream.endpoint.port}")),
-            ResponseRecorder(),
-        )
-        await send_request(named, recorder, b"{}")
-        await recorder.ended.wait()
+    async with connected_upstream(answer(OK)) as upstream:
+        named = Upstream(parse_endpoint(f"http://a.test:{upstream.endpoint.port}"))
+        recorder = await send_and_wait(named)
         assert (recorder.status, recorder.error) == (200, None)
         named.close()
         while resolver.addresses:
@@ -304,28 +297,63 @@ def unresponsive_listener(host: str, port: int) -> Iterator[None]:
         yield
 
 
-async def test_pause_reading_limits_memory_and_pauses_server() -> None:
-    sent, chunk = 0, b"x" * 65536
+@pytest.fixture(params=["plain", "tls"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, ssl.SSLContext]:
+    """Contexts of the server and of its client."""
+    if request.param == "plain":
+        return {}
+    authority = Authority(tmp_path)
+    pair = authority.pair("server", "127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(pair.certificate, pair.key)
+    return {"tls": context, "trust": ssl.create_default_context(cafile=authority.ca)}
+
+
+async def test_pause_reading_limits_memory_and_pauses_server(
+    transport: dict[str, ssl.SSLContext],
+) -> None:
+    sent, chunk, is_closed = 0, b"x" * 65536, asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
         await read_request(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (4000 * len(chunk)))
-        for _ in range(4000):
+        writer.write(OK)
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (1000 * len(chunk)))
+        for _ in range(1000):
             writer.write(chunk)
             await writer.drain()
             sent += len(chunk)
+        assert await reader.read() == b""
+        is_closed.set()
 
-    async with connected_upstream(handler) as upstream:
+    async with connected_upstream(handler, **transport) as upstream:
+        assert (await send_and_wait(upstream)).body == b"ok"
         recorder = ResponseRecorder()
         connection = await send_request(upstream, recorder)
         await recorder.body_started.wait()
         connection.pause_reading()
-        assert await stable_value(lambda: sent) < 4000 * len(chunk)
-        assert len(recorder.body) < 1 << 20
+        assert await stable_value(lambda: sent) < 1000 * len(chunk)
+        assert len(recorder.body) < 2 << 20
         connection.resume_reading()
         await recorder.ended.wait()
-        assert len(recorder.body) == 4000 * len(chunk)
+        assert len(recorder.body) == 1000 * len(chunk)
+        assert upstream.take_idle_connection() is connection
+        connection.close()
+        await is_closed.wait()
+
+
+async def test_cut_response_is_failure(transport: dict[str, ssl.SSLContext]) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED + b"3\r\nabc\r\n")
+        await writer.drain()
+        writer.transport.abort()
+
+    async with connected_upstream(handler, **transport) as upstream:
+        recorder = await send_and_wait(upstream)
+        assert recorder.error is not None
+        assert recorder.body == b"abc"
 
 
 @pytest.mark.parametrize(
@@ -360,11 +388,6 @@ async def test_server_may_close_after_long_pause(
 
 
 async def test_pause_at_end_of_response_keeps_connection_usable() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await read_request(reader)
-            writer.write(OK)
-
     class PausingRecorder(ResponseRecorder):
         """A recorder that pauses reading when the last bytes arrive."""
 
@@ -374,7 +397,7 @@ async def test_pause_at_end_of_response_keeps_connection_usable() -> None:
             super().on_body(body)
             self.connection.pause_reading()
 
-    async with connected_upstream(handler) as upstream:
+    async with connected_upstream(answer(OK)) as upstream:
         recorder = PausingRecorder()
         recorder.connection = await send_request(upstream, recorder)
         await recorder.ended.wait()
@@ -462,11 +485,7 @@ async def test_abort_is_noticed_by_server_immediately() -> None:
 
 
 async def test_small_requests_are_sent_immediately() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        del writer
-        await reader.read()
-
-    async with connected_upstream(handler) as upstream:
+    async with connected_upstream(accept_and_wait) as upstream:
         connection = await upstream.connect()
         assert connection.transport is not None
         client_socket = connection.transport.get_extra_info("socket")
@@ -511,26 +530,11 @@ async def test_lost_machine_is_noticed(monkeypatch: pytest.MonkeyPatch, has_star
 
 
 async def test_request_over_unix_socket(tmp_path: Path) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(OK)
-
-    async with connected_upstream(handler, tmp_path / "replica.sock") as upstream:
-        recorder = ResponseRecorder()
-        await send_request(upstream, recorder)
-        await recorder.ended.wait()
-        assert recorder.body == b"ok"
+    async with connected_upstream(answer(OK), tmp_path / "replica.sock") as upstream:
+        assert (await send_and_wait(upstream)).body == b"ok"
 
 
 # --- hostile replicas, each of which costs one attempt -------------------------------------------
-
-
-async def send_and_wait(upstream: Upstream) -> ResponseRecorder:
-    """Send a request and wait for its end."""
-    recorder = ResponseRecorder()
-    await send_request(upstream, recorder)
-    await recorder.ended.wait()
-    return recorder
 
 
 @pytest.mark.parametrize(
@@ -546,51 +550,18 @@ async def send_and_wait(upstream: Upstream) -> ResponseRecorder:
     ids=["headers", "header", "interim-responses", "reason", "chunk-extension", "trailers"],
 )
 async def test_endless_head_or_trailer_is_failure(start: bytes, repeated: bytes) -> None:
-    sent = 0
-
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
         await read_request(reader)
         writer.write(start)
         while not writer.is_closing():
             writer.write(repeated)
             await writer.drain()
-            sent += len(repeated)
 
     async with connected_upstream(handler) as upstream:
         recorder = await send_and_wait(upstream)
         assert recorder.error is not None
         assert upstream.take_idle_connection() is None
         assert len(recorder.body) <= 3
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999999999\r\n\r\nx",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nabc",
-        CHUNKED + b"ffffffffffffffffffff\r\n",
-        CHUNKED + b"-1\r\n",
-        CHUNKED + b"2\r\nabc\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\nx",
-        b"HTTP/9.9 200 OK\r\n\r\n",
-        b"HTTP/1.1 999999 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\na b: c\r\n\r\n",
-        b"\x16\x03\x01\x02\x00" * 10,
-        b"\r\n" * 40_000,
-    ],
-)
-async def test_invalid_response_is_failure(response: bytes) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(response)
-        await reader.read()
-
-    async with connected_upstream(handler) as upstream:
-        recorder = await send_and_wait(upstream)
-        assert recorder.error is not None
-        assert upstream.take_idle_connection() is None
 
 
 async def test_unrequested_bytes_close_connection() -> None:
