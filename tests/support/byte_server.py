@@ -107,7 +107,7 @@ async def send_and_wait(upstream: Upstream, body: bytes = b"{}") -> ResponseReco
 
 
 def answer(response: bytes, *, closes: bool = False) -> Handler:
-    """Return a handler that answers each request with these bytes, and closes the connection then if told so."""
+    """Return a handler that answers each request with these bytes, or the first one before it closes."""
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
