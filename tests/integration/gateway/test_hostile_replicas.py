@@ -347,13 +347,13 @@ def early_end(
 
 
 def early_end_rows() -> Iterator[Row]:
-    for backend, path, name, tail in (
+    for server, path, name, tail in (
         (KeylessHosted, CHAT, "no-done", b""),
         (Vllm, COMPLETION, "no-done", b""),
         (Vllm, CHAT, "half-done", DONE[:-1]),
     ):
-        upstream = early_end(backend, 1, tail)
-        yield Row(f"{backend.__name__}-{name}", upstream, ANSWERED, path, STREAM)
+        upstream = early_end(server, 1, tail)
+        yield Row(f"{server.__name__}-{name}", upstream, ANSWERED, path, STREAM)
     # The gateway counts and reports the usage that the backend did not.
     requests: list[tuple[str, Json, int]] = [("choices", {"n": 2}, 2), ("tools", TOOLS, 1)]
     for (name, fields, choices), disconnects in itertools.product(requests, (False, True)):

@@ -298,7 +298,7 @@ def unresponsive_listener(host: str, port: int) -> Iterator[None]:
 
 
 @pytest.fixture(params=["plain", "tls"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, ssl.SSLContext]:
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Contexts of the server and of its client."""
     if request.param == "plain":
         return {}
@@ -310,7 +310,7 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, ssl.S
 
 
 async def test_pause_reading_limits_memory_and_pauses_server(
-    transport: dict[str, ssl.SSLContext],
+    transport: dict[str, Any],
 ) -> None:
     sent, chunk, is_closed = 0, b"x" * 65536, asyncio.Event()
 
@@ -343,7 +343,7 @@ async def test_pause_reading_limits_memory_and_pauses_server(
         await is_closed.wait()
 
 
-async def test_cut_response_is_failure(transport: dict[str, ssl.SSLContext]) -> None:
+async def test_cut_response_is_failure(transport: dict[str, Any]) -> None:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(CHUNKED + b"3\r\nabc\r\n")
