@@ -265,6 +265,8 @@ class HttpConnection(ClientConnection):
     def resume_writing(self) -> None:
         """Report to the request in progress that the write buffer has drained."""
         self.is_backpressured = False
+        if self._websocket is not None:
+            self._websocket.on_writable()
         if self._current is not None:
             self._current.on_writable()
 

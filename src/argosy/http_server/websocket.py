@@ -152,6 +152,10 @@ class WebSocket:
         if not self._update_buffered_bytes() and self._buffered_bytes > MAX_QUEUED_BYTES:
             self._fail(CloseCode.TRY_AGAIN_LATER, "the server buffers too many messages")
 
+    def on_writable(self) -> None:
+        """Read again, because the client has read what waited for it."""
+        self._update_buffered_bytes()
+
     def on_connection_lost(self) -> None:
         """Handle the end of the connection."""
         self._timer.cancel()
@@ -198,7 +202,9 @@ class WebSocket:
         added_bytes = buffered_bytes - self._buffered_bytes
         self._buffered_bytes = buffered_bytes
         self._is_reading_paused = (
-            self._queued_bytes > MAX_QUEUED_BYTES or len(self._messages) >= MAX_QUEUED_MESSAGES
+            self._queued_bytes > MAX_QUEUED_BYTES
+            or len(self._messages) >= MAX_QUEUED_MESSAGES
+            or self._connection.is_backpressured  # each ping would add a pong to what waits
         )
         # Each time, since a response that waits for its client resumes reading too.
         if self._is_reading_paused:

@@ -144,8 +144,8 @@ async def test_client_that_reads_nothing_is_disconnected() -> None:
         await until(lambda: errors == ["slow_reader"])
 
 
-async def test_waiting_messages_pause_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_websocket, "MAX_QUEUED_MESSAGES", 2)
+def record_pauses(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets an item whenever the server pauses reading."""
     paused: list[bool] = []
     original = http_connection.HttpConnection.pause_reading
 
@@ -154,6 +154,31 @@ async def test_waiting_messages_pause_reading(monkeypatch: pytest.MonkeyPatch) -
         original(connection)
 
     monkeypatch.setattr(http_connection.HttpConnection, "pause_reading", pause)
+    return paused
+
+
+async def test_pongs_that_nobody_reads_pause_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = record_pauses(monkeypatch)
+    pings = Frame(Opcode.PING, bytes(125)).serialize(mask=True) * 1000
+    async with listen(echo) as port, connect(port) as (reader, writer):
+        writer.write(HANDSHAKE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.pause_reading()  # type: ignore[attr-defined] # the transport of a socket
+        sent = 0
+        while not paused:
+            assert sent < 1000, "the server has buffered 127 MB of pongs"
+            writer.write(pings)
+            await asyncio.sleep(0)
+            sent += 1
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        pong = Frame(Opcode.PONG, bytes(125)).serialize(mask=False)
+        for _ in range(1000 * sent):
+            assert await reader.readexactly(len(pong)) == pong
+
+
+async def test_waiting_messages_pause_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_websocket, "MAX_QUEUED_MESSAGES", 2)
+    paused = record_pauses(monkeypatch)
     async with open_websocket() as client:
         await asyncio.gather(*(client.send(str(number)) for number in range(50)))
         assert [await client.recv() for _ in range(50)] == [str(number) for number in range(50)]
