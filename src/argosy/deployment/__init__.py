@@ -99,6 +99,7 @@ from argosy.deployment.records.rollout_status import (
 from argosy.deployment.records.status import FleetStatus, PoolStatus, read_fleet_status
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 from argosy.deployment.settings.gateway_config import (
+    MAX_MODEL_NAME_LENGTH,
     RELOADABLE_SETTINGS,
     ColdStartConfig,
     ExplainConfig,

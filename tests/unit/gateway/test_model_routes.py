@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -354,3 +355,18 @@ def test_fallback_answers_for_models_that_are_down_or_have_a_long_queue() -> Non
     for replica in small.replicas.values():
         replica.health.on_unreachable(0.0)
     assert resolve_chat(router) == RouteTarget(chat, "", f"{skipped}; small has no ready replica")
+
+
+@given(st.text("ab*", min_size=1, max_size=8), st.text("ab", min_size=1, max_size=12))
+@example("*", "a" * 201)
+@example("a*b*b", "a" * 200_000)
+def test_each_wildcard_of_an_alias_stands_for_any_text_of_a_name(alias: str, name: str) -> None:
+    models = [ModelConfig(name="m", aliases=(alias,), replicas=[ReplicaConfig(url="http://m")])]
+    router = build_model_router(build_model_entries(GatewayConfig(models=models)), ())
+    pattern = ".*".join(map(re.escape, alias.split("*")))
+    matches = name == alias or ("*" in alias and re.fullmatch(pattern, name[:200]) is not None)
+    try:
+        found = router.find_target(name, principal_of(WEB), {}).pool.model
+    except ApiError as error:
+        found = error.code
+    assert found == ("m" if matches and len(name) <= 200 else "model_not_found")

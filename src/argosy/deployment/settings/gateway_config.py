@@ -26,7 +26,11 @@ from argosy.protocol import parse_endpoint
 from argosy.settings import SettingError, SettingPath, SettingsDocument
 from argosy.store import IdempotencyConfig, StoreConfig
 
-ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
+MAX_MODEL_NAME_LENGTH = 200
+ModelName = Annotated[
+    str,
+    Meta(max_length=MAX_MODEL_NAME_LENGTH, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$"),
+]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -11,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from argosy.deployment import RouteConfig
+from argosy.deployment import MAX_MODEL_NAME_LENGTH, RouteConfig
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
 from argosy.gateway.model_routes import ModelRoute, compile_routes, find_subject
 from argosy.gateway.pool import Pool, PoolVersions
@@ -331,7 +330,7 @@ class ModelRouter:
 
     def _match_alias(self, name: str) -> str:
         """Return the longest alias with a wildcard that matches a name; the name itself if it is known or none does."""
-        if name in self._pools_by_name:
+        if name in self._pools_by_name or len(name) > MAX_MODEL_NAME_LENGTH:
             return name
         return next((alias for alias in reversed(self._wildcards) if _matches(alias, name)), name)
 
@@ -383,9 +382,19 @@ def _prefers_candidate(principal: Principal, headers: Mapping[bytes, bytes]) -> 
 
 
 def _matches(alias: str, name: str) -> bool:
-    """Whether a name is that of an alias, in which each wildcard stands for any text."""
-    pattern = ".*".join(map(re.escape, alias.split(WILDCARD)))
-    return re.fullmatch(pattern, name, re.DOTALL) is not None
+    """Whether a name is that of an alias, in which each wildcard stands for any text.
+
+    Each part is searched once, from the end of the one before it, so that a long name costs no more than its length.
+    """
+    first, *parts, last = alias.split(WILDCARD)
+    position, end = len(first), len(name) - len(last)
+    if not (name.startswith(first) and name.endswith(last) and position <= end):
+        return False
+    for part in parts:
+        position = name.find(part, position, end) + len(part)
+        if position < len(part):  # not found
+            return False
+    return True
 
 
 def _model_not_found(name: str) -> ApiError:
