@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.replica_servers import MODEL, RunningReplica, serve
 from tests.support.waiting import until
@@ -18,6 +19,7 @@ from argosy.engine.serving.api_server.kv_events_handler import MAX_NAMES_PER_EVE
 from argosy.engine.serving.core_messages import KvChange
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.kv_events import TextBlockMaps, subscribe
+from argosy.gateway.kv_events.native_subscriber import MAX_BYTES_PER_TURN
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.upstream import Upstream
 from argosy.policy import EventPrefixIndex
@@ -249,6 +251,31 @@ async def test_invalid_events_end_subscription(
     async with subscribe_to_scripts(send_and_wait(invalid_events)) as subscription:
         await subscription.wait_for_disconnects(1)
         assert subscription.blocks is None
+
+
+@pytest.mark.parametrize("flood", [START, b":\n\n"], ids=["resets", "comments"])
+async def test_other_work_runs_between_parts_of_a_flood(
+    flood: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, parts = itertools.count(), list[tuple[int, int]]()
+    original = EventParser.feed
+
+    def feed(parser: EventParser, chunk: bytes) -> list[bytes]:
+        parts.append((turn, len(chunk)))
+        return original(parser, chunk)
+
+    monkeypatch.setattr(EventParser, "feed", feed)
+    turn = 0
+    events = START, flood * (500_000 // len(flood)), START + format_event("stored", 5)
+    with capture_logs() as logs:
+        async with subscribe_to_scripts(send_and_wait(*events)) as subscription:
+            async with asyncio.timeout(30):
+                while subscription.blocks != {5}:
+                    turn = next(turns)
+                    await asyncio.sleep(0)
+    assert len(logs) == 1, "each reset wrote to the log"
+    assert len({turn for turn, _ in parts}) == len(parts)
+    assert max(size for _, size in parts) <= MAX_BYTES_PER_TURN
 
 
 async def test_silent_stream_is_reopened(

@@ -34,6 +34,8 @@ KV_EVENTS_PATH = b"/kv_events"
 RESPONSE_HEAD_TIMEOUT_S = 5.0
 STREAM_IDLE_TIMEOUT_S = 45.0
 """Silence after which a stream counts as broken. Keep-alive comments arrive several times in this period."""
+MAX_BYTES_PER_TURN = 16 * 1024
+"""Bytes of a stream that are read before other work of the event loop goes on."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -81,27 +83,29 @@ class NativeKvEventSubscriber:
                 self._replica.prefix_index = EstimatedPrefixIndex()
 
     async def _read_stream(self, response: UpstreamResponse) -> None:
-        """Apply the events of the stream until its end. Raises UpstreamError or one of `KV_EVENT_ERRORS`."""
-        errors: list[Exception] = []
+        """Apply the events of the stream until its end, a few at a time, so that none of them holds up other requests.
+
+        Raises UpstreamError, TimeoutError if the stream is silent, or one of `KV_EVENT_ERRORS`.
+        """
+        pieces = asyncio.Queue[bytes]()
 
         def on_piece(body: bytes) -> None:
-            try:
-                self._apply_events(body)
-            except KV_EVENT_ERRORS as error:
-                errors.append(error)
-                response.abort(str(error))
+            response.pause_reading()
+            pieces.put_nowait(body)
 
         response.stream_body(on_piece)
-        while not response.end_of_body.done():
-            await asyncio.wait({response.end_of_body}, timeout=STREAM_IDLE_TIMEOUT_S)
-            if (
-                not response.end_of_body.done()
-                and time.monotonic() - response.last_activity_at > STREAM_IDLE_TIMEOUT_S
-            ):
-                response.abort(f"the stream was silent for {STREAM_IDLE_TIMEOUT_S:g} s")
-        if errors:
-            raise errors[0]
-        await response.end_of_body
+        response.end_of_body.add_done_callback(lambda _: pieces.put_nowait(b""))
+        while True:
+            async with asyncio.timeout(STREAM_IDLE_TIMEOUT_S):
+                body = await pieces.get()
+            if not body:
+                await response.end_of_body
+                return
+            for start in range(0, len(body), MAX_BYTES_PER_TURN):
+                self._apply_events(body[start : start + MAX_BYTES_PER_TURN])
+                await asyncio.sleep(0)
+            if pieces.empty():
+                response.resume_reading()
 
     def _apply_events(self, body: bytes) -> None:
         for data in self._event_parser.feed(body):
@@ -117,11 +121,13 @@ class NativeKvEventSubscriber:
 
     def _create_index(self, tokenization_key: TokenizationKey) -> None:
         text_block_map = get_text_block_map(tokenization_key, self._text_block_maps)
+        is_first = self._index is None
         self._index = self._replica.prefix_index = EventPrefixIndex(
             text_block_map, tokenization_key.block_size
         )
-        log.info(
-            "kv_events_subscribed",
-            replica=self._replica.name,
-            block_size=tokenization_key.block_size,
-        )
+        if is_first:  # a replica decides how often it resets
+            log.info(
+                "kv_events_subscribed",
+                replica=self._replica.name,
+                block_size=tokenization_key.block_size,
+            )
