@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import re
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -107,8 +107,7 @@ class HttpExchange:
         self.peer_address = request.peer_address
         """Address of the peer; "unix" over a Unix socket, and empty if unknown after a disconnect."""
         self.headers = _merge_headers(request.headers)
-        random_digits = UNIQUE_ID_DIGITS - len(server_id)
-        self.unique_id = f"{server_id}{random.getrandbits(4 * random_digits):0{random_digits}x}"
+        self.unique_id = server_id + secrets.token_hex(UNIQUE_ID_DIGITS // 2)[len(server_id) :]
         """Id that clients cannot choose."""
         self.request_id = f"req_{self.unique_id}"
         if b"x-request-id" in self.headers:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
+import re
 import select
 import socket
 import tracemalloc
@@ -119,6 +121,15 @@ def make_post(path: str, body: bytes, *headers: str) -> bytes:
 
 GET_STREAM = b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
 GET_LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def test_request_id_does_not_follow_from_earlier_random_numbers() -> None:
+    ids = set()
+    for _ in range(2):
+        random.seed(1)
+        response = await exchange_with_app(GET_LAST)
+        ids.add(re.search(rb"x-request-id: (\S+)", response)[1])  # type: ignore[index]
+    assert len(ids) == 2
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +49,7 @@ from argosy.protocol.dialects import (
 from argosy.store import StoredResponse
 
 _ENDED_NORMALLY = frozenset({"completed", "incomplete"})
-_ITEM_ID_BITS = 128
+_ITEM_ID_BYTES = 16
 
 
 class LastResponse:
@@ -331,7 +331,7 @@ def describe_stored(
 
 def new_item_id() -> str:
     """Return random hexadecimal digits for an item's id."""
-    return f"{random.getrandbits(_ITEM_ID_BITS):032x}"
+    return secrets.token_hex(_ITEM_ID_BYTES)
 
 
 class ResponsesSession:
