@@ -92,7 +92,7 @@ class KubernetesCluster:
     def lose_node(self, name: str) -> None:
         """Let a node fail: its pods are evicted, but their end is not confirmed.
 
-        See https://kubernetes.io/docs/concepts/architecture/nodes/#node-controller.
+        Kubernetes reads a text from left to right. See https://kubernetes.io/docs/concepts/architecture/nodes/#node-controller.
         """
         self._lost.add(name)
         for pod_name, pod in list(self.api.objects["pods"].items()):
@@ -118,7 +118,7 @@ class KubernetesCluster:
     def _control_deployment(self, deployment: Object) -> None:
         """Keep the pods of a Deployment.
 
-        See https://kubernetes.io/docs/concepts/workloads/controllers/deployment/#recreate-deployment.
+        Kubernetes reads a text from left to right. See https://kubernetes.io/docs/concepts/workloads/controllers/deployment/#recreate-deployment.
         """
         metadata, spec = deployment["metadata"], deployment["spec"]
         assert spec["strategy"]["type"] == "Recreate"
@@ -219,7 +219,7 @@ class KubernetesCluster:
     async def _run_pod(self, pod: Object) -> None:
         """Run the container of a pod until the pod is deleted, as a kubelet does.
 
-        See https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/.
+        Kubernetes reads a text from left to right. See https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/.
         """
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         status = copy.deepcopy(pod["status"]) | {"podIP": self._address_of(pod)}
@@ -281,7 +281,7 @@ class KubernetesCluster:
         """Run a process to its end. Returns its state, and whether the pod is being deleted."""
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         variables = dict(self._read_environment(pod))
-        command = [_expand(part, variables) for part in pod["spec"]["containers"][0]["command"]]
+        command = [expand(part, variables) for part in pod["spec"]["containers"][0]["command"]]
         with log.open("wb") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -374,10 +374,10 @@ def _gpus(spec: Object) -> int:
     return int(spec["containers"][0].get("resources", {}).get("limits", {}).get(GPU, 0))
 
 
-def _expand(text: str, variables: dict[str, str]) -> str:
+def expand(text: str, variables: dict[str, str]) -> str:
     """Replace variables in an argument, except after a second `$`.
 
-    See https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/.
+    Kubernetes reads a text from left to right. See https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/.
     """
     return re.sub(
         r"\$\$|\$\((\w+)\)",

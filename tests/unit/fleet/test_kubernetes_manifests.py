@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.kubernetes_cluster import expand
 from tests.support.kubernetes_schemas import LATEST_VERSION, find_error
 from typer.testing import CliRunner
 
@@ -126,7 +127,9 @@ def test_secret_of_the_controller_is_in_no_object(
 
 
 names = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True)
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+texts = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20
+) | st.lists(st.sampled_from(["$", "$(SECRET)", "(SECRET)", "{name}"]), max_size=5).map("".join)
 
 
 @given(
@@ -171,9 +174,13 @@ def test_any_replica_is_a_valid_object(  # noqa: PLR0917 - drawn values
     )
     deployment = build_deployment(spec, "fleet")
     assert_valid(deployment)
-    command = pod_of(deployment)["containers"][0]["command"]
-    assert command[1].replace("$$(", "$(") == argument.replace("{name}", spec.name)
-    assert command[2] == "$(POD_IP):8000"
+    container = pod_of(deployment)["containers"][0]
+    command = container["command"]
+    secrets = {"POD_IP": "10.0.0.1", "SECRET": "hunter2"}
+    expanded = [expand(part, secrets) for part in command]
+    assert expanded[1:3] == [argument.replace("{name}", spec.name), "10.0.0.1:8000"]
+    environment = {each["name"]: each for each in container["env"]}
+    assert expand(environment["TEXT"]["value"], secrets) == variable
 
 
 def test_refuses_what_no_cluster_could_run(config: FleetConfig) -> None:

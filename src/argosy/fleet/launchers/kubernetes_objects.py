@@ -259,8 +259,8 @@ def _fill_argument(argument: str, spec: LaunchSpec) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return a text of which Kubernetes replaces nothing by variables."""
-    return text.replace("$(", "$$(")
+    """Return a text of which Kubernetes replaces nothing by variables. It reads `$$` as `$`, wherever it stands."""
+    return text.replace("$", "$$")
 
 
 def _build_environment(
