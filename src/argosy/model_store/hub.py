@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from argosy.model_store.model_files import (
     IGNORED_PATTERNS,
     MAX_LISTED_FILES,
     group_gguf_models,
     layout_patterns,
 )
+from argosy.settings import load_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -188,8 +187,8 @@ def read_model_card(text: str) -> dict[str, str]:
     if match is None:
         return {}
     try:
-        metadata = yaml.safe_load(match[1])
-    except yaml.YAMLError:
+        metadata = load_yaml(match[1].encode())
+    except ValueError:
         return {}
     return _card_fields(metadata) if isinstance(metadata, dict) else {}
 

@@ -20,4 +20,4 @@ from argosy.settings.options import (
 )
 from argosy.settings.secret_names import is_secret_name, is_secret_value
 from argosy.settings.sizes import Size, parse_size
-from argosy.settings.yaml_nodes import MAX_SETTINGS_BYTES, dump_yaml
+from argosy.settings.yaml_nodes import MAX_SETTINGS_BYTES, dump_yaml, load_yaml

@@ -165,6 +165,11 @@ def construct_value(node: yaml.Node) -> Any:  # noqa: ANN401 - what a YAML file 
         raise ValueError(str(error)) from error
 
 
+def load_yaml(content: bytes) -> Any:  # noqa: ANN401 - what a YAML text can hold
+    """Return the value of a YAML text that anybody may have written. Raises ValueError as `parse_yaml` does."""
+    return construct_value(parse_yaml(content, ""))
+
+
 def is_null(node: yaml.Node) -> bool:
     """Return whether a node is `null`."""
     return bool(node.tag == _NULL)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from argosy.model_store import ModelStoreError, list_model_files
+from argosy.model_store.hub import read_model_card
 
 LAYOUT = ["config.json", "tokenizer.json", "model.safetensors"]
 
@@ -43,6 +44,20 @@ def test_what_is_no_model_is_refused(
     _create(tmp_path, files)
     with pytest.raises(ModelStoreError, match=message):
         list_model_files(tmp_path / model)
+
+
+@pytest.mark.parametrize(
+    ("lines", "licence"),
+    [
+        (["tags: [chat]"], "mit"),
+        (["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 19))], None),
+        (["a: " + "[" * 20_000], None),
+    ],
+    ids=["plain", "merges that multiply", "brackets"],
+)  # fmt: skip
+def test_model_card_that_anybody_wrote_stops_nothing(lines: list[str], licence: str | None) -> None:
+    card = "\n".join(["---", "license: mit", *lines, "---", "# A model"])
+    assert read_model_card(card).get("licence") == licence
 
 
 def _create(folder: Path, files: list[str]) -> None:
