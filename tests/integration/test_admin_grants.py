@@ -73,14 +73,9 @@ async def test_records_above_the_callers_role_cannot_be_granted_or_changed(
     response = await client.patch(project_path, json={"networks": ["127.0.0.0/8"]}, headers=headers)
     assert response.status_code == 200, response.text
     # Two steps, first the scope and then the role, are no way around.
-    user = await shared_gateway.create("/admin/users", user_body(customer) | {"scope": "gateway"})
-    user_path = f"/admin/users/{user['id']}"
-    response = await client.patch(user_path, json={"role": "admin"}, headers=headers)
-    assert forbidden_code(response) == "insufficient_role"
-    response = await client.patch(
-        user_path, json={"role": "admin", "scope": "organisation"}, headers=headers
-    )
-    assert response.json()["scope"] == "organisation"
+    for path, body in (("/admin/users", user_body(customer)), ("/admin/keys", key_body(customer))):
+        response = await client.post(path, json=body | {"scope": "gateway"}, headers=headers)
+        assert forbidden_code(response) == "insufficient_role"
 
 
 async def test_project_of_a_higher_user_cannot_be_archived_or_restricted(
@@ -142,9 +137,9 @@ async def test_settings_that_affect_other_organisations_need_a_gateway_role(
     requests: list[tuple[str, str, Json | None]] = [
         ("POST", "/admin/projects", project | {"tier": "premium"}),
         ("PATCH", f"/admin/projects/{customer.project}", {"weight": 5}),
-        ("PATCH", f"/admin/projects/{customer.project}", {"tier": "standard"}),
+        ("PATCH", f"/admin/projects/{customer.project}", {"tier": "free"}),
         ("POST", "/admin/projects", project | {"name": unique_name(), "flags": ["new"]}),
-        ("PATCH", f"/admin/projects/{customer.project}", {"flags": []}),
+        ("PATCH", f"/admin/projects/{customer.project}", {"flags": ["old"]}),
         ("POST", "/admin/keys", key_body(customer) | {"flags": ["new"]}),
         ("POST", "/admin/limits", limit | {"amount": 10**9}),
         ("DELETE", f"/admin/limits/{created['id']}", None),

@@ -59,8 +59,9 @@ from argosy.store.quota_backend import (
     create_quota_backend,
 )
 from argosy.store.quota_meters import QuotaDemand
-from argosy.store.record_tables import PageRequest
+from argosy.store.record_tables import AccountTransaction, ChangeCheck, PageRequest
 from argosy.store.records import (
+    AccountRecord,
     AccountSnapshot,
     Key,
     KeyInfo,

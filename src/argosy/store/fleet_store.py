@@ -473,7 +473,7 @@ class FleetStore:
 
     def _audit(self, connection: Connection, decision: AuditedDecision | None) -> None:
         if decision is not None:
-            transaction = AccountTransaction(connection, decision.actor, self._clock, None)
+            transaction = AccountTransaction(connection, decision.actor, self._clock)
             transaction.append_decision(decision.action, decision.subject, decision.details)
             transaction.save_version()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import msgspec
 from msgspec import UNSET
@@ -166,6 +166,13 @@ def get_record(
     return found[0]
 
 
+ChangeCheck: TypeAlias = Callable[
+    ["AccountTransaction", AccountRecord | None, AccountRecord | None], None
+]
+"""Called in the transaction of a change, before a record is written, with the record as it is stored and as it will be
+(None if there is none). It raises to refuse the change."""
+
+
 class AccountTransaction:
     """Changes of accounts in one transaction, optionally restricted to one organisation.
 
@@ -177,11 +184,13 @@ class AccountTransaction:
         connection: Connection,
         actor: str,
         clock: Callable[[], float],
-        organisation_id: str | None,
+        organisation_id: str | None = None,
+        check: ChangeCheck | None = None,
     ) -> None:
         self.connection = connection
         self._actor = actor
         self._organisation_id = organisation_id
+        self._check = check
         state = connection.execute(select(schema.state).with_for_update()).one()
         self._version: int = state.version
         self._audit_entries: int = state.audit_entries
@@ -227,6 +236,7 @@ class AccountTransaction:
             ConflictError: The name is taken, the organisation has too many records, or the record is out of reach.
         """
         record = validate_record(record)
+        self._check_permission(None, record)
         self._check_unique(record)
         values = msgspec.structs.asdict(record)
         if isinstance(record, Key):
@@ -253,6 +263,7 @@ class AccountTransaction:
         """
         given = {name: value for name, value in fields.items() if value is not UNSET}
         after = validate_record(msgspec.structs.replace(record, **given))
+        self._check_permission(record, after)
         changed = {name for name in given if getattr(record, name) != getattr(after, name)}
         if not changed:
             return record
@@ -271,6 +282,7 @@ class AccountTransaction:
 
     def delete_record(self, record: AccountRecord) -> None:
         """Delete a record. The audit log keeps its fields."""
+        self._check_permission(record, None)
         table = _TABLES[type(record)]
         self._append_record_entry("delete", record, _to_audit_fields(record))
         self.connection.execute(delete(table).where(table.c.id == record.id))
@@ -285,6 +297,10 @@ class AccountTransaction:
                     audit_head=self._audit_head,
                 )
             )
+
+    def _check_permission(self, before: AccountRecord | None, after: AccountRecord | None) -> None:
+        if self._check is not None:
+            self._check(self, before, after)
 
     def _check_unique(self, record: AccountRecord) -> None:
         fields = {name: getattr(record, name) for name in UNIQUE_FIELDS.get(type(record), ())}
@@ -362,12 +378,16 @@ class AccountTransaction:
 
 @contextmanager
 def begin_transaction(
-    database: Database, actor: str, clock: Callable[[], float], organisation_id: str | None = None
+    database: Database,
+    actor: str,
+    clock: Callable[[], float],
+    organisation_id: str | None = None,
+    check: ChangeCheck | None = None,
 ) -> Iterator[AccountTransaction]:
     """Open a transaction that changes accounts. Across all processes only one runs at a time.
 
     `actor` names who makes the change, for the audit log. With `organisation_id` only records of that organisation are
-    visible and can be changed.
+    visible and can be changed. `check` refuses what the actor may not change.
 
     Raises:
         ValueError: `actor` is empty.
@@ -375,7 +395,7 @@ def begin_transaction(
     if not actor:
         raise ValueError("An account change needs an actor. Give the name of who makes it.")
     with database.write_transaction() as connection:
-        transaction = AccountTransaction(connection, actor, clock, organisation_id)
+        transaction = AccountTransaction(connection, actor, clock, organisation_id, check)
         yield transaction
         transaction.save_version()
 
@@ -389,21 +409,30 @@ class RecordTables:
     """
 
     def __init__(
-        self, database: Database, clock: Callable[[], float], organisation_id: str | None = None
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        organisation_id: str | None = None,
+        check: ChangeCheck | None = None,
     ) -> None:
         self._database = database
         self._clock = clock
         self._organisation_id = organisation_id
+        self._check = check
 
-    def for_organisation(self, organisation_id: str | None) -> Self:
-        """Return a view restricted to one organisation, or to all for None.
+    def for_organisation(
+        self, organisation_id: str | None, check: ChangeCheck | None = None
+    ) -> Self:
+        """Return a view restricted to one organisation, or to all for None, whose changes all pass `check`.
 
         In a restricted view prices can be read, and only records of the organisation can be created or changed.
         """
-        return type(self)(self._database, self._clock, organisation_id)
+        return type(self)(self._database, self._clock, organisation_id, check)
 
     def _begin_transaction(self, actor: str) -> AbstractContextManager[AccountTransaction]:
-        return begin_transaction(self._database, actor, self._clock, self._organisation_id)
+        return begin_transaction(
+            self._database, actor, self._clock, self._organisation_id, self._check
+        )
 
     def _get_record(self, record_type: type[RecordT], record_id: str) -> RecordT:
         with self._database.read_transaction() as connection:

@@ -353,7 +353,8 @@ def test_organisation_role_does_not_grant_gateway_role() -> None:
         ApiError, match="role viewer of the whole gateway; yours is admin of your organisation only"
     ):
         check_role(Principal(role="admin"), "viewer", "gateway")
-    check_role(Principal(), "user", "gateway")
+    with pytest.raises(ApiError, match="role user of the whole gateway"):
+        check_role(Principal(), "user", "gateway")
 
 
 def test_scoped_key_may_use_only_its_models() -> None:

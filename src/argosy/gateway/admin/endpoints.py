@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_type_hints
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCHEMA, is_page
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
+from argosy.gateway.admin.change_check import check_change
 from argosy.gateway.auth import Authenticator, organisation_scope
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
@@ -22,6 +24,7 @@ from argosy.protocol import JSON_MEDIA_TYPE, TEXT_SCHEMA, ApiError, Operation
 from argosy.store import (
     Accounts,
     AuditLog,
+    ChangeCheck,
     Ledger,
     LimitsAndPrices,
     Role,
@@ -86,10 +89,13 @@ class AdminScope:
     """Previews of routing. None if the gateway serves no model."""
     authenticator: Authenticator | None = None
     """Finds the senders of previewed requests."""
+    check: ChangeCheck | None = None
+    """Refuses changes of accounts that the caller may not make."""
 
     def for_principal(self, principal: Principal) -> AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
-        return replace(self, organisation_id=organisation_scope(principal))
+        check = partial(check_change, principal)
+        return replace(self, organisation_id=organisation_scope(principal), check=check)
 
     async def explain_request(self, request_id: str) -> dict[str, Any] | None:
         """Return the explanation of a request, or None if it is unknown or belongs to another organisation."""
@@ -155,12 +161,12 @@ class AdminScope:
     @property
     def accounts(self) -> Accounts:
         """The store's accounts. Raises ApiError 404 without a store, like the properties below."""
-        return self._store.accounts.for_organisation(self.organisation_id)
+        return self._store.accounts.for_organisation(self.organisation_id, self.check)
 
     @property
     def limits_and_prices(self) -> LimitsAndPrices:
         """The store's limits and prices."""
-        return self._store.limits_and_prices.for_organisation(self.organisation_id)
+        return self._store.limits_and_prices.for_organisation(self.organisation_id, self.check)
 
     @property
     def ledger(self) -> Ledger:

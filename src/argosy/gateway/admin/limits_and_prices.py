@@ -21,9 +21,7 @@ from argosy.gateway.admin.schemas import (
     to_page,
     to_view,
 )
-from argosy.gateway.auth import check_role
-from argosy.gateway.principal import Principal
-from argosy.store import OwnerKind, Price
+from argosy.store import Price
 
 endpoints = AdminEndpoints()
 
@@ -42,7 +40,6 @@ def list_limits(scope: AdminScope, request: AdminRequest) -> Page[LimitView]:
 @endpoints.register("POST", LIMITS, "operator", body_type=NewLimit)
 def set_limit(scope: AdminScope, request: AdminRequest) -> LimitView:
     """Set a limit, replacing the owner's limit for the same unit, window and model."""
-    _check_owner_kind(request.principal, request.body.owner_kind)
     return to_view(
         scope.limits_and_prices.set_limit(**get_given_fields(request.body), actor=request.actor),
         LimitView,
@@ -52,9 +49,6 @@ def set_limit(scope: AdminScope, request: AdminRequest) -> LimitView:
 @endpoints.register("DELETE", LIMITS + "/{id}", "operator")
 def delete_limit(scope: AdminScope, request: AdminRequest) -> DeletedView:
     """Delete a limit."""
-    _check_owner_kind(
-        request.principal, scope.limits_and_prices.get_limit(request.resource_id).owner_kind
-    )
     scope.limits_and_prices.delete_limit(request.resource_id, actor=request.actor)
     return DeletedView(id=request.resource_id)
 
@@ -77,8 +71,3 @@ def set_price(scope: AdminScope, request: AdminRequest) -> PriceView:
     return to_view(
         scope.limits_and_prices.set_price(Price(**fields), actor=request.actor), PriceView
     )
-
-
-def _check_owner_kind(principal: Principal, owner_kind: OwnerKind) -> None:
-    if owner_kind == "organisation":
-        check_role(principal, "operator", "gateway")

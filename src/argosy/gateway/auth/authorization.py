@@ -15,7 +15,7 @@ _ROLE_RANKS: dict[Role, int] = {role: rank for rank, role in enumerate(reversed(
 def has_role(principal: Principal, role: Role, scope: RoleScope = "organisation") -> bool:
     """Return whether the principal has the permissions of `role`, in its organisation or in the whole gateway."""
     return _ROLE_RANKS[principal.role] >= _ROLE_RANKS[role] and (
-        scope == "organisation" or principal.role_scope == "gateway" or role == "user"
+        scope == "organisation" or principal.role_scope == "gateway"
     )
 
 
