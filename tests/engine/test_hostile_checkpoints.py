@@ -186,7 +186,7 @@ def quantized(
             for name, shape in shapes.items()
         }
         weight = tensors.pop(f"{NAME}.weight").numpy() + np.arange(192, dtype=np.float32)
-        encoded = stored_format.encode(NAME, weight)
+        encoded, _ = stored_format.encode(NAME, weight)
         change(encoded)
         tensors |= {name: tensor.clone().contiguous() for name, tensor in encoded.items()}
         (path / "model.safetensors").write_bytes(save(tensors))
@@ -210,7 +210,7 @@ def state(text: str) -> Callable[[dict[str, Tensor]], object]:
 
 def mxfp4(change: Callable[[Tensor], Tensor]) -> Change:
     def apply(path: Path) -> None:
-        blocks, scales = mxfp4_experts((2, 4, 64), 1)
+        blocks, scales, _ = mxfp4_experts((2, 4, 64), 1)
         tensors = create_tensors() | {"x_blocks": change(blocks).contiguous(), "x_scales": scales}
         (path / "model.safetensors").write_bytes(save(tensors))
         config(quantization_config={"quant_method": "mxfp4"})(path)
