@@ -207,6 +207,8 @@ def test_quantized_checkpoint_is_part_of_the_identity(tmp_path: Path) -> None:
     identities = [executor.arithmetic for executor in loaded]
     assert [each.quantization for each in identities] == ["gptq, 4 bits", "none", "int8"]
     assert len({each.id for each in identities}) == 3
+    assert len({executor.fingerprint for executor in loaded}) == 3
+    assert " int8 " in loaded[2].backend
     architecture = read_architecture(tmp_path)
     plain = compute_model_fit(tmp_path, architecture, "auto", 1 << 30)
     fit = compute_model_fit(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from argosy.engine.engine_config import IntFormat
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GROUP_SIZES,
     GroupedSource,
@@ -19,81 +21,128 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     choose_group_size,
 )
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
-from argosy.engine.execution.kernels.cpu.linear import TorchGroupLinear
+from argosy.engine.execution.kernels.cpu.linear import TorchGroupLinear, TorchIntLinear
 from argosy.engine.execution.kernels.pack_cache import pack_in_memory
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
 
+Linear = Callable[[Tensor], Tensor]
+Format = IntFormat | GroupFormat | None
+"""Quantization of the weight. None keeps its dtype."""
 BATCHES = (1, 2, 3, 6, 7, 13, 14, 15, 16, 17, 29, 31, 32, 33, 47, 64, 65, 128, 200, 259)
-
-
-def random_linear(outs: int, cols: int, dtype: torch.dtype, rows: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(outs + cols)
-    weight = torch.randn(outs, cols, generator=generator) * cols**-0.5
-    bias = torch.randn(outs, generator=generator)
-    x = torch.randn(rows, cols, generator=generator)
-    return weight.to(dtype), bias.to(dtype), x.to(dtype)
-
-
-def assert_close_to_exact(
-    out: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor
-) -> None:
-    exact = x.double() @ weight.double().T + bias.double()
-    tolerance = 1e-5 if x.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
-    assert out.dtype == x.dtype
-
-
-def assert_rows_are_independent(weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> None:
-    """Check that rows are accurate, and equal in batches of many sizes from both ends of x."""
-    linear = create_cpu_device(2).create_linear(weight, bias)
-    expected = linear(x)
-    assert_close_to_exact(expected, weight, bias, x)
-    for rows in BATCHES:
-        assert torch.equal(linear(x[:rows]), expected[:rows])
-        assert torch.equal(linear(x[len(x) - rows :]), expected[len(x) - rows :])
-
-
-# Layers of the bundled model, of models with 0.5 and 1.7 billion parameters, and unusual sizes.
-LINEARS = [
-    (320, 320),
-    (896, 320),
-    (320, 896),
-    (4096, 320),
-    (1152, 896),
-    (4864, 896),
-    (896, 4864),
-    (2048, 6144),
-    (100, 70),
-    (17, 33),
+INT_BATCHES = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 33, 64, 129, 259)
+GROUP_BATCHES = (1, 2, 3, 5, 9, 70)
+SIGNED_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -128)
+NOISE = {"int8": 0.009, "int4": 0.09}
+"""Maximum error of a product of normal random numbers, relative to its size."""
+DTYPES = [torch.float32, torch.bfloat16]
+QUANTIZED: list[IntFormat | GroupFormat] = ["int8", "int4", GroupFormat(4, 64, has_offsets=True)]
+FORMATS = [
+    *(
+        pytest.param(each, torch.float32, id=each if isinstance(each, str) else "grouped")
+        for each in QUANTIZED
+    ),
+    pytest.param(None, torch.bfloat16, id="bfloat16"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        pytest.param(
-            (outs, cols),
-            dtype,
-            id=f"{outs}x{cols}-{name}",
-            marks=pytest.mark.exhaustive if name == "float32" and outs > 1024 else (),
+@pytest.fixture(autouse=True)
+def _restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random_linear(
+    outs: int, cols: int, dtype: torch.dtype, rows: int, weight_format: Format = None
+) -> tuple[Tensor | GroupedWeight, Tensor, Tensor]:
+    """Return a weight, a bias [N] and inputs [T, K]. Grouped weights have random codes and scales."""
+    generator = torch.Generator().manual_seed(outs + cols)
+    weight: Tensor | GroupedWeight = torch.randn(outs, cols, generator=generator) * cols**-0.5
+    if isinstance(weight_format, GroupFormat):
+        low, high = (0, 16) if weight_format.bits == 4 else (-128, 128)
+        values = torch.randint(low, high, (outs, cols), generator=generator, dtype=torch.int16)
+        scales = torch.rand(outs, -(-cols // weight_format.group_size), generator=generator)
+        offsets = torch.randn(scales.shape, generator=generator)
+        weight = GroupedWeight(
+            weight_format,
+            values.to(torch.uint8 if weight_format.bits == 4 else torch.int8),
+            scales,
+            offsets if weight_format.has_offsets else None,
         )
-        for outs, cols in LINEARS
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
+    bias, x = torch.randn(outs, generator=generator), torch.randn(rows, cols, generator=generator)
+    return (
+        weight if isinstance(weight, GroupedWeight) else weight.to(dtype),
+        bias.to(dtype),
+        x.to(dtype),
+    )
+
+
+def create_linear(
+    weight: Tensor | GroupedWeight, bias: Tensor | None, weight_format: Format, threads: int = 2
+) -> Linear:
+    device = create_cpu_device(threads)
+    if not isinstance(weight, GroupedWeight):
+        assert not isinstance(weight_format, GroupFormat)
+        return device.create_linear(weight, bias, weight_format)
+    outs, cols = weight.values.shape
+    source = GroupedSource(weight.format, (outs, cols), lambda: weight)
+    return device.create_group_linear(source, bias, pack_in_memory)
+
+
+def exact_product(weight: Tensor | GroupedWeight, bias: Tensor, x: Tensor) -> Tensor:
+    dense = weight.dequantize() if isinstance(weight, GroupedWeight) else weight
+    return x.double() @ dense.double().T + bias.double()
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    return float((out - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def assert_batches_give(
+    linears: Sequence[Linear], x: Tensor, expected: Tensor, batches: Sequence[int]
+) -> None:
+    """Check that rows have the expected bits in batches of many sizes from both ends of x."""
+    for linear in linears:
+        for rows in batches:
+            assert torch.equal(linear(x[:rows]), expected[:rows]), f"{rows} rows"
+            assert torch.equal(linear(x[len(x) - rows :]), expected[len(x) - rows :])
+
+
+def assert_rows_are_independent(shape: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
+    """Check that rows are accurate, and equal in every batch and with any number of threads."""
+    weight, bias, x = random_linear(*shape, dtype, rows)
+    linears = [create_linear(weight, bias, None, threads) for threads in (1, 3)]
+    expected = linears[0](x)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    exact = exact_product(weight, bias, x)
+    torch.testing.assert_close(expected.double(), exact, atol=tolerance, rtol=tolerance)
+    assert expected.dtype == dtype
+    assert_batches_give(linears, x, expected, [each for each in BATCHES if each <= rows])
+
+
+# Unusual sizes, long sums, and layers of the bundled model and of models with 0.5 and 1.7 billion parameters.
+LARGE = [(4096, 320), (1152, 896), (4864, 896), (896, 4864), (2048, 6144)]
+
+
+@pairwise(
+    shape=[
+        *((320, 896), (97, 70), (17, 33), (64, 1500)),
+        *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in LARGE),
     ],
+    dtype=DTYPES,
+    isa=ISAS,
+    indirect=["isa"],
 )
-def test_batch_does_not_change_row_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    assert_rows_are_independent(*random_linear(*shape, dtype, max(BATCHES)))
-
-
-@pytest.mark.parametrize("shape", [(320, 896), (97, 70), (64, 1500)], ids=str)
-def test_batch_does_not_change_row_bits_on_any_isa(isa: str, shape: tuple[int, int]) -> None:
-    assert_rows_are_independent(*random_linear(*shape, torch.bfloat16, max(BATCHES)))
+def test_batch_and_threads_do_not_change_row_bits(
+    shape: tuple[int, int], dtype: torch.dtype, isa: str
+) -> None:
+    assert_rows_are_independent(shape, dtype, max(BATCHES))
 
 
 def test_bfloat16_without_avx512_and_compiler_uses_torch() -> None:
     """On such CPUs oneDNN does not support bfloat16."""
-    code = f"from {__name__} import *; assert_rows_are_independent(*random_linear(97, 70, torch.bfloat16, 32))"
+    code = f"from {__name__} import *; assert_rows_are_independent((97, 70), torch.bfloat16, 17)"
     cpu = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ARGOSY_CPU_ISA": "torch"}
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | cpu)
 
@@ -102,87 +151,50 @@ def test_bfloat16_without_avx512_and_compiler_uses_torch() -> None:
 def test_long_batch_and_threads_do_not_change_row_bits(shape: tuple[int, int]) -> None:
     """Threads divide the work into chunks, blocks and steps, whose boundaries must not affect results."""
     weight, bias, x = random_linear(*shape, torch.bfloat16, 800)
-    linears = [create_cpu_device(threads).create_linear(weight, bias) for threads in (1, 2, 5)]
+    linears = [create_linear(weight, bias, None, threads) for threads in (1, 2, 5)]
     outputs = [linear(x) for linear in linears]
     assert all(torch.equal(expected, outputs[0]) for expected in outputs)
     for row in (0, 31, 255, 256, 265, 266, 300, 511, 512, 532, 799):
         assert torch.equal(linears[0](x[row : row + 1]), outputs[0][row : row + 1])
 
 
-def test_thread_count_does_not_change_bits(isa: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        weight, bias, x = random_linear(896, 896, dtype, 40)
-        single, threaded = (create_cpu_device(n).create_linear(weight, bias)(x) for n in (1, 3))
-        assert torch.equal(single, threaded)
+@cache
+def int_reference(shape: tuple[int, int], dtype: torch.dtype, weight_format: IntFormat) -> Tensor:
+    """Compute the result that torch's operations define."""
+    weight, bias, x = random_linear(*shape, dtype, max(INT_BATCHES))
+    assert isinstance(weight, Tensor)
+    out = TorchIntLinear(weight, bias, weight_format)(x)
+    rounding = 0.0 if dtype == torch.float32 else 0.01
+    assert relative_error(out, exact_product(weight, bias, x)) < NOISE[weight_format] + rounding
+    assert out.dtype == dtype
+    return out
 
 
-def test_missing_bias_equals_zero_bias(isa: str) -> None:
-    weight, bias, x = random_linear(100, 64, torch.bfloat16, 20)
-    without = create_cpu_device(1).create_linear(weight, None)(x)
-    assert torch.equal(
-        without, create_cpu_device(1).create_linear(weight, torch.zeros_like(bias))(x)
-    )
-
-
-def test_empty_input_gives_empty_output(isa: str) -> None:
-    weight, bias, _ = random_linear(64, 32, torch.bfloat16, 1)
-    empty = create_cpu_device(1).create_linear(weight, bias)(
-        torch.empty(0, 32, dtype=torch.bfloat16)
-    )
-    assert empty.shape == (0, 64)
-
-
-def test_strided_rows_give_same_bits(isa: str) -> None:
-    weight, bias, x = random_linear(64, 96, torch.bfloat16, 20)
-    linear = create_cpu_device(2).create_linear(weight, bias)
-    padded = torch.zeros(20, 200, dtype=torch.bfloat16)
-    padded[:, 50:146] = x
-    assert torch.equal(linear(padded[:, 50:146]), linear(x))
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-GROUP_SHAPES = [(100, 96), (33, 320), (64, 256), (1, 16), (130, 500)]
-GROUP_BATCHES = (1, 2, 3, 5, 9, 70)
-SIGNED_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -128)
-
-
-def random_weight(shape: tuple[int, int], group_format: GroupFormat) -> GroupedWeight:
-    generator = torch.Generator().manual_seed(sum(shape))
-    scales_shape = (shape[0], -(-shape[1] // group_format.group_size))
-    if group_format.bits == 4:
-        values = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
-    else:
-        values = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
-    offsets = torch.randn(scales_shape, generator=generator) if group_format.has_offsets else None
-    return GroupedWeight(
-        group_format, values, torch.rand(scales_shape, generator=generator), offsets
-    )
-
-
-def create_grouped_linear(
-    weight: GroupedWeight, bias: Tensor, threads: int = 1
-) -> Callable[[Tensor], Tensor]:
-    outs, cols = weight.values.shape
-    source = GroupedSource(weight.format, (outs, cols), lambda: weight)
-    return create_cpu_device(threads).create_group_linear(source, bias, pack_in_memory)
+@pairwise(
+    weight_format=["int8", "int4"],
+    shape=[(896, 896), (100, 70), (17, 33), (33, 320), (64, 256), (1, 1), (130, 1000)],
+    dtype=DTYPES,
+    isa=ISAS,
+    indirect=["isa"],
+)
+def test_int_weights_give_same_bits_on_every_isa_and_in_every_batch(
+    weight_format: IntFormat, shape: tuple[int, int], dtype: torch.dtype, isa: str
+) -> None:
+    weight, bias, x = random_linear(*shape, dtype, max(INT_BATCHES))
+    linears = [create_linear(weight, bias, weight_format, threads) for threads in (1, 3)]
+    assert_batches_give(linears, x, int_reference(shape, dtype, weight_format), INT_BATCHES)
 
 
 @pairwise(
     bits=[4, 8],
     group_size=GROUP_SIZES,
     has_offsets=[False, True],
-    shape=GROUP_SHAPES,
-    dtype=[torch.float32, torch.bfloat16],
+    shape=[(100, 96), (33, 320), (64, 256), (1, 16), (130, 500)],
+    dtype=DTYPES,
     isa=ISAS,
     indirect=["isa"],
 )
-def test_every_isa_and_batch_gives_same_bits(
+def test_grouped_weights_give_same_bits_on_every_isa_and_in_every_batch(
     bits: int,
     group_size: int,
     has_offsets: bool,
@@ -191,36 +203,76 @@ def test_every_isa_and_batch_gives_same_bits(
     isa: str,
 ) -> None:
     group_format = GroupFormat(bits, group_size, has_offsets, SIGNED_TABLE)
-    weight, bias = random_weight(shape, group_format), torch.randn(shape[0])
-    x = torch.randn(max(GROUP_BATCHES), shape[1], generator=torch.Generator().manual_seed(1)).to(
-        dtype
-    )
+    weight, bias, x = random_linear(*shape, dtype, max(GROUP_BATCHES), group_format)
+    assert isinstance(weight, GroupedWeight)
     expected = TorchGroupLinear(weight, bias)(x)
-    exact = x.double() @ weight.dequantize().double().T + bias.double()
-    error = (expected - exact).square().mean().sqrt()
-    assert error < 0.02 * exact.square().mean().sqrt()  # bfloat16, and inputs of 8 bits
-    for threads in (1, 3):
-        linear = create_grouped_linear(weight, bias, threads)
-        for rows in GROUP_BATCHES:
-            assert torch.equal(linear(x[:rows]), expected[:rows]), f"{rows} rows on {isa}"
-            assert torch.equal(linear(x[-rows:]), expected[-rows:])
+    assert relative_error(expected, exact_product(weight, bias, x)) < 0.02  # inputs of 8 bits
+    linears = [create_linear(weight, bias, group_format, threads) for threads in (1, 3)]
+    assert_batches_give(linears, x, expected, GROUP_BATCHES)
 
 
-def test_non_finite_and_zero_inputs_affect_own_row_only(isa: str) -> None:
-    weight = random_weight((40, 320), GroupFormat(4, 64, has_offsets=True))
-    bias, x = torch.randn(40), torch.randn(20, 320)
-    linear = create_grouped_linear(weight, bias)
+@pytest.mark.parametrize(("weight_format", "dtype"), FORMATS)
+def test_inputs_may_be_strided_or_empty_and_the_bias_absent(
+    weight_format: Format, dtype: torch.dtype, isa: str
+) -> None:
+    weight, bias, x = random_linear(64, 96, dtype, 20, weight_format)
+    linear = create_linear(weight, bias, weight_format)
+    wide = torch.zeros(20, 200, dtype=dtype)
+    wide[:, 50:146] = x
+    assert torch.equal(linear(wide[:, 50:146]), linear(x))
+    assert linear(x.T.contiguous().T).equal(linear(x))
+    assert linear(x[:0]).shape == (0, 64)
+    without, zero = (
+        create_linear(weight, each, weight_format) for each in (None, torch.zeros_like(bias))
+    )
+    assert torch.equal(without(x), zero(x))
+
+
+@pytest.mark.parametrize("weight_format", QUANTIZED, ids=str)
+def test_non_finite_and_zero_inputs_affect_own_row_only(weight_format: Format, isa: str) -> None:
+    weight, bias, x = random_linear(100, 600, torch.float32, 40, weight_format)
+    linear = create_linear(weight, bias, weight_format)
     clean = linear(x)
-    x[3, 319], x[5] = float("nan"), 0.0
+    non_finite = {7: float("nan"), 8: float("inf"), 9: float("-inf")}
+    for row, value in non_finite.items():
+        x[row, 599] = value
+    x[0], x[1] = 0.0, 1e-38
     out = linear(x)
-    assert out[3].isnan().all(), isa
-    assert torch.equal(out[5], bias)
-    others = [row for row in range(20) if row not in {3, 5}]
+    assert out[[*non_finite]].isnan().all()
+    assert torch.equal(out[:2], bias.expand(2, -1))
+    others = [row for row in range(2, 40) if row not in non_finite]
     assert torch.equal(out[others], clean[others])
-    wide = torch.zeros(20, 400)
-    wide[:, 7:327] = x
-    assert torch.equal(linear(wide[:, 7:327]).nan_to_num(), out.nan_to_num())
-    assert linear(x[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("weight_format", QUANTIZED, ids=str)
+def test_float16_is_accepted(weight_format: Format) -> None:
+    weight, bias, x = random_linear(64, 96, torch.float16, 5, weight_format)
+    out = create_linear(weight, bias, weight_format)(x)
+    assert out.dtype == torch.float16
+    assert relative_error(out, exact_product(weight, bias, x)) < NOISE["int4"]
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_outlier_affects_accuracy_of_its_chunk_only(weight_format: IntFormat) -> None:
+    """Real models have single inputs that are a thousand times larger than the others."""
+    weight, bias, x = random_linear(256, 1024, torch.float32, 8)
+    assert isinstance(weight, Tensor)
+    x[:, 300], weight[:, 300] = 1000.0, 0.0
+    exact = exact_product(weight, bias, x)
+    out = create_linear(weight, bias, weight_format)(x)
+    assert (out - exact).square().mean().sqrt() < 0.6 * exact.std()
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_zero_weights_give_zero_and_non_finite_ones_are_rejected(
+    weight_format: IntFormat, isa: str
+) -> None:
+    bias, x = torch.randn(64), torch.randn(3, 300)
+    weight = torch.zeros(64, 300)
+    assert torch.equal(create_linear(weight, bias, weight_format)(x), bias.expand(3, -1))
+    weight[33, 2] = float("inf")
+    with pytest.raises(ValueError, match="damaged, fetch it again"):
+        create_linear(weight, None, weight_format)
 
 
 @pytest.mark.parametrize(
