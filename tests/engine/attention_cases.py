@@ -24,6 +24,7 @@ from argosy.engine.execution.kernels.rope import (
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BackendName = Literal["native", "torch"]
+LAYERS = 2
 Chunk = tuple[int, int, int]
 """Sequence index, first position, number of tokens."""
 
@@ -44,7 +45,7 @@ class AttentionCase:
     value_dim: int | None = None
     """Number of the last elements of a key that are its value, which then is not passed."""
     rotary_dim: int = 0
-    layers: int = 2
+    backend: BackendName = "native"
     qkv: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +77,7 @@ class AttentionCase:
     def params(self) -> AttentionParams:
         scale = 2.0 / math.sqrt(self.head_dim)
         sinks = torch.linspace(-3.0, 4.0, self.heads) if self.has_sinks else None
-        return AttentionParams(self.layers - 1, scale, self.window, self.softcap, sinks)
+        return AttentionParams(LAYERS - 1, scale, self.window, self.softcap, sinks)
 
     def rope(self, positions: Tensor) -> RopeRotation | None:
         if not self.rotary_dim:
@@ -84,16 +85,15 @@ class AttentionCase:
         params = RopeParams("default", 100.0, self.rotary_dim, max(self.lengths))
         return gather_rope_rotation(build_rope_table(params, max(self.lengths)), positions)
 
-    def create_attention(self, backend: BackendName, threads: int = 2) -> Attention:
-        attention = create_cpu_attention(
-            self.kv_cache_shape(TORCH_DTYPES[self.dtype]), threads=threads, backend=backend
-        )
+    def create_attention(self, threads: int = 2) -> Attention:
+        shape = self.kv_cache_shape(TORCH_DTYPES[self.dtype])
+        attention = create_cpu_attention(shape, threads=threads, backend=self.backend)
         self.fill_cache_with_nan(attention)
         return attention
 
     def kv_cache_shape(self, dtype: torch.dtype) -> KvCacheShape:
         return KvCacheShape(
-            num_layers=self.layers,
+            num_layers=LAYERS,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -135,9 +135,10 @@ class AttentionCase:
         has_left = torch.arange(table.shape[1]) < (first // self.block_size)[:, None]
         return torch.where(has_left, self.nan_block, table)
 
-    def run(self, backend: BackendName, steps: list[list[Chunk]], threads: int = 2) -> list[Tensor]:
-        """Compute every sequence in the given steps. Outputs before the first chunk of a sequence are NaN."""
-        attention = self.create_attention(backend, threads)
+    def run(self, steps: list[list[Chunk]] | None = None, threads: int = 2) -> list[Tensor]:
+        """Compute every sequence in the given steps, or at once. Outputs before a sequence's first chunk are NaN."""
+        steps = self.one_step() if steps is None else steps
+        attention = self.create_attention(threads)
         outputs = [
             torch.full((*q.shape[:2], v.shape[2]), torch.nan, dtype=q.dtype) for q, _, v in self.qkv
         ]
@@ -218,11 +219,11 @@ def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def assert_blocks_can_be_moved(case: AttentionCase, backend: BackendName) -> None:
+def assert_blocks_can_be_moved(case: AttentionCase) -> None:
     """Check that copies of a sequence's blocks, in the same and in another cache, continue it unchanged."""
     case.qkv[1] = case.qkv[0]
-    expected = case.run(backend, case.one_step())[0]
-    attention, other_attention = case.create_attention(backend), case.create_attention(backend)
+    expected = case.run()[0]
+    attention, other_attention = case.create_attention(), case.create_attention()
     case.attend(attention, [(0, 0, 39)], case.params)
     source, target = case.block_table[0].tolist(), case.block_table[1].tolist()
 
@@ -236,3 +237,23 @@ def assert_blocks_can_be_moved(case: AttentionCase, backend: BackendName) -> Non
     for copy in (attention, other_attention):
         outputs = case.attend(copy, [(1, 39, 1)], case.params)
         assert_same_bits([*outputs], [expected[39:]])
+
+
+def assert_nan_affects_own_row_only(case: AttentionCase, operand: int) -> None:
+    """Check that a NaN among a token's queries, keys or values (`operand`) invalidates it, and no other sequence."""
+    clean = case.run()
+    case.qkv[0][operand][40] = torch.nan
+    with_nan = case.run()
+    assert with_nan[0][40].isnan().all()
+    assert_same_bits([with_nan[1]], [clean[1]])
+
+
+def assert_views_give_same_bits(case: AttentionCase) -> None:
+    """Check queries, keys and values that are views into one [T, (heads + 2 kv_heads) * head_dim] matrix."""
+    parts = case.qkv[0]
+    fused = torch.cat([x.flatten(1) for x in parts], 1)
+    sizes = [x.shape[1] * x.shape[2] for x in parts]
+    q, k, v = (x.unflatten(1, (-1, case.head_dim)) for x in fused.split(sizes, 1))
+    assert not q.is_contiguous()
+    batch = case.batch([(0, 0, len(q))])
+    assert_same_bits([case.create_attention()(q, k, v, batch, case.params, None)], case.run())

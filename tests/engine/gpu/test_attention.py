@@ -17,11 +17,12 @@ from argosy.engine.execution.kernels.rope import RopeRotation
 from tests.engine.attention_cases import (
     TORCH_DTYPES,
     AttentionCase,
-    BackendName,
     Chunk,
     assert_blocks_can_be_moved,
     assert_matches_reference,
+    assert_nan_affects_own_row_only,
     assert_same_bits,
+    assert_views_give_same_bits,
 )
 from tests.engine.gpu.device import DEVICE
 
@@ -59,9 +60,7 @@ class GpuAttentionCase(AttentionCase):
     cache_dtype: torch.dtype | None = None
     scales: Tensor | None = None
 
-    def create_attention(
-        self, backend: BackendName = "native", threads: int = 2
-    ) -> HostTensorAttention:
+    def create_attention(self, threads: int = 1) -> HostTensorAttention:
         shape = self.kv_cache_shape(self.cache_dtype or TORCH_DTYPES[self.dtype])
         attention = HostTensorAttention(
             shape, device=DEVICE, num_multiprocessors=threads, scales=self.scales
@@ -75,12 +74,9 @@ class GpuAttentionCase(AttentionCase):
         super().store_prefixes(attention, prefixes)
         attention._num_multiprocessors = number
 
-    def run_on_gpu(self, steps: list[list[Chunk]], num_multiprocessors: int = 1) -> list[Tensor]:
-        return self.run("native", steps, num_multiprocessors)
-
 
 MANY_MULTIPROCESSORS = 1000
-"""Number of multiprocessors with operand every range has its own program."""
+"""Number of multiprocessors with which every range has its own program."""
 
 SHAPES = [
     pytest.param({"lengths": [1]}, id="one-token"),
@@ -122,12 +118,12 @@ def test_attention_matches_dense_reference(
     shape: dict[str, int], block_size: int, dtype: str
 ) -> None:
     case = GpuAttentionCase(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
-    assert_matches_reference(case, case.run_on_gpu(case.one_step()))
+    assert_matches_reference(case, case.run(threads=1))
 
 
 def test_head_dim_256_requires_bfloat16() -> None:
     case = GpuAttentionCase([70], head_dim=256, heads=40, kv_heads=1, dtype="bfloat16")
-    assert_matches_reference(case, case.run_on_gpu(case.one_step()))
+    assert_matches_reference(case, case.run(threads=1))
     with pytest.raises(ValueError, match="serve it in bfloat16"):
         replace(case, dtype="float32").create_attention()
 
@@ -158,14 +154,14 @@ def test_chunking_does_not_change_bits(window: int | None, dtype: str, start: in
         kv_heads=1,
     )
     one_step: list[list[Chunk]] = [[(0, start, 530 - start), (1, 0, 33), (2, 0, 7)]]
-    expected = case.run_on_gpu(one_step)
+    expected = case.run(one_step, threads=1)
     assert_matches_reference(case, expected, start=start)
     unbatched = [[chunk] for chunk in one_step[0]]
     steps: list[list[Chunk]] = [[(0, 480, 20), (2, 0, 3)], [(1, 0, 32), (0, 500, 17)]]
     steps += [[(2, 3, 1), (0, 517, 1)], [(0, 518, 1)], [(2, 4, 3), (1, 32, 1), (0, 519, 11)]]
     runs = [(unbatched, MANY_MULTIPROCESSORS), (steps, 1), (steps, MANY_MULTIPROCESSORS)]
     for run, num_multiprocessors in runs:
-        first, *others = case.run_on_gpu(run, num_multiprocessors)
+        first, *others = case.run(run, num_multiprocessors)
         assert_same_bits([first[480:], *others], [expected[0][480:], *expected[1:]])
 
 
@@ -173,31 +169,17 @@ def test_chunking_does_not_change_bits(window: int | None, dtype: str, start: in
 @pytest.mark.parametrize("operand", [0, 1, 2], ids=["query", "key", "value"])
 def test_nan_affects_own_row_only(operand: int, cache_dtype: torch.dtype | None) -> None:
     case = GpuAttentionCase([80, 30], dtype="bfloat16", cache_dtype=cache_dtype)
-    clean = case.run_on_gpu(case.one_step())
-    case.qkv[0][operand][40] = torch.nan
-    with_nan = case.run_on_gpu(case.one_step())
-    assert with_nan[0][40].isnan().all()
-    assert_same_bits([with_nan[1]], [clean[1]])
+    assert_nan_affects_own_row_only(case, operand)
 
 
 def test_strided_views_of_fused_projection_give_same_bits() -> None:
-    """Queries, keys and values are views into one [T, (heads + 2 kv_heads) * head_dim] matrix."""
-    case = GpuAttentionCase([50])
-    q, k, v = case.qkv[0]
-    fused = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
-    q, k, v = (
-        x.unflatten(1, (-1, case.head_dim))
-        for x in fused.split([x.shape[1] * x.shape[2] for x in (q, k, v)], 1)
-    )
-    assert not q.is_contiguous()
-    out = case.create_attention()(q, k, v, case.batch([(0, 0, 50)]), case.params, None)
-    assert_same_bits([out], case.run_on_gpu(case.one_step()))
+    assert_views_give_same_bits(GpuAttentionCase([50]))
 
 
 def test_unused_row_changes_no_other_row() -> None:
     """Unused rows of captured graphs have slot -1 and a sequence of length 0."""
     case = GpuAttentionCase([80, 30])
-    expected = case.run_on_gpu(case.one_step())
+    expected = case.run(threads=1)
     attention = case.create_attention()
     q, k, v = (torch.cat([a[:-1], b[:-1]]) for a, b in zip(*case.qkv, strict=True))
     attention(q, k, v, case.batch([(0, 0, 79), (1, 0, 29)]), case.params, None)
@@ -214,7 +196,7 @@ def test_unused_row_changes_no_other_row() -> None:
 @pytest.mark.parametrize("cache_dtype", [None, KV_FLOAT8])
 def test_copied_blocks_continue_sequence(cache_dtype: torch.dtype | None) -> None:
     case = GpuAttentionCase([40, 40], dtype="bfloat16", cache_dtype=cache_dtype)
-    assert_blocks_can_be_moved(case, "native")
+    assert_blocks_can_be_moved(case)
 
 
 def test_float8_cache_preserves_representable_values() -> None:
@@ -229,14 +211,14 @@ def test_float8_cache_preserves_representable_values() -> None:
         case.qkv[i] = (q, key.to(k.dtype), value.to(v.dtype))
     exact = replace(case, cache_dtype=None, scales=None)
     exact.qkv = case.qkv
-    outputs = case.run_on_gpu(case.one_step())
+    outputs = case.run(threads=1)
     assert_matches_reference(case, outputs)
-    for actual, exact_output in zip(outputs, exact.run_on_gpu(exact.one_step()), strict=True):
+    for actual, exact_output in zip(outputs, exact.run(threads=1), strict=True):
         torch.testing.assert_close(actual, exact_output, atol=1e-2, rtol=1e-2)
 
 
 def test_float8_cache_clamps_large_values() -> None:
     case = GpuAttentionCase([20], dtype="float32", cache_dtype=KV_FLOAT8)
     case.qkv[0][2][:] = 1e6
-    out = case.run_on_gpu(case.one_step())[0]
+    out = case.run(threads=1)[0]
     torch.testing.assert_close(out, torch.full_like(out, 448.0))
