@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from argosy.engine.execution.executor.sampler import Sampler, uniform_random
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
-from argosy.engine.execution.kernels.cpu.sampling_ops import (
-    NativeSamplingOps,
-    create_cpu_sampling_ops,
-)
+from argosy.engine.execution.kernels.cpu.sampling_ops import NativeSamplingOps
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     LOG2E,
     SamplingMetadata,
@@ -364,10 +361,3 @@ def test_logprobs_match_log_softmax(seed: int, vocab: int, dtype: torch.dtype) -
             assert result.top_logprobs[i, : counts[i]] == pytest.approx(
                 row[order].tolist(), abs=2e-6
             )
-
-
-def test_missing_compiler_falls_back_to_torch() -> None:
-    def fail_to_load() -> None:
-        raise NativeUnavailableError("no compiler")
-
-    assert isinstance(create_cpu_sampling_ops(1, fail_to_load), TorchSamplingOps)  # type: ignore[arg-type]

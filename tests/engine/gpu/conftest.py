@@ -7,9 +7,8 @@ import os
 import sys
 
 import pytest
-import torch
 
-from tests.engine.gpu.device import DEVICE, INTERPRETED
+from tests.engine.gpu.device import INTERPRETED
 
 if importlib.util.find_spec("triton") is None:  # Triton exists for Linux on x86-64 only
     collect_ignore_glob = ["test_*.py"]
@@ -30,8 +29,3 @@ elif INTERPRETED:
 def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    return DEVICE
