@@ -156,7 +156,6 @@ REFUSALS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "hqq"}},
         "HQQ is not supported; use a checkpoint of the model in GPTQ",
     ),
-    "endless": ("Granite", "ForCausalLM", {"num_hidden_layers": 2**31}, "must be at most 1024"),
     "code in the checkpoint": (
         "Granite",
         "ForCausalLM",

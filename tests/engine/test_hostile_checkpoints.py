@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -49,6 +50,7 @@ MAX_GROWTH_BYTES = 300 << 20
 MAX_MESSAGE_CHARS = 2000
 MARKER = "argosy_hostile_checkpoint_ran"
 NAME = "model.layers.0.mlp.down_proj"
+KEY = "model.layers.1.self_attn.k_proj.weight"
 GGUF_KEYS = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64}
 
 
@@ -64,6 +66,13 @@ def load(path: Path) -> object:
 @cache
 def plain_file() -> bytes:
     return save(create_tensors())
+
+
+def with_last(name: str, value: float) -> Tensor:
+    """Return a tensor whose last element has another value."""
+    tensor = create_tensors()[name]
+    tensor.view(-1)[-1] = value
+    return tensor
 
 
 def raw_file(change: Callable[[bytes], bytes]) -> Change:
@@ -93,6 +102,28 @@ def index(weight_map: object) -> Change:
     return apply
 
 
+def index_text(text: str) -> Change:
+    def apply(path: Path) -> None:
+        index({})(path)
+        (path / "model.safetensors.index.json").write_text(text)
+
+    return apply
+
+
+def weights(changes: dict[str, Tensor | None], *then: Change) -> Change:
+    """Add and replace tensors, and remove those that are None. Then apply other changes."""
+
+    def apply(path: Path) -> None:
+        tensors = {
+            name: each for name, each in (create_tensors() | changes).items() if each is not None
+        }
+        (path / "model.safetensors").write_bytes(save(tensors))
+        for change in then:
+            change(path)
+
+    return apply
+
+
 def config(**values: object) -> Change:
     def apply(path: Path) -> None:
         (path / "config.json").write_text(json.dumps(CONFIG | values))
@@ -115,6 +146,55 @@ PLAIN: dict[str, tuple[Change, str]] = {
         raw_file(lambda _: struct.pack("<Q", 200_000) + b'{"a":' * 40_000),
         "cannot read",
     ),
+    "file empty": (raw_file(lambda _: b""), r"cannot read .*model\.safetensors.*fetch it again"),
+    "file cut": (raw_file(lambda data: data[:-1]), r"cannot read .*model\.safetensors.*fetch it"),
+    "tensor absent": (weights({KEY: None}), r"has no tensor .*model\.layers\.1\.self_attn\.k_proj"),
+    "tensor absent in its shard": (
+        weights({KEY: None}, index(dict.fromkeys(create_tensors(), "one.safetensors"))),
+        rf"{KEY} from .*one\.safetensors",
+    ),
+    **{
+        f"tensor of shape {shape}": (
+            weights({KEY: torch.zeros(shape)}),
+            r"self_attn\.k_proj\.weight \[.*model\.safetensors",
+        )
+        for shape in ((16, 31), (17, 32), (16, 32, 1), (16,), ())
+    },
+    **{
+        f"{name} unread": (
+            weights({name: torch.ones(32)}),
+            rf"{name} .*model\.safetensors.*config\.json",
+        )
+        for name in (
+            "model.layers.0.self_attn.q_proj.bias",
+            "model.layers.1.mlp.down_proj.bias",
+            "model.layers.2.input_layernorm.weight",
+            "model.layers.0.self_attn.sinks",
+            "model.layers.0.self_attn.q_norm.weight",
+            "lm_head.bias",
+        )
+    },
+    "many unread": (
+        weights({f"model.layers.{layer}.sinks": torch.ones(4) for layer in range(30)}),
+        r"layers\.0\.sinks.* and 22 others",
+    ),
+    **{
+        f"{value} in {name}": (
+            weights({f"{name}.weight": with_last(f"{name}.weight", value)}),
+            rf"model\.safetensors: {name}.*not finite",
+        )
+        for name, value in (
+            ("model.embed_tokens", math.inf),
+            ("model.layers.1.mlp.up_proj", math.nan),
+            ("model.layers.0.input_layernorm", -math.inf),
+        )
+    },
+    "integers": (
+        weights({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
+        r"model\.norm\.weight is stored as torch\.int8",
+    ),
+    "index no JSON": (index_text(""), r"model\.safetensors\.index\.json"),
+    "config a list": (config_text("[1]"), r"config\.json"),
     "shard above folder": (index({"a": "../one.safetensors"}), "not the name of a file next"),
     "shard a number": (index({"a": 7}), "not the name of a file next"),
     "map a list": (index([["a", "one.safetensors"]]), "has no weight_map"),
@@ -226,7 +306,6 @@ QUANTIZED: dict[str, tuple[Change, str]] = {
     "wrong method": (quantized(gptq(), keep, quant_method="bitsandbytes"), "no stored tensor is"),
     "values empty": (quantized(gptq(), put("qweight", lambda t: t[:0])), "should be a matrix"),
     "method a list": (quantized(gptq(), keep, quant_method=["gptq"]), "quant_method is"),
-    "method unknown": (quantized(gptq(), keep, quant_method="quip"), "QuIP.* use a .*AWQ"),
     "group size 0": (quantized(gptq(), keep, group_size=0), "group_size is 0"),
     "values cut": (quantized(gptq(), put("qweight", lambda t: t[:3])), "down_proj"),
     "values float": (quantized(gptq(), put("qweight", torch.Tensor.float)), "int32"),
@@ -496,17 +575,12 @@ def granite(**values: object) -> Change:
 
 
 TRANSFORMERS: dict[str, tuple[Change, str]] = {
-    "layers huge": (granite(num_hidden_layers=1 << 31), "num_hidden_layers is"),
+    "layers huge": (granite(num_hidden_layers=1 << 31), "num_hidden_layers is .*at most 1024"),
     "no model class": (
         granite(architectures=["pipeline"], auto_map={"AutoModelForCausalLM": "code.Model"}),
         r"config\.json",
     ),
     "architecture a number": (granite(architectures=[7]), r"config\.json"),
-    "code of another repository": (
-        granite(model_type="x", auto_map={"AutoConfig": "evil/repository--code.Config"}),
-        "--trust-remote-code",
-    ),
-    "weights of another model": (granite(intermediate_size=96), "should have"),
 }
 
 
