@@ -9,27 +9,23 @@ from typing import Any
 from argosy.gateway.event_loop import CoroutineFactory
 
 
-def _do_nothing() -> None:
+def do_nothing() -> None:
     """Do nothing, where a part has nothing to do."""
-
-
-async def _start_nothing() -> None:
-    """Start nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayPart:
     """Calls of the server to one part. A gateway without the part does not have it in its list."""
 
-    start: Callable[[], Awaitable[None]] = _start_nothing
+    start: Callable[[], Awaitable[None]] | None = None
     """Called before the gateway listens."""
     tasks: Sequence[CoroutineFactory] = ()
     """Run while the gateway listens, and again after a failure."""
-    reload: Callable[[], object] = _do_nothing
+    reload: Callable[[], object] = do_nothing
     """Reads files again, on SIGHUP."""
-    on_models_changed: Callable[[], object] = _do_nothing
+    on_models_changed: Callable[[], object] = do_nothing
     """Called after models, versions or aliases have changed."""
     read_gauges: Callable[[], dict[str, Any]] = dict
     """Returns fields of `GatewayGauges`."""
-    on_drain: Callable[[], object] = _do_nothing
+    on_drain: Callable[[], object] = do_nothing
     """Called when the gateway begins to drain."""

@@ -12,11 +12,7 @@ from msgspec import Raw
 from argosy.deployment import ANY_HEADER_VALUE, RouteConfig, route_name
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_fields import RequestFields
-from argosy.policy.traffic import (
-    DailyWindow,
-    PercentageFlag,
-    TrafficSubject,
-)
+from argosy.policy.traffic import TrafficSubject
 from argosy.store import AccountSnapshot
 
 SESSION_HEADER = b"x-session-affinity"
@@ -27,20 +23,18 @@ SESSION_HEADER = b"x-session-affinity"
 class ModelRoute:
     """A route in the form in which requests are matched. A condition that is None matches every request."""
 
+    config: RouteConfig
     name: str
     target_model: str
+    """Primary name of the model that answers."""
     model: str | None
     """The model's primary name."""
     headers: tuple[tuple[bytes, bytes | None], ...]
     """Pairs of lower-case name and value. The value None matches any value."""
     tenants: frozenset[str] | None
     """Ids of organisations and projects."""
-    windows: tuple[DailyWindow, ...] | None
-    """At least one of them must be open."""
-    percentage_flag: PercentageFlag | None
     tiers: frozenset[int] | None
     """Ranks of tiers (indices of `TIERS`)."""
-    flags: frozenset[str] | None
     unknown_tenants: tuple[str, ...]
     """Tenants in the settings that do not exist in the store."""
 
@@ -52,26 +46,19 @@ class ModelRoute:
         headers: Mapping[bytes, bytes],
         now: float,
     ) -> bool:
-        """Return whether all conditions hold for a request.
-
-        Args:
-            model: Primary name of the requested model.
-            principal: Authenticated sender of the request.
-            subject: The sender as traffic is divided.
-            headers: Headers of the request, by lower-case name.
-            now: Seconds since the epoch.
-        """
+        """Return whether all conditions hold for a request to a model (by its primary name) at a Unix time."""
+        windows, flag, flags = self.config.windows, self.config.percentage_flag, self.config.flags
         if not (
             (self.model is None or self.model == model)
             and (self.tiers is None or principal.tier in self.tiers)
-            and (self.flags is None or not self.flags.isdisjoint(principal.flags))
+            and (flags is None or not principal.flags.isdisjoint(flags))
             and (
                 self.tenants is None
                 or principal.project in self.tenants
                 or principal.organisation in self.tenants
             )
-            and (self.windows is None or any(window.contains(now) for window in self.windows))
-            and (self.percentage_flag is None or self.percentage_flag.is_on(subject))
+            and (windows is None or any(window.contains(now) for window in windows))
+            and (flag is None or flag.is_on(subject))
         ):
             return False
         for name, value in self.headers:
@@ -84,13 +71,7 @@ class ModelRoute:
 def compile_routes(
     configs: Sequence[RouteConfig], models: Mapping[str, str], snapshot: AccountSnapshot
 ) -> tuple[ModelRoute, ...]:
-    """Compile routes, in their order.
-
-    Args:
-        configs: Settings of the routes.
-        models: Primary name of each model by each of its names.
-        snapshot: Accounts, to resolve the names of tenants.
-    """
+    """Compile routes, in their order. `models` has the primary name of each model by each of its names."""
     ids = _tenant_ids(snapshot) if any(config.tenants for config in configs) else {}
     return tuple(_compile_route(config, index, models, ids) for index, config in enumerate(configs))
 
@@ -100,6 +81,7 @@ def _compile_route(
 ) -> ModelRoute:
     tenants, tiers = config.tenants, config.tiers
     return ModelRoute(
+        config,
         name=route_name(config, index),
         target_model=models[config.target_model],
         model=None if config.model is None else models[config.model],
@@ -110,10 +92,7 @@ def _compile_route(
         tenants=None
         if tenants is None
         else frozenset[str]().union(*(tenant_ids.get(name, ()) for name in tenants)),
-        windows=config.windows,
-        percentage_flag=config.percentage_flag,
         tiers=None if tiers is None else frozenset(map(TIERS.index, tiers)),
-        flags=None if config.flags is None else frozenset(config.flags),
         unknown_tenants=tuple(name for name in tenants or () if name not in tenant_ids),
     )
 
@@ -143,23 +122,14 @@ def find_subject(
 ) -> TrafficSubject:
     """Return the sender of a request as traffic is divided: its tenant, and its user, session or request.
 
-    Args:
-        principal: Authenticated sender.
-        headers: Headers of the request.
-        fields: Parsed fields of the request; None if it has no such body.
-        request_id: Id of the request, which divides requests that name neither a user nor a session.
+    The id divides requests that name neither a user nor a session.
     """
     header = headers.get(SESSION_HEADER, b"").decode("latin-1")
     user, session = principal.user, header
     if fields is not None:
         user = _find_user(fields.raw) or user
         session = fields.session_id or header
-    return TrafficSubject(
-        tenant=principal.tenant,
-        user=user,
-        session=session,
-        request=request_id,
-    )
+    return TrafficSubject(tenant=principal.tenant, user=user, session=session, request=request_id)
 
 
 def _find_user(raw: Mapping[str, Raw]) -> str:

@@ -5,11 +5,9 @@ Each request passes the same filters, queue and placement as a generation. Its r
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Protocol
-
 from argosy.gateway.dialects import translate_pooling
 from argosy.gateway.principal import Principal
+from argosy.gateway.proxy import CompletionHandlers
 from argosy.gateway.request_context import ApiShape
 from argosy.http_server import HttpExchange
 from argosy.protocol.dialects import (
@@ -42,46 +40,17 @@ RERANK = ApiShape(
 )
 
 
-class ModelHandler(Protocol):
-    """Handler of requests to models (see `CompletionHandlers.handle`)."""
-
-    def __call__(
-        self,
-        exchange: HttpExchange,
-        principal: Principal,
-        api: ApiShape,
-        body: bytes | None = None,
-    ) -> Awaitable[None]:
-        """Handle a request."""
-
-
 class PoolingHandlers:
-    """Handlers that run requests of several APIs on models that pool.
+    """Handlers of APIs whose requests need a translation for models that pool.
 
     Args:
-        run: Runs a request.
+        generation: Runs requests to models.
         refuse_unknown_fields: Whether unknown fields of other APIs than vLLM's are errors.
     """
 
-    def __init__(self, run: ModelHandler, *, refuse_unknown_fields: bool) -> None:
-        self._run = run
+    def __init__(self, generation: CompletionHandlers, *, refuse_unknown_fields: bool) -> None:
+        self._run = generation.handle
         self._refuse_unknown = refuse_unknown_fields
-
-    async def embeddings(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`POST /v1/embeddings`."""
-        await self._run(exchange, principal, EMBEDDINGS)
-
-    async def pooling(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`POST /pooling`."""
-        await self._run(exchange, principal, POOLING)
-
-    async def classify(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`POST /classify`."""
-        await self._run(exchange, principal, CLASSIFY)
-
-    async def score(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`POST /score`."""
-        await self._run(exchange, principal, SCORE)
 
     async def rerank(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /rerank`, in the shape of Jina, Cohere's v1 API and vLLM, or of text-embeddings-inference."""

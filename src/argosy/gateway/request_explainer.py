@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from argosy.gateway.peer_gateways import STORE_TIMEOUT_S, FindTrace, PeerGateways
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_trace import CostTrace, RequestTrace
+from argosy.policy import NO_CHARGE
 from argosy.process import run_in_daemon_thread
+from argosy.protocol import TokenUsage
 from argosy.store import Ledger, StoreError, UsageRecord
 
 MAX_CONCURRENT_SEARCHES = 8
@@ -97,9 +100,7 @@ class RequestExplainer:
         gateway, ids = named_gateway(identifier), possible_response_ids(identifier)
         if gateway is None:
             return None
-        find: Callable[[list[str]], UsageRecord | None] = ledger.for_organisation(
-            organisation
-        ).find_record
+        find = ledger.for_organisation(organisation).find_record
         async with asyncio.timeout(STORE_TIMEOUT_S):
             record = await run_in_daemon_thread(find, ids)
         return None if record is None else explain_record(record, gateway)
@@ -107,49 +108,31 @@ class RequestExplainer:
 
 def explain_record(record: UsageRecord, gateway: str) -> dict[str, Any]:
     """Return what the ledger knows of a request, in the form of an explanation. Unknown values are None."""
-    times = ("read", "admitted", "queued", "first_token", "last_token")
-    return {
-        "object": "request.explanation",
-        "id": record.request,
+    trace = RequestTrace(
+        response_id=record.request,
+        model=record.model,
+        requested_model=record.asked,
+        route_name=record.route,
+        principal=Principal(record.organisation, record.project, record.key, record.user),
+        started_at=record.started_at,
+        ended_at=record.ended_at - record.started_at,
+        tokens=TokenUsage(record.input_tokens, record.cached_tokens, record.output_tokens),
+        cost=CostTrace(record.nano_dollars, NO_CHARGE),
+        status=record.status,
+    )
+    known = trace.to_dict()
+    return known | {
         "request_id": None,
         "gateway": gateway,
         "source": "ledger",
         "reason": f"The gateway {gateway} is gone, does not answer, or has no trace of the request any more.",
-        "status": record.status,
-        "error": None,
-        "model": record.model,
-        "asked": record.asked or record.model,
-        "route": record.route or None,
-        "route_reason": None,
         "path": None,
         "stream": None,
-        "caller": {
-            "organisation": record.organisation,
-            "project": record.project,
-            "key": record.key,
-            "user": record.user,
-            "tier": None,
-        },
-        "started_at": record.started_at,
-        "ms": dict.fromkeys(times)
-        | {"ended": round((record.ended_at - record.started_at) * 1000, 2)},
-        "queue": None,
+        "caller": known["caller"] | {"tier": None},
+        "ms": known["ms"] | {"read": None},
         "rule": None,
         "replica": record.replica or None,
-        "attempts": [],
-        "tokens": {
-            "prompt": record.input_tokens,
-            "cached": record.cached_tokens,
-            "output": record.output_tokens,
-        },
-        "finish_reasons": {},
-        "ledger": {
-            "input_tokens": record.input_tokens,
-            "cached_tokens": record.cached_tokens,
-            "output_tokens": record.output_tokens,
-            "nano_dollars": record.nano_dollars,
-            "rates": None,
-        },
+        "ledger": known["ledger"] | {"rates": None},
     }
 
 

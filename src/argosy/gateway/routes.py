@@ -25,7 +25,13 @@ from argosy.gateway.http_route import (
 )
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
-from argosy.gateway.pooling_handlers import PoolingHandlers
+from argosy.gateway.pooling_handlers import (
+    CLASSIFY,
+    EMBEDDINGS,
+    POOLING,
+    SCORE,
+    PoolingHandlers,
+)
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers
 from argosy.gateway.utility_handlers import TOKENIZE_PATH, UtilityHandlers
@@ -80,7 +86,6 @@ def build_routes(
         limits: Limits of tenants.
         refuse_unknown_fields: Whether unknown fields are errors.
     """
-    pooling = PoolingHandlers(generation.handle, refuse_unknown_fields=refuse_unknown_fields)
     utility = UtilityHandlers(models, limits, refuse_unknown_fields=refuse_unknown_fields)
     tokenize: Handler = partial(utility.tokenize, path=TOKENIZE_PATH)
     anthropic = AnthropicHandlers(
@@ -89,7 +94,20 @@ def build_routes(
         tokenize,
         refuse_unknown_fields=refuse_unknown_fields,
     )
-    listing = ModelHandlers(models, anthropic)
+
+    async def list_models(exchange: HttpExchange, principal: Principal) -> None:
+        if VERSION_HEADER in exchange.headers:
+            await anthropic.list_models(exchange, principal)
+        else:
+            await exchange.send_response(200, _encode(models.list_models(principal)))
+
+    async def get_model(exchange: HttpExchange, principal: Principal) -> None:
+        name = exchange.path_parameters["model"]
+        if VERSION_HEADER in exchange.headers:
+            await anthropic.get_model(exchange, principal, name)
+        else:
+            await exchange.send_response(200, _encode(models.get_model(name, principal)))
+
     return [
         _shared_row(
             "POST",
@@ -98,12 +116,12 @@ def build_routes(
             open_session=lambda: generation.chat_completions,
         ),
         _shared_row("POST", "/v1/completions", generation.completions),
-        _shared_row("GET", "/v1/models", listing.list_models),
-        _shared_row("GET", "/v1/models/{model...}", listing.get_model),
+        _shared_row("GET", "/v1/models", list_models),
+        _shared_row("GET", "/v1/models/{model...}", get_model),
         _shared_row("POST", "/tokenize", utility.tokenize),
         _shared_row("POST", "/detokenize", utility.tokenize),
         *_build_operator_routes(operations, utility),
-        *_build_pooling_routes(pooling),
+        *_build_pooling_routes(generation, refuse_unknown_fields=refuse_unknown_fields),
         *build_dialect_routes(
             models,
             state,
@@ -111,7 +129,7 @@ def build_routes(
             anthropic,
             chat=generation.chat_completions,
             completion=generation.completions,
-            embeddings=pooling.embeddings,
+            embeddings=partial(generation.handle, api=EMBEDDINGS),
             tokenize=tokenize,
             refuse_unknown_fields=refuse_unknown_fields,
         ),
@@ -142,34 +160,6 @@ def render_gateway_openapi(routes: Sequence[HttpRoute]) -> bytes:
         lenient_bodies=[*LENIENT_BODIES, *LENIENT_DIALECT_BODIES],
         has_keys=True,
     )
-
-
-class ModelHandlers:
-    """Handlers of the list of models, in the shapes of OpenAI and Anthropic.
-
-    Args:
-        models: The models.
-        anthropic: Answers clients of Anthropic's API, which send a header.
-    """
-
-    def __init__(self, models: ModelRouter, anthropic: AnthropicHandlers) -> None:
-        self._models = models
-        self._anthropic = anthropic
-
-    async def list_models(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /v1/models`."""
-        if VERSION_HEADER in exchange.headers:
-            await self._anthropic.list_models(exchange, principal)
-            return
-        await exchange.send_response(200, _encode(self._models.list_models(principal)))
-
-    async def get_model(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /v1/models/{model}`."""
-        name = exchange.path_parameters["model"]
-        if VERSION_HEADER in exchange.headers:
-            await self._anthropic.get_model(exchange, principal, name)
-            return
-        await exchange.send_response(200, _encode(self._models.get_model(name, principal)))
 
 
 def _shared_row(
@@ -223,15 +213,21 @@ def _build_operator_routes(
     ]
 
 
-def _build_pooling_routes(pooling: PoolingHandlers) -> list[HttpRoute]:
+def _build_pooling_routes(
+    generation: CompletionHandlers, *, refuse_unknown_fields: bool
+) -> list[HttpRoute]:
+    translated = PoolingHandlers(generation, refuse_unknown_fields=refuse_unknown_fields)
+    shapes = {
+        "/v1/embeddings": EMBEDDINGS,
+        "/pooling": POOLING,
+        "/classify": CLASSIFY,
+        "/score": SCORE,
+        "/v1/score": SCORE,
+    }
     handlers: dict[str, Handler] = {
-        "/v1/embeddings": pooling.embeddings,
-        "/pooling": pooling.pooling,
-        "/classify": pooling.classify,
-        "/score": pooling.score,
-        "/v1/score": pooling.score,
-        "/rerank": pooling.rerank,
-        "/v1/rerank": pooling.rerank,
+        **{path: partial(generation.handle, api=shape) for path, shape in shapes.items()},
+        "/rerank": translated.rerank,
+        "/v1/rerank": translated.rerank,
     }
     embed = json_operation("cohereEmbed", {"type": "object"}, GENERATION_ERRORS, CohereEmbedRequest)
     rerank = json_operation(
@@ -239,6 +235,6 @@ def _build_pooling_routes(pooling: PoolingHandlers) -> list[HttpRoute]:
     )
     return [
         *(_shared_row("POST", path, handler) for path, handler in handlers.items()),
-        HttpRoute("POST", "/v2/embed", pooling.cohere_embed, embed),
-        HttpRoute("POST", "/v2/rerank", pooling.cohere_rerank, rerank),
+        HttpRoute("POST", "/v2/embed", translated.cohere_embed, embed),
+        HttpRoute("POST", "/v2/rerank", translated.cohere_rerank, rerank),
     ]

@@ -41,7 +41,7 @@ from argosy.gateway.filters import (
     open_quota_backend,
 )
 from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet_pools
-from argosy.gateway.gateway_part import GatewayPart
+from argosy.gateway.gateway_part import GatewayPart, do_nothing
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
@@ -288,7 +288,8 @@ class GatewayServer:
             self._parts.append(GatewayPart(tasks=expiry))
         await self._registry.start()
         for part in self._parts:
-            await part.start()
+            if part.start is not None:
+                await part.start()
         tasks = [generation.monitor_streams, self._loop_monitor.run]
         tasks += [task for part in self._parts for task in part.tasks]
         # Client and replica socket. The fast path duplicates both.
@@ -399,7 +400,7 @@ class GatewayServer:
             previewer=previewer,
             authenticator=self._authenticator,
         )
-        on_changed = _ignore_change if accounting is None else accounting.notify_changed
+        on_changed = do_nothing if accounting is None else accounting.notify_changed
         return build_admin_routes(admin_scope, self._authenticator, on_changed, self._lessons)
 
     def _build_console(
@@ -556,10 +557,6 @@ class GatewayServer:
             )
             check_exposure(config.host, config.auth, snapshot)
         return listening_socket(config.host, config.port, config.uds)
-
-
-def _ignore_change() -> None:
-    """Ignore an account change, since a gateway without a store has no accounts."""
 
 
 def serve_gateway(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -93,67 +94,48 @@ class IdempotencyFilter:
         self._recorders.pop(context).settle()
 
 
+@dataclass(slots=True, eq=False)
 class ResponseRecorder:
     """Records the response to the first request with a key, as its `ResponseObserver`."""
 
-    __slots__ = (
-        "_body",
-        "_claim",
-        "_content_type",
-        "_context",
-        "_max_bytes",
-        "_scoped_key",
-        "_store",
-        "_trace_line",
-    )
-
-    def __init__(
-        self,
-        store: IdempotencyStore,
-        max_bytes: int,
-        context: RequestContext,
-        scoped_key: str,
-        claim: InFlightClaim,
-        trace_line: IdempotencyTrace,
-    ) -> None:
-        self._store = store
-        self._max_bytes = max_bytes
-        self._context = context
-        self._scoped_key = scoped_key
-        self._claim = claim
-        self._trace_line = trace_line
-        self._content_type = b""
-        self._body: bytearray | None = bytearray()
-        """Response bytes so far, or None if the response is not stored."""
+    store: IdempotencyStore
+    max_bytes: int
+    context: RequestContext
+    scoped_key: str
+    claim: InFlightClaim
+    trace_line: IdempotencyTrace
+    content_type: bytes = b""
+    body: bytearray | None = field(default_factory=bytearray)
+    """Response bytes so far, or None if the response is not stored."""
 
     def on_start(self, content_type: bytes) -> None:
-        self._content_type = content_type
+        self.content_type = content_type
 
     def on_body(self, data: bytes) -> None:
-        body = self._body
+        body = self.body
         if body is None:
             return
-        if len(body) + len(data) <= self._max_bytes and self._store.reserve_bytes(len(data)):
+        if len(body) + len(data) <= self.max_bytes and self.store.reserve_bytes(len(data)):
             body += data
         else:
             self._release_body()
 
     def settle(self) -> None:
         """Store the response if it is complete, or release the key."""
-        self._context.exchange.observe_response(None)
-        body, kind = self._release_body(), self._content_type
+        self.context.exchange.observe_response(None)
+        body, kind = self._release_body(), self.content_type
         answer = None
-        if body is not None and _is_cacheable(self._context):
+        if body is not None and _is_cacheable(self.context):
             answer = CachedResponse(
-                self._claim.request_id, self._claim.request_digest, kind, bytes(body)
+                self.claim.request_id, self.claim.request_digest, kind, bytes(body)
             )
-            self._context.trace.idempotency = msgspec.structs.replace(self._trace_line, kept=True)
-        self._store.settle_claim(self._scoped_key, self._claim, answer)
+            self.context.trace.idempotency = msgspec.structs.replace(self.trace_line, kept=True)
+        self.store.settle_claim(self.scoped_key, self.claim, answer)
 
     def _release_body(self) -> bytearray | None:
-        body, self._body = self._body, None
+        body, self.body = self.body, None
         if body is not None:
-            self._store.release_bytes(len(body))
+            self.store.release_bytes(len(body))
         return body
 
 

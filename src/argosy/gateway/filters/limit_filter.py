@@ -25,7 +25,6 @@ from argosy.gateway.filters.limit_responses import (
     limits_unavailable_error,
     rate_limit_error,
 )
-from argosy.gateway.filters.running_requests import RunningRequests, caller_key
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
@@ -35,12 +34,13 @@ from argosy.policy import (
     QuotaRejection,
     QuotaUsage,
     Reservation,
+    is_exceeded,
     is_permanent,
     reserve,
     running_usage,
 )
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import EarlyStopReason, TokenUsage
+from argosy.protocol import ApiError, EarlyStopReason, TokenUsage
 from argosy.store import (
     AccountSnapshot,
     Clock,
@@ -48,6 +48,7 @@ from argosy.store import (
     OwnerKind,
     PriceList,
     QuotaBackend,
+    QuotaDemand,
     UsageReportRow,
     create_quota_backend,
     steady_clock,
@@ -115,7 +116,8 @@ class LimitFilter:
         self._fail_closed_projects: frozenset[str] = frozenset()
         """Projects whose requests are rejected while the quota backend is unreachable."""
         self._limit_sets: dict[tuple[str, ...], LimitSet] = {}
-        self._running = RunningRequests()
+        self._running: dict[RequestContext, LimitFilterState] = {}
+        """Reservations of the requests that have been admitted and have not ended."""
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
         """Use the snapshot's limits and prices. Meters keep their usage, and running requests keep their prices."""
@@ -156,7 +158,7 @@ class LimitFilter:
                 fail_closed_projects,
             )
             self._limit_sets.clear()
-            self._running.update_limits(self._get_limit_set, self._clock())
+            self._update_running()
             return previous
 
         return apply
@@ -180,7 +182,7 @@ class LimitFilter:
             )
             for (_, meter, _), usage in zip(seed_requests, past_usage, strict=True):
                 meter.meter.seed(usage, self._clock())
-            self._running.update_limits(self._get_limit_set, self._clock())
+            self._update_running()
 
     async def start(self) -> None:
         """Connect to the quota backend. Returns within seconds, whether or not the backend is reachable."""
@@ -220,21 +222,16 @@ class LimitFilter:
         output_tokens = expected_tokens * fields.choice_count
         expected_usage = running_usage(rates, TokenUsage(prompt_tokens, 0, output_tokens))
         outcome = reserve(limit_set.meters, expected_usage, expected_usage, now)
-        backend_answered, has_waited = True, isinstance(outcome, list)
+        error: ApiError | None = None
+        has_waited = isinstance(outcome, list)
         if has_waited:
             minimum_tokens = TokenUsage(prompt_tokens, 0, min(1, output_tokens))
             minimum_usage = running_usage(rates, minimum_tokens)
-            outcome, backend_answered = await self._acquire(
-                limit_set, expected_usage, minimum_usage, now
-            )
+            outcome, error = await self._acquire(limit_set, expected_usage, minimum_usage, now)
         context.response_headers += limit_set.rate_limit_headers(now)
         if isinstance(outcome, list):
             context.trace.limits = explain_rejected(outcome)
-            raise (
-                rate_limit_error(outcome)
-                if backend_answered or limit_set.fails_open
-                else limits_unavailable_error()
-            )
+            raise error or rate_limit_error(outcome)
         context.trace.limits = explain_admitted(outcome)
         state = LimitFilterState(
             self._backend,
@@ -247,7 +244,7 @@ class LimitFilter:
             rates=rates,
             expected_output_tokens=output_tokens,
         )
-        self._running.add(state)
+        self._running[context] = state
         if has_waited:  # the limits may have changed while units were acquired
             current_limit_set = self._get_limit_set(principal, context.pool.model)
             if current_limit_set.meters != limit_set.meters:
@@ -266,11 +263,11 @@ class LimitFilter:
             and delivered.prompt_tokens <= context.covered_prompt_tokens
         ):
             return None
-        return self._running.find(context).extend()
+        return self._running[context].extend()
 
     def on_complete(self, context: RequestContext) -> None:
         """Settle the reservation."""
-        self._running.remove(context).settle()
+        self._running.pop(context).settle()
 
     # --- Other requests --------------------------------------------------------------------------
 
@@ -290,21 +287,10 @@ class LimitFilter:
         """
         limit_set, now = self._get_limit_set(principal, model), self._clock()
         single_request = QuotaUsage(requests=1, concurrency=1)
-        outcome, backend_answered = (
-            reserve(limit_set.meters, single_request, single_request, now),
-            True,
-        )
-        if isinstance(outcome, list):
-            outcome, backend_answered = await self._acquire(
-                limit_set, single_request, single_request, now
-            )
+        outcome, error = await self._acquire(limit_set, single_request, single_request, now)
         headers += limit_set.rate_limit_headers(now)
         if isinstance(outcome, list):
-            raise (
-                rate_limit_error(outcome)
-                if backend_answered or limit_set.fails_open
-                else limits_unavailable_error()
-            )
+            raise error or rate_limit_error(outcome)
         used = QuotaUsage()
         try:
             yield
@@ -316,42 +302,48 @@ class LimitFilter:
 
     async def _acquire(
         self, limit_set: LimitSet, expected: QuotaUsage, minimum: QuotaUsage, now: float
-    ) -> tuple[Reservation | list[QuotaRejection], bool]:
-        """Reserve usage, acquiring quota from the backend where that may help.
-
-        Args:
-            limit_set: Limits that apply.
-            expected: Expected usage.
-            minimum: Least usage worth reserving.
-            now: Current time.
+    ) -> tuple[Reservation | list[QuotaRejection], ApiError | None]:
+        """Reserve usage, at least the minimum, acquiring quota from the backend where that may help.
 
         Returns:
-            The reservation or the rejections, and whether the backend answered.
+            The reservation or the rejections, and the error for a project that fails closed without an answer.
         """
         outcome = reserve(limit_set.meters, expected, minimum, now)
         if not isinstance(outcome, list) or any(map(is_permanent, outcome)):
-            return outcome, True
+            return outcome, None
         for _ in range(MAX_ACQUIRE_ROUNDS):
-            backend_answered = await self._backend.acquire(
-                quota_demand((rejection.quota_limit, rejection.requested) for rejection in outcome)
-            )
+            has_answered = await self._backend.acquire(_rejected_demand(outcome))
             now = self._clock()
             outcome = reserve(limit_set.meters, expected, minimum, now)
             if not isinstance(outcome, list):
-                return outcome, True
-            if not backend_answered:
+                return outcome, None
+            demand = _rejected_demand(outcome)
+            if not has_answered:
+                if self._degraded_mode.decide(limit_set, demand, now):
+                    outcome = reserve(limit_set.meters, expected, minimum, now)
+                return outcome, None if limit_set.fails_open else limits_unavailable_error()
+            if self._backend.is_short(demand, now):
                 break
-            if self._backend.is_short(
-                quota_demand((rejection.quota_limit, rejection.requested) for rejection in outcome),
-                now,
-            ):
-                return outcome, True
-        else:
-            return outcome, True
-        demand = quota_demand((rejection.quota_limit, rejection.requested) for rejection in outcome)
-        if self._degraded_mode.decide(limit_set, demand, now):
-            return reserve(limit_set.meters, expected, minimum, now), False
-        return outcome, False
+        return outcome, None
+
+    def _update_running(self) -> None:
+        """Apply limits that have changed to the running requests.
+
+        Nothing changes for a request whose limits were raised, or lowered to no less than what is in use.
+        """
+        now = self._clock()
+        # By limits, because the same ones apply to all requests of a caller for a model, and there may be thousands.
+        exceeded: dict[int, bool] = {}
+        for context, state in tuple(self._running.items()):
+            limit_set = self._get_limit_set(context.principal, context.pool.model)
+            has_exceeded = exceeded.get(id(limit_set))
+            if has_exceeded is None:
+                has_exceeded = any(is_exceeded(limit.meter, now) for limit in limit_set.meters)
+                exceeded[id(limit_set)] = has_exceeded
+            if has_exceeded or state.limit_set.meters != limit_set.meters:
+                state.change_limits(limit_set)
+            else:
+                state.limit_set = limit_set
 
     def _get_or_create_meter(self, limit: Limit) -> QuotaLimit:
         """Return the limit's existing meter unless the new limit counts something else than the old one.
@@ -368,7 +360,8 @@ class LimitFilter:
         return QuotaLimit(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
     def _get_limit_set(self, principal: Principal, model: str) -> LimitSet:
-        cache_key = caller_key(principal, model)
+        organisation, project = principal.organisation, principal.project
+        cache_key = (principal.key, principal.user, project, organisation, model)
         limit_set = self._limit_sets.get(cache_key)
         if limit_set is None:
             if len(self._limit_sets) >= MAX_CACHED_LIMIT_SETS:
@@ -376,8 +369,8 @@ class LimitFilter:
             owners = (
                 ("key", self._current_key(principal.key)),
                 ("user", principal.user),
-                ("project", principal.project),
-                ("organisation", principal.organisation),
+                ("project", project),
+                ("organisation", organisation),
             )
             meters = tuple(
                 meter
@@ -387,8 +380,8 @@ class LimitFilter:
             )
             limit_set = LimitSet(
                 meters,
-                principal.project not in self._fail_closed_projects,
-                (principal.key or principal.user or principal.project, model),
+                project not in self._fail_closed_projects,
+                (principal.key or principal.user or project, model),
                 RateLimitHeaders(meters),
             )
             self._limit_sets[cache_key] = limit_set
@@ -399,6 +392,10 @@ class LimitFilter:
         while key in self._key_successors:
             key = self._key_successors[key]
         return key
+
+
+def _rejected_demand(rejections: Sequence[QuotaRejection]) -> QuotaDemand:
+    return quota_demand((rejection.quota_limit, rejection.requested) for rejection in rejections)
 
 
 def _unseeded_limits(
@@ -415,12 +412,8 @@ def _query_past_usage(
 ) -> list[list[tuple[float, int]]]:
     """Return each limit's usage between successive points in time, as pairs of the later time and the units.
 
-    Limits of the same owner kind with the same points share their queries, since there may be thousands of limits.
-
-    Args:
-        query_usage: Query of the usage table.
-        unseeded: Limit, meter and points in time of each limit.
-        now: Current time, the end of the last interval.
+    Limits of the same owner kind with the same points share their queries, since there may be thousands of limits. The
+    last interval ends `now`.
     """
     owners: defaultdict[tuple[OwnerKind, tuple[float, ...]], set[str]] = defaultdict(set)
     for limit, _, starts in unseeded:
@@ -435,16 +428,12 @@ def _query_past_usage(
             report.get(limit.owner, ()) for report in reports[limit.owner_kind, starts]
         )
         usage_since = [
-            sum(meter.units_of(_row_usage(row)) for row in rows if _limit_applies(limit, row))
+            sum(meter.units_of(_row_usage(row)) for row in rows if limit.model in {None, row.model})
             for rows in rows_per_start
         ]
         interval_usage = [max(0, earlier - later) for earlier, later in pairwise([*usage_since, 0])]
         usage.append(list(zip([*starts[1:], now], interval_usage, strict=True)))
     return usage
-
-
-def _limit_applies(limit: Limit, row: UsageReportRow) -> bool:
-    return limit.model is None or limit.model == row.model
 
 
 def _row_usage(row: UsageReportRow) -> QuotaUsage:

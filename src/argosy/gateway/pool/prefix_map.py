@@ -1,34 +1,30 @@
 """Map of the prefixes that recent prompts of a pool share, with the replicas that have them cached.
 
-The map costs the event loop no more than `SLICE_S` at a time. It looks up single blocks in the indexes of the replicas
-and never walks through these, which may have millions of blocks. It contains no text, since the gateway keeps hashes.
-These stay here too, because who knows them could test guesses of a text.
+The map is built in slices of work. It looks up single blocks in the indexes of the replicas and never walks through
+these, which may have millions of blocks. It contains no text, since the gateway keeps hashes. These stay here too,
+because who knows them could test guesses of a text.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
+from argosy.gateway.event_loop import LoopSlices
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.policy import BLOCK_TOKENS, PrefixNode, PrefixTree
-
-T = TypeVar("T")
 
 MAX_SHOWN_REPLICAS = 64
 """Maximum number of replicas that a map names: those with most tokens of its prefixes."""
 MAX_SHOWN_TENANTS = 5
 """Maximum number of tenants that a prefix names."""
-SLICE_S = 0.002
-"""Time after which the event loop gets a turn."""
 ID_BYTES = 6
 
 _ID_SECRET = secrets.token_bytes(32)
@@ -88,10 +84,12 @@ async def build_prefix_map(pool: Pool, max_prefixes: int) -> PrefixMap:
     """Build the map of a pool with at most this many prefixes."""
     prompts, replicas = list(pool.recent_prompts), list(pool.replicas.values())
     tree = PrefixTree()
-    async for prompt in _iterate_in_slices(prompts):
+    slices = LoopSlices()
+    for prompt in prompts:
         tree.add(prompt)
+        await slices.pause()
     nodes = tree.find_heaviest(max_prefixes)
-    cached = await _count_cached_blocks(nodes, replicas)
+    cached = await _count_cached_blocks(nodes, replicas, slices)
     totals: Counter[str] = Counter()
     for counts in cached.values():
         totals.update(counts)
@@ -111,7 +109,7 @@ async def build_prefix_map(pool: Pool, max_prefixes: int) -> PrefixMap:
 
 
 async def _count_cached_blocks(
-    nodes: Sequence[PrefixNode], replicas: Sequence[ReplicaEndpoint]
+    nodes: Sequence[PrefixNode], replicas: Sequence[ReplicaEndpoint], slices: LoopSlices
 ) -> dict[PrefixNode, dict[str, int]]:
     """Return how many blocks of each node each replica has cached, without the replicas that have none.
 
@@ -120,7 +118,7 @@ async def _count_cached_blocks(
     cached: dict[PrefixNode, dict[str, int]] = {node: {} for node in nodes}
     inner = {node.parent for node in nodes}
     ends = [(node, node.keys[: node.end]) for node in nodes if node not in inner]
-    async for replica in _iterate_in_slices(replicas):
+    for replica in replicas:
         for end, keys in ends:
             matched = len(replica.prefix_index.match_prefix(keys))
             node: PrefixNode | None = end
@@ -129,17 +127,8 @@ async def _count_cached_blocks(
                 if blocks > cached[node].get(replica.name, 0):
                     cached[node][replica.name] = blocks
                 node = node.parent
+        await slices.pause()
     return cached
-
-
-async def _iterate_in_slices(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield items, and let the event loop run in between after `SLICE_S`."""
-    slice_ends_at = time.monotonic() + SLICE_S
-    for item in items:
-        yield item
-        if time.monotonic() >= slice_ends_at:
-            await asyncio.sleep(0)
-            slice_ends_at = time.monotonic() + SLICE_S
 
 
 def _describe(

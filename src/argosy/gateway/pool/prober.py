@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -65,13 +64,6 @@ class Prober:
         self._detected_backend: DetectedBackend | None = None
         """Result of the last detection."""
         self._wake_at = 0.0
-        self._senders: dict[ProbeKind, Callable[[Probe], Awaitable[ProbeAnswer]]] = {
-            ProbeKind.LOAD: self._fetch_load,
-            ProbeKind.HEALTH: self._fetch_health,
-            ProbeKind.DRAIN: self._post_drain,
-            ProbeKind.UNDRAIN: self._post_drain,
-            ProbeKind.TEST_GENERATION: self._run_test_generation,
-        }
         self.first_probe_done = asyncio.Event()
         """Set after the first check, whatever its result."""
 
@@ -115,10 +107,21 @@ class Prober:
             async with asyncio.timeout(probe.timeout_s):
                 if probe.kind is ProbeKind.DETECT:
                     return check.on_detected(await self._detect(), time.monotonic())
-                return check.on_answer(await self._senders[probe.kind](probe), time.monotonic())
+                return check.on_answer(await self._fetch_answer(probe), time.monotonic())
         except PROBE_ERRORS as error:
             outcome = getattr(error, "outcome", None) or AttemptOutcome.FAILURE
             return check.on_failure(str(error), time.monotonic(), outcome)
+
+    async def _fetch_answer(self, probe: Probe) -> ProbeAnswer:
+        match probe.kind:
+            case ProbeKind.LOAD:
+                return await self._fetch_load(probe)
+            case ProbeKind.HEALTH:
+                return ProbeAnswer((await self._fetch(self._replica.adapter.health_path))[0])
+            case ProbeKind.TEST_GENERATION:
+                return await self._run_test_generation()
+            case _:
+                return await self._post(b"/" + probe.kind.value.encode(), b"")
 
     async def _detect(self) -> ServerProfile | None:
         """Detect the kind and the models of the server."""
@@ -172,20 +175,11 @@ class Prober:
             is_shared=bool(report.other_gateways),
         )
 
-    async def _fetch_health(self, probe: Probe) -> ProbeAnswer:
-        del probe
-        status, _ = await self._fetch(self._replica.adapter.health_path)
-        return ProbeAnswer(status)
-
-    async def _post_drain(self, probe: Probe) -> ProbeAnswer:
-        return await self._post(b"/" + probe.kind.value.encode(), b"")
-
-    async def _run_test_generation(self, probe: Probe) -> ProbeAnswer:
+    async def _run_test_generation(self) -> ProbeAnswer:
         """Let the replica generate one token, or compute what its model can compute instead.
 
         If its tasks are unknown, the first request is tried that it supports.
         """
-        del probe
         replica, priority_sign = self._replica, self._replica.adapter.priority_sign
         answer = ProbeAnswer(0)
         for task, path, fields in _TEST_REQUESTS:
