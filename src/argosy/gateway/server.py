@@ -37,8 +37,7 @@ from argosy.gateway.filters import (
     LimitFilter,
     TelemetryFilter,
     UsageRecorder,
-    open_idempotency_store,
-    open_quota_backend,
+    read_redis_password,
 )
 from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet_pools
 from argosy.gateway.gateway_part import GatewayPart, do_nothing
@@ -69,7 +68,15 @@ from argosy.http_server import (
 )
 from argosy.native import NativeUnavailableError
 from argosy.process import handle_signals, raise_file_limit
-from argosy.store import AccountSnapshot, IdempotencyStore, Store, StoreConfig
+from argosy.store import (
+    AccountSnapshot,
+    IdempotencyStore,
+    QuotaBackend,
+    Store,
+    StoreConfig,
+    create_idempotency_store,
+    create_quota_backend,
+)
 from argosy.telemetry import GatewayGauges, GatewayMetrics, configure_logging
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -195,14 +202,19 @@ class GatewayServer:
             exit_stack.push_async_callback(self._registry.close)
             if self._series is not None:
                 exit_stack.push_async_callback(self._series.close)
-            idempotency_store = open_idempotency_store(
-                self._config.idempotency, self._config.limits
-            )
+            config = self._config
+            redis = config.limits.redis, read_redis_password(config.limits)
+            idempotency_store = create_idempotency_store(config.idempotency, *redis)
             await idempotency_store.start()
             exit_stack.push_async_callback(idempotency_store.close)
-            filters = self._build_base_filters(idempotency_store)
-            if self._config.store is not None:
-                filters += await self._build_store_filters(self._config.store, exit_stack)
+            series = None if self._series is None else self._series.recorder
+            filters: list[RequestFilter] = [
+                TelemetryFilter(self._traces, self._metrics, time.monotonic, series),
+                IdempotencyFilter(idempotency_store, config.idempotency.max_response_bytes),
+            ]
+            if config.store is not None:
+                quota_backend = create_quota_backend(*redis)
+                filters += await self._build_store_filters(config.store, quota_backend, exit_stack)
                 if self._stop_requested.is_set():
                     return
             if listen_socket is None:
@@ -212,15 +224,11 @@ class GatewayServer:
                 exit_stack.callback(fast_path.close)
             await self._serve(filters, idempotency_store, listen_socket, fast_path)
 
-    def _build_base_filters(self, idempotency_store: IdempotencyStore) -> list[RequestFilter]:
-        """Build the filters that need no store of accounts."""
-        config = self._config.idempotency
-        series = None if self._series is None else self._series.recorder
-        telemetry_filter = TelemetryFilter(self._traces, self._metrics, time.monotonic, series)
-        return [telemetry_filter, IdempotencyFilter(idempotency_store, config.max_response_bytes)]
-
     async def _build_store_filters(
-        self, store: StoreConfig, exit_stack: contextlib.AsyncExitStack
+        self,
+        store: StoreConfig,
+        quota_backend: QuotaBackend,
+        exit_stack: contextlib.AsyncExitStack,
     ) -> list[RequestFilter]:
         """Open the store and build the filters that need it. Returns no filters if `stop` is called meanwhile.
 
@@ -232,7 +240,7 @@ class GatewayServer:
         if accounting is None:
             return []
         exit_stack.push_async_callback(accounting.close)
-        limits = LimitFilter(open_quota_backend(self._config.limits))
+        limits = LimitFilter(quota_backend)
         await limits.start()
         exit_stack.push_async_callback(limits.close)
         self._account_sync = AccountSync(accounting, self._models, self._authenticator, limits)
@@ -271,7 +279,11 @@ class GatewayServer:
         """Build the application, and serve it with its background tasks."""
         config, account_sync = self._config, self._account_sync
         store = None if account_sync is None else account_sync.accounting.store
-        peers = None if store is None else self._build_peers(store, listen_socket)
+        peers = None
+        if store is not None:
+            scheme = "http" if config.tls is None else "https"
+            url = advertised_url(listen_socket, scheme, config.advertise_url)
+            peers = PeerGateways(self._gateway_id, store, url, config.tls)
         response_state = (
             ResponseState(None)
             if store is None or config.store is None
@@ -347,12 +359,6 @@ class GatewayServer:
             gateway_id=self._gateway_id,
         )
         return app
-
-    def _build_peers(self, store: Store, listen_socket: socket.socket) -> PeerGateways:
-        config = self._config
-        scheme = "http" if config.tls is None else "https"
-        url = advertised_url(listen_socket, scheme, config.advertise_url)
-        return PeerGateways(self._gateway_id, store, url, config.tls)
 
     def _build_peer_routes(
         self,

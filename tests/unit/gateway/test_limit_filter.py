@@ -28,14 +28,20 @@ from tests.support.limit_harness import (
 )
 
 from argosy.deployment import LimitsConfig
-from argosy.gateway.filters import LimitFilter
-from argosy.gateway.filters.limit_filter import open_quota_backend
+from argosy.gateway.filters import LimitFilter, read_redis_password
 from argosy.gateway.filters.limit_responses import format_duration
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
-from argosy.store import Limit, LocalQuotaBackend, Price, SteadyClock, UsageReportRow
+from argosy.store import (
+    Limit,
+    LocalQuotaBackend,
+    Price,
+    SteadyClock,
+    UsageReportRow,
+    create_quota_backend,
+)
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)
@@ -530,13 +536,14 @@ def test_steady_clock_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [clock() for _ in range(5)] == [100.0, 101.0, 101.0, 102.5, 251.0]
 
 
-def test_quota_backend_settings_are_validated() -> None:
-    assert isinstance(open_quota_backend(LimitsConfig()), LocalQuotaBackend)
+def test_redis_settings_are_validated() -> None:
+    assert isinstance(create_quota_backend(None), LocalQuotaBackend)
+    assert read_redis_password(LimitsConfig()) is None
     for url in ("http://nowhere", "redis://nowhere:66000/0", "redis://user:sec/ret@nowhere"):
         with pytest.raises(ValueError, match=r"Redis URL is not valid .*Write redis://") as caught:
-            open_quota_backend(LimitsConfig(redis=url))
+            create_quota_backend(url)
         assert "sec" not in str(caught.value)
     with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):
-        open_quota_backend(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
+        read_redis_password(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
     with pytest.raises(ValueError, match="add redis"):
-        open_quota_backend(LimitsConfig(password_env="HOME"))
+        read_redis_password(LimitsConfig(password_env="HOME"))

@@ -24,7 +24,6 @@ from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, SteadyClock, hash_key
 
 if TYPE_CHECKING:
-    from argosy.deployment import JwtConfig
     from argosy.gateway.auth.token_verifier import TokenVerifier
 
 API_KEY_HEADERS = (b"x-api-key", b"api-key")
@@ -73,9 +72,12 @@ class Authenticator:
         self._steady_clock = SteadyClock(clock)
         self._networks = parse_networks(settings.allowed_networks)
         self._trusted_proxies = parse_networks(settings.trusted_proxies)
-        self._token_verifier = (
-            None if settings.jwt is None else _build_token_verifier(settings.jwt, clock)
-        )
+        self._token_verifier: TokenVerifier | None = None
+        if settings.jwt is not None:
+            # Imported here, since PyJWT and its dependencies take long to import.
+            from argosy.gateway.auth.token_verifier import TokenVerifier
+
+            self._token_verifier = TokenVerifier(settings.jwt, clock)
         self._failure_limiter = AuthFailureLimiter()
         self._update_lock = threading.Lock()
         self._snapshot_read_at = snapshot.read_at
@@ -251,13 +253,6 @@ def check_exposure(host: str, settings: AuthConfig, snapshot: AccountSnapshot) -
             "(argosy keys create; a gateway's configuration needs `store: {}` to use it), listen on 127.0.0.1, or set "
             "auth.mode to disabled to accept all requests"
         )
-
-
-def _build_token_verifier(config: JwtConfig, clock: Callable[[], float]) -> TokenVerifier:
-    # Imported here, since PyJWT and its dependencies take long to import.
-    from argosy.gateway.auth.token_verifier import TokenVerifier
-
-    return TokenVerifier(config, clock)
 
 
 def _allows_keyless_access(settings: AuthConfig, *, requires_keys: bool) -> bool:

@@ -12,9 +12,8 @@ from argosy.gateway.filters.idempotency_filter import (
     IDEMPOTENCY_KEY_HEADER,
     IdempotencyFilter,
     check_existing_claim,
-    open_idempotency_store,
     scope_key,
 )
-from argosy.gateway.filters.limit_filter import LimitFilter, open_quota_backend
+from argosy.gateway.filters.limit_filter import LimitFilter, read_redis_password
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
 from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever

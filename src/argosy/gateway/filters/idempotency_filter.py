@@ -13,18 +13,14 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 
-from argosy.deployment import LimitsConfig
-from argosy.gateway.filters.limit_filter import read_redis_password
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import IdempotencyTrace
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, invalid_request
 from argosy.store import (
     CachedResponse,
-    IdempotencyConfig,
     IdempotencyStore,
     InFlightClaim,
-    create_idempotency_store,
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -34,15 +30,6 @@ RETRY_AFTER_S = 1.0
 """Suggested delay before a retry while the first request is still running."""
 _KEY_PATTERN = re.compile(rb"[!-~]{1,255}")
 _encode_msgpack = msgspec.msgpack.Encoder().encode
-
-
-def open_idempotency_store(config: IdempotencyConfig, limits: LimitsConfig) -> IdempotencyStore:
-    """Create the configured store, with the Redis server of the limits if one is set.
-
-    Raises:
-        ValueError: The settings are invalid; the message contains the remedy.
-    """
-    return create_idempotency_store(config, limits.redis, read_redis_password(limits))
 
 
 class IdempotencyFilter:

@@ -50,7 +50,6 @@ from argosy.store import (
     QuotaBackend,
     QuotaDemand,
     UsageReportRow,
-    create_quota_backend,
     steady_clock,
 )
 from argosy.telemetry import QuotaBackendGauges
@@ -61,15 +60,6 @@ MAX_ACQUIRE_ROUNDS = 20
 """Maximum number of attempts to acquire quota for one request, since concurrent requests may take it first."""
 MAX_CACHED_LIMIT_SETS = 10_000
 """Maximum number of cached limit sets by caller and model. The cache is cleared beyond it and fills again cheaply."""
-
-
-def open_quota_backend(config: LimitsConfig) -> QuotaBackend:
-    """Create the configured quota backend.
-
-    Raises:
-        ValueError: The settings are invalid; the message contains the remedy.
-    """
-    return create_quota_backend(config.redis, read_redis_password(config))
 
 
 def read_redis_password(config: LimitsConfig) -> str | None:
