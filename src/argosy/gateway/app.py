@@ -49,17 +49,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 class GatewayApp:
-    """Handles requests, one after another or together, until none is left.
-
-    Args:
-        routes: All routes.
-        authenticate: Returns the sender of a request.
-        sessions: Sessions of the console, which routes of the same origin accept. None without a console.
-        cors: Which web pages may call the other routes.
-        metrics: Counts responses.
-        config: Limits on requests.
-        gateway_id: Hexadecimal digits with which the ids of requests begin.
-    """
+    """Handles requests, one after another or together, until none is left."""
 
     def __init__(
         self,

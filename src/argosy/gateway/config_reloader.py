@@ -31,14 +31,7 @@ class ConfigReloader:
         registry: ModelRegistry,
         on_models_changed: Callable[[], None],
     ) -> None:
-        """Create a reloader.
-
-        Args:
-            config: The settings with which the gateway was started.
-            load_config: Reads the settings file again.
-            registry: The models and routes to update.
-            on_models_changed: Called after the registry was updated.
-        """
+        """Create a reloader."""
         self._config = config
         self._load_config = load_config
         self._registry = registry

@@ -184,14 +184,7 @@ class FleetPoolsHandler:
         registry: ModelRegistry,
         on_models_changed: Callable[[], None],
     ) -> None:
-        """Create the handler.
-
-        Args:
-            config: The gateway's settings.
-            pools: The version in force.
-            registry: The models and routes to update.
-            on_models_changed: Called after the registry was updated.
-        """
+        """Create the handler."""
         self._config = config
         self._pools = pools
         self._registry = registry

@@ -35,13 +35,7 @@ class OperationsHandlers:
         metrics: GatewayMetrics,
         read_metrics: Callable[[], GatewayGauges],
     ) -> None:
-        """Create the handlers.
-
-        Args:
-            models: The pools whose readiness is reported.
-            metrics: Counters and histograms.
-            read_metrics: Returns the gauges that other parts keep, such as requests in flight and queue depths.
-        """
+        """Create the handlers."""
         self._models = models
         self._scrape = CoalescedScrape(
             lambda: asyncio.to_thread(metrics.exposition, read_metrics())
@@ -70,18 +64,15 @@ class OperationsHandlers:
                 controller has published no model yet.
         """
         del principal
-        if not self._models.pools:
-            message = "The controller of the fleet has published no model yet. Start it, or wait."
-            raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
-        unavailable_models = [
+        unavailable = [
             pool.model
             for pool in self._models.pools
             if not (pool.is_available() or pool.is_starting or pool.is_answered_by_others)
         ]
-        if unavailable_models:
-            message = (
-                f"No replica is available for {', '.join(unavailable_models)}. Start one, or wait."
-            )
+        message = "The controller of the fleet has published no model yet. Start it, or wait."
+        if unavailable:
+            message = f"No replica is available for {', '.join(unavailable)}. Start one, or wait."
+        if unavailable or not self._models.pools:
             raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
         await exchange.send_response(200, _encode(StatusResponse(status="ready")))
 

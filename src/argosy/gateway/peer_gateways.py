@@ -42,14 +42,7 @@ FindTrace = Callable[[str, str | None], dict[str, Any] | None]
 
 
 class PeerGateways:
-    """This gateway's registration in the store, and its questions to the other gateways there.
-
-    Args:
-        gateway_id: Id of this gateway.
-        store: Store that the gateways share.
-        url: Address at which other gateways reach this one.
-        tls: TLS settings of this gateway's listening socket.
-    """
+    """This gateway's registration in the store, and its questions to the other gateways there."""
 
     def __init__(self, gateway_id: str, store: Store, url: str, tls: TlsConfig | None) -> None:
         self._gateway_id = gateway_id
@@ -123,11 +116,6 @@ class PeerGateways:
 
     async def fetch(self, peer: GatewayRecord, path: str, subject: str) -> bytes | None:
         """Send a signed request to another gateway.
-
-        Args:
-            peer: The other gateway.
-            path: Path and query.
-            subject: What the signature covers.
 
         Returns:
             The body of the answer. None if the gateway does not answer, or not with 200.

@@ -41,12 +41,7 @@ RERANK = ApiShape(
 
 
 class PoolingHandlers:
-    """Handlers of APIs whose requests need a translation for models that pool.
-
-    Args:
-        generation: Runs requests to models.
-        refuse_unknown_fields: Whether unknown fields of other APIs than vLLM's are errors.
-    """
+    """Handlers of APIs whose requests need a translation for models that pool."""
 
     def __init__(self, generation: CompletionHandlers, *, refuse_unknown_fields: bool) -> None:
         self._run = generation.handle

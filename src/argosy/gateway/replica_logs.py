@@ -21,12 +21,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ReplicaLogs:
-    """Reads logs, and names those that people look at. Not thread-safe: use it from one event loop.
-
-    Args:
-        fleet: Name of the fleet.
-        store: Where its controller records the logs.
-    """
+    """Reads logs, and names those that people look at. Not thread-safe: use it from one event loop."""
 
     def __init__(self, fleet: str, store: ReplicaLogStore) -> None:
         self._fleet = fleet

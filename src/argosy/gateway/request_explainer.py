@@ -35,14 +35,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 class RequestExplainer:
-    """Finds the explanation of a request in this gateway, another gateway of the store, or the ledger.
-
-    Args:
-        gateway_id: Id of this gateway.
-        find_trace: Returns the explanation that this gateway has.
-        peers: The other gateways. None without a store.
-        ledger: Ledger of the store. None without a store.
-    """
+    """Finds the explanation of a request in this gateway, another gateway of the store, or the ledger."""
 
     def __init__(
         self,

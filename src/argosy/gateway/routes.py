@@ -75,17 +75,7 @@ def build_routes(
     *,
     refuse_unknown_fields: bool,
 ) -> list[HttpRoute]:
-    """Return the routes of the APIs for models and of the endpoints for operators.
-
-    Args:
-        models: The models.
-        generation: Handlers of chats and completions.
-        operations: Handlers for operators.
-        state: Stored responses and conversations.
-        background: Background responses.
-        limits: Limits of tenants.
-        refuse_unknown_fields: Whether unknown fields are errors.
-    """
+    """Return the routes of the APIs for models and of the endpoints for operators."""
     utility = UtilityHandlers(models, limits, refuse_unknown_fields=refuse_unknown_fields)
     tokenize: Handler = partial(utility.tokenize, path=TOKENIZE_PATH)
     anthropic = AnthropicHandlers(

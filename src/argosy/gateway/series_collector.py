@@ -32,12 +32,7 @@ CountByModel = Callable[[], Mapping[str, int]]
 
 
 class SeriesCollector:
-    """Feeds a recorder. Not thread-safe: use it from one event loop.
-
-    Args:
-        config: The gateway's settings.
-        models: The pools and replicas.
-    """
+    """Feeds a recorder. Not thread-safe: use it from one event loop."""
 
     def __init__(self, config: GatewayConfig, models: ModelRouter) -> None:
         self.recorder = SeriesRecorder()

@@ -74,13 +74,7 @@ class _Range(msgspec.Struct, frozen=True):
 
 
 class SeriesQueries:
-    """Reads series, merged over the gateways.
-
-    Args:
-        collector: Series of this gateway.
-        gateway_id: Id of this gateway.
-        peers: The other gateways. None without a store.
-    """
+    """Reads series, merged over the gateways."""
 
     def __init__(
         self, collector: SeriesCollector, gateway_id: str, peers: PeerGateways | None

@@ -573,12 +573,6 @@ def serve_gateway(
 ) -> None:
     """Serve until SIGTERM or SIGINT, and reload the settings on SIGHUP.
 
-    Args:
-        config: The settings.
-        on_ready: Called with the base URL once the gateway listens.
-        load_config: Reads the settings again.
-        lessons: Lessons of the console.
-
     Raises:
         ValueError: The settings are invalid. The message says what to change.
         OSError: A file, the store or the address cannot be opened.

@@ -115,12 +115,6 @@ class UtilityHandlers:
     ) -> None:
         """Forward the request to the least busy replica that answers, and wait for one to recover if none does.
 
-        Args:
-            exchange: The client's request.
-            pool: Pool of the model.
-            fields: Fields of the body; None for a request without one.
-            path: Path at the replica.
-
         Raises:
             ApiError: 503 if no replica answers.
         """
@@ -179,13 +173,6 @@ async def _try_forward(
     extra_headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> bool:
     """Forward a request to one replica and send its response to the client.
-
-    Args:
-        exchange: The client's request.
-        replica: The replica to use.
-        body: Body of the upstream request.
-        path: Path of the upstream request.
-        extra_headers: More headers of the upstream request.
 
     Returns:
         Whether the replica answered. If not, nothing was sent to the client.

@@ -52,11 +52,6 @@ class ConnectionInfo(Protocol):
 class Authenticator:
     """Authenticates requests. Only `apply_snapshot`, `prepare_snapshot` and its result are thread-safe.
 
-    Args:
-        snapshot: First account snapshot.
-        settings: Authentication settings.
-        clock: Returns the time in seconds since the epoch.
-
     Raises:
         ValueError: A setting is invalid.
     """
@@ -311,10 +306,6 @@ class AuthFailureLimiter:
     """Counts failed attempts per address in windows that begin with the first failure.
 
     The limit slows down guessing and keeps the log short.
-
-    Args:
-        max_failures: Failures per window after which an address is blocked.
-        window_s: Length of the window.
     """
 
     def __init__(

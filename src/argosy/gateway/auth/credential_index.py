@@ -207,11 +207,6 @@ def _group_by_name(
     """Group records by name or email, longest holder first, so that a newer record with the same name gets no tokens.
 
     Archived projects and disabled users come last, since their names are free again.
-
-    Args:
-        records: Projects or users.
-        get_name: Returns a record's name or email.
-        renamed_at: Times of the latest rename by record id, in seconds since the epoch.
     """
 
     def sort_key(record: P) -> tuple[bool, float]:

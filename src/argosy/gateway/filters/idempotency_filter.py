@@ -33,12 +33,7 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class IdempotencyFilter:
-    """Filter that replays responses. A replayed request counts against no limit and has no row in the ledger.
-
-    Args:
-        store: Store of claims and responses.
-        max_response_bytes: Size above which a response is not stored.
-    """
+    """Filter that replays responses. A replayed request counts against no limit and has no row in the ledger."""
 
     def __init__(self, store: IdempotencyStore, max_response_bytes: int) -> None:
         self._store = store

@@ -87,10 +87,6 @@ class LimitFilter:
 
     With one gateway a limit is exceeded by at most the last chunk of each stopped stream. With several gateways, it is
     also exceeded by the tokens delivered while Redis is asked for more quota (see `argosy.policy.window_lease`).
-
-    Args:
-        backend: Quota backend.
-        clock: Clock of the backend, in seconds since the epoch.
     """
 
     def __init__(self, backend: QuotaBackend, clock: Clock = steady_clock) -> None:
@@ -267,10 +263,7 @@ class LimitFilter:
     ) -> AsyncIterator[None]:
         """Reserve one request and one concurrency slot for a request without generation. Failed requests do not count.
 
-        Args:
-            principal: Sender of the request.
-            model: Public name of the model.
-            headers: Response headers, to which the rate limit headers are appended.
+        The rate limit headers are appended to `headers`.
 
         Raises:
             ApiError: 429 if the request does not fit. 503 if the usage is unknown and the project fails closed.

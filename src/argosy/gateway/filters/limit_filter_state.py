@@ -37,26 +37,22 @@ class LimitSet:
 
 
 class DegradedModePolicy:
-    """Admission while the quota backend is unreachable, with counters of the decisions.
-
-    Args:
-        backend: Quota backend, which bounds this gateway's share of each limit.
-    """
+    """Admission while the quota backend is unreachable, with counters of the decisions."""
 
     def __init__(self, backend: QuotaBackend) -> None:
         self._backend = backend
         self.allowed = 0
         self.rejected = 0
 
-    def decide(self, limit_set: LimitSet, demand: QuotaDemand, now: float) -> bool:
-        """Return whether to admit a request, by its project's failure mode and within this gateway's share."""
-        is_allowed = self.decide_continuation(limit_set, demand, now)
-        self.allowed += is_allowed
-        return is_allowed
+    def decide(
+        self, limit_set: LimitSet, demand: QuotaDemand, now: float, *, is_continued: bool = False
+    ) -> bool:
+        """Return whether to admit a request, by its project's failure mode and within this gateway's share.
 
-    def decide_continuation(self, limit_set: LimitSet, demand: QuotaDemand, now: float) -> bool:
-        """Return whether a stream that was allowed before may continue. Only a rejection is counted."""
+        Of a stream that was allowed before and goes on, only a rejection is counted.
+        """
         is_allowed = limit_set.fails_open and self._backend.allow_degraded(demand, now)
+        self.allowed += is_allowed and not is_continued
         self.rejected += not is_allowed
         return is_allowed
 
@@ -146,12 +142,9 @@ class LimitFilterState(msgspec.Struct, eq=False):
                 return None
         demand = quota_demand(self.reservation.shortfall(usage))
         if not self.backend.overdraw(demand, now) and self.backend.is_connected is False:
-            decide = (
-                self.degraded_mode.decide_continuation
-                if self.continued_degraded
-                else self.degraded_mode.decide
+            self.continued_degraded = self.degraded_mode.decide(
+                self.limit_set, demand, now, is_continued=self.continued_degraded
             )
-            self.continued_degraded = decide(self.limit_set, demand, now)
         rejection = self.exceeded_limit = self.reservation.extend(usage, now)
         if rejection is None:
             self._set_covered(prompt, output)

@@ -27,14 +27,7 @@ MAX_FINISH_REASON_LENGTH = 40
 
 
 class TelemetryFilter:
-    """Filter that records the trace of each request and reports its metrics.
-
-    Args:
-        traces: Store of recent traces.
-        metrics: Metrics of the gateway.
-        clock: Returns the time in seconds that traces use.
-        series: Time series, which count the same events as the metrics. None if the gateway keeps none.
-    """
+    """Filter that records the trace of each request and reports its metrics."""
 
     def __init__(
         self,

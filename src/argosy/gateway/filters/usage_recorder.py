@@ -27,12 +27,7 @@ UsageWriter = Callable[[list[UsageRecord]], object]
 
 
 class UsageRecorder:
-    """Filter that records delivered tokens and their cost, at the prices that the `LimitFilter` has found.
-
-    Args:
-        usage_log: Write-ahead log of usage on disk.
-        clock: Returns seconds since the epoch.
-    """
+    """Filter that records delivered tokens and their cost, at the prices that the `LimitFilter` has found."""
 
     def __init__(self, usage_log: UsageLog, clock: Callable[[], float] = time.time) -> None:
         self._usage_log = usage_log

@@ -26,12 +26,6 @@ class ModelMembership:
     """Pools of the versions of one model. Not thread-safe: use it from one event loop.
 
     A version keeps its pool, with queue and breakers, when it becomes the stable one.
-
-    Args:
-        pool: Pool of the stable version, as `build_pool` returns it.
-        entries: The model with its replicas.
-        resolve: Resolves host names to addresses.
-        retire: Closes the membership of a removed version once its requests have ended.
     """
 
     def __init__(
@@ -127,12 +121,7 @@ class ModelMembership:
             membership.pool.version, self._memberships[digest] = digest, membership
 
     def _divide_requests(self, model: ModelConfig | None, route: PoolRoute | None) -> None:
-        """Divide requests among the versions by a route.
-
-        Args:
-            model: New settings of the model; None if they have not changed.
-            route: The route.
-        """
+        """Divide requests among the versions by a route. `model` is None if its settings have not changed."""
         traffic = self.pool.traffic if model is None else build_traffic(model)
         startup = self.pool.startup
         pools = {digest: membership.pool for digest, membership in self._memberships.items()}

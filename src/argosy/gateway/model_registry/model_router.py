@@ -57,12 +57,7 @@ class _Decision(NamedTuple):
 
 
 class ModelRouter:
-    """Maps public model names to pools, and applies routes to other models.
-
-    Args:
-        pools_by_name: Pools by public names and aliases.
-        routes: Routes, whose models are all in `pools_by_name`.
-    """
+    """Maps public model names and aliases to pools, and applies routes to other models, which must all have a pool."""
 
     def __init__(
         self, pools_by_name: Mapping[str, Pool], routes: Sequence[RouteConfig] = ()
@@ -84,10 +79,6 @@ class ModelRouter:
 
         Call `resolve_aliases` and `apply_snapshot` again afterwards, since aliases may have changed and the tenants of
         routes are unresolved.
-
-        Args:
-            pools_by_name: Pools by public names and aliases.
-            routes: Routes, whose models are all in `pools_by_name`.
         """
         self._pools_by_name = pools_by_name
         self._targets = {name: RouteTarget(pool) for name, pool in pools_by_name.items()}
@@ -275,13 +266,6 @@ class ModelRouter:
         request_id: str = "",
     ) -> RouteTarget:
         """Return the pool for a request without a model name.
-
-        Args:
-            principal: Sender of the request.
-            headers: Request headers, which routes may match.
-            tasks: Tasks of which the model needs one; empty for any model.
-            fields: Fields of the request, which may name its user and session.
-            request_id: Id of the request.
 
         Raises:
             ApiError: 400 if there are several models.

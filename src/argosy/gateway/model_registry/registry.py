@@ -29,13 +29,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 class ModelRegistry:
-    """Served models with their pools and replicas. Not thread-safe: use it from one event loop.
-
-    Args:
-        model_entries: Models and their replica entries.
-        routes: Routes between the models.
-        resolve: Resolves host names to addresses.
-    """
+    """Served models with their pools and replicas. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,

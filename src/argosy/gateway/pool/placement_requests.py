@@ -41,18 +41,7 @@ def build_placement_request(
     start_wait_s: float,
     unsuitable: set[str],
 ) -> PlacementRequest:
-    """Build the placement request of a request to a model.
-
-    Args:
-        request_id: Id of its response.
-        fields: Its fields.
-        principal: Its sender.
-        model: Name of the pool that answers.
-        tier: Rank of the tier in which it is queued.
-        deadline: Monotonic time at which it ends.
-        start_wait_s: How long it may wait for the start of a pool without replicas.
-        unsuitable: Names of replicas that do not enforce its constraint.
-    """
+    """Build the placement request of a request to a model."""
     return PlacementRequest(
         request_id,
         fields.estimated_prompt_tokens,
