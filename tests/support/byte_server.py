@@ -49,6 +49,39 @@ class ResponseRecorder:
 
 
 @contextlib.asynccontextmanager
+async def serve_handler(
+    handler: Handler, unix: Path | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Run a server whose connections `handler` serves, and yield its URL. Handlers are cancelled at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
+            await handler(reader, writer)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    if unix is None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    else:
+        server = await asyncio.start_unix_server(serve, unix)
+        url = f"unix:{unix}"
+    try:
+        yield url
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
 async def connected_upstream(
     handler: Handler,
     unix: Path | None = None,
@@ -57,36 +90,12 @@ async def connected_upstream(
     trust: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Upstream]:
     """Run a server whose connections `handler` serves, and yield a client of it."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        with contextlib.suppress(
-            asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
-        ):
-            await handler(reader, writer)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-    if unix is None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
-        scheme = "http" if tls is None else "https"
-        url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    else:
-        server = await asyncio.start_unix_server(serve, unix)
-        url = f"unix:{unix}"
-    upstream = Upstream(parse_endpoint(url), tls=trust)
-    try:
-        yield upstream
-    finally:
-        upstream.close()
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with serve_handler(handler, unix, tls) as url:
+        upstream = Upstream(parse_endpoint(url if unix else f"{url}/v1"), tls=trust)
+        try:
+            yield upstream
+        finally:
+            upstream.close()
 
 
 async def send_request(

@@ -236,6 +236,29 @@ NATIVE_STREAMS = {
 }
 
 
+def cut_native_end(choices: int, *, has_usage: bool) -> UpstreamScript:
+    """Return a native replica that fails after its last token: before its usage, or before `[DONE]`."""
+
+    async def respond(request: UpstreamRequest) -> None:
+        response_id, created = request.headers["x-argosy-response-id"].split()
+        head = {"id": response_id, "created": int(created), "model": "m"}
+        request.start_stream()
+        request.send_chunk(SEAL)
+        for index in range(choices):
+            choice: Json = {"index": index, "finish_reason": "stop", "stop_reason": None}
+            choice |= {"delta": {"content": ANSWER_TEXT}, "logprobs": None}
+            request.send_chunk(
+                sse(head | {"choices": [choice]}) + b": argosy %d 1 stop\n\n" % index
+            )
+        if has_usage:
+            usage = {"prompt_tokens": 7, "completion_tokens": choices}
+            request.send_chunk(sse(head | {"choices": [], "usage": usage}))
+        await request.writer.drain()
+        request.writer.transport.abort()
+
+    return respond
+
+
 async def cut_after_comment(request: UpstreamRequest) -> None:
     request.start_stream()
     request.send_chunk(PROCESSING)
@@ -263,6 +286,17 @@ def broken_stream_rows() -> Iterator[Row]:
         yield Row(f"{kind}-{name}", stream, SERVER_FAULT, CHAT, STREAM, kind)
     for name, (pieces, outcome) in NATIVE_STREAMS.items():
         yield Row(f"native-{name}", build_stream(*pieces), outcome, CHAT, kind="argosy")
+    for choices, has_usage, streams in (
+        (1, False, True),
+        (1, True, True),
+        (2, False, True),
+        (1, False, False),
+    ):
+        script = cut_native_end(choices, has_usage=has_usage)
+        outcome = completed(7, choices)._replace(replica=ReplicaStatus.EJECTED)
+        fields = {"n": choices, "stream": streams}
+        fields |= {"stream_options": {"include_usage": True}} if streams else {}
+        yield Row(f"native-end-{choices}-{has_usage}", script, outcome, CHAT, fields, "argosy")
     stream = build_stream(*NATIVE_STREAMS["invalid-token-ids"][0])
     yield Row("native-invalid-token-ids", stream, SERVER_FAULT, CHAT, STREAM, "argosy")
 

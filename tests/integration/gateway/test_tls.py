@@ -20,6 +20,7 @@ import openai
 import pytest
 import websockets
 from tests.support.backend_formats import Vllm
+from tests.support.byte_server import serve_handler
 from tests.support.certificates import Authority, Pair
 from tests.support.fake_backend import ANSWER_TEXT, Fault, serve_backends
 from tests.support.fake_engine import FakeEngine
@@ -72,24 +73,8 @@ async def run_gateway(
 @contextlib.asynccontextmanager
 async def serve_behind_tls(backend: Vllm, context: ssl.SSLContext) -> AsyncIterator[int]:
     """Yield the port of a server that terminates TLS in front of a backend."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        with contextlib.suppress(asyncio.CancelledError, ssl.SSLError):
-            await backend.serve(reader, writer)
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with serve_handler(backend.serve, tls=context) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def server_context(pair: Pair, client_ca: str | None = None) -> ssl.SSLContext:

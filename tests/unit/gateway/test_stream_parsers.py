@@ -1,4 +1,4 @@
-"""Parsers of streams: what counts as content and as tokens, stop strings, and the cost of long events and lists."""
+"""Parsers of streams: what counts as content and as tokens, what errors stand for, and the cost of long events."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ from argosy.gateway.backends import (
     get_adapter,
 )
 from argosy.gateway.backends.emitted_choice import StopStringFilter
-from argosy.gateway.backends.native_stream_parser import NativeStreamParser
+from argosy.gateway.backends.native_stream_parser import MAX_HELD_BYTES, NativeStreamParser
 from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
-from argosy.gateway.request_fields import parse_request_fields
+from argosy.gateway.proxy.upstream_call import (
+    MAX_JSON_CONTAINERS,
+    UpstreamRefusedError,
+    check_buffered_response,
+)
+from argosy.gateway.request_fields import MAX_CHOICES, parse_request_fields
+from argosy.gateway.upstream import UpstreamError
+from argosy.policy import AttemptOutcome, classify_status
 from argosy.protocol import EventParser
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -196,3 +203,236 @@ def test_parser_does_not_scan_received_bytes_again(
         tracemalloc.stop()
     assert statistics.median(allocated) < SIZE
     assert feed(last_chunk)
+
+
+EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def make_stream(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
+    """Return a stream of (choice, number of ids, has comment) pieces, its events, and the ids of each choice."""
+    stream, events = b": argosy prompt 7 3 AAAA\n\n", b""
+    report = b': argosy report {"reasoning_tokens":2,"later":{}}\n\n'
+    ids: list[list[bytes]] = [[], []]
+    for number, (choice, count, commented) in enumerate(pieces):
+        event = EVENT % (choice, number)
+        token_ids = [b"%d" % (100 * number + i) for i in range(count)]
+        ids[choice] += token_ids
+        events += event
+        stream += event + (b": keep-alive\n\n" if commented else b"")
+        stream += report if number + 1 == len(pieces) else b""
+        stream += b": argosy %d %s" % (choice, b",".join(token_ids))
+        stream += b" length\n\n" if number + 2 >= len(pieces) else b"\n\n"
+    return stream + DONE, events + DONE, ids
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=8),
+    cuts=st.lists(st.integers(0, 2000)),
+    whole_blocks=st.booleans(),
+)
+def test_segmentation_does_not_change_result(
+    pieces: list[tuple[int, int, bool]], cuts: list[int], *, whole_blocks: bool
+) -> None:
+    stream, events, ids = make_stream(pieces)
+    at = {0, len(stream), *(cut % len(stream) for cut in cuts)}
+    if whole_blocks:  # as replicas write, one piece at a time
+        at = {0, len(stream)} | {
+            stream.find(b"\n\n", stream.find(b": argosy", cut)) + 2 for cut in at if cut
+        }
+    boundaries = sorted(at)
+    delivered = DeliveredOutput()
+    parser = NativeStreamParser(delivered)
+    passed = b"".join(parser.feed(stream[begin:end]) for begin, end in pairwise(boundaries))
+    assert parser.is_done
+    assert passed + parser.flush() == events
+    for choice in (0, 1):
+        assert delivered.token_ids(choice) == [int(token_id) for token_id in ids[choice]]
+    assert delivered.output_tokens == sum(map(len, ids))
+    assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
+    assert delivered.prompt_blocks == b"AAAA"
+    assert delivered.reasoning_tokens == (2 if pieces else None)
+
+
+def test_choice_that_ended_without_token_is_not_repeated() -> None:
+    delivered = DeliveredOutput()
+    first = NativeStreamParser(delivered)
+    assert first.feed(EVENT % (0, 0) + b": argosy 0  length\n\n" + EVENT % (1, 0))
+    second = NativeStreamParser(delivered)  # no ids to resume from, so the stream starts again
+    again = EVENT % (0, 0) + b": argosy 0  length\n\n" + EVENT % (1, 0) + b": argosy 1  length\n\n"
+    assert second.feed(again) == EVENT % (1, 0)
+    third = NativeStreamParser(delivered)
+    chunks = again.partition(EVENT % (1, 0))
+    assert (third.feed(chunks[0]), third.feed(chunks[1] + chunks[2] + DONE)) == (b"", b"")
+    assert third.flush() == DONE
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"x", b"data: %b\n\n" % (b"x" * 1000)],
+    ids=["event-never-ends", "metadata-never-arrives"],
+)
+def test_bytes_held_for_metadata_are_bounded(junk: bytes) -> None:
+    parser, chunk = NativeStreamParser(DeliveredOutput()), junk * (MAX_HELD_BYTES // 2 // len(junk))
+    parser.feed(chunk)
+    parser.feed(chunk + junk * 9)
+    assert "wait" in parser.failure
+
+
+@pytest.mark.parametrize("ids", [b"x", b"1,x", b"-1", b"9" * 5000])
+def test_invalid_token_ids_fail_immediately(ids: bytes) -> None:
+    """Otherwise the failure would appear only when another replica resumes from these ids."""
+    parser = NativeStreamParser(DeliveredOutput())
+    assert not parser.feed(EVENT % (0, 0) + b": argosy 0 " + ids + b"\n\n")
+    assert "ids" in parser.failure
+
+
+@pytest.mark.parametrize("counts", [b"-5 0", b"5 -1", b"1_000 0", b"9" * 30 + b" 0", b"5", b""])
+def test_invalid_prompt_counts_are_replica_failure(counts: bytes) -> None:
+    parser = NativeStreamParser(DeliveredOutput())
+    assert not parser.feed(b": argosy prompt %b\n\n" % counts)
+    assert "counts" in parser.failure
+
+
+@pytest.mark.parametrize(
+    "unreadable", [b": argosy 0 x\n\n", b": argosy 0\n\n", b": argosy 0 6 \xff\n\n"]
+)
+@pytest.mark.parametrize("in_one_chunk", [True, False])
+def test_output_before_unreadable_metadata_is_delivered_and_rest_is_not(
+    unreadable: bytes, *, in_one_chunk: bool
+) -> None:
+    readable = [EVENT % (0, place) + b": argosy 0 %d\n\n" % place for place in range(3)]
+    stream = [readable[0], readable[1] + EVENT % (0, 9) + unreadable, readable[2] + DONE]
+    delivered = DeliveredOutput()
+    parser = NativeStreamParser(delivered)
+    passed = b"".join(map(parser.feed, [b"".join(stream)] if in_one_chunk else stream))
+    assert passed == EVENT % (0, 0) + EVENT % (0, 1)
+    assert (delivered.token_ids(0), delivered.output_tokens) == ([0, 1], 2)
+    assert parser.failure
+    assert not parser.is_done
+
+
+def test_cached_tokens_never_exceed_prompt_tokens() -> None:
+    delivered = DeliveredOutput()
+    NativeStreamParser(delivered).feed(b": argosy prompt 2 3\n\n")
+    assert (delivered.prompt_tokens, delivered.cached_tokens) == (2, 2)
+
+
+@pytest.mark.parametrize("report", [b"{", b"[]", b'{"reasoning_tokens":-1}', b"\xff", b""])
+def test_unreadable_report_changes_nothing(report: bytes) -> None:
+    delivered = DeliveredOutput()
+    parser = NativeStreamParser(delivered)
+    event = EVENT % (0, 0)
+    assert not parser.feed(event + b": argosy report " + report + b"\n\n")
+    assert parser.feed(b": argosy 0 1 stop\n\n") == event
+    assert not parser.failure
+    assert (delivered.report, delivered.reasoning_tokens) == (None, None)
+
+
+TEXT = b'{"id": "x", "choices": [{"index": 0, "text": "something", "finish_reason": "stop"}]}'
+MANY_OBJECTS = b'{"error": [%b{}]}' % (b"{}," * MAX_JSON_CONTAINERS)
+
+
+def error(message: str, code: object = None) -> bytes:
+    return json.dumps({"error": {"message": message, "code": code}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "expected"),
+    [
+        (301, b"", "openai", 301),
+        (307, b"moved", "openai", 307),
+        (204, b"", "openai", 204),
+        (202, b'{"id": "queued"}', "openai", 202),
+        (402, error("No credits", 402), "openai", 402),
+        # The fleet chose the name of the model, and not the client.
+        (403, error("No access", "model_not_found"), "openai", 502),
+        (404, error("No access", "model_not_found"), "openai", 502),
+        (404, b'{"object": "error", "message": "The model `a` does not exist."}', "vllm", 502),
+        (404, error("model 'a' not found, try pulling it first"), "openai", 502),
+        # If these counted against the replica, one client could take it away from all others.
+        (403, error("model-a requires moderation: your input was flagged"), "openai", 403),
+        (404, error("This is a chat model and not supported here."), "openai", 404),
+        (404, error("No endpoints found that support image input"), "openai", 404),
+        (200, error("the prompt is too long", 400), "openai", 400),
+        (200, error("the provider returned an error", 502), "openai", None),
+        # llama.cpp sends status 500 for invalid requests too.
+        (500, error("Failed to parse messages: Missing 'role' in message: {}"), "llama.cpp", 400),
+        (500, error("image input is not supported - hint: provide the mmproj"), "llama.cpp", 400),
+        (500, error("\n---\nWhile executing CallExpression\nJinja Exception"), "llama.cpp", 400),
+        (500, error("Failed to parse messages"), "openai", 500),
+        (500, error("not now"), "llama.cpp", 500),
+        (200, b"", "openai", 502),
+        (200, b"upstream connect error", "openai", 502),
+        (200, b" <html></html>", "openai", 502),
+        (200, TEXT[:-9], "openai", 502),
+        (200, b"\x1f\x8b\x08{}", "openai", 502),
+        # Reading megabytes of empty objects would block the gateway for all clients.
+        (200, b'{"choices": [%b{}]}' % (b"{}," * MAX_CHOICES), "openai", None),
+        (200, MANY_OBJECTS, "openai", 502),
+        (404, MANY_OBJECTS, "openai", 502),
+        (200, TEXT.replace(b"stop", b"abort"), "openai", None),
+        (200, b"\n" * 500 + TEXT + b"\r\n", "openai", 200),
+        (200, b"\xef\xbb\xbf" + TEXT, "openai", 200),
+        (200, b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "openai", 200),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_whole_response_stands_for_a_status(
+    status: int, body: bytes, kind: BackendKind, expected: int | None
+) -> None:
+    """None stands for a response that its replica ended early. Only rejections of the request pass to the client."""
+    adapter = get_adapter(kind)
+    if expected is None:
+        with pytest.raises(UpstreamError):
+            check_buffered_response(status, body, b"", adapter, has_started=False)
+    elif classify_status(expected) is AttemptOutcome.SUCCESS:
+        response = check_buffered_response(status, body, b"", adapter, has_started=False)
+        assert (response.status, response.body) == (expected, body)
+    else:
+        with pytest.raises(UpstreamRefusedError) as caught:
+            check_buffered_response(status, body, b"", adapter, has_started=False)
+        assert caught.value.status == expected
+
+
+TOO_LONG = "The input (70 tokens) is longer than the model's context length (64 tokens)."
+EVENTS: list[tuple[BackendKind, dict[str, Any], int]] = [
+    ("vllm", {"error": {"message": TOO_LONG, "type": "BadRequestError", "code": 400}}, 400),
+    ("vllm", {"error": {"message": "EngineCore died", "code": 500}}, 500),
+    ("sglang", {"error": {"object": "error", "message": TOO_LONG, "code": 400}}, 400),
+    ("sglang", {"error": {"object": "error", "message": "The queue is full.", "code": 503}}, 503),
+    ("tensorrt-llm", {"object": "error", "message": TOO_LONG, "type": "X", "code": 400}, 400),
+    ("lmdeploy", {"object": "error", "message": TOO_LONG, "type": "X", "code": 400}, 400),
+    (
+        "tgi",
+        {"error": {"message": f"Input validation error: {TOO_LONG}", "http_status_code": 422}},
+        422,
+    ),
+    ("tgi", {"error": {"message": "Model is overloaded", "http_status_code": 422}}, 429),
+    ("tgi", {"error": {"message": "Request failed: x", "http_status_code": 422}}, 500),
+    ("openai", {"error": {"message": TOO_LONG, "code": "400"}}, 400),  # as LiteLLM's proxy
+    ("openai", {"error": {"message": "Slow down", "type": "rate_limit_error"}}, 429),
+    # Another gateway of Argosy.
+    (
+        "openai",
+        {"error": {"message": TOO_LONG, "type": "invalid_request_error", "code": "refused"}},
+        400,
+    ),
+    ("openai", {"error": {"message": "x", "type": "overloaded_error", "code": "draining"}}, 503),
+    ("openai", {"error": {"message": "x"}}, 0),
+]
+
+
+@pytest.mark.parametrize("choices", [1, 2])  # which have parsers of their own
+@pytest.mark.parametrize(("kind", "event", "status"), EVENTS)
+def test_error_event_stands_for_a_status(
+    kind: BackendKind, event: dict[str, Any], status: int, choices: int
+) -> None:
+    body = {"model": "m", "prompt": "Hi", "stream": True, "n": choices}
+    fields = parse_request_fields(json.dumps(body).encode(), "prompt")
+    continuation = StreamContinuation(fields, b"/v1/completions", DeliveredOutput())
+    plan = continuation.plan_upstream(UpstreamTarget(get_adapter(kind), "m"))
+    assert plan is not None
+    assert not plan.parser.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
+    assert plan.parser.failure_status == status
+    assert event.get("error", event)["message"] in plan.parser.failure

@@ -1,0 +1,226 @@
+"""Parts of a client's connection: its address, deadlines, and writes that are coalesced and never delayed further."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import pytest
+
+from argosy.http_server import Deadlines
+from argosy.http_server.client_connection import ClientConnection, HttpServerState, get_peer_address
+from argosy.http_server.connection_limiter import ConnectionLimiter, ConnectionSlot
+from argosy.http_server.http1_transport import (
+    MAX_COALESCED_BYTES,
+    MAX_PREFETCHED_BODY_BYTES,
+    Http1Transport,
+)
+
+
+class SocketTransport:
+    """The part of a transport that is read: its socket."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._client = client
+
+    def get_extra_info(self, name: str) -> socket.socket | None:
+        return self._client if name == "socket" else None
+
+
+def address_of(client: socket.socket) -> str:
+    return get_peer_address(cast("asyncio.Transport", SocketTransport(client)))
+
+
+@pytest.fixture
+def accepted() -> Iterator[socket.socket]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+    ):
+        client, _ = server.accept()
+        with client:
+            yield client
+
+
+def test_tcp_client_has_the_address_of_its_peer(accepted: socket.socket) -> None:
+    assert address_of(accepted) == "127.0.0.1"
+
+
+def test_client_of_a_unix_socket_is_unix() -> None:
+    first, second = socket.socketpair(socket.AF_UNIX)
+    with first, second:
+        assert address_of(first) == "unix"
+
+
+def test_disconnected_client_has_no_address_and_is_not_local() -> None:
+    with socket.socket() as never_connected:
+        assert address_of(never_connected) == ""
+
+
+async def test_items_that_are_not_removed_expire_in_order() -> None:
+    expired: list[int] = []
+    last = asyncio.Event()
+
+    def on_expired(item: int) -> None:
+        expired.append(item)
+        if item == 9:
+            last.set()
+
+    deadlines = Deadlines(0.01, on_expired)
+    for item in range(10):
+        deadlines.add(item)
+    deadlines.add(0)  # again, so it moves behind the others
+    deadlines.add(9)
+    for item in (3, 4):
+        deadlines.remove(item)
+    deadlines.remove(99)
+    await last.wait()
+    assert expired == [1, 2, 5, 6, 7, 8, 0, 9]
+
+
+async def test_item_added_after_an_expiry_expires_too() -> None:
+    expired: asyncio.Queue[str] = asyncio.Queue()
+    deadlines = Deadlines(0.005, expired.put_nowait)
+    for item in ("first", "second"):
+        deadlines.add(item)
+        assert await expired.get() == item
+
+
+async def test_readded_items_share_one_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, timers, expirations, finished = asyncio.get_running_loop(), 0, 0, asyncio.Event()
+    call_later = loop.call_later
+
+    def count_timers(delay: float, on_expired: Callable[[], None]) -> asyncio.TimerHandle:
+        nonlocal timers
+        timers += 1
+        return call_later(delay, on_expired)
+
+    def on_expired(item: int) -> None:
+        nonlocal expirations
+        expirations += 1
+        deadlines.add(item)
+        if expirations == 50:
+            deadlines.remove(item)
+            finished.set()
+
+    monkeypatch.setattr(loop, "call_later", count_timers)
+    deadlines = Deadlines(0.002, on_expired)
+    deadlines.add(1)
+    await finished.wait()
+    assert timers <= 2 * expirations  # a timer may fire slightly early
+
+
+async def test_failing_callback_does_not_affect_other_items() -> None:
+    loop, failed, second_expired = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.set_exception_handler(lambda *_: failed.set())
+    actions: dict[str, Callable[[], object]] = {
+        "failing": lambda: 1 / 0,
+        "working": second_expired.set,
+    }
+    deadlines: Deadlines[str] = Deadlines(0.005, lambda item: actions[item]())
+    deadlines.add("failing")
+    deadlines.add("working")
+    await failed.wait()
+    await second_expired.wait()
+
+
+EVENTS = [(b"content-type", b"text/event-stream")]
+
+
+class RecordingTransport(asyncio.Transport):
+    """Records each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override] # only bytes are written
+        self.writes.append(data)
+
+
+class FakeConnection(ClientConnection):
+    """A connection whose transport records its writes."""
+
+    def __init__(self) -> None:
+        limiter = ConnectionLimiter(1, None, lambda _: False, lambda _: None, lambda: 0.0)
+        super().__init__(HttpServerState(), ConnectionSlot(limiter, None))
+        self.is_reading_paused = False
+        self.written_to = RecordingTransport()
+        self.transport: asyncio.Transport = self.written_to
+
+    def pause_reading(self) -> None:
+        self.is_reading_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_reading_paused = False
+
+    def create_transport(self) -> Http1Transport:
+        return Http1Transport(self, lambda _: None, keep_alive=True, expects_continue=False)
+
+
+def started_response() -> tuple[Http1Transport, list[bytes]]:
+    """Start a response and return its transport and the recorded writes."""
+    connection = FakeConnection()
+    transport = connection.create_transport()
+    transport.start_response(200, EVENTS)
+    return transport, connection.written_to.writes
+
+
+async def test_head_and_first_chunk_are_one_write() -> None:
+    transport, writes = started_response()
+    transport.write_nowait(b"first")
+    await asyncio.sleep(0)
+    assert len(writes) == 1
+    assert writes[0].endswith(b"\r\n\r\n5\r\nfirst\r\n")
+
+
+async def test_head_does_not_wait_for_a_chunk() -> None:
+    _, writes = started_response()
+    await asyncio.sleep(0)
+    assert len(writes) == 1
+    assert writes[0].endswith(b"chunked\r\n\r\n")
+
+
+async def test_last_chunk_and_end_are_one_write() -> None:
+    transport, writes = started_response()
+    await asyncio.sleep(0)
+    transport.write_nowait(b"last")
+    transport.end_response()
+    assert writes[1:] == [b"4\r\nlast\r\n0\r\n\r\n"]
+    await asyncio.sleep(0)
+    assert len(writes) == 2
+
+
+async def test_coalesced_writes_are_bounded() -> None:
+    transport, writes = started_response()
+    for _ in range(100):
+        transport.write_nowait(bytes(MAX_COALESCED_BYTES))
+    assert sum(map(len, writes)) > 100 * MAX_COALESCED_BYTES
+    assert max(map(len, writes)) < 2 * MAX_COALESCED_BYTES
+
+
+async def test_reading_resumes_after_a_large_body_is_complete() -> None:
+    """Otherwise a disconnect would go unnoticed."""
+    connection = FakeConnection()
+    transport = connection.create_transport()
+    transport.on_body(bytes(MAX_PREFETCHED_BODY_BYTES + 1))
+    assert connection.is_reading_paused
+    transport.on_body_complete()
+    assert not connection.is_reading_paused
+
+
+@pytest.mark.parametrize("value", [b"a\r\nx-other: b", b"a\nb", b"a\rb"])
+async def test_header_with_a_line_break_is_rejected(value: bytes) -> None:
+    connection = FakeConnection()
+    transport = connection.create_transport()
+    with pytest.raises(ValueError, match="line break"):
+        transport.send_response(200, [(b"x-some", value), (b"content-length", b"0")], b"")
+    await asyncio.sleep(0)
+    assert not connection.written_to.writes
