@@ -294,7 +294,7 @@ def broken_stream_rows() -> Iterator[Row]:
     ):
         script = cut_native_end(choices, has_usage=has_usage)
         outcome = completed(7, choices)._replace(replica=ReplicaStatus.EJECTED)
-        fields = {"n": choices, "stream": streams}
+        fields: Json = {"n": choices, "stream": streams}
         fields |= {"stream_options": {"include_usage": True}} if streams else {}
         yield Row(f"native-end-{choices}-{has_usage}", script, outcome, CHAT, fields, "argosy")
     stream = build_stream(*NATIVE_STREAMS["invalid-token-ids"][0])
