@@ -9,5 +9,5 @@ bound concurrent calls (`call_limiter`) and define the JSON types (`schemas`).
 """
 
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
-from argosy.gateway.admin.endpoints import AdminScope
+from argosy.gateway.admin.endpoints import AdminRequest, AdminScope
 from argosy.gateway.admin.routes import Lesson, build_admin_routes, list_endpoints
