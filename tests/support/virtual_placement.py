@@ -414,12 +414,19 @@ class PlacementSimulation(PlacementWorld):
     """A world in which requests arrive and replicas answer, stall, fail and drain from a seed."""
 
     def __init__(
-        self, num_requests: int, num_replicas: int, slots: int, seed: int, num_stable: int = 0
+        self,
+        num_requests: int,
+        num_replicas: int,
+        slots: int,
+        seed: int,
+        num_stable: int = 0,
+        limits: PlacementLimits | None = None,
     ) -> None:
         super().__init__(
             *(num_replicas, slots, seed),
             giving_way=GivingWay(),
             hedge_after_s=1.0,
+            limits=limits,
             num_stable_replicas=num_stable,
         )
         self.on_send = self._serve
@@ -435,22 +442,19 @@ class PlacementSimulation(PlacementWorld):
         self._later(5.0, self._next_fault)
 
     def run(self) -> None:
-        """Run until every request has ended."""
-        while self._agenda:
-            at, _, action = self._agenda[0]
+        """Run until every request has ended, and every slot is free."""
+        while self._agenda or self.requests:
+            at, _, action = self._agenda[0] if self._agenda else (math.inf, 0, None)
             if self.wake_at < at:
                 self.advance(self.wake_at - self.now)
                 continue
+            assert action is not None, "requests are left and no timer runs"
             heapq.heappop(self._agenda)
             self.advance(at - self.now)
             action()
-        while self.requests:
-            assert self.wake_at < math.inf, "requests are left and no timer runs"
-            self.advance(self.wake_at - self.now)
-            while self._agenda:
-                at, _, action = heapq.heappop(self._agenda)
-                self.advance(max(0.0, at - self.now))
-                action()
+        assert len(self.ended) == self._num_requests
+        assert not self.core.requests
+        assert not self.in_flight.total()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (self.now + seconds, next(self._order), action))
@@ -512,7 +516,7 @@ class PlacementSimulation(PlacementWorld):
             self._silent.add(replica)
             self._later(pause, partial(self._silent.discard, replica))
         else:
-            self.report_state(replica, "draining")
+            self.report_state(replica, "draining" if kind < 0.9 else "starting")
             self._later(pause, partial(self._recover, replica))
         if self._to_come > 0:
             self._later(draw() * 4.0, self._next_fault)

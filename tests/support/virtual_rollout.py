@@ -236,7 +236,7 @@ class VirtualRollout:
         if is_kept or record.state in TERMINAL_STATES:  # invariant 2
             assert split.stable_replicas >= self.needed
         if record.plan.replaces_in_place and record.state not in ROLLBACK_STATES:
-            assert split.stable_replicas + split.candidate_replicas <= self.needed
+            assert split.stable_replicas + split.candidate_replicas == self.needed  # invariant 9
         bad = {RollbackCause.GATE, RollbackCause.CHECK, RollbackCause.FAILURE}
         if record.cause in bad:  # invariant 1
             assert route.stable == record.stable

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.virtual_fleet import GATEWAY_TTL_S, VirtualFleet, VirtualGateway, make_fleet
 
-from argosy.policy import ConcurrencyLease, ConcurrencyMeter, LeaseGrant, LeaseRequest
+from argosy.policy import ConcurrencyLease, ConcurrencyMeter, LeaseGrant
 
 LIMIT = 12
 
@@ -102,18 +102,6 @@ def test_busy_gateway_sends_few_messages_and_knows_usage_of_others() -> None:
     assert first.num_messages == before
 
 
-def test_request_soon_after_another_needs_no_message() -> None:
-    fleet = make_concurrency_fleet(1)
-    (gateway,) = fleet.gateways
-    begin(fleet, gateway)
-    for _ in range(3):
-        end(fleet, gateway)
-        fleet.wait(1.1)
-        before = gateway.num_messages
-        begin(fleet, gateway)
-        assert gateway.num_messages == before
-
-
 def test_spare_slots_expire_while_authority_is_silent() -> None:
     fleet = make_concurrency_fleet(1)
     (gateway,) = fleet.gateways
@@ -150,14 +138,3 @@ def test_overdraft_is_refused_for_a_moment_after_short_grant() -> None:
     lease.request_units(1)
     lease.apply_grant(lease.build_request(11.0), grant(1, 1), 11.0, 11.0)
     assert lease.can_overdraw(9, 11.0)
-
-
-def test_lowered_limit_takes_spare_slots_from_each_gateway() -> None:
-    lease = make_lease(4)
-    lease.add(2, 10.0)
-    request = LeaseRequest(kind="slots", limit=4, keep_s=10.0, need=0, ahead=0, kept=5)
-    for used_by_all, remaining in ((6, 1), (60, -2)):
-        lease.apply_grant(request, grant(0, used_by_all), 10.0, 10.0)
-        assert lease.remaining(10.0) == remaining
-    lease.apply_grant(lease.build_request(11.0), grant(0, 60), 11.0, 11.0)
-    assert not lease.is_idle

@@ -102,21 +102,6 @@ def test_free_units_are_granted_and_counted_units_converge_to_used_units(
         assert fleet.use(fleet.gateways[0], 50 - used)
 
 
-@BOTH_METERS
-def test_returned_units_are_soon_available_to_all_gateways(make_meter: MeterFactory) -> None:
-    fleet = make_window_fleet(2, make_meter)
-    first, second = fleet.gateways
-    assert fleet.use(first, 50)
-    slot = first.lease.add(0, fleet.now)
-    assert not fleet.use(second, 1)
-    assert not fleet.use(first, 1)
-    assert first.lease.adjust(slot, -20, fleet.now)
-    assert fleet.use(first, 8)
-    assert first.lease.adjust(slot, -8, fleet.now)
-    fleet.wait(2 * TICK_S)
-    assert fleet.use(second, 10)
-
-
 def test_overdraft_is_bounded_by_last_known_free_units() -> None:
     lease, now = WindowLease("limit", SlidingWindow(50, 60.0)), 1000.0
 
@@ -163,19 +148,6 @@ def test_overdraft_during_outage_is_reported_with_its_age() -> None:
         assert number - 1.01 <= age <= number + 0.01
     gateway.lease.apply_grant(request, grant(0, 122), fleet.now, fleet.now)
     assert gateway.lease.build_request(fleet.now).owed == ()
-
-
-def test_overdraft_leaves_window_at_age_of_its_use() -> None:
-    fleet = make_window_fleet(1, METERS[0])
-    (gateway,) = fleet.gateways
-    fleet.is_authority_up = False
-    assert overdraw(fleet, gateway, 3)
-    fleet.wait(30.0)
-    fleet.is_authority_up = True
-    fleet.wait(29.5)
-    assert fleet.counted_units() == 3
-    fleet.wait(5.0)
-    assert fleet.use(gateway, 50)
 
 
 def test_wait_and_reset_times_decrease_with_age_of_grant() -> None:

@@ -156,17 +156,6 @@ def test_seed_of_a_past_period_is_ignored() -> None:
             assert budget.remaining(midnight + 0.2) == 100
 
 
-def test_refunded_units_are_free_at_once() -> None:
-    window = SlidingWindow(10, 60.0)
-    window.seed([(40.0, 0), (50.0, 0), (100.0, 0)], 100.0)
-    assert window.reset_s(100.0) == 0.0
-    used, refunded = window.add(3, 100.0), window.add(4, 110.0)
-    assert window.adjust(refunded, -4, 111.0)
-    assert window.reset_s(111.0) == 50.0
-    assert window.adjust(used, -3, 112.0)
-    assert window.reset_s(112.0) == 0.0
-
-
 def test_concurrency_slots_are_freed_when_requests_end() -> None:
     meter = ConcurrencyMeter(2)
     slot = meter.add(1, 0.0)

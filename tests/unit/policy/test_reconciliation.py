@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable
-from functools import partial
-from random import Random
-from typing import Never
-
 import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from tests.support import virtual_fleet_controller
-from tests.support.simulated_cluster import SimulatedBehaviour, SimulatedCluster
+from tests.support.simulated_cluster import SimulatedBehaviour
 from tests.support.virtual_fleet_controller import (
     LAUNCHER,
     FleetSimulation,
-    VirtualController,
-    VirtualFleet,
-    VirtualStore,
 )
 
-from argosy.fleet.launchers import LaunchError, StaleEpochError
-from argosy.policy.reconciliation import DesiredPool, ObservedReplica, reconciler
-from argosy.policy.reconciliation import member as member_module
-from argosy.policy.reconciliation.member import HangDeadline, Member
-from argosy.policy.reconciliation.reconciler import DisruptionBudget, PoolReconciler
+from argosy.policy.reconciliation import DesiredPool
 
 
 def pool(name: str, replicas: int, **fields: object) -> DesiredPool:
@@ -185,102 +170,17 @@ class FleetMachine(RuleBasedStateMachine):
             self.simulation.settle()
 
 
-FEW_OR_MANY = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "number",
-    [
-        pytest.param(20, id="few"),
-        pytest.param(1000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)], id="many"),
-    ],
+    [20, pytest.param(1000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])],
 )
-
-
-@FEW_OR_MANY
 def test_any_history_ends_in_declared_state(number: int) -> None:
     run_state_machine_as_test(
         FleetMachine, settings=settings(max_examples=number, stateful_step_count=25)
     )
 
 
-class TwoControllers:
-    """A leader that is suspended at any point and woken later, while the next one leads.
-
-    Each step is an observation or a single action of one of them.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.random = random = Random(seed)
-        pools = [
-            pool("a", 2, spares=1, requires_warm_up=True),
-            pool("b", 2, max_surge=0, max_unavailable=1),
-        ]
-        self.fleet = VirtualFleet(pools, seed)
-        self.fleet.cluster.behaviour = SimulatedBehaviour(
-            failed_start_share=0.2, lifetime_s=60.0, hang_share=0.3
-        )
-        self.pending: dict[VirtualController, deque[Callable[[], None]]] = {}
-        """Next steps of each controller that has not lost the lead."""
-        self.lead()
-        self.takes_over_at = self.fleet.now + random.uniform(0.0, 120.0)
-        self.wakes_at = self.takes_over_at + random.uniform(0.0, 60.0)
-        self.num_refused = 0
-
-    def lead(self) -> None:
-        controller = VirtualController(self.fleet)
-        self.pending[controller] = deque([controller.fence])
-
-    def step(self, controller: VirtualController) -> None:
-        pending = self.pending[controller]
-        try:
-            if pending:
-                pending.popleft()()
-            else:
-                actions = controller.decide().actions
-                pending += [partial(controller.carry_out, action) for action in actions]
-        except StaleEpochError:
-            self.num_refused += 1
-            del self.pending[controller]
-
-    def run(self, seconds: float) -> None:
-        fleet, random, end = self.fleet, self.random, self.fleet.now + seconds
-        while fleet.now < end:
-            if fleet.now >= self.takes_over_at:
-                self.lead()
-                self.takes_over_at = end
-            if random.random() < 0.02:
-                self._change()
-            _, *new = self.pending
-            is_suspended = bool(new) and fleet.now < self.wakes_at
-            controllers = new if is_suspended else list(self.pending)
-            self.step(random.choice(controllers))
-            if random.random() < 0.3:
-                fleet.advance(fleet.now + random.uniform(0.0, 3.0))
-
-    def _change(self) -> None:
-        random, name = self.random, self.random.choice("ab")
-        changed = msgspec.structs.replace(
-            self.fleet.pools[name],
-            replicas=random.randint(1, 3),
-            generation=self.fleet.pools[name].generation + random.randint(0, 1),
-        )
-        self.fleet.declare(changed)
-
-
-def run_two_controllers(number: int) -> None:
-    num_refused = 0
-    for seed in range(number):
-        controllers = TwoControllers(seed)
-        controllers.run(200.0)
-        num_refused += controllers.num_refused
-        assert max(controllers.fleet.effects.values()) == 1
-    assert num_refused > number / 2
-
-
-@FEW_OR_MANY
-def test_two_controllers_never_double_an_action(number: int) -> None:
-    run_two_controllers(number)
-
-
-def run_history() -> None:
+def test_fleet_follows_a_fixed_history() -> None:
     """Replace, scale, break and repair a fleet in one fixed order."""
     surging, replacing = pool("a", 3, spares=1), pool("b", 2, max_surge=0, max_unavailable=1)
     simulation = FleetSimulation([surging, replacing], seed=1)
@@ -303,10 +203,6 @@ def run_history() -> None:
     simulation.settle()
 
 
-def test_fleet_follows_a_fixed_history() -> None:
-    run_history()
-
-
 @pytest.mark.parametrize(("max_unavailable", "spares"), [(1, 0), (0, 1)])
 def test_replacement_makes_room_where_old_replicas_occupy_all_gpus(
     max_unavailable: int, spares: int
@@ -316,61 +212,3 @@ def test_replacement_makes_room_where_old_replicas_occupy_all_gpus(
     simulation.settle()
     simulation.fleet.declare(msgspec.structs.replace(declared, generation=2))
     simulation.settle()
-
-
-INIT_MEMBER = Member.__init__
-
-
-def plant_in_members(**wrong: bool) -> Callable[..., None]:
-    """Return a constructor of members that makes them believe something wrong of their replica."""
-
-    def create(
-        member: Member, replica: ObservedReplica, desired: DesiredPool, *others: Never
-    ) -> None:
-        INIT_MEMBER(member, msgspec.structs.replace(replica, **wrong), desired, *others)
-
-    return create
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "planted"),
-    [
-        pytest.param(DisruptionBudget, "_take_out", lambda *_: True, id="no-budget"),
-        pytest.param(PoolReconciler, "_is_known", lambda *_: True, id="unknown-is-absent"),
-        pytest.param(
-            reconciler,
-            "enumerate",
-            lambda items: ((-9, item) for item in items),
-            id="too-many",
-        ),
-        pytest.param(
-            Member, "__init__", plant_in_members(is_routed_by_any=False), id="drained-while-routed"
-        ),
-        pytest.param(
-            Member, "__init__", plant_in_members(is_routed=True), id="withdrawn-before-routed"
-        ),
-        pytest.param(
-            member_module,
-            "hang_deadline",
-            lambda *_: HangDeadline(math.inf, 0.0, ""),
-            id="hangs-stay",
-        ),
-        pytest.param(
-            virtual_fleet_controller,
-            "continue_observation",
-            lambda since, *_: since,
-            id="suspension-is-silence",
-        ),
-        pytest.param(SimulatedCluster, "check_epoch", lambda *_: None, id="no-fencing"),
-    ],
-)
-def test_planted_bug_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, planted: Callable[..., object]
-) -> None:
-    monkeypatch.setattr(owner, name, planted, raising=False)  # a built-in function is no attribute
-    search = run_history
-    if owner is SimulatedCluster:
-        monkeypatch.setattr(VirtualStore, name, planted)
-        search = partial(run_two_controllers, 50)
-    with pytest.raises((AssertionError, LaunchError)):
-        search()

@@ -68,20 +68,6 @@ def test_reserve_takes_all_limits_or_none() -> None:
     assert used_units(wide) == used_units(narrow) == [1, 20, 0]
 
 
-def test_settle_returns_unused_units_and_empty_usage_costs_nothing() -> None:
-    limits = key_limits(100)
-    reservation = reserve(limits, token_usage(80), token_usage(1), 0.0)
-    assert isinstance(reservation, Reservation)
-    assert isinstance(reserve(limits, token_usage(30), token_usage(1), 0.0), list)
-    reservation.settle(settled_usage(20), 1.0)
-    reservation.settle(settled_usage(90), 1.0)
-    assert used_units(limits) == [1, 20, 0]
-    other = reserve(limits, token_usage(80), token_usage(1), 1.0)
-    assert isinstance(other, Reservation)
-    other.settle(QuotaUsage(), 2.0)
-    assert used_units(limits) == [1, 20, 0]
-
-
 def test_minimum_above_the_limit_is_rejected_and_larger_estimate_is_capped() -> None:
     limits = key_limits(100)
     rejections = reserve(limits, token_usage(500), token_usage(101), 0.0)
@@ -101,17 +87,6 @@ def test_longest_rejection_has_the_longest_wait() -> None:
         longest_rejection([QuotaRejection(meter, 1, 1, 1, wait) for wait in (3.0, 5.0)]).wait_s
         == 5.0
     )
-
-
-def test_concurrency_limit_of_one_admits_one_request() -> None:
-    limits = key_limits(100, max_concurrency=1)
-    reservation = reserve(limits, token_usage(1), token_usage(1), 0.0)
-    assert isinstance(reservation, Reservation)
-    rejections = reserve(limits, token_usage(1), token_usage(1), 0.0)
-    assert isinstance(rejections, list)
-    assert longest_rejection(rejections).quota_limit.unit == "concurrency"
-    reservation.settle(settled_usage(1), 0.0)
-    assert isinstance(reserve(limits, token_usage(1), token_usage(1), 0.0), Reservation)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=80), st.integers(1, 60))
@@ -176,14 +151,6 @@ def test_settled_usage_equals_real_usage(
             total + meter.units_of(usage) for meter, total in zip(limits, totals, strict=True)
         ]
     assert used_units(limits) == totals
-
-
-def test_usage_beyond_the_reservation_is_charged() -> None:
-    limits = key_limits(100)
-    reservation = reserve(limits, token_usage(10), token_usage(1), 0.0)
-    assert isinstance(reservation, Reservation)
-    reservation.settle(settled_usage(30), 0.0)
-    assert used_units(limits) == [1, 30, 0]
 
 
 @pytest.mark.parametrize(

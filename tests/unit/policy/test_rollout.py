@@ -171,18 +171,6 @@ def test_equal_digest_starts_no_rollout() -> None:
     assert pool.stored_route.version == 1
 
 
-@pytest.mark.parametrize("needed", [1, 3, 6])
-def test_autoscaler_decides_the_sum_and_the_rollout_the_split(needed: int) -> None:
-    """Invariant 9."""
-    pool = begin("rolling-in-place", needed=3)
-    pool.run_until(RolloutState.SOAKING)
-    pool.needed = needed
-    for _ in range(40):
-        split = pool.tick().split
-        assert split is not None
-        assert split.stable_replicas + split.candidate_replicas == needed
-
-
 @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan")])
 def test_spent_error_budget_pauses_until_forced(budget: float) -> None:
     pool = bring_to(RolloutState.STEP)

@@ -1,8 +1,6 @@
-"""Failures that users of other systems reported, each as the scenario that those systems got wrong."""
+"""Failures that users of other systems reported; docs/explanation/rollout-evidence.md numbers them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -27,21 +25,26 @@ from argosy.policy.rollout import (
 )
 
 
-def unmeasured_step_is_no_success(pool: VirtualRollout) -> None:
+@pytest.fixture
+def pool() -> VirtualRollout:
+    return begin()
+
+
+def test_unmeasured_step_is_no_success(pool: VirtualRollout) -> None:
     pool.result = GateResult.INCONCLUSIVE
     pool.run_until(RolloutState.INCONCLUSIVE)
     pool.run(5_000.0)
     assert pool.state is RolloutState.INCONCLUSIVE
 
 
-def ended_measurement_is_no_success(pool: VirtualRollout) -> None:
+def test_ended_measurement_is_no_success(pool: VirtualRollout) -> None:
     pool.run_until_step(1)
     pool.result = None
     pool.run(500.0)
     assert pool.record.step == 1
 
 
-def step_without_traffic_is_extended_and_says_so(pool: VirtualRollout) -> None:
+def test_step_without_traffic_is_extended_and_says_so(pool: VirtualRollout) -> None:
     pool.result = GateResult.INCONCLUSIVE
     pool.run_until_step(0)
     pool.run(100.0)
@@ -49,7 +52,7 @@ def step_without_traffic_is_extended_and_says_so(pool: VirtualRollout) -> None:
     assert pool.tick().status.endswith("; the gate says so")
 
 
-def abort_ends_the_share_at_once(pool: VirtualRollout) -> None:
+def test_abort_ends_the_share_at_once(pool: VirtualRollout) -> None:
     for plan in PLANS:
         for needed in (1, 2, 4):
             for state in (RolloutState.STEP, RolloutState.SOAKING):
@@ -66,7 +69,7 @@ def abort_ends_the_share_at_once(pool: VirtualRollout) -> None:
     assert pool.state is RolloutState.STARTING
 
 
-def weight_follows_ready_replicas(pool: VirtualRollout) -> None:
+def test_weight_follows_ready_replicas(pool: VirtualRollout) -> None:
     pool.start_s = 60.0
     pool.run_until_step(3)
     pool.kill("v2", 3)
@@ -76,7 +79,7 @@ def weight_follows_ready_replicas(pool: VirtualRollout) -> None:
     assert pool.stored_route.share_of("v2") >= 0.5
 
 
-def candidate_that_never_starts_is_rolled_back(pool: VirtualRollout) -> None:
+def test_candidate_that_never_starts_is_rolled_back(pool: VirtualRollout) -> None:
     pool.unstartable.add("v2")
     pool.kill("v2")
     aborted = begin()
@@ -89,7 +92,7 @@ def candidate_that_never_starts_is_rolled_back(pool: VirtualRollout) -> None:
     assert pool.record.reason == "0 of 1 replicas are ready after 1800 s"
 
 
-def abort_wins_over_any_other_command(pool: VirtualRollout) -> None:
+def test_abort_wins_over_any_other_command(pool: VirtualRollout) -> None:
     others = [*map(command, CommandKind), FORCED]
     for state in STATES_WITH_A_WAY_BACK:
         for other in others:
@@ -104,7 +107,7 @@ def abort_wins_over_any_other_command(pool: VirtualRollout) -> None:
     assert pool.record.transitions[-2].step == 1
 
 
-def abort_without_a_rollout_does_nothing(pool: VirtualRollout) -> None:
+def test_abort_without_a_rollout_does_nothing(pool: VirtualRollout) -> None:
     idle = VirtualRollout(PLANS["canary"])
     decision = idle.tick(ABORT)
     assert decision.refusals == ("abort by ann: no rollout is running",)
@@ -114,7 +117,7 @@ def abort_without_a_rollout_does_nothing(pool: VirtualRollout) -> None:
     assert (pool.state, pool.ready("v2")) == (RolloutState.DONE, pool.needed)
 
 
-def no_candidate_returns_after_an_abort(pool: VirtualRollout) -> None:
+def test_no_candidate_returns_after_an_abort(pool: VirtualRollout) -> None:
     pool.run_until_step(2)
     pool.tick(ABORT)
     pool.needed = 7
@@ -127,7 +130,7 @@ def no_candidate_returns_after_an_abort(pool: VirtualRollout) -> None:
     assert (pool.ready("v1"), pool.status("v2").existing) == (7, 0)
 
 
-def three_versions_in_ten_seconds(pool: VirtualRollout) -> None:
+def test_three_versions_in_ten_seconds(pool: VirtualRollout) -> None:
     for digest in ("v3", "v4", "v5"):
         pool.declared = digest
         pool.tick(seconds=3.0)
@@ -138,7 +141,7 @@ def three_versions_in_ten_seconds(pool: VirtualRollout) -> None:
     assert pool.record.candidate == "v5"
 
 
-def revert_in_any_state_keeps_the_serving_version(pool: VirtualRollout) -> None:
+def test_revert_in_any_state_keeps_the_serving_version(pool: VirtualRollout) -> None:
     for state in STATES_WITH_A_WAY_BACK:
         for forgets in (False, True):
             pool = bring_to(state)
@@ -153,7 +156,7 @@ def revert_in_any_state_keeps_the_serving_version(pool: VirtualRollout) -> None:
             assert pool.rollouts.current is None or pool.state is RolloutState.ABORTED
 
 
-def traffic_goes_to_what_is_healthy(pool: VirtualRollout) -> None:
+def test_traffic_goes_to_what_is_healthy(pool: VirtualRollout) -> None:
     pool.run_until(RolloutState.SOAKING)
     pool.run(40.0)
     pool.unstartable.add("v1")
@@ -178,7 +181,7 @@ def traffic_goes_to_what_is_healthy(pool: VirtualRollout) -> None:
     assert other.stored_route.share_of("v1") == 1.0
 
 
-def rollback_at_the_peak_fits_the_stable_version(pool: VirtualRollout) -> None:
+def test_rollback_at_the_peak_fits_the_stable_version(pool: VirtualRollout) -> None:
     pool.run_until_step(3)
     pool.needed = 6
     pool.tick(ABORT)
@@ -188,7 +191,7 @@ def rollback_at_the_peak_fits_the_stable_version(pool: VirtualRollout) -> None:
         pool.tick()
 
 
-def one_gpu_without_surge(pool: VirtualRollout) -> None:
+def test_one_gpu_without_surge(pool: VirtualRollout) -> None:
     done = begin("canary-in-place", needed=1)
     done.run_until(RolloutState.DONE)
     assert len(done.replicas) == 1
@@ -205,7 +208,7 @@ def one_gpu_without_surge(pool: VirtualRollout) -> None:
     assert "inconclusive" in PLANS["blue-green"].describe_risks(4)[1]
 
 
-def failing_version_costs_no_healthy_replica(pool: VirtualRollout) -> None:
+def test_failing_version_costs_no_healthy_replica(pool: VirtualRollout) -> None:
     failing = VersionStatus(existing=2, failure="it crashed 5 times, last: SIGSEGV")
     versions = {"v1": pool.status("v1"), "v2": failing}
     observation = msgspec.structs.replace(pool.observe(), versions=versions)
@@ -216,14 +219,14 @@ def failing_version_costs_no_healthy_replica(pool: VirtualRollout) -> None:
     assert pool.rollouts.verdicts[0].cause is RollbackCause.FAILURE
 
 
-def broken_stable_version_does_not_block_its_fix(pool: VirtualRollout) -> None:
+def test_broken_stable_version_does_not_block_its_fix(pool: VirtualRollout) -> None:
     pool.unstartable.add("v1")
     pool.kill("v1")
     pool.run_until(RolloutState.DONE)
     assert pool.ready("v2") == pool.needed
 
 
-def done_means_routed_at_every_gateway(pool: VirtualRollout) -> None:
+def test_done_means_routed_at_every_gateway(pool: VirtualRollout) -> None:
     for state in (RolloutState.SOAKING, RolloutState.RETIRING):
         pool.run_until(state)
         pool.gateway_lag_s = 1e6
@@ -233,40 +236,10 @@ def done_means_routed_at_every_gateway(pool: VirtualRollout) -> None:
     pool.run_until(RolloutState.DONE)
 
 
-def replica_count_has_one_owner(pool: VirtualRollout) -> None:
+def test_replica_count_has_one_owner(pool: VirtualRollout) -> None:
     pool.run_until_step(2)
     pool.kill("v1", 1)
     pool.replicas += pool.replicas[-1:]
     pool.run(TICK_S)
     assert pool.status("v1").existing == pool.needed
     assert pool.status("v2").existing == pool.plan.candidate_replicas(0.25, pool.needed)
-
-
-@pytest.mark.parametrize(
-    ("number", "scenario"),
-    [
-        (1, unmeasured_step_is_no_success),
-        (2, ended_measurement_is_no_success),
-        (3, step_without_traffic_is_extended_and_says_so),
-        (6, abort_ends_the_share_at_once),
-        (7, weight_follows_ready_replicas),
-        (9, candidate_that_never_starts_is_rolled_back),
-        (10, abort_wins_over_any_other_command),
-        (11, abort_without_a_rollout_does_nothing),
-        (12, no_candidate_returns_after_an_abort),
-        (13, three_versions_in_ten_seconds),
-        (14, revert_in_any_state_keeps_the_serving_version),
-        (17, traffic_goes_to_what_is_healthy),
-        (18, rollback_at_the_peak_fits_the_stable_version),
-        (19, one_gpu_without_surge),
-        (20, failing_version_costs_no_healthy_replica),
-        (21, broken_stable_version_does_not_block_its_fix),
-        (22, done_means_routed_at_every_gateway),
-        (23, replica_count_has_one_owner),
-    ],
-)
-def test_complaints_about_other_systems(
-    number: int, scenario: Callable[[VirtualRollout], None]
-) -> None:
-    """Numbers are those of docs/explanation/rollout-evidence.md, which names the tests of the others."""
-    scenario(begin())

@@ -8,7 +8,6 @@ from fractions import Fraction
 from random import Random
 
 import msgspec
-import numpy as np
 import pytest
 from benchmarks import rollouts as simulation
 from hypothesis import given
@@ -42,7 +41,6 @@ from argosy.policy.rollout.race import (
     regression_factors,
     to_float,
 )
-from argosy.policy.traffic import TrafficSubject, UserTraffic, choose_salt, hash_point, sticky_key
 
 PROBABILITIES = st.floats(0.01, 0.99)
 RATIOS = GateSettings().ratios
@@ -480,85 +478,6 @@ def test_measurements_that_are_no_numbers_count_as_missing(fields: dict[str, obj
 def test_invalid_settings_are_refused(create: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create()
-
-
-def test_simulation_builds_what_the_gateways_build() -> None:
-    """The simulation of many rollouts uses NumPy for the baseline, the rates, the batches and the salt."""
-    random = np.random.default_rng(5)
-    population = simulation.create_population(random)
-    candidates = random.random(simulation.USERS) < 0.3
-    drawn = simulation.draw_requests(random, population, 2_000, candidates, 0, simulation.Change())
-    answered = ~(drawn.failed | drawn.refused)
-    outcomes = [
-        RequestOutcome(
-            arm=Arm.CANDIDATE if drawn.is_candidate[i] else Arm.STABLE,
-            key=("t", f"u{drawn.user[i]}"),
-            status=OutcomeStatus.FAILED
-            if drawn.failed[i]
-            else OutcomeStatus.REFUSED
-            if drawn.refused[i]
-            else OutcomeStatus.COMPLETED,
-            age_s=float(answered[i] * (drawn.ttft[i] + drawn.tpot[i] * (drawn.output[i] - 1))),
-            ttft_s=float(drawn.ttft[i]) if answered[i] else None,
-            output_tokens=int(answered[i] * drawn.output[i]),
-            uncached_tokens=int(drawn.uncached[i]),
-            in_flight=int(drawn.in_flight[i]),
-        )
-        for i in range(2_000)
-    ]
-    recorder = BaselineRecorder()
-    for each in outcomes:
-        recorder.record(each)
-    baseline = recorder.freeze()
-    built = simulation.build_baseline(drawn)
-    assert built.thresholds == baseline.thresholds
-    history = UserHistory(baseline)
-    for each in outcomes:
-        history.record(each)
-    rates = history.freeze()
-    columns = simulation.user_rates(drawn, baseline)
-    for index, event in enumerate(EVENTS):
-        for user in range(0, simulation.USERS, 50):
-            if event.by_user and user_name(("t", f"u{user}")) in rates.users:
-                assert columns[index, user] == pytest.approx(
-                    rates.expected(("t", f"u{user}"), index)
-                )
-    first = OutcomeBatch(rollout="r", step=0, gateway="g", sequence=1, ended_at=0.0)
-    aggregator = OutcomeAggregator("r", 0, "g", baseline, rates)
-    for number, got in enumerate(simulation.build_batches(drawn, baseline, columns, 500, first)):
-        for each in outcomes[number * 500 : (number + 1) * 500]:
-            aggregator.record(each)
-        wanted = aggregator.take_batch(got.ended_at, force=True)
-        assert wanted is not None
-        assert (got.sequence, got.candidate_requests, got.stable_requests) == (
-            wanted.sequence,
-            wanted.candidate_requests,
-            wanted.stable_requests,
-        )
-        assert sorted(map(counts_of, got.cells)) == sorted(map(counts_of, wanted.cells))
-        for index in range(len(EVENTS)):
-            assert expected_of(got, index) == pytest.approx(expected_of(wanted, index))
-    salts = [f"r/{number}" for number in range(simulation.NUM_SALTS)]
-    users = [TrafficSubject(tenant="t", user=f"u{number}") for number in range(60)]
-    keys = [sticky_key(user, ()) for user in users]
-    weights = random.random((60, 2))
-    points = np.array([[hash_point(salt, "c", *key) for key in keys] for salt in salts])
-    traffic = [
-        UserTraffic(key=key, weights=tuple(each))
-        for key, each in zip(keys, weights.tolist(), strict=True)
-    ]
-    choice = choose_salt("r", "c", traffic, simulation.SHARES)
-    chosen = simulation.choose_points(points, weights)
-    assert chosen.tolist() == points[salts.index(choice.salt)].tolist()
-
-
-def counts_of(each: EventCell) -> tuple[int, int, int]:
-    return each.event, each.candidate_events, each.stable_events
-
-
-def expected_of(each: OutcomeBatch, event: int) -> tuple[float, float]:
-    cells = [cell for cell in each.cells if cell.event == event]
-    return sum(c.candidate_expected for c in cells), sum(c.stable_expected for c in cells)
 
 
 @pytest.mark.parametrize("name", ["identical", *simulation.CHANGES])

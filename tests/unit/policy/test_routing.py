@@ -234,64 +234,6 @@ def test_prefix_index_stays_within_capacity(prompts: list[bytes]) -> None:
         assert len(index) <= 7
 
 
-class ReplicaCache:
-    """Real cache of a replica, smaller than the index assumes."""
-
-    def __init__(self, blocks: int) -> None:
-        self._held: list[bytes] = []
-        self._blocks = blocks
-
-    def lookup_and_store(self, keys: list[bytes]) -> int:
-        """Return how many blocks of a prompt were cached, and store all of them."""
-        cached = next((n for n, key in enumerate(keys) if key not in self._held), len(keys))
-        for key in reversed(keys):
-            if key in self._held:
-                self._held.remove(key)
-            self._held.append(key)
-        del self._held[: -self._blocks]
-        return cached
-
-
-@given(
-    st.lists(st.integers(0, 12), min_size=60, max_size=200),
-    st.integers(1, 4),
-    st.integers(2, 12),
-)
-def test_hit_reports_correct_an_overestimated_cache(
-    prompt_numbers: list[int], length: int, blocks: int
-) -> None:
-    corrected, uncorrected, cache = (
-        EstimatedPrefixIndex(),
-        EstimatedPrefixIndex(),
-        ReplicaCache(blocks),
-    )
-    wrong_blocks = {"corrected": 0, "uncorrected": 0}
-    for number in prompt_numbers:
-        keys = compute_prefix_keys(b"%d" % number, b"x" * 16 * length, 16)
-        found, cached = corrected.match_prefix(keys), cache.lookup_and_store(keys)
-        wrong_blocks["corrected"] += max(0, len(found) - cached)
-        wrong_blocks["uncorrected"] += max(0, len(uncorrected.match_prefix(keys)) - cached)
-        for index in (corrected, uncorrected):
-            index.on_prompt_sent(keys)
-        corrected.evict_missing(found, cached)
-    assert wrong_blocks["corrected"] <= wrong_blocks["uncorrected"]
-    assert len(corrected) <= len(uncorrected)
-
-
-def test_one_miss_evicts_all_older_prompts() -> None:
-    index, chains = (
-        EstimatedPrefixIndex(),
-        [compute_prefix_keys(b"%d" % n, b"x" * 64, 16) for n in range(10)],
-    )
-    for keys in chains:
-        index.on_prompt_sent(keys)
-    found = index.match_prefix(chains[6])
-    index.on_prompt_sent(chains[6])
-    index.evict_missing(found, cached_blocks=0)
-    held = [number for number, keys in enumerate(chains) if index.match_prefix(keys)]
-    assert held == [6, 7, 8, 9]
-
-
 def test_latency_policy_tries_new_replicas_once_and_retries_slow_ones() -> None:
     policy = ROUTING_POLICIES["latency"]()
     known, new, slow = load("known"), load("new"), load("slow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime, time
 from itertools import pairwise
 
 import msgspec
@@ -26,6 +27,9 @@ from argosy.policy.autoscaling import (
 
 SETTINGS = AutoscalerSettings(min_replicas=1, max_replicas=20)
 IDLE_SETTINGS = AutoscalerSettings(min_replicas=0, max_replicas=20, spares=1)
+
+LARGE = AutoscalerSettings(min_replicas=1, max_replicas=40)
+LARGE_FROM_ZERO = AutoscalerSettings(min_replicas=0, max_replicas=40)
 
 amounts = st.floats(0.0, 1e6) | st.sampled_from([math.nan, math.inf, -1.0])
 counts = st.integers(0, 30)
@@ -279,7 +283,7 @@ def test_schedule_raises_the_minimum_early_enough_for_the_start() -> None:
     assert "the minimum is 6 now" in next(
         d.reason for d in reversed(pool.decisions) if d.target > d.arithmetic.desired_replicas
     )
-    assert set(pool.run(10 * 3600, 50.0, metrics_age_s=None)) == {6}
+    assert set(pool.run(3600, 50.0, metrics_age_s=None)) == {6}
 
 
 def test_autoscaler_is_nowhere_worse_than_the_others() -> None:
@@ -290,3 +294,151 @@ def test_autoscaler_is_nowhere_worse_than_the_others() -> None:
     for baseline in BASELINES:
         theirs = [row for row in rows if row.scaler == baseline]
         assert sum(row.replica_hours for row in ours) < sum(row.replica_hours for row in theirs)
+
+
+# --- complaints about other autoscalers (docs/explanation/autoscaling.md) -------------------------
+
+
+def count_changes(counts: list[int]) -> int:
+    return sum(before != after for before, after in pairwise(counts))
+
+
+def test_replicas_of_a_burst_are_kept_for_a_while() -> None:
+    """Replicas are started for a burst and dropped as soon as it ends."""
+    pool = SimulatedPool(LARGE, replicas=4)
+    pool.run(600, 200.0)
+    top = max(pool.run(120, 1500.0))
+    assert min(pool.run(250, 200.0)) == top
+
+
+def test_constant_rate_changes_nothing() -> None:
+    """A constant rate flaps for ever, or grows to the maximum."""
+    pool = SimulatedPool(LARGE, replicas=1)
+    counts = pool.run(3600, lambda second: 60.0 + 5.0 * (second % 20.0 < 10.0))
+    assert count_changes(counts) == 0
+
+
+def test_restarted_controller_keeps_the_count() -> None:
+    """A restart of the controller gives 7, 1, 2, 6, 7 replicas."""
+    for keeps_state in (True, False):
+        pool = SimulatedPool(LARGE, replicas=7)
+        before = pool.run(700, 500.0)[-1]
+        pool.restart_controller(keeps_state=keeps_state)
+        assert set(pool.run(300, 500.0)) == {before}
+
+
+def test_alternating_demand_changes_nothing() -> None:
+    """The count alternates between extremes each 60 s, as the demand does."""
+    pool = SimulatedPool(LARGE, replicas=4)
+    pool.run(900, lambda second: 200.0 if second % 120.0 < 60.0 else 800.0)
+    counts = pool.run(3600, lambda second: 200.0 if second % 120.0 < 60.0 else 800.0)
+    assert count_changes(counts) == 0
+
+
+def test_nothing_is_removed_while_requests_wait() -> None:
+    """The queue divided by many replicas looks small, so that they are removed although requests wait."""
+    pool = SimulatedPool(LARGE, replicas=20)
+    pool.run(900, 1700.0)
+    waiting = {"queued_requests": 3, "queued_tokens": 20.0, "queue_age_s": 2.0}
+    assert min(pool.run(1200, 300.0, **waiting)) == 20
+
+
+def test_queue_does_not_multiply_replicas() -> None:
+    """Each interval multiplies the replicas by the queue: 1 to 22,745 for 100 requests per second."""
+    pool = SimulatedPool(LARGE, replicas=1, startup_s=60.0)
+    counts = pool.run(1200, 300.0)
+    assert max(counts) <= 10
+
+
+def test_cache_in_use_changes_the_count_once() -> None:
+    """Series of deleted replicas remain, and count 2, 1, 2, 1 for ever."""
+    pool = SimulatedPool(LARGE, replicas=2)
+    assert count_changes(pool.run(1200, 40.0, kv_used_replicas=0.3)) == 1
+
+
+def test_missing_metrics_hold_the_count() -> None:
+    """An empty answer of the metrics system counts as 0: at peak load all go to the minimum."""
+    for defect in (
+        {"metrics_age_s": None},
+        {"metrics_age_s": 300.0},
+        {"arrivals": (ArrivedTokens(math.nan, 5.0),)},
+        {"capacity_tokens_per_s": None, "queued_requests": 0, "queue_age_s": 0.0},
+    ):
+        pool = SimulatedPool(LARGE, replicas=12)
+        pool.run(900, 1000.0)
+        assert set(pool.run(3600, 0.0 if "arrivals" in defect else 1000.0, **defect)) == {12}
+
+
+def test_metrics_that_begin_again_are_no_idle_pool() -> None:
+    """Counters begin at 0 after a restart of the metrics system, which is no idle pool."""
+    pool = SimulatedPool(LARGE_FROM_ZERO, replicas=12)
+    pool.run(900, 1000.0)
+    assert set(pool.run(300, 0.0, metrics_age_s=None)) == {12}
+    assert set(pool.run(590, 0.0)) == {12}, "the demand has to be known for the whole window"
+
+
+def test_count_falls_soon_after_a_peak() -> None:
+    """The count remains high for half an hour after a peak, or without any demand."""
+    pool = SimulatedPool(LARGE, replicas=12)
+    pool.run(900, 1000.0)
+    assert pool.run(1500, 100.0)[-1] <= 3
+    assert pool.run(1200, 0.0)[-1] == 1
+
+
+def test_work_of_prompts_adds_replicas() -> None:
+    """Prefill replicas are never added, because running requests do not show the work of prompts."""
+    pool = SimulatedPool(LARGE, replicas=2)
+    assert pool.run(120, 500.0, running_requests=1)[-1] >= 6
+
+
+# --- schedules ----------------------------------------------------------------------------------
+
+OFFICE = ScheduleWindow(
+    min_replicas=5,
+    start=time(8),
+    end=time(18),
+    days=("mon", "fri"),
+    timezone="Europe/Berlin",
+)
+NIGHT = ScheduleWindow(min_replicas=2, start=time(22), end=time(6), days=("sun",))
+ALWAYS = ScheduleWindow(min_replicas=1, start=time(0), end=time(0))
+
+
+@pytest.mark.parametrize(
+    ("window", "at", "lead_s", "expected"),
+    [
+        (OFFICE, "2026-11-27T07:00", 0, True),  # Friday, 8:00 in Berlin
+        (OFFICE, "2026-11-27T06:59", 0, False),
+        (OFFICE, "2026-11-27T06:59", 120, True),
+        (OFFICE, "2026-11-27T16:59", 0, True),
+        (OFFICE, "2026-11-27T17:00", 120, False),
+        (OFFICE, "2026-11-26T12:00", 0, False),
+        (OFFICE, "2026-07-03T06:00", 0, True),  # summer time
+        (OFFICE, "2026-07-03T05:59", 0, False),
+        (NIGHT, "2026-11-29T22:00", 0, True),
+        (NIGHT, "2026-11-30T05:59", 0, True),
+        (NIGHT, "2026-11-30T06:00", 0, False),
+        (NIGHT, "2026-11-30T22:00", 0, False),
+        (NIGHT, "2026-11-28T23:00", 86400, True),
+        (ALWAYS, "2026-11-30T12:00", 0, True),
+    ],
+)
+def test_window_is_open(window: ScheduleWindow, at: str, lead_s: float, *, expected: bool) -> None:
+    now = datetime.fromisoformat(at).replace(tzinfo=UTC).timestamp()
+    assert window.is_open(now, lead_s) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"timezone": "Europe/Atlantis"}, "Unknown time zone Europe/Atlantis"),
+        ({"timezone": "../etc/passwd"}, "Unknown time zone"),
+        ({"min_replicas": -1}, "0 or more"),
+        ({"days": []}, "without days"),
+        ({"start": "08:00:00Z"}, "local times"),
+    ],
+)
+def test_invalid_window_is_refused(changes: dict[str, object], message: str) -> None:
+    fields = {"min_replicas": 1, "start": "08:00:00", "end": "18:00:00", **changes}
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(fields, ScheduleWindow)
