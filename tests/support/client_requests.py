@@ -1,7 +1,8 @@
 """Shapes of the requests that agents and frameworks send, reduced to one tool and texts of our own.
 
 Recorded were Codex 0.171, Claude Code 2.1.332, opencode 1.18, Qwen Code 0.24, LangChain 1.7, LiteLLM 1.110,
-LlamaIndex 0.14 and the AI SDK 6. Those of Open WebUI and Continue follow their documentation.
+LlamaIndex 0.14 and the AI SDK 6. Those of Open WebUI and Continue follow their documentation. The chats of LangChain,
+LiteLLM and LlamaIndex have no field that those of opencode and the AI SDK lack.
 """
 
 from __future__ import annotations
@@ -224,8 +225,6 @@ CLIENT_REQUESTS: dict[str, ClientRequest] = {
             "stream": True,
         },
     ),
-    "LangChain": chat(*TOOL_TURN, temperature=0.0),
-    "LiteLLM": chat(*TOOL_TURN),
     "LiteLLM to Ollama": ClientRequest(
         "/api/chat",
         {
@@ -252,15 +251,6 @@ CLIENT_REQUESTS: dict[str, ClientRequest] = {
             "stream": True,
         },
         {"anthropic-version": "2023-06-01"},
-    ),
-    "LlamaIndex": ClientRequest(
-        "/v1/chat/completions",
-        {
-            "messages": [{"role": "user", "content": QUESTION}],
-            "model": MODEL,
-            "stream": True,
-            "temperature": 0.1,
-        },
     ),
     "AI SDK": chat(*TOOL_TURN, max_tokens=256, temperature=0, tool_choice="none"),
 }

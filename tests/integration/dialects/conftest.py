@@ -23,6 +23,7 @@ from tests.support.gateway_client import run_gateway_server
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation
 from tests.support.replica_servers import MODEL as REPLICA_MODEL
 from tests.support.replica_servers import serve
+from tests.support.waiting import until
 
 from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine import EngineRequest
@@ -67,6 +68,20 @@ class DialectFleet:
         self.output, self.crash_after, self.pause_after = "Hello!", None, None
         self._reset_at = time.time()
         self.requests.clear()
+        self.release()
+
+    def hold(self, after: int) -> None:
+        """Let the next request wait after some tokens, until `release`."""
+        self.pause_after = after
+        for engine in self.engines:
+            engine.may_continue.clear()
+            engine.paused.clear()
+
+    async def wait_held(self) -> None:
+        """Wait until a request waits for `release`."""
+        await until(lambda: any(engine.paused.is_set() for engine in self.engines))
+
+    def release(self) -> None:
         for engine in self.engines:
             engine.may_continue.set()
 

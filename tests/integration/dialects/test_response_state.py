@@ -138,12 +138,10 @@ async def test_conversation_grows_with_its_responses(fleet: DialectFleet, *, str
 
 async def test_other_tenants_have_no_access_to_responses(fleet: DialectFleet) -> None:
     mine, other = fleet.openai(), fleet.openai(fleet.other_key)
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-        engine.paused.clear()
-    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    fleet.output = "One. Two. Three."
+    fleet.hold(2)
     response = await mine.responses.create(model=MODEL, input="Hi", background=True)
-    await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+    await fleet.wait_held()
     for request in (
         other.responses.retrieve(response.id),
         other.responses.retrieve(response.id, stream=True),
@@ -155,8 +153,7 @@ async def test_other_tenants_have_no_access_to_responses(fleet: DialectFleet) ->
             await request
     with pytest.raises(openai.BadRequestError):
         await other.responses.create(model=MODEL, input="x", previous_response_id=response.id)
-    for engine in fleet.engines:
-        engine.may_continue.set()
+    fleet.release()
     ended = await wait_for_end(mine, response.id)
     assert (ended.status, ended.output_text) == ("completed", "One. Two. Three.")
 
@@ -196,18 +193,14 @@ async def wait_for_end(client: openai.AsyncOpenAI, response_id: str) -> Any:  # 
 async def test_background_response_is_polled_and_followed(fleet: DialectFleet) -> None:
     client = fleet.openai()
     fleet.output = THOUGHT + "One. Two. Three."
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-        engine.paused.clear()
-    fleet.pause_after = 12
+    fleet.hold(12)
     created = await client.responses.create(model=MODEL, input="Hi", background=True)
     assert created.status == "queued"
-    await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+    await fleet.wait_held()
     running = await client.responses.retrieve(created.id)
     assert (running.status, running.output) == ("in_progress", [])
     followed = [await open_events(client, created.id, after) for after in (None, 3)]
-    for engine in fleet.engines:
-        engine.may_continue.set()
+    fleet.release()
     whole, rest = [[event async for event in events] for events in followed]
     assert [event.sequence_number for event in whole] == list(range(len(whole)))
     assert [event.sequence_number for event in rest] == list(range(4, len(whole)))
@@ -267,26 +260,22 @@ async def read_events(
 
 async def test_background_stream_goes_on_without_its_client(fleet: DialectFleet) -> None:
     client = fleet.openai()
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    fleet.output = "One. Two. Three."
+    fleet.hold(2)
     stream = await client.responses.create(model=MODEL, input="Hi", background=True, stream=True)
     event: Any = await anext(aiter(stream))
     await stream.close()
-    for engine in fleet.engines:
-        engine.may_continue.set()
+    fleet.release()
     final = await wait_for_end(client, event.response.id)
     assert (final.status, final.output_text) == ("completed", "One. Two. Three.")
 
 
 async def test_cancelled_background_response_stops(fleet: DialectFleet) -> None:
     client = fleet.openai()
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-        engine.paused.clear()
-    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    fleet.output = "One. Two. Three."
+    fleet.hold(2)
     created = await client.responses.create(model=MODEL, input="Hi", background=True)
-    await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+    await fleet.wait_held()
     assert (await client.responses.cancel(created.id)).status == "cancelled"
     await until(lambda: not any(engine.live for engine in fleet.engines))
     assert (await client.responses.retrieve(created.id)).status == "cancelled"
@@ -300,15 +289,13 @@ async def test_cancelled_background_response_stops(fleet: DialectFleet) -> None:
 async def test_gateways_share_responses_and_one_that_stops_fails_its_own(
     fleet: DialectFleet,
 ) -> None:
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-        engine.paused.clear()
-    fleet.output, fleet.pause_after = "One. Two. Three.", 2
+    fleet.output = "One. Two. Three."
+    fleet.hold(2)
     client, body = fleet.openai(), {"model": MODEL, "input": "Hi", "background": True}
     headers = {"authorization": f"Bearer {fleet.key}"}
     async with run_gateway_server(fleet.config) as (server, other):
         created = (await other.post("/v1/responses", json=body, headers=headers)).json()
-        await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+        await fleet.wait_held()
         assert (await client.responses.retrieve(created["id"])).status == "in_progress"
         follower = asyncio.create_task(read_events(client, created["id"], None))
         server.stop()
@@ -319,16 +306,7 @@ async def test_gateways_share_responses_and_one_that_stops_fails_its_own(
     assert (await follower)[-1].type == "response.failed"
 
 
-async def test_failed_background_response_says_so(fleet: DialectFleet) -> None:
-    client = fleet.openai()
-    created = await client.responses.create(model="missing", input="Hi", background=True)
-    failed = await wait_for_end(client, created.id)
-    assert (failed.status, failed.error.code) == ("failed", "server_error")
-    assert "model_not_found" in failed.error.message
-    assert "'missing'" in failed.error.message, "the reason is that of the error"
-
-
-async def test_stream_of_failed_background_response_ends_with_its_failure(
+async def test_failed_background_response_says_so_and_its_stream_ends_with_it(
     fleet: DialectFleet,
 ) -> None:
     client = fleet.openai()
@@ -341,7 +319,11 @@ async def test_stream_of_failed_background_response_ends_with_its_failure(
         (1, "response.in_progress"),
         (2, "response.failed"),
     ]
-    assert await client.responses.retrieve(events[-1].response.id) == events[-1].response
+    failed: Any = await client.responses.retrieve(events[-1].response.id)
+    assert failed == events[-1].response
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    assert "model_not_found" in failed.error.message
+    assert "'missing'" in failed.error.message, "the reason is that of the error"
 
 
 async def test_background_response_that_cannot_be_stored_fails(
@@ -381,21 +363,15 @@ async def test_compacted_conversation_goes_on(fleet: DialectFleet) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
+async def test_unknown_paths_and_methods(fleet: DialectFleet) -> None:
+    headers = {"authorization": f"Bearer {fleet.key}"}
+    for method, path, status in (
         ("POST", "/v1/responses/resp_x", 405),
         ("GET", "/v1/responses/resp_x/other", 404),
         ("GET", "/v1/responses/resp_x/cancel", 405),
         ("PUT", "/v1/conversations/conv_x", 405),
         ("GET", "/v1/conversations/conv_x/items/a/b", 404),
         ("GET", "/v1/responses", 405),
-    ],
-)
-async def test_unknown_paths_and_methods(
-    fleet: DialectFleet, method: str, path: str, status: int
-) -> None:
-    response = await fleet.client.request(
-        method, path, headers={"authorization": f"Bearer {fleet.key}"}
-    )
-    assert response.status_code == status, response.text
+    ):
+        response = await fleet.client.request(method, path, headers=headers)
+        assert response.status_code == status, path

@@ -159,13 +159,10 @@ async def test_chats_are_answered_in_turn(fleet: DialectFleet) -> None:
 
 
 async def test_disconnect_cancels_response(fleet: DialectFleet) -> None:
-    fleet.pause_after = 1
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-        engine.paused.clear()
+    fleet.hold(1)
     async with connect(fleet, "/v1/chat/completions") as connection:
         await connection.send(json.dumps({**CHAT, "stream": True}))
-        await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+        await fleet.wait_held()
     (row,) = await fleet.take_rows(1)
     assert row.status == "cancelled"
     await until(lambda: not any(engine.live for engine in fleet.engines))
@@ -189,21 +186,17 @@ async def test_handshake_is_refused(
 
 
 async def test_draining_gateway_completes_response_and_closes(fleet: DialectFleet) -> None:
-    fleet.pause_after = 1
-    for engine in fleet.engines:
-        engine.may_continue.clear()
-        engine.paused.clear()
+    fleet.hold(1)
     async with run_gateway_server(fleet.config) as (server, client):
         path = "/v1/chat/completions"
         idle = await connect(fleet, path, str(client.base_url).rstrip("/"))
         async with connect(fleet, path, str(client.base_url).rstrip("/")) as busy:
             await busy.send(json.dumps({**CHAT, "stream": True}))
-            await until(lambda: any(engine.paused.is_set() for engine in fleet.engines))
+            await fleet.wait_held()
             server.stop()
             await idle.wait_closed()
             assert idle.close_code == 1001
-            for engine in fleet.engines:
-                engine.may_continue.set()
+            fleet.release()
             frames = [frame async for frame in busy]
             assert frames[-1] == "[DONE]"
             assert busy.close_code == 1001
