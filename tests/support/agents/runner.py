@@ -1,5 +1,8 @@
 """Runs the task with one framework and prints the report as the last line, as JSON.
 
+The module of a framework has two functions. `run_tool_loop` lets the model call the tool, sends the result back and
+streams the answer. `answer_typed` asks for an answer of the type `Forecast`.
+
 Usage: python -m tests.support.agents.runner FRAMEWORK BASE_URL MODEL
 """
 
@@ -8,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import sys
-from typing import cast
+from types import ModuleType
 
 import msgspec
 
-from tests.support.agents.task import Framework, Report, Server, WeatherStation
+from tests.support.agents.task import Report, Server, WeatherStation
 
 
-async def _run(framework: Framework, server: Server) -> Report:
+async def _run(framework: ModuleType, server: Server) -> Report:
     station = WeatherStation()
     outcome = await framework.run_tool_loop(server, station)
     forecast = await framework.answer_typed(server)
@@ -24,6 +27,6 @@ async def _run(framework: Framework, server: Server) -> Report:
 
 if __name__ == "__main__":
     name, base_url, model = sys.argv[1:]
-    module = cast("Framework", importlib.import_module(f"tests.support.agents.{name}"))
+    module = importlib.import_module(f"tests.support.agents.{name}")
     report = asyncio.run(_run(module, Server(base_url, model)))
     sys.stdout.write(f"\n{msgspec.json.encode(report).decode()}\n")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -65,7 +64,7 @@ class Outcome:
     call_ids: list[str]
     """Ids of the calls in the order of the model's messages."""
     result_ids: list[str]
-    """Ids under which the framework sent the results back. Smolagents sends them as text of a user message."""
+    """Ids under which the framework sent the results back."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,3 @@ class Report:
     outcome: Outcome
     forecast: dict[str, str | int]
     """The typed answer, which the framework has validated."""
-
-
-class Framework(Protocol):
-    """Module of a framework."""
-
-    run_tool_loop: Callable[[Server, WeatherStation], Awaitable[Outcome]]
-    """Lets the model call the tool, sends the result back and streams the answer."""
-    answer_typed: Callable[[Server], Awaitable[Forecast]]
-    """Asks for an answer of the type `Forecast`."""
