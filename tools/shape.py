@@ -41,7 +41,7 @@ RECORDS = {"NamedTuple", "Struct", "TypedDict", "dataclass"}
 # Where the kernels for GPUs were before they had a folder with the others: earlier commits are measured, too.
 KERNELS = (".execution.kernels.", ".execution.gpu.")
 PATH_TABLE = "docs/explanation/request-lifecycle.md"
-CALLS_TEST = "tests/unit/test_gateway_request_path.py"
+CALLS_TEST = "tests/unit/test_request_path.py"
 
 
 @dataclass

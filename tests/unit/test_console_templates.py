@@ -15,74 +15,30 @@ SOURCES = sorted(path for path in STATIC.rglob("*.js") if path.name != "vendor.j
 _TAG = re.compile(
     r"<(?P<close>/?)(?P<name>[a-zA-Z][\w-]*|\0?)(?P<attributes>(?:\"[^\"]*\"|[^>\"])*?)(?P<void>/?)>"
 )
-_BEFORE_PATTERN = re.compile(r"(?:[(,=:?&|]|return)\s*$")
-"""Code after which a slash begins a regular expression."""
 _IMPORT = re.compile(r"import \{([^}]*)\} from \"([^\"]+)\"")
 _EXPORT = re.compile(r"export (?:async )?(?:const|let|function|class) (\w+)")
 _HOLE = "\0"
 """Stands for an expression in a template. As the name of a tag it is a component."""
 
 
-class TemplateReader:
-    """Reads the html templates of a module, inner ones too, with a hole for each expression."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.templates: list[str] = []
-
-    def read_code(self, at: int = 0) -> int:
-        """Read code until the brace that closes it, or the end. Returns the position after it."""
-        depth = 0
-        while at < len(self.source):
-            character = self.source[at]
-            if character == "}" and depth == 0:
-                return at + 1
-            depth += {"{": 1, "}": -1}.get(character, 0)
-            at = self.read_token(at, character)
-        return at
-
-    def read_token(self, at: int, character: str) -> int:
-        if character not in "/\"'`":
-            return at + 1
-        before = self.source[max(0, at - 8) : at]
-        if self.source.startswith("//", at) and not before.endswith(":"):
-            return self.source.index("\n", at)
-        if character in "\"'":
-            return self.skip_quoted(at, character)
-        if character == "/" and _BEFORE_PATTERN.search(before):
-            return self.skip_quoted(at, "/")
-        if character == "`":
-            return self.read_template(at + 1, is_html=before.endswith("html"))
-        return at + 1
-
-    def skip_quoted(self, at: int, quote: str) -> int:
-        at, in_class = at + 1, False
-        while self.source[at] != quote or in_class:
-            if quote == "/":
-                in_class = {"[": True, "]": False}.get(self.source[at], in_class)
-            at += 2 if self.source[at] == "\\" else 1
-        return at + 1
-
-    def read_template(self, at: int, *, is_html: bool) -> int:
-        text = ""
-        while self.source[at] != "`":
-            if self.source.startswith("${", at):
-                at = self.read_code(at + 2)
-                text += _HOLE
-                continue
-            step = 2 if self.source[at] == "\\" else 1
-            text += self.source[at : at + step]
-            at += step
-        if is_html:
-            self.templates.append(text)
-        return at + 1
+_INNERMOST = re.compile(r"html`((?:(?!\$\{)[^`])*)`")
+"""Template of HTML without an expression."""
+_BRACES = re.compile(r"(\$?)\{(?:[^{}`]|(?<!html)`(?:(?!\$\{)[^`])*`)*\}")
+"""Braces, or an expression in a template, without other ones and without HTML."""
 
 
 @functools.cache
 def split_templates(path: Path) -> list[str]:
-    reader = TemplateReader(path.read_text())
-    reader.read_code()
-    return reader.templates
+    """Return the html templates of a module, inner ones too, with a hole for each expression."""
+    source = re.sub(r"^\s*//.*$|\\`", "", path.read_text(), flags=re.MULTILINE)
+    templates: list[str] = []
+    before = ""
+    while source != before:
+        before = source
+        templates += _INNERMOST.findall(source)
+        source = _INNERMOST.sub("", source)
+        source = _BRACES.sub(lambda found: _HOLE if found[1] else "", source)
+    return templates
 
 
 def find_fault(template: str) -> str | None:
