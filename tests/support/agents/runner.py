@@ -1,7 +1,6 @@
 """Runs the task with one framework and prints the report as the last line, as JSON.
 
-The module of a framework has two functions. `run_tool_loop` lets the model call the tool, sends the result back and
-streams the answer. `answer_typed` asks for an answer of the type `Forecast`.
+The module of a framework has a function that streams a tool loop, and one that asks for an answer of type `Forecast`.
 
 Usage: python -m tests.support.agents.runner FRAMEWORK BASE_URL MODEL
 """
