@@ -22,6 +22,7 @@ from argosy.protocol.dialects import (
     OllamaOutput,
     OutputIdentity,
     ReasoningCipher,
+    ResponsesRequest,
     parse_responses_request,
     translate_responses_request,
 )
@@ -48,7 +49,9 @@ def build_output(dialect: str) -> DialectOutput:
         return AnthropicOutput([])
     if dialect == "ollama":
         return OllamaOutput("big:latest", "chat", time.time)
-    request, _ = parse_responses_request(b'{"model": "big", "input": "Hi", "stream": true}')
+    request, _ = parse_responses_request(
+        ResponsesRequest, b'{"model": "big", "input": "Hi", "stream": true}'
+    )
     cipher = ReasoningCipher(lambda text: text, lambda text: text)
     return translate_responses_request(request, cipher, request.input_items()).output
 

@@ -5,7 +5,7 @@ Each request passes the same filters, queue and placement as a generation. Its r
 
 from __future__ import annotations
 
-from argosy.gateway.dialects import translate_pooling
+from argosy.gateway.dialects import start_rendering
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers
 from argosy.gateway.request_context import ApiShape
@@ -52,7 +52,7 @@ class PoolingHandlers:
         body = await exchange.read_body()
         if is_tei_request(body):
             request = translate_tei_rerank(body, refuse_unknown=self._refuse_unknown)
-            translate_pooling(exchange, request)
+            start_rendering(exchange, request)
             await self._run(exchange, principal, RERANK)
         else:
             await self._run(exchange, principal, RERANK, body)
@@ -61,12 +61,12 @@ class PoolingHandlers:
         """`POST /v2/rerank`."""
         body = await exchange.read_body()
         request = translate_cohere_rerank(body, refuse_unknown=self._refuse_unknown)
-        translate_pooling(exchange, request)
+        start_rendering(exchange, request)
         await self._run(exchange, principal, RERANK)
 
     async def cohere_embed(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v2/embed`."""
         body = await exchange.read_body()
         request = translate_cohere_embed(body, refuse_unknown=self._refuse_unknown)
-        translate_pooling(exchange, request)
+        start_rendering(exchange, request)
         await self._run(exchange, principal, EMBEDDINGS)

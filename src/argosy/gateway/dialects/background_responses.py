@@ -26,7 +26,6 @@ from argosy.http_server import (
 )
 from argosy.protocol import EVENT_END, ApiError
 from argosy.protocol.dialects import (
-    OutputError,
     ResponsesRequest,
     parse_error_body,
     render_end_event,
@@ -47,7 +46,7 @@ class EventLog(DetachedTransport):
     def __init__(self) -> None:
         self.events: list[bytes] = []
         self.has_ended = False
-        self.error: OutputError | None = None
+        self.error: ApiError | None = None
         """Error response, if the response failed before its first event."""
         self._listener: ClientListener | None = None
         self._changed = asyncio.Event()

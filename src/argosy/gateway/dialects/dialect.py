@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 import msgspec
@@ -18,12 +17,11 @@ from argosy.protocol.dialects import (
     EndListener,
     ErrorEncoder,
     OutputIdentity,
-    TranslatedPooling,
+    RenderedRequest,
     TranslatedRequest,
     encode_anthropic_error,
     encode_ollama_error,
     encode_responses_error,
-    to_output_error,
 )
 
 Headers = list[tuple[bytes, bytes]]
@@ -62,18 +60,9 @@ def _keep_headers(headers: Headers) -> Headers:
     return headers
 
 
-def _build_dialect(
-    encode_error: ErrorEncoder, translate_headers: Callable[[Headers], Headers] = _keep_headers
-) -> ResponseDialect:
-    return ResponseDialect(
-        lambda error, request_id: encode_error(to_output_error(error), request_id),
-        translate_headers,
-    )
-
-
-ANTHROPIC = _build_dialect(encode_anthropic_error, _translate_anthropic_headers)
-OLLAMA = _build_dialect(encode_ollama_error)
-RESPONSES = _build_dialect(encode_responses_error)
+ANTHROPIC = ResponseDialect(encode_anthropic_error, _translate_anthropic_headers)
+OLLAMA = ResponseDialect(encode_ollama_error, _keep_headers)
+RESPONSES = ResponseDialect(encode_responses_error, _keep_headers)
 
 
 def start_translation(
@@ -93,27 +82,23 @@ def start_translation(
         identity: Identity of the response; None to create it.
     """
     name_ignored_fields(exchange, request.ignored)
-    identity = identity or create_identity(exchange, request)
+    identity = identity or create_identity(exchange, str(request.body.get("model", "")))
     translator = DialectTranslator(request.output, identity, encode_error, on_end)
     exchange.translate(msgspec.json.encode(request.body), translator)
 
 
-def translate_pooling(
-    exchange: HttpExchange, request: TranslatedPooling, encode_error: ErrorEncoder | None = None
+def start_rendering(
+    exchange: HttpExchange, request: RenderedRequest, encode_error: ErrorEncoder | None = None
 ) -> None:
-    """Replace a request by its internal form, embeddings or a reranking, and translate the response to it."""
+    """Replace a request by its internal form, and render the response to it."""
     name_ignored_fields(exchange, request.ignored)
     translator = BodyTranslator(request.render, encode_error)
     exchange.translate(msgspec.json.encode(request.body), translator)
 
 
-def create_identity(
-    exchange: HttpExchange, request: TranslatedRequest[DialectOutput]
-) -> OutputIdentity:
+def create_identity(exchange: HttpExchange, model: str) -> OutputIdentity:
     """Return the identity of the response to a request, created now."""
-    return OutputIdentity(
-        id=exchange.unique_id, created=int(time.time()), model=str(request.body.get("model", ""))
-    )
+    return OutputIdentity(id=exchange.unique_id, created=int(time.time()), model=model)
 
 
 def name_ignored_fields(exchange: HttpExchange, ignored: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.dialects.dialect import start_translation, translate_pooling
+from argosy.gateway.dialects.dialect import start_rendering, start_translation
 from argosy.gateway.http_route import Handler
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import Principal
@@ -19,7 +19,7 @@ from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
     OllamaModelRequest,
     OllamaOutput,
-    TranslatedPooling,
+    RenderedRequest,
     TranslatedRequest,
     encode_ollama_error,
     format_timestamp,
@@ -96,13 +96,13 @@ class OllamaHandlers:
         await self._run_embedding(exchange, principal, request)
 
     async def _run_embedding(
-        self, exchange: HttpExchange, principal: Principal, request: TranslatedPooling
+        self, exchange: HttpExchange, principal: Principal, request: RenderedRequest
     ) -> None:
         if not request.body["input"]:  # such a request loads the model
             self._models.resolve_target(request.body["model"], principal, exchange.headers)
             await exchange.send_response(200, request.render(_NO_VECTORS))
             return
-        translate_pooling(exchange, request, encode_ollama_error)
+        start_rendering(exchange, request, encode_ollama_error)
         await self._embeddings(exchange, principal)
 
     async def _run(

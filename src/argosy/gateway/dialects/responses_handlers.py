@@ -16,6 +16,7 @@ from argosy.gateway.dialects.background_responses import (
 from argosy.gateway.dialects.dialect import (
     create_identity,
     name_ignored_fields,
+    start_rendering,
     start_translation,
 )
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
@@ -27,9 +28,16 @@ from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
-from argosy.protocol import JsonObject, format_event, invalid_request
+from argosy.protocol import (
+    JsonObject,
+    format_event,
+    invalid_request,
+    parse_body,
+    parse_request_body,
+)
 from argosy.protocol.dialects import (
     ClientEvent,
+    CompactRequest,
     ObjectTranslator,
     ResponsesOutput,
     ResponsesRequest,
@@ -37,8 +45,7 @@ from argosy.protocol.dialects import (
     assign_item_ids,
     encode_responses_error,
     list_references,
-    parse_client_event,
-    parse_compact_request,
+    normalize_input,
     parse_create_event,
     parse_responses_request,
     render_stored_events,
@@ -106,7 +113,9 @@ class ResponsesHandlers:
     async def create(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses`."""
         body = await exchange.read_body()
-        request, ignored = parse_responses_request(body, refuse_unknown=self._refuse_unknown)
+        request, ignored = parse_responses_request(
+            ResponsesRequest, body, refuse_unknown=self._refuse_unknown
+        )
         name_ignored_fields(exchange, ignored)
         if request.background:
             self._check_background(request)
@@ -145,7 +154,7 @@ class ResponsesHandlers:
             await self._save(principal, request, items, response)
 
         if request.generate is False:
-            response = translated.output.describe_empty(create_identity(exchange, translated))
+            response = translated.output.describe_empty(create_identity(exchange, request.model))
             await save(response)
             await exchange.start_stream()
             await exchange.write(b"".join(render_stored_events(response)))
@@ -157,7 +166,9 @@ class ResponsesHandlers:
     async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses/input_tokens`."""
         body = await exchange.read_body()
-        request, ignored = parse_responses_request(body, refuse_unknown=self._refuse_unknown)
+        request, ignored = parse_responses_request(
+            ResponsesRequest, body, refuse_unknown=self._refuse_unknown
+        )
         translated, _, _ = await self._translate(principal, request)
         name_ignored_fields(exchange, (*ignored, *translated.ignored))
         fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}
@@ -173,14 +184,17 @@ class ResponsesHandlers:
     async def compact(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses/compact`: summarise a conversation into one encrypted item."""
         body = await exchange.read_body()
-        request, ignored = parse_compact_request(body, refuse_unknown=self._refuse_unknown)
+        request, ignored = parse_request_body(
+            CompactRequest, body, refuse_unknown=self._refuse_unknown
+        )
         name_ignored_fields(exchange, ignored)
         items, history = await self._load_input(
-            principal, request.input_items(), previous=request.previous_response_id
+            principal, normalize_input(request.input), previous=request.previous_response_id
         )
         cipher = await self._state.build_cipher(principal)
-        translated = translate_compact_request(request, cipher, items, history)
-        start_translation(exchange, translated, encode_responses_error)
+        identity = create_identity(exchange, request.model)
+        translated = translate_compact_request(request, cipher, identity, items, history)
+        start_rendering(exchange, translated, encode_responses_error)
         await self._chat(exchange, principal)
 
     # --- state -----------------------------------------------------------------------------------
@@ -271,7 +285,7 @@ class ResponsesHandlers:
             translated,
             body=translated.body | {"stream": True, "stream_options": {"include_usage": True}},
         )
-        identity = create_identity(detached, translated)
+        identity = create_identity(detached, request.model)
         response = translated.output.describe_start(identity)
         claim = await claim_background_key(
             self._state.idempotency_store, exchange, principal, request, response["id"]
@@ -347,7 +361,7 @@ class ResponsesSession:
         Raises:
             ApiError: 400 if the event is unknown or malformed.
         """
-        event = parse_client_event(await exchange.read_body())
+        event = parse_body(ClientEvent, await exchange.read_body())
         match event.type:
             case "response.create":
                 await self._responses.create_in_session(exchange, principal, self._last)

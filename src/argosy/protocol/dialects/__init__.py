@@ -14,10 +14,9 @@ from argosy.protocol.dialects.anthropic_requests import (
     translate_messages_request,
 )
 from argosy.protocol.dialects.chat_output_reader import parse_error_body
-from argosy.protocol.dialects.chat_request import TranslatedRequest
+from argosy.protocol.dialects.chat_request import RenderedRequest, TranslatedRequest
 from argosy.protocol.dialects.dialect_output import (
     DialectOutput,
-    OutputError,
     OutputIdentity,
 )
 from argosy.protocol.dialects.dialect_translator import (
@@ -26,7 +25,6 @@ from argosy.protocol.dialects.dialect_translator import (
     EndListener,
     ErrorEncoder,
     ObjectTranslator,
-    to_output_error,
 )
 from argosy.protocol.dialects.ollama_output import (
     NDJSON_CONTENT_TYPE,
@@ -48,7 +46,6 @@ from argosy.protocol.dialects.pooling_requests import (
     CohereRerankRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
-    TranslatedPooling,
     is_tei_request,
     translate_cohere_embed,
     translate_cohere_rerank,
@@ -58,7 +55,6 @@ from argosy.protocol.dialects.pooling_requests import (
 )
 from argosy.protocol.dialects.responses_compaction import (
     CompactRequest,
-    parse_compact_request,
     translate_compact_request,
 )
 from argosy.protocol.dialects.responses_input import (
@@ -78,7 +74,6 @@ from argosy.protocol.dialects.responses_requests import (
     Metadata,
     ReasoningCipher,
     ResponsesRequest,
-    parse_client_event,
     parse_create_event,
     parse_responses_request,
     translate_responses_request,

@@ -12,12 +12,11 @@ from argosy.protocol.dialects.dialect_output import (
     MESSAGES_FIELDS,
     CallKind,
     DialectOutput,
-    OutputEnd,
-    OutputError,
     OutputIdentity,
-    OutputTokens,
     parse_call_arguments,
 )
+from argosy.protocol.errors import ApiError
+from argosy.protocol.openai_responses import TokenUsage
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -46,7 +45,7 @@ _THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_anthropic_error(error: OutputError, request_id: str) -> bytes:
+def encode_anthropic_error(error: ApiError, request_id: str) -> bytes:
     """Encode the body of an error response, which is also the data of an error event."""
     error = MESSAGES_FIELDS.rename(error)
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
@@ -91,9 +90,11 @@ class AnthropicOutput(DialectOutput):
         self._is_open = False
         """Whether the last block is open."""
 
-    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
+    def start(self, identity: OutputIdentity, tokens: TokenUsage) -> None:
         # The first event of a replica has as many tokens as were ready, so the number would differ between runs.
-        tokens = msgspec.structs.replace(tokens, output=min(tokens.output, 1), reasoning=0)
+        tokens = TokenUsage(
+            tokens.prompt_tokens, tokens.cached_tokens, min(tokens.output_tokens, 1)
+        )
         self._message = {
             "id": f"msg_{identity.id}",
             "type": "message",
@@ -127,19 +128,19 @@ class AnthropicOutput(DialectOutput):
         self._texts.append(text)
         self._send_delta("input_json_delta", partial_json=text)
 
-    def finish(self, end: OutputEnd) -> None:
+    def finish(self, finish_reason: str, stop_reason: int | str | None, tokens: TokenUsage) -> None:
         self._close()
         message = self._message
         message["content"] = self._blocks
-        message["stop_reason"] = self._stop_reason(end)
+        message["stop_reason"] = self._stop_reason(finish_reason, stop_reason, tokens)
         if message["stop_reason"] == "stop_sequence":
-            message["stop_sequence"] = end.stop_reason
-        message["usage"] = usage = _usage(end.tokens)
+            message["stop_sequence"] = stop_reason
+        message["usage"] = usage = _usage(tokens)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         self._send("message_delta", delta=delta, usage=usage)
         self._send("message_stop")
 
-    def fail(self, error: OutputError) -> None:
+    def fail(self, error: ApiError) -> None:
         self._unsent.append(_frame("error", encode_anthropic_error(error, "")))
 
     def heartbeat(self, event: bytes) -> bytes:  # noqa: ARG002 - this API has a type for them
@@ -148,18 +149,19 @@ class AnthropicOutput(DialectOutput):
     def build_response(self) -> dict[str, Any]:
         return self._message
 
-    def _stop_reason(self, end: OutputEnd) -> str:
-        match end.finish_reason:
-            case "stop" if end.stop_reason in self._stop_sequences:
+    def _stop_reason(
+        self, finish_reason: str, stop_reason: int | str | None, tokens: TokenUsage
+    ) -> str:
+        match finish_reason:
+            case "stop" if stop_reason in self._stop_sequences:
                 return "stop_sequence"
             case "stop" if self._blocks and self._blocks[-1]["type"] == "tool_use":
                 return "tool_use"  # a chat ends with "stop" after a call that its tool choice named
-            case "length" if end.stop_reason is None and self._is_below_limit(end.tokens.output):
+            case "length" if stop_reason is None and 0 < tokens.output_tokens < (
+                self._max_tokens or 0
+            ):
                 return "model_context_window_exceeded"
-        return _STOP_REASONS.get(end.finish_reason, "end_turn")
-
-    def _is_below_limit(self, output_tokens: int) -> bool:
-        return self._max_tokens is not None and 0 < output_tokens < self._max_tokens
+        return _STOP_REASONS.get(finish_reason, "end_turn")
 
     def _open(self, kind: str, fields: dict[str, Any]) -> None:
         """Start a block of this type, unless the open block has the type."""
@@ -207,14 +209,14 @@ def _frame(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-def _usage(tokens: OutputTokens) -> dict[str, Any]:
+def _usage(tokens: TokenUsage) -> dict[str, Any]:
     """Return the counts in this API's sense, in which `input_tokens` excludes cached tokens."""
     usage: dict[str, Any] = {
-        "input_tokens": tokens.prompt - tokens.cached,
+        "input_tokens": tokens.prompt_tokens - tokens.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": tokens.cached,
-        "output_tokens": tokens.output,
+        "cache_read_input_tokens": tokens.cached_tokens,
+        "output_tokens": tokens.output_tokens,
     }
-    if tokens.reasoning:
-        usage["output_tokens_details"] = {"thinking_tokens": tokens.reasoning}
+    if tokens.reasoning_tokens:
+        usage["output_tokens_details"] = {"thinking_tokens": tokens.reasoning_tokens}
     return usage

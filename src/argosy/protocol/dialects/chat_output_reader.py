@@ -11,11 +11,10 @@ import msgspec
 from argosy.protocol.dialects.dialect_output import (
     CallKind,
     DialectOutput,
-    OutputEnd,
-    OutputError,
     OutputIdentity,
-    OutputTokens,
 )
+from argosy.protocol.errors import ApiError
+from argosy.protocol.openai_responses import NO_TOKENS, TokenUsage
 from argosy.protocol.sse import EventParser
 
 _Action = Callable[[], None]
@@ -161,13 +160,13 @@ class _Usage(msgspec.Struct, gc=False):
     prompt_tokens_details: _PromptDetails | None = None
     completion_tokens_details: _OutputDetails | None = None
 
-    def to_tokens(self) -> OutputTokens:
+    def to_tokens(self) -> TokenUsage:
         prompt, output = self.prompt_tokens_details, self.completion_tokens_details
-        return OutputTokens(
-            prompt=self.prompt_tokens or 0,
-            cached=(prompt.cached_tokens or 0) if prompt else 0,
-            output=self.completion_tokens or 0,
-            reasoning=(output.reasoning_tokens or 0) if output else 0,
+        return TokenUsage(
+            self.prompt_tokens or 0,
+            (prompt.cached_tokens or 0) if prompt else 0,
+            self.completion_tokens or 0,
+            output.reasoning_tokens if output else None,
         )
 
 
@@ -209,7 +208,7 @@ class ChatOutputReader:
         """Indexes of the tool calls so far."""
         self._finish_reason = ""
         self._stop_reason: int | str | None = None
-        self._tokens = OutputTokens()
+        self._tokens = NO_TOKENS
 
     def read_events(self, data: bytes) -> None:
         """Read a part of a stream of server-sent events.
@@ -286,30 +285,33 @@ class ChatOutputReader:
         self.has_ended = True
         self.start()
         self._output.release_all()
-        self._output.output.finish(
-            OutputEnd(
-                finish_reason=self._finish_reason or "stop",
-                stop_reason=self._stop_reason,
-                tokens=self._tokens,
-            )
-        )
+        self._output.output.finish(self._finish_reason or "stop", self._stop_reason, self._tokens)
 
     def _fail(self, error: _Error | str) -> None:
         self.has_ended = True
         self.start()
         self._output.release_all()
-        self._output.output.fail(_to_output_error(error))
+        self._output.output.fail(_to_api_error(error))
 
 
-def parse_error_body(status: int, body: bytes) -> OutputError:
+def read_text(body: bytes) -> tuple[str, TokenUsage]:
+    """Return the text and the token counts of a whole response. Raises ValueError if it is no response of a chat."""
+    chunk = _decode_chunk(body)
+    message = (chunk.choices[0].message if chunk.choices else None) or _Message()
+    tokens = NO_TOKENS if chunk.usage is None else chunk.usage.to_tokens()
+    return message.content or message.refusal or "", tokens
+
+
+def parse_error_body(status: int, body: bytes) -> ApiError:
     """Parse the body of an error response. An unknown shape gives an error without a useful message."""
     try:
-        error = _decode(body).error
+        found = _decode(body).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        error = None
-    known = _to_output_error(error or "")
-    message = known.message or f"The request failed with status {status}."
-    return msgspec.structs.replace(known, status=status, message=message)
+        found = None
+    error = _to_api_error(found or "")
+    error.status = status
+    error.message = error.message or f"The request failed with status {status}."
+    return error
 
 
 def _decode_chunk(data: bytes) -> _Chunk:
@@ -319,9 +321,8 @@ def _decode_chunk(data: bytes) -> _Chunk:
         raise ValueError(f"an event is malformed ({error})") from error
 
 
-def _to_output_error(error: _Error | str) -> OutputError:
+def _to_api_error(error: _Error | str) -> ApiError:
     if isinstance(error, str):
-        return OutputError(message=error)
+        return ApiError(500, "", error)
     status = _STATUS_BY_ERROR_TYPE.get(error.type or "", 500)
-    code = str(error.code or "")
-    return OutputError(message=error.message, code=code, param=error.param, status=status)
+    return ApiError(status, str(error.code or ""), error.message, param=error.param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -39,6 +40,16 @@ class TranslatedRequest(msgspec.Struct, Generic[OutputT_co], frozen=True, kw_onl
     output: OutputT_co
     is_completion: bool = False
     """Whether the body is that of a text completion."""
+    ignored: tuple[str, ...] = ()
+    """Paths of the request's fields without effect, for the response header that names them."""
+
+
+class RenderedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in its internal form, and the renderer of its response, which is never a stream."""
+
+    body: dict[str, Any]
+    render: Callable[[bytes], bytes]
+    """Returns the client's response for the internal one. Raises ValueError or LookupError if that one is malformed."""
     ignored: tuple[str, ...] = ()
     """Paths of the request's fields without effect, for the response header that names them."""
 

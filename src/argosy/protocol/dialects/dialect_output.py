@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from argosy.protocol.errors import ApiError
+from argosy.protocol.openai_responses import TokenUsage
 from argosy.protocol.sse import SSE_CONTENT_TYPE
 
 CallKind = Literal["function", "custom"]
@@ -25,38 +27,6 @@ class OutputIdentity(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """Creation time in seconds since the epoch."""
     model: str
-
-
-class OutputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a response."""
-
-    prompt: int = 0
-    """Tokens of the prompt, including cached ones."""
-    cached: int = 0
-    output: int = 0
-    """Tokens of the output, including reasoning."""
-    reasoning: int = 0
-
-
-class OutputEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a response ended, in the terms of the chat API."""
-
-    finish_reason: str
-    stop_reason: int | str | None = None
-    tokens: OutputTokens
-
-
-class OutputError(msgspec.Struct, frozen=True, kw_only=True):
-    """Error that ended a response."""
-
-    message: str
-    code: str = ""
-    param: str | None = None
-    """Request field that caused it."""
-    status: int = 500
-    """HTTP status that the error has as a response of its own."""
-    details: Mapping[str, object] = {}
-    """Further fields of its body."""
 
 
 class DialectOutput(ABC):
@@ -80,7 +50,7 @@ class DialectOutput(ABC):
         return events
 
     @abstractmethod
-    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
+    def start(self, identity: OutputIdentity, tokens: TokenUsage) -> None:
         """Start the response. Called once, before all other methods.
 
         Args:
@@ -105,11 +75,11 @@ class DialectOutput(ABC):
         """Add text of the last call's arguments, or of a custom tool's input."""
 
     @abstractmethod
-    def finish(self, end: OutputEnd) -> None:
-        """End the response."""
+    def finish(self, finish_reason: str, stop_reason: int | str | None, tokens: TokenUsage) -> None:
+        """End the response, for reasons in the terms of the chat API."""
 
     @abstractmethod
-    def fail(self, error: OutputError) -> None:
+    def fail(self, error: ApiError) -> None:
         """End a stream that has started with an error."""
 
     def heartbeat(self, event: bytes) -> bytes:
@@ -151,10 +121,11 @@ class FieldNames:
     def __init__(self, *rules: tuple[str, str]) -> None:
         self._rules = [(re.compile(pattern), replacement) for pattern, replacement in rules]
 
-    def rename(self, error: OutputError) -> OutputError:
+    def rename(self, error: ApiError) -> ApiError:
         """Return the error with the client's names."""
         param = None if error.param is None else self._replace(f"'{error.param}'")[1:-1]
-        return msgspec.structs.replace(error, message=self._replace(error.message), param=param)
+        message = self._replace(error.message)
+        return ApiError(error.status, error.code, message, param=param, details=error.details)
 
     def _replace(self, text: str) -> str:
         for pattern, replacement in self._rules:

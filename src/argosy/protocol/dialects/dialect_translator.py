@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from argosy.protocol.dialects.chat_output_reader import ChatOutputReader, parse_error_body
-from argosy.protocol.dialects.dialect_output import DialectOutput, OutputError, OutputIdentity
+from argosy.protocol.dialects.dialect_output import DialectOutput, OutputIdentity
 from argosy.protocol.errors import ApiError
 from argosy.protocol.sse import SSE_CONTENT_TYPE
 
-ErrorEncoder = Callable[[OutputError, str], bytes]
+ErrorEncoder = Callable[[ApiError, str], bytes]
 """Encodes an error and the request id as the body of an error response."""
 MIN_THREADED_BYTES = 64 * 1024
 """Bodies of at least this size are translated in a thread, because they would delay streams."""
@@ -168,14 +168,3 @@ def _translate_error(
 def _malformed_response() -> ApiError:
     message = "The replica's response is malformed. Try again shortly."
     return ApiError(502, "upstream_failed", message)
-
-
-def to_output_error(error: ApiError) -> OutputError:
-    """Return an error in the terms of the dialects."""
-    return OutputError(
-        message=error.message,
-        code=error.code,
-        param=error.param,
-        status=error.status,
-        details=error.details,
-    )

@@ -12,15 +12,13 @@ from argosy.protocol.dialects.dialect_output import (
     OLLAMA_FIELDS,
     CallKind,
     DialectOutput,
-    OutputEnd,
-    OutputError,
     OutputIdentity,
-    OutputTokens,
     parse_call_arguments,
 )
+from argosy.protocol.errors import ApiError
+from argosy.protocol.openai_responses import TokenUsage
 
 NDJSON_CONTENT_TYPE = b"application/x-ndjson"
-_DONE_REASONS = {"length": "length"}
 _NANOSECONDS = 1_000_000_000
 _ESCAPED_CHARACTERS = {
     character.encode(): f"\\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"
@@ -29,7 +27,7 @@ _ESCAPED_CHARACTERS = {
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_ollama_error(error: OutputError, request_id: str) -> bytes:  # noqa: ARG001 - signature of all dialects
+def encode_ollama_error(error: ApiError, request_id: str) -> bytes:  # noqa: ARG001 - signature of all dialects
     """Encode the body of an error response, which is also the last line of a stream that fails."""
     return _encode_line({"error": OLLAMA_FIELDS.rename(error).message})
 
@@ -82,7 +80,7 @@ class OllamaOutput(DialectOutput):
         """Id, name and text of the call whose arguments are arriving."""
         self._response: dict[str, Any] = {}
 
-    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:
+    def start(self, identity: OutputIdentity, tokens: TokenUsage) -> None:
         """Do nothing, since the first line has text."""
 
     def add_reasoning(self, text: str) -> None:
@@ -104,19 +102,20 @@ class OllamaOutput(DialectOutput):
         if self._open_call is not None:
             self._open_call[2].append(text)
 
-    def finish(self, end: OutputEnd) -> None:
+    def finish(self, finish_reason: str, stop_reason: int | str | None, tokens: TokenUsage) -> None:
+        del stop_reason  # not in this API
         self._close_call()
         now = self._clock()
         first_output_at = now if self._first_output_at is None else self._first_output_at
         prompt_duration = int((first_output_at - self._requested_at) * _NANOSECONDS)
         counts = {
-            "done_reason": _DONE_REASONS.get(end.finish_reason, "stop"),
+            "done_reason": "length" if finish_reason == "length" else "stop",
             "total_duration": int((now - self._requested_at) * _NANOSECONDS),
             "load_duration": 0,
-            "prompt_eval_count": end.tokens.prompt,
+            "prompt_eval_count": tokens.prompt_tokens,
             # Left out instead of 0, as in Ollama, because clients divide by it.
             **({"prompt_eval_duration": prompt_duration} if prompt_duration else {}),
-            "eval_count": end.tokens.output,
+            "eval_count": tokens.output_tokens,
             "eval_duration": int((now - first_output_at) * _NANOSECONDS),
         }
         self._response = {
@@ -132,7 +131,7 @@ class OllamaOutput(DialectOutput):
         self._response = {**self._line(done=True), "done_reason": reason}
         self._unsent.append(_encode_line(self._response))
 
-    def fail(self, error: OutputError) -> None:
+    def fail(self, error: ApiError) -> None:
         self._unsent.append(encode_ollama_error(error, ""))
 
     def keepalive(self, comment: bytes) -> bytes:  # noqa: ARG002 - these streams have no comments

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from argosy.protocol.dialects.chat_request import drop_unset
+from argosy.protocol.dialects.chat_request import RenderedRequest, drop_unset
 from argosy.protocol.dialects.ollama_requests import strip_tag
 from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
@@ -117,17 +117,6 @@ class OllamaEmbeddingsRequest(PooledDialectFields, frozen=True, kw_only=True):
     options: JsonObject | None = None
 
 
-class TranslatedPooling(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in its internal form, and the renderer of its response."""
-
-    body: dict[str, Any]
-    """Body of a request for embeddings, or for a reranking."""
-    render: Callable[[bytes], bytes]
-    """Returns the client's response for the internal one. Raises ValueError or LookupError if that one is malformed."""
-    ignored: tuple[str, ...] = ()
-    """Paths of the request's fields without effect, for the response header that names them."""
-
-
 class _Vector(msgspec.Struct, gc=False):
     index: int
     embedding: str | list[float]
@@ -155,7 +144,7 @@ class _Ranking(msgspec.Struct):
     usage: _Tokens = _Tokens()
 
 
-def translate_cohere_embed(body: bytes, *, refuse_unknown: bool = False) -> TranslatedPooling:
+def translate_cohere_embed(body: bytes, *, refuse_unknown: bool = False) -> RenderedRequest:
     """Translate the body of Cohere's `POST /v2/embed`.
 
     Args:
@@ -197,10 +186,10 @@ def translate_cohere_embed(body: bytes, *, refuse_unknown: bool = False) -> Tran
             }
         )
 
-    return TranslatedPooling(body=drop_unset(fields), render=render, ignored=ignored)
+    return RenderedRequest(body=drop_unset(fields), render=render, ignored=ignored)
 
 
-def translate_cohere_rerank(body: bytes, *, refuse_unknown: bool = False) -> TranslatedPooling:
+def translate_cohere_rerank(body: bytes, *, refuse_unknown: bool = False) -> RenderedRequest:
     """Translate the body of Cohere's `POST /v2/rerank`. Arguments and errors are those of `translate_cohere_embed`."""
     request, ignored = parse_request_body(CohereRerankRequest, body, refuse_unknown=refuse_unknown)
     fields = {
@@ -223,10 +212,10 @@ def translate_cohere_rerank(body: bytes, *, refuse_unknown: bool = False) -> Tra
         meta = _cohere_meta(ranking.usage.prompt_tokens, billed_units="search_units")
         return _encode({"id": ranking.id, "results": results, "meta": meta})
 
-    return TranslatedPooling(body=drop_unset(fields), render=render, ignored=ignored)
+    return RenderedRequest(body=drop_unset(fields), render=render, ignored=ignored)
 
 
-def translate_tei_rerank(body: bytes, *, refuse_unknown: bool = False) -> TranslatedPooling:
+def translate_tei_rerank(body: bytes, *, refuse_unknown: bool = False) -> RenderedRequest:
     """Translate the body of text-embeddings-inference's `POST /rerank`.
 
     Arguments and errors are those of `translate_cohere_embed`.
@@ -251,7 +240,7 @@ def translate_tei_rerank(body: bytes, *, refuse_unknown: bool = False) -> Transl
             ranks.append({"index": rank.index, **text, "score": rank.relevance_score})
         return _encode(ranks)
 
-    return TranslatedPooling(body=drop_unset(fields), render=render, ignored=ignored)
+    return RenderedRequest(body=drop_unset(fields), render=render, ignored=ignored)
 
 
 def is_tei_request(body: bytes) -> bool:
@@ -265,7 +254,7 @@ def is_tei_request(body: bytes) -> bool:
 
 def translate_ollama_embed(
     body: bytes, clock: Callable[[], float], *, refuse_unknown: bool = False
-) -> TranslatedPooling:
+) -> RenderedRequest:
     """Translate the body of Ollama's `POST /api/embed`. A request without inputs has an empty list as `input`.
 
     Args:
@@ -301,10 +290,10 @@ def translate_ollama_embed(
         )
 
     unused = tuple(f"options.{name}" for name in request.options or ())
-    return TranslatedPooling(body=drop_unset(fields), render=render, ignored=(*ignored, *unused))
+    return RenderedRequest(body=drop_unset(fields), render=render, ignored=(*ignored, *unused))
 
 
-def translate_ollama_embeddings(body: bytes, *, refuse_unknown: bool = False) -> TranslatedPooling:
+def translate_ollama_embeddings(body: bytes, *, refuse_unknown: bool = False) -> RenderedRequest:
     """Translate the body of Ollama's `POST /api/embeddings`, with the errors of `translate_ollama_embed`."""
     request, ignored = parse_request_body(
         OllamaEmbeddingsRequest, body, refuse_unknown=refuse_unknown
@@ -322,7 +311,7 @@ def translate_ollama_embeddings(body: bytes, *, refuse_unknown: bool = False) ->
         return _encode({"embedding": _to_numbers(vectors[0]) if vectors else []})
 
     unused = tuple(f"options.{name}" for name in request.options or ())
-    return TranslatedPooling(body=drop_unset(fields), render=render, ignored=(*ignored, *unused))
+    return RenderedRequest(body=drop_unset(fields), render=render, ignored=(*ignored, *unused))
 
 
 def _cohere_texts(request: CohereEmbedRequest) -> list[str]:

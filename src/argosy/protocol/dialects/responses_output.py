@@ -14,13 +14,11 @@ from argosy.protocol.dialects.dialect_output import (
     RESPONSES_FIELDS,
     CallKind,
     DialectOutput,
-    OutputEnd,
-    OutputError,
     OutputIdentity,
-    OutputTokens,
 )
 from argosy.protocol.dialects.responses_tools import TranslatedTools
 from argosy.protocol.errors import ApiError
+from argosy.protocol.openai_responses import NO_TOKENS, TokenUsage
 
 RESPONSE_ID_PREFIX = "resp_"
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -33,12 +31,9 @@ _TEXT_FIELDS = {
 _PART_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
-def encode_responses_error(error: OutputError, request_id: str) -> bytes:
+def encode_responses_error(error: ApiError, request_id: str) -> bytes:
     """Encode the body of an error response."""
-    error = RESPONSES_FIELDS.rename(error)
-    return ApiError(
-        error.status, error.code, error.message, param=error.param, details=error.details
-    ).encode_body(request_id)
+    return RESPONSES_FIELDS.rename(error).encode_body(request_id)
 
 
 class ResponsesOutput(DialectOutput):
@@ -90,10 +85,10 @@ class ResponsesOutput(DialectOutput):
 
     def describe_empty(self, identity: OutputIdentity) -> dict[str, Any]:
         """Return the response as it is if no output is generated."""
-        usage = render_usage(OutputTokens())
+        usage = render_usage(NO_TOKENS)
         return {**self.describe_start(identity), "status": "completed", "usage": usage}
 
-    def start(self, identity: OutputIdentity, tokens: OutputTokens) -> None:  # noqa: ARG002 - only at the end
+    def start(self, identity: OutputIdentity, tokens: TokenUsage) -> None:  # noqa: ARG002 - only at the end
         self._digits = identity.id
         self._response = self.describe_start(identity)
         self._send("response.created", response=self._response)
@@ -131,21 +126,21 @@ class ResponsesOutput(DialectOutput):
         self._texts.append(text)
         self._send_item_event(f"{self._call_event()}.delta", delta=text)
 
-    def finish(self, end: OutputEnd) -> None:
-        reason = _INCOMPLETE_REASONS.get(end.finish_reason)
+    def finish(self, finish_reason: str, stop_reason: int | str | None, tokens: TokenUsage) -> None:
+        reason = _INCOMPLETE_REASONS.get(finish_reason)
         status = "completed" if reason is None else "incomplete"
         if not self._items:
             self._start_message()
         self._close(status)
         if reason is not None:
             details = {"reason": reason}
-            if isinstance(end.stop_reason, str):  # a limit or the deadline of this server
-                details["stop_reason"] = end.stop_reason
+            if isinstance(stop_reason, str):  # a limit or the deadline of this server
+                details["stop_reason"] = stop_reason
             self._response["incomplete_details"] = details
-        self._response["usage"] = render_usage(end.tokens)
+        self._response["usage"] = render_usage(tokens)
         self._end(status)
 
-    def fail(self, error: OutputError) -> None:
+    def fail(self, error: ApiError) -> None:
         self._close("incomplete")
         default_code = "server_error" if error.status >= 500 else "invalid_prompt"
         code = _ERROR_CODES.get(error.status, default_code)
@@ -260,14 +255,14 @@ def _convert_logprobs(logprobs: Iterable[dict[str, Any]]) -> Iterable[dict[str, 
         }
 
 
-def render_usage(tokens: OutputTokens) -> dict[str, Any]:
+def render_usage(tokens: TokenUsage) -> dict[str, Any]:
     """Return the counts in the shape of the Responses API."""
     return {
-        "input_tokens": tokens.prompt,
-        "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
-        "output_tokens": tokens.output,
-        "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
-        "total_tokens": tokens.prompt + tokens.output,
+        "input_tokens": tokens.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": tokens.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": tokens.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": tokens.reasoning_tokens or 0},
+        "total_tokens": tokens.prompt_tokens + tokens.output_tokens,
     }
 
 

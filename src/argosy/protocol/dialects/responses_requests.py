@@ -23,7 +23,7 @@ from argosy.protocol.dialects.responses_output import ResponsesOutput
 from argosy.protocol.dialects.responses_tools import translate_tool_choice, translate_tools
 from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
-from argosy.protocol.parsing import parse_body, parse_request_body
+from argosy.protocol.parsing import parse_request_body
 
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -113,10 +113,13 @@ class ReasoningCipher(msgspec.Struct, frozen=True):
     """Returns None for what this server has not encrypted."""
 
 
+RequestT = TypeVar("RequestT", bound=ResponsesRequest)
+
+
 def parse_responses_request(
-    body: bytes, *, refuse_unknown: bool = False
-) -> tuple[ResponsesRequest, tuple[str, ...]]:
-    """Parse the body of `POST /v1/responses`.
+    body_type: type[RequestT], body: bytes, *, refuse_unknown: bool = False
+) -> tuple[RequestT, tuple[str, ...]]:
+    """Parse the body of `POST /v1/responses`, or an event with the same fields.
 
     Returns:
         The request, and the paths of its unknown fields.
@@ -124,16 +127,6 @@ def parse_responses_request(
     Raises:
         ApiError: 400 if the body is invalid, 413 if it has too many values.
     """
-    return parse_responses_body(ResponsesRequest, body, refuse_unknown=refuse_unknown)
-
-
-RequestT = TypeVar("RequestT", bound=ResponsesRequest)
-
-
-def parse_responses_body(
-    body_type: type[RequestT], body: bytes, *, refuse_unknown: bool
-) -> tuple[RequestT, tuple[str, ...]]:
-    """Parse a request, or an event with the same fields, as `parse_responses_request` does."""
     request, ignored = parse_request_body(body_type, body, refuse_unknown=refuse_unknown)
     if request.previous_response_id is not None and request.conversation is not None:
         message = "'previous_response_id' and 'conversation' exclude each other. Send one of them."
@@ -278,15 +271,6 @@ class CreateResponseEvent(ResponsesRequest, frozen=True, kw_only=True):
     """Whether the response has output. If false, it only keeps its input, which the next response continues."""
 
 
-def parse_client_event(message: bytes) -> ClientEvent:
-    """Parse a message of a client as far as all events agree.
-
-    Raises:
-        ApiError: 400 if the message is no event, 413 if it has too many values.
-    """
-    return parse_body(ClientEvent, message)
-
-
 def parse_create_event(
     message: bytes, *, refuse_unknown: bool = False
 ) -> tuple[CreateResponseEvent, tuple[str, ...]]:
@@ -299,7 +283,7 @@ def parse_create_event(
         ApiError: 400 if the event is invalid or needs what a connection does not support, 413 if it has too many
             values.
     """
-    event, ignored = parse_responses_body(
+    event, ignored = parse_responses_request(
         CreateResponseEvent, message, refuse_unknown=refuse_unknown
     )
     if event.stream_id is not None:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from argosy.protocol import ApiError
 from argosy.protocol.dialects import (
     ErrorEncoder,
-    OutputError,
     encode_anthropic_error,
     encode_ollama_error,
     encode_responses_error,
@@ -45,7 +45,7 @@ SCHEMA = "response_format.json_schema.schema"
     ],
 )
 def test_message_has_the_names_of_the_request(api: str, message: str, renamed: str) -> None:
-    body = json.loads(APIS[api](OutputError(message=message, status=400), "req_1"))
+    body = json.loads(APIS[api](ApiError(400, "", message), "req_1"))
     error = body["error"]
     assert (error if isinstance(error, str) else error["message"]) == renamed
 
@@ -60,7 +60,7 @@ def test_message_has_the_names_of_the_request(api: str, message: str, renamed: s
     ],
 )
 def test_param_has_the_name_of_the_request(param: str | None, renamed: str | None) -> None:
-    error = OutputError(message="No.", code="x", param=param, status=400, details={"kept": 1})
+    error = ApiError(400, "x", "No.", param=param, details={"kept": 1})
     assert json.loads(encode_responses_error(error, "req_1")) == {
         "error": {
             "message": "No.",

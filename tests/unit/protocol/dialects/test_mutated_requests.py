@@ -12,6 +12,7 @@ import pytest
 from argosy.protocol import ApiError
 from argosy.protocol.dialects import (
     ReasoningCipher,
+    ResponsesRequest,
     parse_responses_request,
     translate_messages_request,
     translate_ollama_chat,
@@ -72,7 +73,7 @@ OLLAMA = {
 
 def translate_responses(body: bytes) -> object:
     cipher = ReasoningCipher(str, str)
-    request, _ = parse_responses_request(body)
+    request, _ = parse_responses_request(ResponsesRequest, body)
     return translate_responses_request(request, cipher, request.input_items(), ())
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from argosy.protocol import ApiError
 from argosy.protocol.dialects import (
-    TranslatedPooling,
+    RenderedRequest,
     is_tei_request,
     translate_cohere_embed,
     translate_cohere_rerank,
@@ -39,7 +39,7 @@ def embeddings(vectors: list[Any]) -> dict[str, Any]:
     return {"id": "embd-1", "data": data[::-1], "usage": {"prompt_tokens": 7}}
 
 
-def render(translated: TranslatedPooling, response: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
+def render(translated: RenderedRequest, response: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
     return json.loads(translated.render(json.dumps(response).encode()))
 
 

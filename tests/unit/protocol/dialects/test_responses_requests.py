@@ -12,6 +12,7 @@ from tests.support.case_tables import read_cases
 from argosy.protocol import ApiError, ChatCompletionRequest, parse_body
 from argosy.protocol.dialects import (
     ReasoningCipher,
+    ResponsesRequest,
     assign_item_ids,
     list_references,
     parse_responses_request,
@@ -35,7 +36,7 @@ def translate(
     **fields: Any,  # noqa: ANN401 - any JSON
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     body = {"model": "big", "input": "Hi", **fields}
-    request, unknown = parse_responses_request(json.dumps(body).encode())
+    request, unknown = parse_responses_request(ResponsesRequest, json.dumps(body).encode())
     translated = translate_responses_request(request, CIPHER, request.input_items(), history or ())
     encoded = json.dumps(translated.body).encode()
     parse_body(ChatCompletionRequest, encoded)  # a chat that replicas accept

@@ -27,6 +27,7 @@ from argosy.protocol.dialects import (
     OllamaOutput,
     OutputIdentity,
     ReasoningCipher,
+    ResponsesRequest,
     encode_anthropic_error,
     encode_ollama_error,
     parse_responses_request,
@@ -84,7 +85,7 @@ OUTPUTS = st.builds(
 
 
 def build_responses_output() -> DialectOutput:
-    request, _ = parse_responses_request(json.dumps(RESPONSES_BODY).encode())
+    request, _ = parse_responses_request(ResponsesRequest, json.dumps(RESPONSES_BODY).encode())
     return translate_responses_request(request, CIPHER, request.input_items()).output
 
 
