@@ -14,39 +14,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
+from tests.support import controlled_fleet
+from tests.support.controlled_fleet import FLEET, REPLICA
 from tests.support.waiting import until
 
-from argosy.deployment import (
-    FleetConfig,
-    dump_fleet,
-    parse_fleet,
-    pool_digests,
-    read_fleet_status,
-    stop_everything,
-)
+from argosy.deployment import FleetConfig, stop_everything
 from argosy.fleet.launchers import LocalProcessLauncher, StaleEpochError
-from argosy.store import FleetLease, open_store
-
-FLEET = "demo"
-REPLICA = Path(__file__).parents[1] / "support" / "scripted_replica.py"
+from argosy.store import FleetLease
 
 
 @dataclass
-class Fleet:
+class Fleet(controlled_fleet.Fleet):
     """A fleet of scripted replicas, and its two controllers as processes."""
 
-    folder: Path
-    url: str
-    lease_s: float
+    lease_s: float = 0.0
     controllers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     takeover_s: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.store = open_store(self.url)
-        self.store.migrate()
 
     @property
     def lease(self) -> FleetLease:
@@ -59,26 +44,15 @@ class Fleet:
         return next(each for each in self.controllers if each.pid == pid)
 
     def declare(self, replicas: int, version: int) -> FleetConfig:
-        arguments = ["{port}", f"exclusive={self.folder}/{{name}}.lock", "print=1"]
-        pool = {"name": "chat", "model": "chat", "engine": "scripted", "drain_deadline_s": 0}
-        declaration = {
-            "fleet": FLEET,
-            "gateways": 0,
-            "controller": {"lease_s": self.lease_s},
-            "models": [{"name": "chat", "source": "owner/chat"}],
-            "engines": {
-                "scripted": {"command": [sys.executable, "-I", "-S", str(REPLICA), *arguments]}
-            },
-            "pools": [pool | {"replicas": replicas, "environment": {"VERSION": str(version)}}],
-        }
-        return parse_fleet(msgspec.json.encode(declaration))
-
-    def apply(self, config: FleetConfig) -> None:
-        self.store.fleets.apply(
-            FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
+        return controlled_fleet.declare(
+            f"exclusive={self.folder}/{{name}}.lock",
+            "print=1",
+            lease_s=self.lease_s,
+            replicas=replicas,
+            environment={"VERSION": str(version)},
         )
 
-    def start_controller(self) -> None:
+    def start_process(self) -> None:
         command = [sys.executable, "-P", "-m", "argosy.cli", "controller", "--fleet", FLEET]
         with (self.folder / f"controller-{len(self.controllers)}.log").open("wb") as log:
             self.controllers.append(
@@ -90,10 +64,10 @@ class Fleet:
                 )
             )
 
-    async def as_declared(self) -> None:
+    async def wait_until_as_declared(self) -> None:
         def is_as_declared() -> bool:
             assert all(each.poll() is None for each in self.controllers), "a controller has ended"
-            return read_fleet_status(self.store.fleets, FLEET).is_as_declared
+            return self.status.is_as_declared
 
         await until(is_as_declared)
 
@@ -117,18 +91,15 @@ class Fleet:
                     counts[name] = counts.get(name, 0) + 1
         return counts
 
-    def close(self) -> None:
-        for process in self.controllers:
-            process.kill()
-            process.wait()
-        self.store.close()
-
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path, postgres_url: str) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path, postgres_url, request.param)
+    fleet = Fleet(tmp_path, postgres_url, lease_s=request.param)
     yield fleet
-    fleet.close()
+    for controller in fleet.controllers:
+        controller.kill()
+        controller.wait()
+    fleet.store.close()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if str(tmp_path) in process.environ().get("ARGOSY_REPLICA", ""):
@@ -147,8 +118,8 @@ async def test_no_action_is_doubled(fleet: Fleet, rounds: int) -> None:
     draw = random.Random(rounds)
     fleet.apply(fleet.declare(3, 0))
     for _ in range(2):
-        fleet.start_controller()
-    await fleet.as_declared()
+        fleet.start_process()
+    await fleet.wait_until_as_declared()
     launcher = LocalProcessLauncher(fleet.folder / "state/argosy/fleets" / FLEET / "replicas")
     for version in range(1, rounds + 1):
         fleet.apply(fleet.declare(draw.randint(1, 4), version))
@@ -158,10 +129,10 @@ async def test_no_action_is_doubled(fleet: Fleet, rounds: int) -> None:
             fleet.apply(fleet.declare(draw.randint(1, 4), version))
         await asyncio.sleep(draw.uniform(0.0, 1.0))
         stopped.send_signal(signal.SIGCONT)
-        await fleet.as_declared()
+        await fleet.wait_until_as_declared()
         with pytest.raises(StaleEpochError):
             await launcher.drain("", epoch)
-        status = read_fleet_status(fleet.store.fleets, FLEET)
+        status = fleet.status
         await until(lambda: {*fleet.count_processes().values()} == {1}, interval_s=0.1)
         assert fleet.count_processes().keys() == {replica.name for replica in status.replicas}
     await launcher.close()
@@ -170,8 +141,7 @@ async def test_no_action_is_doubled(fleet: Fleet, rounds: int) -> None:
     await until(lambda: 0 in {each.poll() for each in fleet.controllers})
     assert not fleet.count_processes()
     assert not [*fleet.folder.glob("*.doubled")], "two processes had the same name at the same time"
-    events = fleet.store.fleets.list_events(FLEET, limit=100_000)
-    epochs = [event.epoch for event in events]
+    epochs = [event.epoch for event in fleet.store.fleets.list_events(FLEET, limit=100_000)]
     assert epochs == sorted(epochs), "a deposed leader recorded an action"
     assert fleet.lease.epoch > rounds
     print(f"took over after {', '.join(f'{each:.1f}' for each in fleet.takeover_s)} s")  # noqa: T201 - the figure

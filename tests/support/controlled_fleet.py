@@ -1,18 +1,21 @@
-"""A fleet with its store, and the controllers that a test starts in its process."""
+"""A fleet of scripted replicas with its store, and the controllers that a test starts in its process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
+import msgspec
 
 from argosy.deployment import (
     FleetConfig,
     FleetStatus,
+    GatewayConfig,
     dump_fleet,
     parse_fleet,
     pool_digests,
@@ -20,13 +23,39 @@ from argosy.deployment import (
 )
 from argosy.fleet.control import Controller, FleetContext, open_launcher
 from argosy.fleet.launchers import LocalProcessLauncher
-from argosy.store import FleetEvent, open_store
+from argosy.store import FleetEvent, StoreConfig, open_store
+from tests.support.gateway_client import run_gateway_server
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 FLEET = "demo"
 LEASE_S = 4.0
 """Long enough for a busy machine to renew it, and short enough for a standby to look at it often."""
+REPLICA = Path(__file__).with_name("scripted_replica.py")
+
+
+def declare(
+    *behaviours: str, address: str = "{port}", lease_s: float = LEASE_S, **pool: object
+) -> FleetConfig:
+    """Return a fleet with a pool of two scripted replicas, which answer every request with their process id."""
+    scripted = [sys.executable, "-I", "-S", str(REPLICA), address, *(behaviours or ["print=1"])]
+    settings = {"name": "chat", "model": "chat", "engine": "scripted", "drain_deadline_s": 0}
+    return build_fleet(scripted, settings | {"replicas": 2} | pool, lease_s)
+
+
+def build_fleet(
+    command: list[str], pool: dict[str, object], lease_s: float = LEASE_S, **engine: object
+) -> FleetConfig:
+    """Return a fleet with a pool whose engine `scripted` has this command."""
+    declaration = {
+        "fleet": FLEET,
+        "gateways": 0,
+        "controller": {"lease_s": lease_s},
+        "models": [{"name": "chat", "source": "argosy-mini"}],
+        "engines": {"scripted": {"command": command, "kind": "openai"} | engine},
+        "pools": [pool],
+    }
+    return parse_fleet(msgspec.json.encode(declaration))
 
 
 @dataclass
@@ -34,10 +63,11 @@ class Fleet:
     """A fleet with its store, and the controllers that a test starts."""
 
     folder: Path
+    url: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.url = f"sqlite:///{self.folder / 'argosy.db'}"
+        self.url = self.url or f"sqlite:///{self.folder / 'argosy.db'}"
         self.store = open_migrated_store(self.url)
 
     def apply(self, config: FleetConfig) -> None:
@@ -70,6 +100,21 @@ class Fleet:
         self.tasks.append(task)
         return task
 
+    @contextlib.asynccontextmanager
+    async def run_gateway(
+        self, client_timeout_s: float | None = 30.0, **settings: object
+    ) -> AsyncIterator[httpx2.AsyncClient]:
+        """Run a gateway of the fleet in this process, with a client."""
+        config = GatewayConfig(
+            port=0,
+            fleet=FLEET,
+            store=StoreConfig(url=self.url),
+            pools_file=str(self.folder / "pools.json"),
+            **settings,  # type: ignore[arg-type]
+        )
+        async with run_gateway_server(config, client_timeout_s=client_timeout_s) as (_, client):
+            yield client
+
     @property
     def status(self) -> FleetStatus:
         return read_fleet_status(self.store.fleets, FLEET)
@@ -97,17 +142,13 @@ class Fleet:
     async def wait_for_reason(self, has_reason: Callable[[str], bool]) -> None:
         await until(lambda: any(has_reason(replica.reason) for replica in self.status.replicas))
 
-
-@contextlib.asynccontextmanager
-async def run_fleet(folder: Path) -> AsyncIterator[Fleet]:
-    """Provide a fleet whose controllers and replicas end with the context."""
-    fleet = Fleet(folder)
-    yield fleet
-    for task in fleet.tasks:
-        task.cancel()
-    await asyncio.gather(*fleet.tasks, return_exceptions=True)
-    launcher = LocalProcessLauncher(folder / "replicas")
-    for name in await launcher.list_replicas():
-        await launcher.stop(name, 1_000_000)
-    await launcher.close()
-    fleet.store.close()
+    async def close(self) -> None:
+        """End the controllers and the processes of this machine."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        launcher = LocalProcessLauncher(self.folder / "replicas")
+        for name in await launcher.list_replicas():
+            await launcher.stop(name, 1_000_000)
+        await launcher.close()
+        self.store.close()

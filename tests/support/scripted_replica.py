@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+RESPONSE = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
 COMPLETION = b"""{"id": "c", "object": "text_completion", "created": 1, "model": "chat", "choices": [
 {"index": 0, "text": "yes", "finish_reason": "stop"}],
 "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}}"""
@@ -70,6 +70,9 @@ def serve(address: str, behaviours: tuple[str, ...]) -> None:
         with client:
             request = client.recv(65536)
             client.sendall(completion if request.startswith(b"POST") else answer)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(65536):
+                pass  # with a rest unread, the answer might be lost
 
 
 main(*sys.argv[1:])

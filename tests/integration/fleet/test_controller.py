@@ -8,24 +8,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pytest
-from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
+from tests.support.controlled_fleet import FLEET, Fleet, build_fleet, declare
 from tests.support.fake_clock import FakeClock
-from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
+from tests.support.gateway_client import BODIES, COMPLETION
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 from argosy.deployment import (
     FleetConfig,
-    GatewayConfig,
     RolloutDocuments,
     append_command,
-    parse_fleet,
     read_rollout_documents,
     read_rollouts,
     set_replicas,
@@ -33,77 +30,10 @@ from argosy.deployment import (
 )
 from argosy.fleet.control import process_holder
 from argosy.fleet.control.leadership import Leadership, is_gone
-from argosy.policy.rollout import (
-    CommandKind,
-    RolloutCommand,
-    RolloutRecord,
-    RolloutState,
-)
-from argosy.store import (
-    DeposedError,
-    FleetStore,
-    GatewayRecord,
-    StoreConfig,
-    StoreUnavailableError,
-)
+from argosy.policy.rollout import CommandKind, RolloutCommand, RolloutRecord, RolloutState
+from argosy.store import DeposedError, FleetStore, GatewayRecord, StoreUnavailableError
 
-REPLICA = Path(__file__).parents[2] / "support" / "scripted_replica.py"
 LEASE_S = 0.04
-
-
-def declare(**pool: object) -> FleetConfig:
-    """Return a fleet of two processes that answer every request with their process id."""
-    return parse_fleet(
-        msgspec.json.encode(
-            {
-                "fleet": FLEET,
-                "gateways": 0,
-                "models": [{"name": "chat", "source": "owner/chat"}],
-                "engines": {
-                    "scripted": {
-                        "command": [sys.executable, str(REPLICA), "{port}", "print=1"],
-                        "kind": "openai",
-                    }
-                }
-                | {
-                    "files": {
-                        "command": [sys.executable, "-m", "http.server", "{port}"],
-                        "kind": "openai",
-                        "ready_path": pool.pop("ready_path", "/"),
-                    }
-                }
-                | {"broken": {"command": [sys.executable, str(REPLICA), "{port}", "crash=3"]}}
-                | {
-                    "complete": {
-                        "command": [sys.executable, str(REPLICA), "{port}", "complete"],
-                        "kind": "openai",
-                    }
-                },
-                "pools": [
-                    {
-                        "name": "chat",
-                        "model": "chat",
-                        "engine": "scripted",
-                        "replicas": 2,
-                        "drain_deadline_s": 0,
-                    }
-                    | pool
-                ],
-            }
-        )
-    )
-
-
-@pytest.fixture(autouse=True)
-def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.fleet.control.replica_monitor.CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr("argosy.fleet.control.leader_term.OBSERVATION_INTERVAL_S", 0.05)
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with run_fleet(tmp_path) as fleet:
-        yield fleet
 
 
 async def test_fleet_becomes_what_is_declared(
@@ -132,7 +62,7 @@ async def test_fleet_becomes_what_is_declared(
     third = await fleet.as_declared("chat-1-0")
     assert third["chat-1-0"] == second["chat-1-0"]
 
-    fleet.apply(declare(replicas=2, environment={"MODE": "new"}))
+    fleet.apply(declare(environment={"MODE": "new"}))
     await fleet.as_declared("chat-2-0", "chat-2-1")
     fleet.apply(stop_everything(declare()))
     await controller
@@ -150,40 +80,29 @@ async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
     fleet.apply(declare())
     first = fleet.start_controller("first")
     pids = await fleet.as_declared("chat-1-0", "chat-1-1")
-    standby = fleet.start_controller("standby")
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await first
-    await until(lambda: fleet.status.leader == "standby")
+    fleets = fleet.store.fleets
+    lease = fleets.acquire_lease("second", fleets.read_lease(FLEET))
+    assert lease is not None
+    assert not fleet.status.is_as_declared, "records of an earlier leader say nothing"
+    fleets.release_lease(lease)
     num_starts = len(fleet.events("replica_start"))
     os.kill(pids["chat-1-1"], signal.SIGKILL)
+    fleet.start_controller("third")
     await until(lambda: len(fleet.events("replica_start")) > num_starts)
     adopted = await fleet.as_declared("chat-1-0", "chat-1-1")
     assert adopted["chat-1-0"] == pids["chat-1-0"]
     starts = fleet.events("replica_start")[num_starts:]
-    assert [(event.epoch, event.replica) for event in starts] == [(2, "chat-1-1")]
-    assert not standby.done()
-
-
-async def test_records_of_an_earlier_leader_are_not_as_declared(fleet: Fleet) -> None:
-    """The replicas may be gone, as after a restart of the machine."""
-    fleet.apply(declare())
-    controller = fleet.start_controller("first")
-    await fleet.as_declared("chat-1-0", "chat-1-1")
-    controller.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await controller
-    assert fleet.status.is_as_declared
-    fleets = fleet.store.fleets
-    assert fleets.acquire_lease("second", fleets.read_lease(FLEET)) is not None
-    assert not fleet.status.is_as_declared
+    assert [(event.epoch, event.replica) for event in starts] == [(3, "chat-1-1")]
 
 
 async def test_status_says_why_replicas_do_not_run(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "/none")
-    fleet.apply(declare(engine="broken", replicas=1))
+    fleet.apply(declare("crash=3", replicas=1))
     fleet.start_controller("first")
     await fleet.wait_for_reason(
         lambda reason: "crashed 2 times" in reason and "cannot open the model" in reason
@@ -196,15 +115,31 @@ async def test_status_says_why_replicas_do_not_run(
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
     fleet.apply(declare(replicas=1, launcher="kubernetes", image="none"))
     await fleet.wait_for_reason(lambda reason: "no Kubernetes cluster is configured" in reason)
-    fleet.apply(declare(engine="files", replicas=1, warm_up=False, ready_path="/none"))
-    await fleet.wait_for_reason(lambda reason: "/none answers 404, see `ready_path`" in reason)
-    fleet.apply(declare(engine="files", replicas=1))
-    await fleet.wait_for_reason(
-        lambda reason: "the warm-up request to /v1/chat/completions has the answer 501: <" in reason
-    )
+    for settings, ready_path, expected in (
+        ({"warm_up": False}, "/none", "/none answers 404, see `ready_path`"),
+        ({}, "/", "the warm-up request to /v1/chat/completions has the answer 501: <"),
+    ):
+        fleet.apply(serve_files(ready_path, **settings))
+        await fleet.wait_for_reason(lambda reason, expected=expected: expected in reason)  # type: ignore[misc]
     assert not any("\n" in replica.reason for replica in fleet.status.replicas)
-    fleet.apply(declare(engine="files", replicas=1, warm_up=False))
+    fleet.apply(serve_files("/", warm_up=False))
     await until(lambda: fleet.status.is_as_declared)
+
+
+def serve_files(ready_path: str, **pool: object) -> FleetConfig:
+    """Return a fleet whose replica serves files and no model."""
+    command = [sys.executable, "-m", "http.server", "{port}"]
+    pool |= {"name": "chat", "model": "chat", "engine": "scripted", "drain_deadline_s": 0}
+    return build_fleet(command, pool, ready_path=ready_path)
+
+
+async def test_replica_that_hangs_is_replaced(fleet: Fleet) -> None:
+    fleet.apply(declare(replicas=1, hang_timeout_s=1.0))
+    fleet.start_controller("first")
+    hung = await fleet.as_declared("chat-1-0")
+    os.kill(hung["chat-1-0"], signal.SIGSTOP)
+    await until(lambda: len(fleet.events("replica_start")) == 2)
+    assert await fleet.as_declared("chat-1-0") != hung
 
 
 async def test_controller_outlives_failures_of_the_store(
@@ -231,17 +166,13 @@ async def test_controller_outlives_failures_of_the_store(
     assert not controller.done()
 
 
-async def test_gateway_follows_rollouts_under_load(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("gateway_publisher", "rollout_evidence"):
-        monkeypatch.setattr(f"argosy.fleet.control.{module}.POLL_INTERVAL_S", 0.05)
+async def test_gateway_follows_rollouts_under_load(fleet: Fleet) -> None:
     rollout = {"steps": [0.5], "shadow": 0, "min_candidate_replicas": 1, "prompts": []}
     rollout |= {"min_step_s": 0, "soak_s": 0}
 
     def declare_version(mode: str) -> FleetConfig:
-        version = {"engine": "complete", "environment": {"MODE": mode}}
-        return declare(replicas=1, warm_up=False, rollout=rollout, **version)
+        version = {"environment": {"MODE": mode}}
+        return declare("complete", replicas=1, warm_up=False, rollout=rollout, **version)
 
     def record() -> RolloutRecord | None:
         reports = read_rollouts(fleet.store.fleets, FLEET)
@@ -250,15 +181,9 @@ async def test_gateway_follows_rollouts_under_load(
     def has_left(state: RolloutState) -> Callable[[], bool]:
         return lambda: (current := record()) is not None and current.state is not state
 
-    gateway = GatewayConfig(
-        port=0,
-        fleet=FLEET,
-        store=StoreConfig(url=fleet.url),
-        pools_file=str(fleet.folder / "pools.json"),
-    )
     statuses, versions = list[int](), list[str]()
     fleet.apply(declare_version("old"))
-    async with run_gateway_server(gateway) as (_, client):
+    async with fleet.run_gateway() as client:
         fleet.start_controller("first")
         await fleet.as_declared("chat-1-0")
 
@@ -295,31 +220,15 @@ async def test_gateway_follows_rollouts_under_load(
     assert set(statuses) == {200}
 
 
-async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("argosy.fleet.control.fleet_autoscaler.DECISION_INTERVAL_S", 0.05)
-    monkeypatch.setattr("argosy.fleet.control.gateway_publisher.POLL_INTERVAL_S", 0.05)
-    fleet.apply(
-        declare(
-            replicas=None,
-            min_replicas=1,
-            max_replicas=2,
-            warm_up=False,
-            autoscaling={"mode": "on", "tokens_per_s": 0.01},
-        )
-    )
+async def test_autoscaler_follows_demand_unless_it_knows_none(fleet: Fleet) -> None:
+    autoscaling = {"mode": "on", "tokens_per_s": 0.01}
+    limits = {"replicas": None, "min_replicas": 1, "max_replicas": 2}
+    fleet.apply(declare("complete", warm_up=False, autoscaling=autoscaling, **limits))
 
     def reasons() -> list[str]:
         return [event.reason for event in fleet.events("scaling_decision")]
 
-    gateway = GatewayConfig(
-        port=0,
-        fleet=FLEET,
-        store=StoreConfig(url=fleet.url),
-        pools_file=str(fleet.folder / "pools.json"),
-    )
-    async with run_gateway_server(gateway) as (_, client):
+    async with fleet.run_gateway() as client:
         fleet.start_controller("first")
         await fleet.as_declared("chat-1-0")
         await client.post(COMPLETION, json=BODIES[COMPLETION] | {"model": "chat"})
@@ -329,18 +238,9 @@ async def test_autoscaler_follows_demand_unless_it_knows_none_or_is_paused(
         await until(lambda: fleet.status.pools[0].decision is not None)
         metrics = (await client.get("/metrics")).text
         assert 'argosy_desired_replicas{pool="chat"} 2' in metrics
-
         dead = GatewayRecord(id="dead", url="http://127.0.0.1:9", secret="x")
         fleet.store.gateways.record_heartbeat(dead)
         await until(lambda: reasons()[-1] == "Hold 2: metrics are missing.")
-        fleet.store.gateways.remove("dead")
-
-        fleet.apply(set_replicas(fleet.declaration(), "chat", 1))
-        await fleet.as_declared("chat-1-0")
-        paused = "Paused, because an operator scaled to 1 by hand"
-        await until(lambda: paused in reasons()[-1])  # events are stored after the records
-        fleet.apply(set_replicas(fleet.declaration(), "chat", None))
-        await fleet.as_declared("chat-1-0", "chat-1-1")
 
 
 @pytest.fixture

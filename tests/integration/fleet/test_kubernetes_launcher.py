@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -19,8 +18,7 @@ from tests.integration.fleet.launcher_suite import (
     spec,
     wait_for,
 )
-from tests.integration.fleet.test_controller import REPLICA, declare
-from tests.support.controlled_fleet import Fleet
+from tests.support.controlled_fleet import Fleet, declare
 from tests.support.kubernetes_api import ApiError, KubernetesApiServer, build_kubeconfig
 from tests.support.kubernetes_cluster import KubernetesCluster, Node
 from tests.support.waiting import until
@@ -326,33 +324,22 @@ async def test_deposed_leader_cannot_finish_what_it_had_begun(
 
 
 async def test_controller_keeps_a_fleet_on_kubernetes(
-    environment: KubernetesEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: KubernetesEnvironment, fleet: Fleet
 ) -> None:
-    monkeypatch.setattr("argosy.fleet.control.replica_monitor.CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr("argosy.fleet.control.leader_term.OBSERVATION_INTERVAL_S", 0.05)
-    fleet = Fleet(tmp_path)
-    declared = declare(launcher="kubernetes", image=IMAGE)
-    command = (sys.executable, str(REPLICA), "{host}:{port}")
-    engine = msgspec.structs.replace(declared.engines["scripted"], command=command)
-    config = msgspec.structs.replace(declared, engines={"scripted": engine})
+    config = declare("print=1", address="{host}:{port}", launcher="kubernetes", image=IMAGE)
     fleet.apply(config)
     controller = fleet.start_controller("one")
-    try:
-        pids = await fleet.as_declared("chat-1-0", "chat-1-1")
-        os.kill(pids["chat-1-0"], signal.SIGKILL)
-        await until(lambda: len(fleet.events("replica_start")) == 3)
-        again = await fleet.as_declared("chat-1-0", "chat-1-1")
-        assert again["chat-1-1"] == pids["chat-1-1"]
-        assert again["chat-1-0"] != pids["chat-1-0"]
-        fleet.apply(set_replicas(config, "chat", 1))
-        await fleet.as_declared("chat-1-0")
-        fleet.apply(stop_everything(config))
-        await controller
-        assert not any(environment.api.objects[kind] for kind in ("deployments", "pods"))
-    finally:
-        controller.cancel()
-        await asyncio.gather(controller, return_exceptions=True)
-        fleet.store.close()
+    pids = await fleet.as_declared("chat-1-0", "chat-1-1")
+    os.kill(pids["chat-1-0"], signal.SIGKILL)
+    await until(lambda: len(fleet.events("replica_start")) == 3)
+    again = await fleet.as_declared("chat-1-0", "chat-1-1")
+    assert again["chat-1-1"] == pids["chat-1-1"]
+    assert again["chat-1-0"] != pids["chat-1-0"]
+    fleet.apply(set_replicas(config, "chat", 1))
+    await fleet.as_declared("chat-1-0")
+    fleet.apply(stop_everything(config))
+    await controller
+    assert not any(environment.api.objects[kind] for kind in ("deployments", "pods"))
 
 
 @pytest.mark.parametrize("command", ["plan", "up"])

@@ -8,57 +8,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
-import msgspec
 import pytest
-from tests.integration.fleet import test_controller
-from tests.support.controlled_fleet import FLEET, Fleet, run_fleet
-from tests.support.gateway_client import BODIES, CHAT, run_gateway_server
+from msgspec.structs import replace
+from tests.support.controlled_fleet import Fleet, build_fleet, declare
+from tests.support.gateway_client import BODIES, CHAT
 from tests.support.waiting import until
 
-from argosy.deployment import ColdStartConfig, FleetConfig, GatewayConfig, parse_fleet
-from argosy.store import StoreConfig
+from argosy.deployment import ColdStartConfig
 
 ROOT = Path(__file__).parents[3]
 MODEL = "chat"
 BODY = BODIES[CHAT] | {"model": MODEL, "max_tokens": 4}
 NUM_CLIENTS = 11
-REPLICA = 'while [ ! -e "$0" ]; do sleep 0.05; done; exec argosy replica "$@"'
+GATED_REPLICA = 'while [ ! -e "$0" ]; do sleep 0.05; done; exec argosy replica "$@"'
 """Replica that starts once a file exists."""
-
-
-def declare(gate: Path, **autoscaling: object) -> FleetConfig:
-    return parse_fleet(
-        msgspec.json.encode(
-            {
-                "fleet": FLEET,
-                "gateways": 0,
-                "models": [{"name": MODEL, "source": "argosy-mini"}],
-                "engines": {
-                    "gated": {
-                        "command": ["sh", "-c", REPLICA, str(gate), "{model}"],
-                        "optional_arguments": [["--served-model-name", "{served_name}"]],
-                        "port_arguments": ["--host", "{host}", "--port", "{port}"],
-                        "ready_path": "/ready",
-                        "kind": "argosy",
-                    }
-                },
-                "pools": [
-                    {
-                        "name": "chat",
-                        "model": MODEL,
-                        "engine": "gated",
-                        "min_replicas": 0,
-                        "max_replicas": 1,
-                        "autoscaling": {"mode": "on", "tokens_per_s": 100.0} | autoscaling,
-                    }
-                ],
-            }
-        )
-    )
+COLD_START = ColdStartConfig(non_streaming_hold_s=300.0)
+LIMITS = {"replicas": None, "min_replicas": 0, "max_replicas": 1}
 
 
 async def count_queued(client: httpx2.AsyncClient) -> int:
@@ -67,45 +35,18 @@ async def count_queued(client: httpx2.AsyncClient) -> int:
     return int(float(line.rpartition(" ")[2]))
 
 
-@pytest.fixture(autouse=True)
-def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.fleet.control.replica_monitor.CHECK_INTERVAL_S", 0.1)
-    monkeypatch.setattr("argosy.fleet.control.leader_term.OBSERVATION_INTERVAL_S", 0.1)
-    monkeypatch.setattr("argosy.fleet.control.gateway_publisher.POLL_INTERVAL_S", 0.1)
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with run_fleet(tmp_path) as fleet:
-        yield fleet
-
-
-@contextlib.asynccontextmanager
-async def run_gateway(
+def run_gateway(
     fleet: Fleet, cold_start: ColdStartConfig
-) -> AsyncIterator[httpx2.AsyncClient]:
-    config = GatewayConfig(
-        port=0,
-        fleet=FLEET,
-        store=StoreConfig(url=fleet.url),
-        pools_file=str(fleet.folder / "pools.json"),
-        cold_start=msgspec.structs.replace(cold_start, non_streaming_hold_s=300.0),
-        early_stream_start_s=0.1,
-    )
-    async with run_gateway_server(config, client_timeout_s=None) as (_, client):
-        yield client
+) -> contextlib.AbstractAsyncContextManager[httpx2.AsyncClient]:
+    return fleet.run_gateway(None, cold_start=cold_start, early_stream_start_s=0.1)
 
 
 async def test_a_request_starts_a_replica_that_the_next_controller_keeps_until_it_is_idle(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
 ) -> None:
-    monkeypatch.setattr("argosy.fleet.control.fleet_autoscaler.DECISION_INTERVAL_S", 0.1)
-    pool: dict[str, object] = {"replicas": None, "min_replicas": 0, "max_replicas": 1}
-    autoscaling: dict[str, object] = {"mode": "on", "tokens_per_s": 100.0}
-
     def apply(**changes: object) -> None:
-        config = test_controller.declare(**pool, autoscaling=autoscaling | changes, warm_up=False)
-        fleet.apply(config)
+        autoscaling = {"mode": "on", "tokens_per_s": 100.0} | changes
+        fleet.apply(declare(warm_up=False, autoscaling=autoscaling, **LIMITS))
 
     def reasons() -> str:
         return "\n".join(event.reason for event in fleet.events("scaling_decision"))
@@ -113,7 +54,7 @@ async def test_a_request_starts_a_replica_that_the_next_controller_keeps_until_i
     apply(mode="advisory")
     first = fleet.start_controller("first")
     hasty = {"x-argosy-deadline": "5"}
-    async with run_gateway(fleet, ColdStartConfig()) as client:
+    async with run_gateway(fleet, COLD_START) as client:
         while (await client.post(CHAT, json=BODY, headers=hasty)).status_code != 503:
             pass  # the controller has published nothing yet
         await until(lambda: "Advisory only, the count stays at 0. Scale from 0 to 1" in reasons())
@@ -141,8 +82,8 @@ async def test_a_request_starts_a_replica_that_the_next_controller_keeps_until_i
 @pytest.mark.parametrize(
     ("cold_start", "read_timeout_s", "event_timeout_s"),
     [
-        (ColdStartConfig(comment_interval_s=1.0, event_interval_s=1.0), 4.0, 4.0),
-        (ColdStartConfig(), 600.0, 120.0),
+        (replace(COLD_START, comment_interval_s=1.0, event_interval_s=1.0), 4.0, 4.0),
+        (COLD_START, 600.0, 120.0),
     ],
     ids=["short", "defaults"],
 )
@@ -150,7 +91,11 @@ async def test_clients_of_all_kinds_wait_for_a_model_that_is_scaled_to_zero(
     fleet: Fleet, cold_start: ColdStartConfig, read_timeout_s: float, event_timeout_s: float
 ) -> None:
     gate = fleet.folder / "gate"
-    fleet.apply(declare(gate, scale_to_zero_after_s=1.0))
+    command = ["sh", "-c", GATED_REPLICA, str(gate), "{model}", "--served-model-name", MODEL]
+    pool = {"name": "chat", "model": MODEL, "engine": "scripted", **LIMITS}
+    pool["autoscaling"] = {"mode": "on", "tokens_per_s": 100.0, "scale_to_zero_after_s": 1.0}
+    arguments = [*command, "--host", "{host}", "--port", "{port}"]
+    fleet.apply(build_fleet(arguments, pool, ready_path="/ready", kind="argosy"))
     first = fleet.start_controller("first")
     async with run_gateway(fleet, cold_start) as client:
         while not (await client.get("/v1/models")).json()["data"]:
