@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -127,12 +127,7 @@ class SimulatedMonitor:
         pass
 
     def reading(self, replica: LaunchedReplica) -> ReplicaHealthReading:
-        health = self._cluster.check_health(replica.name)
-        return ReplicaHealthReading(
-            attempt=replica.attempt,
-            is_serving=health.is_serving,
-            last_response_at=health.last_response_at,
-        )
+        return self._cluster.check_health(replica.name)
 
     async def close(self) -> None:
         pass
@@ -237,6 +232,8 @@ class RolloutFleet:
         )
         self._folder = folder
         self._task: asyncio.Task[None] | None = None
+        self._generations: dict[str, int] = {}
+        """Generation of each version by its digest."""
         self.num_controllers = 0
         self.round_s = 1.0
         """Virtual seconds per round of the controller."""
@@ -252,9 +249,11 @@ class RolloutFleet:
         )
 
     def apply(self, config: FleetConfig) -> None:
-        self.store.fleets.apply(
+        revision = self.store.fleets.apply(
             FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
         )
+        for generation in revision.generations.values():
+            self._generations[generation.digest] = generation.generation
 
     def start_controller(self) -> None:
         self.num_controllers += 1
@@ -348,19 +347,13 @@ class RolloutFleet:
         """Whether the gateways follow the stored route."""
         return self.gateways.routes.get(POOL) == self.route.version
 
-    def generation(self, mode: str) -> int:
-        for revision in self.store.fleets.list_revisions(FLEET, 1000):
-            found = revision.generations.get(POOL)
-            if found is not None and found.digest == digest_of(mode):
-                return found.generation
-        return 0
-
     def replicas(self, mode: str) -> list[LaunchedReplica]:
         """Return the replicas of a version that have not exited."""
+        generation = self._generations.get(digest_of(mode))
         return [
             each
             for each in self.cluster.list_replicas().values()
-            if (each.pool, each.generation) == (POOL, self.generation(mode))
+            if (each.pool, each.generation) == (POOL, generation)
             and each.state is not LaunchState.EXITED
         ]
 
@@ -401,5 +394,4 @@ class RolloutFleet:
 
     def lose_document(self, name: str) -> None:
         stored = self.store.fleets.read_documents(FLEET)[name]
-        replace: Callable[..., bool] = partial(self.store.fleets.replace_document, FLEET, name)
-        assert replace(None, after=stored.version)
+        assert self.store.fleets.replace_document(FLEET, name, None, after=stored.version)

@@ -16,6 +16,7 @@ from random import Random
 
 import msgspec
 
+from argosy.fleet.control.replica_monitor import ReplicaHealthReading
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
@@ -43,14 +44,6 @@ class SimulatedBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the failures that are hangs instead of crashes."""
     drain_s: tuple[float, float] = (0.0, 10.0)
     """Time that the running requests of a draining replica take."""
-
-
-class SimulatedHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a simulated health check."""
-
-    last_response_at: float | None = None
-    last_step_at: float | None = None
-    is_serving: bool = False
 
 
 @dataclass(kw_only=True)
@@ -129,13 +122,14 @@ class SimulatedCluster:
             for name, replica in self._replicas.items()
         }
 
-    def check_health(self, name: str) -> SimulatedHealth:
+    def check_health(self, name: str) -> ReplicaHealthReading:
         """Return what a health check of the replica finds."""
         self._advance()
         replica = self._replicas.get(name)
         if replica is None or replica.state not in _ALIVE:
-            return SimulatedHealth()
-        return SimulatedHealth(
+            return ReplicaHealthReading(attempt=0 if replica is None else replica.attempt)
+        return ReplicaHealthReading(
+            attempt=replica.attempt,
             last_response_at=min(self._now, replica.unresponsive_since),
             last_step_at=min(self._now, replica.unresponsive_since, replica.stepless_since),
             is_serving=replica.is_loaded

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from argosy.deployment import LaunchResources
+from argosy.fleet.control.replica_monitor import ReplicaHealthReading
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
@@ -50,7 +51,6 @@ from tests.support.simulated_cluster import (
     NODES,
     SimulatedBehaviour,
     SimulatedCluster,
-    SimulatedHealth,
     SimulatedLauncher,
 )
 
@@ -279,7 +279,7 @@ class VirtualController:
         self._last_listing: dict[str, LaunchedReplica] = {}
         self._warming: set[tuple[str, int]] = set()
         """Warm-ups that this controller started."""
-        self._readings: dict[tuple[str, int], SimulatedHealth] = {}
+        self._readings: dict[tuple[str, int], ReplicaHealthReading] = {}
         """Results of health checks by replica and attempt."""
         self.is_suspended = False
         """Whether the controller was suspended before its last observation, and has not checked since."""
@@ -331,7 +331,7 @@ class VirtualController:
         fleet, store, key = self.fleet, self.fleet.store, (replica.name, replica.attempt)
         health = fleet.cluster.check_health(replica.name)
         if self.is_suspended:
-            health = self._readings.get(key, SimulatedHealth())
+            health = self._readings.get(key, ReplicaHealthReading(attempt=replica.attempt))
         self._readings[key] = health
         is_serving, responded_at = health.is_serving, health.last_response_at
         if fleet.health_fails_since <= fleet.now:

@@ -94,6 +94,8 @@ async def test_scale_by_hand_ends_a_scale_down(fleet: RolloutFleet) -> None:
     assert "Paused, because an operator scaled to 5 by hand" in last_decision(fleet)
     await fleet.wait(200.0)
     assert fleet.ready("v1") == 5
+    fleet.apply(declare_scaled())
+    await fleet.until(lambda: fleet.ready("v1") == 1)
 
 
 async def test_pool_that_cannot_start_keeps_what_serves(fleet: RolloutFleet) -> None:
