@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import httpx2
+import psutil
 import pytest
+from tests.support.controlled_fleet import REPLICA
 
 from argosy.fleet.launchers import (
     LaunchedReplica,
@@ -21,8 +22,6 @@ from argosy.fleet.launchers import (
     LaunchState,
     StaleEpochError,
 )
-
-SCRIPTED_REPLICA = Path(__file__).parents[2] / "support/scripted_replica.py"
 
 
 class LauncherEnvironment(Protocol):
@@ -35,7 +34,7 @@ def spec(
     *behaviours: str, name: str = "a-1-0", address: str = "{socket}", **fields: object
 ) -> LaunchSpec:
     """Return the spec of a scripted replica."""
-    command = (sys.executable, "-I", "-S", str(SCRIPTED_REPLICA), address, *behaviours)
+    command = (sys.executable, "-I", "-S", str(REPLICA), address, *behaviours)
     pool, generation, ordinal = name.rsplit("-", 2)
     settings = {"command": command, "drain_deadline_s": 0.0, **fields}
     return LaunchSpec(
@@ -62,6 +61,12 @@ async def read_pid(replica: LaunchedReplica) -> int:
                 await asyncio.sleep(0.01)
 
 
+async def start(launcher: Launcher, launched: LaunchSpec, epoch: int = 1) -> int:
+    """Start a replica, and return its pid once it answers."""
+    await launcher.start(launched, epoch)
+    return await read_pid((await launcher.list_replicas())[launched.name])
+
+
 async def wait_for(
     launcher: Launcher, reached: Callable[[LaunchedReplica], bool], name: str = "a-1-0"
 ) -> LaunchedReplica:
@@ -76,14 +81,6 @@ async def wait_for(
 
 def has_exited(replica: LaunchedReplica) -> bool:
     return replica.state == LaunchState.EXITED
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class LauncherSuite:
@@ -112,16 +109,12 @@ class LauncherSuite:
         await other.close()
         (replica,) = (await launcher.list_replicas()).values()
         pid = await read_pid(replica)
-        await launcher.start(self.spec(), 1)
-        assert await read_pid((await launcher.list_replicas())["a-1-0"]) == pid
-        assert (replica.name, replica.pool, replica.generation, replica.ordinal) == (
-            *("a-1-0", "a"),
-            *(1, 0),
-        )
+        assert await start(launcher, self.spec()) == pid
+        assert replica.identity == self.spec().identity
         assert (replica.state, replica.attempt) == (LaunchState.RUNNING, 1)
 
         await launcher.stop("a-1-0", 1)
-        assert not is_alive(pid)
+        assert not psutil.pid_exists(pid)
         exited = (await launcher.list_replicas())["a-1-0"]
         assert (exited.state, exited.exit_status) == (LaunchState.EXITED, -9)
         assert exited.exited_at is not None
@@ -167,8 +160,7 @@ class LauncherSuite:
     async def test_refuses_actions_of_outdated_epoch(
         self, launcher: Launcher, environment: LauncherEnvironment
     ) -> None:
-        await launcher.start(self.spec(), 7)
-        pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+        pid = await start(launcher, self.spec(), 7)
         old_leader = environment.create_launcher()
         actions: list[Callable[[], Awaitable[None]]] = [
             lambda: old_leader.start(self.spec(name="b-1-0"), 6),
@@ -187,14 +179,12 @@ class LauncherSuite:
     async def test_next_launcher_adopts_replicas(
         self, launcher: Launcher, environment: LauncherEnvironment
     ) -> None:
-        await launcher.start(self.spec(), 1)
+        pid = await start(launcher, self.spec())
         before = await launcher.list_replicas()
-        pid = await read_pid(before["a-1-0"])
         await launcher.close()
         adopter = environment.create_launcher()
         assert await adopter.list_replicas() == before
-        await adopter.start(self.spec(), 2)
-        assert await read_pid((await adopter.list_replicas())["a-1-0"]) == pid
+        assert await start(adopter, self.spec(), 2) == pid
         os.kill(pid, 9)
         killed = await wait_for(adopter, has_exited)
         assert killed.exit_status == -9

@@ -22,6 +22,7 @@ from tests.integration.fleet.launcher_suite import (
     has_exited,
     read_pid,
     spec,
+    start,
     wait_for,
 )
 from tests.support.waiting import until
@@ -84,15 +85,13 @@ def monitor_of(pid: int) -> psutil.Process:
 async def test_stop_and_crash_leave_no_descendant(
     launcher: LocalProcessLauncher, environment: LocalEnvironment
 ) -> None:
-    await launcher.start(spec("fork"), 1)
-    pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+    pid = await start(launcher, spec("fork"))
     assert len(replica_processes(environment.folder)) == 2
     os.kill(pid, signal.SIGSEGV)
     crashed = await wait_for(launcher, has_exited)
     assert crashed.reason == "it crashed with SIGSEGV"
     assert replica_processes(environment.folder) == []
-    await launcher.start(spec("fork"), 1)
-    pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+    pid = await start(launcher, spec("fork"))
     os.kill(pid, signal.SIGSTOP)
     await launcher.stop("a-1-0", 1)
     assert replica_processes(environment.folder) == []
@@ -101,14 +100,11 @@ async def test_stop_and_crash_leave_no_descendant(
 async def test_replica_whose_folder_was_removed_starts_anew(
     launcher: LocalProcessLauncher, environment: LocalEnvironment
 ) -> None:
-    await launcher.start(spec(), 1)
-    pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+    pid = await start(launcher, spec())
     shutil.rmtree(environment.folder / "replicas")
     (environment.folder / "replicas").mkdir()
     assert await launcher.list_replicas() == {}
-    await launcher.start(spec(), 1)
-    replica = (await launcher.list_replicas())["a-1-0"]
-    assert await read_pid(replica) != pid
+    assert await start(launcher, spec()) != pid
     await until(lambda: not psutil.pid_exists(pid))
     assert len(replica_processes(environment.folder)) == 1
 
@@ -121,8 +117,7 @@ async def test_killed_or_stopped_monitor_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("argosy.fleet.launchers.monitor_processes.RESPONSE_TIMEOUT_S", 0.1)
-    await launcher.start(spec("fork"), 1)
-    pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+    pid = await start(launcher, spec("fork"))
     monitor_of(pid).send_signal(number)
     if number == signal.SIGSTOP:
         await launcher.stop("a-1-0", 1)
@@ -149,8 +144,7 @@ async def test_damaged_status_is_replaced(
 async def test_drain_deadline_holds_without_launcher(
     launcher: LocalProcessLauncher, environment: LocalEnvironment
 ) -> None:
-    await launcher.start(spec("ignore-sigterm", drain_deadline_s=0.2), 1)
-    monitor = monitor_of(await read_pid((await launcher.list_replicas())["a-1-0"]))
+    monitor = monitor_of(await start(launcher, spec("ignore-sigterm", drain_deadline_s=0.2)))
     await launcher.drain("a-1-0", 1)
     assert (await launcher.list_replicas())["a-1-0"].state == LaunchState.DRAINING
     await launcher.close()
@@ -249,8 +243,7 @@ async def test_limits_cpus_and_memory(
     launcher: LocalProcessLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resources = LaunchResources(cpus=0.5, memory_bytes=64 << 20)
-    await launcher.start(spec(resources=resources), 1)
-    pid = await read_pid((await launcher.list_replicas())["a-1-0"])
+    pid = await start(launcher, spec(resources=resources))
     assert len(os.sched_getaffinity(pid)) == 1
     await launcher.start(spec(f"allocate={100 << 20}", name="b-1-0", resources=resources), 1)
     killed = await wait_for(launcher, has_exited, "b-1-0")
@@ -342,8 +335,7 @@ async def test_launcher_that_holds_the_lock_is_named(
 
 async def test_replicas_die_with_closed_or_killed_launcher(environment: LocalEnvironment) -> None:
     launcher = environment.create_launcher(die_with_launcher=True)
-    await launcher.start(spec("fork"), 1)
-    await read_pid((await launcher.list_replicas())["a-1-0"])
+    await start(launcher, spec("fork"))
     await launcher.close()
     assert replica_processes(environment.folder) == []
     with run_killed_launcher(environment.folder) as process:

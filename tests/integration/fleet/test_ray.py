@@ -15,9 +15,9 @@ from tests.e2e.test_fleet import Commands
 from tests.integration.fleet.launcher_suite import (
     LauncherSuite,
     has_exited,
-    is_alive,
     read_pid,
     spec,
+    start,
     wait_for,
 )
 from tests.support.ray_nodes import RayNodes, network_namespace
@@ -116,9 +116,8 @@ async def stop(launcher: RayLauncher, name: str) -> None:
 
 
 async def test_continues_after_the_end_of_its_processes(launcher: RayLauncher) -> None:
-    await launcher.start(spec(address=ADDRESS), 7)
+    pid = await start(launcher, spec(address=ADDRESS), 7)
     before = await launcher.list_replicas()
-    pid = await read_pid(before["a-1-0"])
 
     find_process("argosy.fleet.launchers.ray_driver").kill()
     assert await list_when_connected(launcher) == before
@@ -132,7 +131,7 @@ async def test_continues_after_the_end_of_its_processes(launcher: RayLauncher) -
     find_process("ray::ReplicaSupervisor").kill()
     lost = await wait_for(launcher, has_exited)
     assert lost.reason.startswith("its supervisor ended: ")
-    await until(lambda: not is_alive(pid))
+    await until(lambda: not psutil.pid_exists(pid))
     await launcher.start(spec(address=ADDRESS), 7)
     assert (await launcher.list_replicas())["a-1-0"].attempt == 2
 
