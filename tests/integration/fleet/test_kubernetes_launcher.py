@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,12 +17,10 @@ from tests.integration.fleet.launcher_suite import (
     wait_for,
 )
 from tests.support.controlled_fleet import Fleet, declare
-from tests.support.kubernetes_api import ApiError, KubernetesApiServer, build_kubeconfig
+from tests.support.kubernetes_api import ApiError, KubernetesApiServer
 from tests.support.kubernetes_cluster import KubernetesCluster, Node
 from tests.support.waiting import until
-from typer.testing import CliRunner
 
-from argosy.cli.app import app
 from argosy.deployment import KubernetesSettings, LaunchResources, set_replicas, stop_everything
 from argosy.fleet.launchers import (
     KubernetesLauncher,
@@ -36,7 +32,6 @@ from argosy.fleet.launchers import (
     StaleEpochError,
 )
 
-EXAMPLE = Path(__file__).parents[3] / "examples/kubernetes.yaml"
 IMAGE = "registry.internal/replica:1"
 
 
@@ -340,23 +335,3 @@ async def test_controller_keeps_a_fleet_on_kubernetes(
     fleet.apply(stop_everything(config))
     await controller
     assert not any(environment.api.objects[kind] for kind in ("deployments", "pods"))
-
-
-@pytest.mark.parametrize("command", ["plan", "up"])
-def test_commands_refuse_a_cluster_that_cannot_be_reached(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kubeconfig = tmp_path / "kubeconfig"
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    kubeconfig.write_text(build_kubeconfig("127.0.0.1", port))
-    arguments = [command, str(EXAMPLE), "--store", f"sqlite:///{tmp_path / 'argosy.db'}"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert f"the Kubernetes API at http://127.0.0.1:{port} cannot be reached" in result.output
-    monkeypatch.setitem(sys.modules, "kubernetes_asyncio.client.api_client", None)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert "install it with: pip install 'argosy[kubernetes]'" in result.output

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -25,6 +24,7 @@ from tests.integration.fleet.launcher_suite import (
     start,
     wait_for,
 )
+from tests.support.full_disk import full_disk
 from tests.support.waiting import until
 
 from argosy.deployment import LaunchResources
@@ -292,13 +292,8 @@ async def test_full_disk_starts_nothing(
 ) -> None:
     if epoch_is_stored:
         await launcher.stop("unknown-1-0", 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(LaunchError, match="File too large"):
-            await launcher.start(spec(), 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(), pytest.raises(LaunchError, match="File too large"):
+        await launcher.start(spec(), 1)
     assert await launcher.list_replicas() == {}
     assert replica_processes(environment.folder) == []
     await launcher.start(spec(), 1)

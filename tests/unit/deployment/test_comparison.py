@@ -63,6 +63,16 @@ def parse(*overlays: str) -> FleetConfig:
         ('pools/chat/memory="1GiB"', "pools[chat].memory", "replicas replaced", ["chat"], (4, 2, 1)),
         ('pools/chat/model="code"', "pools[chat].model", "replicas replaced", ["chat"], (4, 2, 1)),
         ("pools/chat/max_surge=3", "pools[chat].max_surge", "none", [], (0, 0, 0)),
+        ('pools/chat/environment={"A":"b"}', "pools[chat].environment.A", "replicas replaced", ["chat"], (4, 2, 1)),
+        ("pools/chat/cpus=2", "pools[chat].cpus", "replicas replaced", ["chat"], (4, 2, 1)),
+        ('pools/chat/image="x"', "pools[chat].image", "replicas replaced", ["chat"], (4, 2, 1)),
+        ('pools/chat/launcher="ray"', "pools[chat].launcher", "replicas replaced", ["chat"], (4, 2, 1)),
+        ('pools/own/engine="vllm"', "pools[own].engine", "replicas replaced", ["own"], (1, 1, 0)),
+        ("pools/chat/drain_deadline_s=1", "pools[chat].drain_deadline_s", "replicas replaced", ["chat"], (4, 2, 1)),
+        ("pools/own/drain_deadline_s=1", "pools[own].drain_deadline_s", "none", [], (0, 0, 0)),
+        ('pools/chat/max_unavailable="50%"', "pools[chat].max_unavailable", "none", [], (0, 0, 0)),
+        ("pools/chat/hang_timeout_s=60", "pools[chat].hang_timeout_s", "none", [], (0, 0, 0)),
+        ("pools/chat/warm_up=false", "pools[chat].warm_up", "none", [], (0, 0, 0)),
         ('pools/x={"name":"x","model":"chat"}', "pools[x]", "replicas started", ["x"], (1, 1, 0)),
         ('models/chat/source="/other"', "models[chat].source", "replicas replaced", ["chat", "batch"], (7, 5, 3)),
         ('models/chat/aliases=["c"]', "models[chat].aliases", "gateway reload", [], (0, 0, 0)),
@@ -96,6 +106,16 @@ def test_change_has_its_effect(
 
 
 ROLLOUT = 'pools/chat/rollout={"steps":["25%"],"max_surge":0}'
+
+
+def test_digest_ignores_how_options_and_sizes_are_written() -> None:
+    def digest(options: str, memory: str) -> str:
+        config = parse(f"pools/chat/options={options}", f"pools/chat/memory={memory}")
+        return replica_digest(config, config.pools[0])
+
+    first = digest('{"max_seqs":4,"threads":2}', '"1GiB"')
+    assert first == digest('{"threads":2,"max_seqs":4}', "1073741824")
+    assert first != digest('{"max_seqs":4,"threads":1}', '"1GiB"')
 
 
 def test_pool_with_rollouts_is_rolled_out() -> None:

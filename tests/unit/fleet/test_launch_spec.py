@@ -83,62 +83,6 @@ def test_secrets_are_resolved_when_a_replica_starts(tmp_path: Path) -> None:
         build_launch_spec(config, pool, 3, 1, {"SECRET": "x"})
 
 
-@pytest.mark.parametrize(
-    ("change", "changes_digest"),
-    [
-        ("replicas: 5", False),
-        ("spares: 1", False),
-        ("max_surge: 2", False),
-        ("max_unavailable: 50%", False),
-        ("hang_timeout_s: 60", False),
-        ("warm_up: false", False),
-        ("memory: 1073741824", False),  # 1GiB, written otherwise
-        ("memory: 2GiB", True),
-        ("cpus: 2", True),
-        ("options: {batch: 8}", True),
-        ("environment: {A: c}", True),
-        ("environment: {A: {env: A}}", True),
-        ("drain_deadline_s: 60", False),  # no option of SGLang
-        ("launcher: ray", True),
-        ("image: x", True),
-        ("model: hub", True),
-        ("engine: vllm", True),
-    ],
-)
-def test_digest_changes_with_what_changes_the_process(change: str, *, changes_digest: bool) -> None:
-    base = {
-        "name": "p",
-        "model": "chat",
-        "memory": "1GiB",
-        "environment": "{A: b}",
-        "options": "{batch: 4}",
-        "engine": "sglang",
-    }
-    key, _, value = change.partition(": ")
-    digests = []
-    for settings in (base, base | {key: value}):
-        config, pool = parse_pool(f"{{{', '.join(f'{k}: {v}' for k, v in settings.items())}}}")
-        digests.append(replica_digest(config, pool))
-    assert (digests[0] != digests[1]) is changes_digest
-
-
-def test_digest_ignores_routes_limits_and_order_of_options() -> None:
-    def digest(top: str, options: str) -> str:
-        text = f"{MODELS}pools: [{{name: p, model: chat, options: {options}}}, {{name: q, model: hub}}]\n{top}"
-        config = parse_fleet(text)
-        return replica_digest(config, config.pools[0])
-
-    routes = "routes: [{model: hub, target_model: chat}]\nlog_level: debug\nqueue: {timeout_s: 1}"
-    options = "{max_seqs: 4, threads: 2}"
-    assert digest("", options) == digest(routes, "{threads: 2, max_seqs: 4}")
-    assert digest("", options) != digest("", "{max_seqs: 4, threads: 1}")
-
-
-def test_drain_deadline_is_an_option_of_native_replicas() -> None:
-    pools = [parse_pool(f"{{name: p, model: hub, drain_deadline_s: {s}}}") for s in (1, 2)]
-    assert len({replica_digest(*pool) for pool in pools}) == 2
-
-
 def test_each_gateway_has_its_port_and_no_settings_of_the_controller() -> None:
     config, _ = parse_pool("{name: p, model: hub}")
     first, second = build_gateway_config(config), build_gateway_config(config, 1)
