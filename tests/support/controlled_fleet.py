@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import msgspec
@@ -35,7 +36,10 @@ REPLICA = Path(__file__).with_name("scripted_replica.py")
 
 
 def declare(
-    *behaviours: str, address: str = "{port}", lease_s: float = LEASE_S, **pool: object
+    *behaviours: str,
+    address: str = "{port}",
+    lease_s: float = LEASE_S,
+    **pool: Any,  # noqa: ANN401 - its settings
 ) -> FleetConfig:
     """Return a fleet with a pool of two scripted replicas, which answer every request with their process id."""
     scripted = [sys.executable, "-I", "-S", str(REPLICA), address, *(behaviours or ["print=1"])]
@@ -102,7 +106,9 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def run_gateway(
-        self, client_timeout_s: float | None = 30.0, **settings: object
+        self,
+        client_timeout_s: float | None = 30.0,
+        **settings: Any,  # noqa: ANN401 - of the gateway
     ) -> AsyncIterator[httpx2.AsyncClient]:
         """Run a gateway of the fleet in this process, with a client."""
         config = GatewayConfig(
@@ -110,7 +116,7 @@ class Fleet:
             fleet=FLEET,
             store=StoreConfig(url=self.url),
             pools_file=str(self.folder / "pools.json"),
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
         async with run_gateway_server(config, client_timeout_s=client_timeout_s) as (_, client):
             yield client

@@ -171,8 +171,10 @@ async def test_gateway_follows_rollouts_under_load(fleet: Fleet) -> None:
     rollout |= {"min_step_s": 0, "soak_s": 0}
 
     def declare_version(mode: str) -> FleetConfig:
-        version = {"environment": {"MODE": mode}}
-        return declare("complete", replicas=1, warm_up=False, rollout=rollout, **version)
+        environment = {"MODE": mode}
+        return declare(
+            "complete", replicas=1, warm_up=False, rollout=rollout, environment=environment
+        )
 
     def record() -> RolloutRecord | None:
         reports = read_rollouts(fleet.store.fleets, FLEET)
@@ -222,8 +224,10 @@ async def test_gateway_follows_rollouts_under_load(fleet: Fleet) -> None:
 
 async def test_autoscaler_follows_demand_unless_it_knows_none(fleet: Fleet) -> None:
     autoscaling = {"mode": "on", "tokens_per_s": 0.01}
-    limits = {"replicas": None, "min_replicas": 1, "max_replicas": 2}
-    fleet.apply(declare("complete", warm_up=False, autoscaling=autoscaling, **limits))
+    scaled = declare(
+        "complete", replicas=None, min_replicas=1, max_replicas=2, autoscaling=autoscaling
+    )
+    fleet.apply(scaled)
 
     def reasons() -> list[str]:
         return [event.reason for event in fleet.events("scaling_decision")]
@@ -233,8 +237,8 @@ async def test_autoscaler_follows_demand_unless_it_knows_none(fleet: Fleet) -> N
         await fleet.as_declared("chat-1-0")
         await client.post(COMPLETION, json=BODIES[COMPLETION] | {"model": "chat"})
         await fleet.as_declared("chat-1-0", "chat-1-1")
-        (scaled,) = [reason for reason in reasons() if reason.startswith("Scale from 1 to 2")]
-        assert "the maximum is 2 ((1.15 x " in scaled
+        (decision,) = [reason for reason in reasons() if reason.startswith("Scale from 1 to 2")]
+        assert "the maximum is 2 ((1.15 x " in decision
         await until(lambda: fleet.status.pools[0].decision is not None)
         metrics = (await client.get("/metrics")).text
         assert 'argosy_desired_replicas{pool="chat"} 2' in metrics

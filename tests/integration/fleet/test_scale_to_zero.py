@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -26,7 +27,7 @@ NUM_CLIENTS = 11
 GATED_REPLICA = 'while [ ! -e "$0" ]; do sleep 0.05; done; exec argosy replica "$@"'
 """Replica that starts once a file exists."""
 COLD_START = ColdStartConfig(non_streaming_hold_s=300.0)
-LIMITS = {"replicas": None, "min_replicas": 0, "max_replicas": 1}
+LIMITS: dict[str, Any] = {"replicas": None, "min_replicas": 0, "max_replicas": 1}
 
 
 async def count_queued(client: httpx2.AsyncClient) -> int:
@@ -92,7 +93,7 @@ async def test_clients_of_all_kinds_wait_for_a_model_that_is_scaled_to_zero(
 ) -> None:
     gate = fleet.folder / "gate"
     command = ["sh", "-c", GATED_REPLICA, str(gate), "{model}", "--served-model-name", MODEL]
-    pool = {"name": "chat", "model": MODEL, "engine": "scripted", **LIMITS}
+    pool: dict[str, object] = {"name": "chat", "model": MODEL, "engine": "scripted", **LIMITS}
     pool["autoscaling"] = {"mode": "on", "tokens_per_s": 100.0, "scale_to_zero_after_s": 1.0}
     arguments = [*command, "--host", "{host}", "--port", "{port}"]
     fleet.apply(build_fleet(arguments, pool, ready_path="/ready", kind="argosy"))
