@@ -81,7 +81,8 @@ class BenchConnection(asyncio.Protocol):
         self.closed = True
         if self._response is not None:
             self._response.received_at = self._clock()
-            if not (exc is None and self._response.ends_at_eof):
+            ends_at_eof = self._response.status >= 200 and not self._response.has_body_length
+            if exc is not None or not ends_at_eof:
                 self._response.record_error(
                     "cut", "The server closed the connection before the end of the response."
                 )
@@ -156,7 +157,7 @@ class BenchClient:
         headers: Mapping[str, str],
     ) -> BenchResponse:
         request = self._render_head(method, path, len(body), headers) + body
-        response.on_sent(self._clock())  # the time to connect counts as the server's
+        response.sent_at = self._clock()  # the time to connect counts as the server's
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send_on_connection(request, response)
@@ -181,7 +182,7 @@ class BenchClient:
         if connection is None:
             connection = await self._connect()
         await connection.send_request(request, response)
-        if is_reused and response.closed_before_response:
+        if is_reused and response.error == "cut" and not response.status:
             # The server had closed the idle connection, so it never received the request.
             response.on_resend()
             connection = await self._connect()

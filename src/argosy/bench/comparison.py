@@ -10,7 +10,7 @@ interval is the Behrens-Fisher interval for the difference of two log means with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -135,10 +135,8 @@ def _estimate_run(run: RunResult, resampling: _Resampling) -> dict[str, Array]:
         return {}
     measures = {"output tok/s": _resample_throughput(rows, resampling)}
     for metric in _COMPARED_METRICS:
-        sample = _MetricSample(rows, metric)
-        if sample.size:
-            for statistic, drawn in sample.bootstrap(resampling).items():
-                measures[f"{metric} {statistic} ms"] = drawn
+        for statistic, drawn in _bootstrap(rows, metric, resampling).items():
+            measures[f"{metric} {statistic} ms"] = drawn
     return measures
 
 
@@ -172,61 +170,41 @@ def _resample_throughput(rows: Sequence[RequestRow], resampling: _Resampling) ->
     return np.concatenate([[series.mean()], series[indices].mean(axis=1)])
 
 
-class _MetricSample:
-    """Sorted values of a metric, each with the index of its request."""
+def _bootstrap(
+    rows: Sequence[RequestRow], metric: MetricName, resampling: _Resampling
+) -> dict[Statistic, Array]:
+    """Return arrays by statistic: the estimate, then the resamples.
 
-    def __init__(self, rows: Sequence[RequestRow], metric: MetricName) -> None:
-        lists = [metric_values(row, metric) for row in rows]
-        owners = np.repeat(np.arange(len(rows)), [len(each) for each in lists])
-        flat = np.asarray([value for each in lists for value in each], dtype=np.float64)
-        order = np.argsort(flat, kind="stable")
-        self._values, self._owners, self._requests = flat[order], owners[order], len(rows)
-
-    @property
-    def size(self) -> int:
-        """Number of values."""
-        return len(self._values)
-
-    def bootstrap(self, resampling: _Resampling) -> dict[Statistic, Array]:
-        """Return arrays by statistic: the estimate, then the resamples.
-
-        A quantile whose tail holds less than one request is left out.
-        """
-        statistics: dict[Statistic, Callable[[Array], float]] = {"mean": self._mean}
-        for name, quantile in _QUANTILES.items():
-            if self._requests * (1 - quantile) < 1 - 1e-9:
-                continue
-            statistics[name] = _WeightedQuantile(self._values, quantile)
-        drawn: dict[Statistic, list[float]] = {name: [] for name in statistics}
-        probabilities = np.full(self._requests, 1 / self._requests)
-        for draw in range(resampling.resamples + 1):
-            counts = np.ones(self._requests)
-            if draw:
-                counts = resampling.rng.multinomial(self._requests, probabilities).astype(
-                    np.float64
-                )
-            weights = counts[self._owners]
-            if not weights.any():  # all drawn requests have no values
-                weights = np.ones_like(weights)
-            for name, statistic in statistics.items():
-                drawn[name].append(statistic(weights))
-        return {name: np.asarray(each) for name, each in drawn.items()}
-
-    def _mean(self, weights: Array) -> float:
-        return float(np.average(self._values, weights=weights))
-
-
-class _WeightedQuantile:
-    """Quantile of sorted values under weights: the smallest value with this share of the weight at or below it."""
-
-    def __init__(self, values: Array, quantile: float) -> None:
-        self._values = values
-        self._quantile = quantile
-
-    def __call__(self, weights: Array) -> float:
+    A quantile whose tail holds less than one request is left out.
+    """
+    lists = [metric_values(row, metric) for row in rows]
+    owners = np.repeat(np.arange(len(rows)), [len(each) for each in lists])
+    flat = np.asarray([value for each in lists for value in each], dtype=np.float64)
+    if not len(flat):
+        return {}
+    order = np.argsort(flat, kind="stable")
+    values, owners = flat[order], owners[order]
+    quantiles = {
+        name: quantile
+        for name, quantile in _QUANTILES.items()
+        if len(rows) * (1 - quantile) >= 1 - 1e-9
+    }
+    drawn: dict[Statistic, list[float]] = {name: [] for name in ("mean", *quantiles)}
+    probabilities = np.full(len(rows), 1 / len(rows))
+    for draw in range(resampling.resamples + 1):
+        counts = np.ones(len(rows))
+        if draw:
+            counts = resampling.rng.multinomial(len(rows), probabilities).astype(np.float64)
+        weights = counts[owners]
+        if not weights.any():  # all drawn requests have no values
+            weights = np.ones_like(weights)
+        drawn["mean"].append(float(np.average(values, weights=weights)))
         below = np.cumsum(weights)
-        index = int(np.searchsorted(below, self._quantile * below[-1] - 1e-9))
-        return float(self._values[min(index, len(self._values) - 1)])
+        for name, quantile in quantiles.items():
+            # The smallest value with this share of the weight at or below it.
+            index = int(np.searchsorted(below, quantile * below[-1] - 1e-9))
+            drawn[name].append(float(values[min(index, len(values) - 1)]))
+    return {name: np.asarray(each) for name, each in drawn.items()}
 
 
 def format_comparison(

@@ -7,8 +7,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Coroutine, Iterator
 
-import msgspec
-
 from argosy.bench.client import BenchClient, Clock
 from argosy.bench.metrics import RequestRow
 from argosy.bench.plan import LoadPlan, PlannedRequest, SyntheticPrompt
@@ -140,9 +138,7 @@ class Driver:
                         skipped, BenchResponse(), self._elapsed_s(), "an earlier turn failed"
                     )
                 return
-            history.append(
-                ConversationTurn(self._body_builder.prompt_text(request.prompt), response.text)
-            )
+            history.append((self._body_builder.prompt_text(request.prompt), response.text))
             body = self._body_builder.build_body(next_request, history)
             scheduled_s = self._elapsed_s() + next_request.think_s
             await self._sleep_until(scheduled_s)
@@ -181,16 +177,37 @@ class Driver:
         scheduled_s: float,
         cancel_reason: str,
     ) -> None:
-        row = build_row(
-            request,
-            response,
+        now, started_at = self._clock(), self._started_at
+        ok = not response.error and not cancel_reason
+        end = response.last_chunk_at if ok and response.last_chunk_at is not None else now
+        has_token_counts = len(response.running_token_counts) == len(response.chunk_times) > 0
+        output_tokens = response.output_tokens
+        is_in_ramp = request.phase == "measured" and scheduled_s < self._plan.ramp_s
+        row = RequestRow(
+            index=request.index,
+            session=request.session,
+            turn=request.turn,
+            phase="ramp" if is_in_ramp else request.phase,
+            outcome="cancelled" if cancel_reason else "ok" if ok else "error",
+            error=cancel_reason or response.error,
+            detail=response.error_detail,
+            status=response.status,
+            finish=response.finish_reason,
             scheduled_s=scheduled_s,
-            started_at=self._started_at,
-            now=self._clock(),
-            cancel_reason=cancel_reason,
+            sent_s=(now if response.sent_at is None else response.sent_at) - started_at,
+            end_s=end - started_at,
+            chunks_s=[at - started_at for at in response.chunk_times],
+            chunk_tokens=_differences(response.running_token_counts) if has_token_counts else None,
+            planned_input=request.prompt.tokens
+            if isinstance(request.prompt, SyntheticPrompt) and request.turn == 0
+            else None,
+            planned_output=request.output_tokens,
+            input_tokens=response.input_tokens,
+            cached_tokens=response.cached_tokens,
+            output_tokens=len(response.chunk_times) if output_tokens is None else output_tokens,
+            counted_by_server=output_tokens is not None,
+            resent=response.resent,
         )
-        if self._plan.ramp_s and row.phase == "measured" and scheduled_s < self._plan.ramp_s:
-            row = msgspec.structs.replace(row, phase="ramp")
         self.rows.append(row)
         self._on_row(row)
 
@@ -204,56 +221,6 @@ class Driver:
                 return
             sleep_s = min(remaining - _TIMER_RESOLUTION_S / 2, _STOP_CHECK_INTERVAL_S)
             await asyncio.sleep(sleep_s if remaining > _TIMER_RESOLUTION_S else 0)
-
-
-def build_row(
-    request: PlannedRequest,
-    response: BenchResponse,
-    *,
-    scheduled_s: float,
-    started_at: float,
-    now: float,
-    cancel_reason: str,
-) -> RequestRow:
-    """Return the row of a request.
-
-    Args:
-        request: Planned request.
-        response: Response, complete or not.
-        scheduled_s: Scheduled send after the start.
-        started_at: Start of the run.
-        now: Current time.
-        cancel_reason: Reason, or empty.
-    """
-    ok = not response.error and not cancel_reason
-    end = response.last_chunk_at if ok and response.last_chunk_at is not None else now
-    has_token_counts = len(response.running_token_counts) == len(response.chunk_times) > 0
-    output_tokens = response.output_tokens
-    return RequestRow(
-        index=request.index,
-        session=request.session,
-        turn=request.turn,
-        phase=request.phase,
-        outcome="cancelled" if cancel_reason else "ok" if ok else "error",
-        error=cancel_reason or response.error,
-        detail=response.error_detail,
-        status=response.status,
-        finish=response.finish_reason,
-        scheduled_s=scheduled_s,
-        sent_s=(now if response.sent_at is None else response.sent_at) - started_at,
-        end_s=end - started_at,
-        chunks_s=[at - started_at for at in response.chunk_times],
-        chunk_tokens=_differences(response.running_token_counts) if has_token_counts else None,
-        planned_input=request.prompt.tokens
-        if isinstance(request.prompt, SyntheticPrompt) and request.turn == 0
-        else None,
-        planned_output=request.output_tokens,
-        input_tokens=response.input_tokens,
-        cached_tokens=response.cached_tokens,
-        output_tokens=len(response.chunk_times) if output_tokens is None else output_tokens,
-        counted_by_server=output_tokens is not None,
-        resent=response.resent,
-    )
 
 
 def _differences(counts: list[int]) -> list[int]:

@@ -25,6 +25,8 @@ from argosy.protocol import parse_endpoint
 
 _RUN_ID = "check"
 _STUB_DELAYS = StubDelays(first_token_s=0.05, token_gap_s=0.01)
+SCHEDULED_REQUESTS = 200
+FLOOD_REQUESTS = 3000
 
 
 class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +48,7 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
 
 async def measure_noise_floor(seed: int = 0) -> NoiseFloor:
     """Measure the noise floor against a stub in its own process. Takes about ten seconds."""
-    load = LoadSpec(arrivals=ArrivalProcess(rate=40), requests=200)
+    load = LoadSpec(arrivals=ArrivalProcess(rate=40), requests=SCHEDULED_REQUESTS)
     plan = build_plan(
         Workload(input=LengthDistribution("fixed", 32), output=LengthDistribution("fixed", 16)),
         load,
@@ -58,7 +60,7 @@ async def measure_noise_floor(seed: int = 0) -> NoiseFloor:
         stub_times = msgspec.json.decode(response.body, type=dict[str, StubRequestTimes])
     async with _run_stub(StubDelays()) as client:
         single_rows, single_s = await _run_plan(
-            client, _build_flood_plan(requests=3000, output=1, seed=seed)
+            client, _build_flood_plan(requests=FLOOD_REQUESTS, output=1, seed=seed)
         )
         before = time.process_time()
         stream_rows, stream_s = await _run_plan(

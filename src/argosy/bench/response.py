@@ -87,21 +87,6 @@ class BenchResponse:
         """Body of a response that is not a stream."""
         return b"".join(self._body)
 
-    @property
-    def closed_before_response(self) -> bool:
-        """Whether the connection was closed before the first byte of the response."""
-        return self.error == "cut" and not self.status
-
-    @property
-    def ends_at_eof(self) -> bool:
-        """Whether the end of the connection marks the end of the body."""
-        return self.status >= 200 and not self.has_body_length
-
-    def on_sent(self, now: float) -> None:
-        """Record the time of the first send."""
-        if self.sent_at is None:
-            self.sent_at = now
-
     def on_resend(self) -> None:
         """Prepare for sending the request again on a new connection. The first attempt counts as waiting time."""
         self.error = self.error_detail = ""

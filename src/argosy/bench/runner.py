@@ -120,17 +120,16 @@ class _BenchRunner:
             raise BenchError("--find-rate needs a rate to start at: give --rate 1, for example.")
         search = search_rate(arrivals_template.rate, self._settings.precision)
         rate = next(search)
+        tried: list[tuple[float, RunResult]] = []
         while True:
             arrivals = msgspec.structs.replace(arrivals_template, rate=rate)
             load = msgspec.structs.replace(template, arrivals=arrivals)
             run_index = len(self._runs)
             plan = build_plan(self._settings.workload, load, self._settings.seed, run_index)
             run = await self._run_load(body_builder, load, plan)
+            tried.append((rate, run))
             if run.interrupted:
-                return max(
-                    (_configured_rate(run) for run in self._runs if run.met_objectives),
-                    default=None,
-                )
+                return max((rate for rate, run in tried if run.met_objectives), default=None)
             try:
                 rate = search.send(bool(run.met_objectives))
             except StopIteration as end:
@@ -182,11 +181,6 @@ class _BenchRunner:
         )
         self._runs.append(result)
         return result
-
-
-def _configured_rate(run: RunResult) -> float:
-    arrivals = run.load.arrivals
-    return 0.0 if arrivals is None or arrivals.rate is None else arrivals.rate
 
 
 def describe_load(load: LoadSpec) -> str:

@@ -239,11 +239,8 @@ async def _send_probe(
     return await client.post(target.api_path, msgspec.json.encode(body), BenchResponse())
 
 
-class ConversationTurn(msgspec.Struct, frozen=True):
-    """Completed turn of a conversation."""
-
-    user_text: str
-    assistant_text: str
+ConversationTurn = tuple[str, str]
+"""Text of the user, and of the assistant that answered."""
 
 
 class RequestBodyBuilder:
@@ -276,10 +273,11 @@ class RequestBodyBuilder:
     ) -> dict[str, Any]:
         target = self.target
         if target.api == "chat":
-            messages: list[dict[str, Any]] = []
-            for turn in history:
-                messages.append({"role": "user", "content": turn.user_text})
-                messages.append({"role": "assistant", "content": turn.assistant_text})
+            messages: list[dict[str, Any]] = [
+                {"role": role, "content": text}
+                for turn in history
+                for role, text in zip(("user", "assistant"), turn, strict=True)
+            ]
             if isinstance(prompt, ChatPrompt):
                 return {"messages": [*messages, *prompt.messages]}
             return {"messages": [*messages, {"role": "user", "content": self.prompt_text(prompt)}]}
@@ -287,7 +285,7 @@ class RequestBodyBuilder:
             *shared, own = prompt.spans
             span_ids = [*map(self._draw_ids, shared), self._generate_ids(own)]
             return {"prompt": [token for ids in span_ids for token in ids]}
-        history_text = "".join(f"{turn.user_text}{turn.assistant_text}\n" for turn in history)
+        history_text = "".join(f"{user}{assistant}\n" for user, assistant in history)
         return {"prompt": history_text + self.prompt_text(prompt)}
 
     def _subtract_overhead(self, spans: tuple[SyntheticSpan, ...]) -> tuple[SyntheticSpan, ...]:
