@@ -82,10 +82,7 @@ class Accounts(RecordTables):
                 transaction.update_record(project, "archive", archived_at=transaction.now)
             for user in transaction.find_records(User, organisation=organisation, disabled_at=None):
                 transaction.update_record(user, "disable", disabled_at=transaction.now)
-            current = transaction.get_record(Organisation, organisation)
-            return transaction.update_record(
-                current, "archive", archived_at=current.archived_at or transaction.now
-            )
+            return transaction.end_record(Organisation, organisation, "archive")
 
     # --- projects --------------------------------------------------------------------------------
 
@@ -159,10 +156,7 @@ class Accounts(RecordTables):
     def archive_project(self, project: str, *, actor: str) -> Project:
         """Archive a project. The gateway then rejects its keys."""
         with self._begin_transaction(actor) as transaction:
-            current = transaction.get_record(Project, project)
-            return transaction.update_record(
-                current, "archive", archived_at=current.archived_at or transaction.now
-            )
+            return transaction.end_record(Project, project, "archive")
 
     # --- users -----------------------------------------------------------------------------------
 
@@ -224,10 +218,7 @@ class Accounts(RecordTables):
     def disable_user(self, user: str, *, actor: str) -> User:
         """Disable a user. The user can no longer sign in, and the gateway rejects the user's keys."""
         with self._begin_transaction(actor) as transaction:
-            current = transaction.get_record(User, user)
-            return transaction.update_record(
-                current, "disable", disabled_at=current.disabled_at or transaction.now
-            )
+            return transaction.end_record(User, user, "disable")
 
     # --- keys ------------------------------------------------------------------------------------
 
@@ -288,10 +279,7 @@ class Accounts(RecordTables):
     def revoke_key(self, key: str, *, actor: str) -> Key:
         """Revoke a key with immediate effect."""
         with self._begin_transaction(actor) as transaction:
-            current = transaction.get_record(Key, key)
-            return transaction.update_record(
-                current, "revoke", revoked_at=current.revoked_at or transaction.now
-            )
+            return transaction.end_record(Key, key, "revoke")
 
 
 def _new_organisation(name: str, now: float) -> Organisation:

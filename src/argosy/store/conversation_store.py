@@ -17,13 +17,13 @@ from argosy.store.item_table import (
     Item,
     ItemOwner,
     check_history_size,
-    delete_items,
+    delete_expired,
+    delete_with_items,
     insert_items,
     next_position,
     read_items,
 )
 
-_DELETION_BATCH_ROWS = 500
 _conversations = schema.conversations.c
 
 
@@ -92,7 +92,7 @@ class ConversationStore:
         """Delete a conversation with its items."""
         with self._database.write_transaction() as connection:
             self._read(connection, owner, conversation_id)
-            _delete(connection, [conversation_id])
+            delete_with_items(connection, schema.conversations, [conversation_id])
 
     def append_items(
         self, owner: ItemOwner, conversation_id: str, items: Sequence[Item], retention_s: float
@@ -155,15 +155,7 @@ class ConversationStore:
 
     def delete_expired(self) -> int:
         """Delete a batch of expired conversations. Returns their number, 0 if no more have expired."""
-        expired = (
-            select(_conversations.id)
-            .where(_conversations.expires_at <= self._clock())
-            .limit(_DELETION_BATCH_ROWS)
-        )
-        with self._database.write_transaction() as connection:
-            ids = list(connection.execute(expired).scalars())
-            _delete(connection, ids)
-        return len(ids)
+        return delete_expired(self._database, schema.conversations, self._clock())
 
     def _read(
         self, connection: Connection, owner: ItemOwner, conversation_id: str
@@ -184,11 +176,6 @@ class ConversationStore:
             created_at=row.created_at,
             metadata=msgspec.json.decode(bytes(row.body), type=dict[str, str]),
         )
-
-
-def _delete(connection: Connection, conversation_ids: Sequence[str]) -> None:
-    delete_items(connection, conversation_ids)
-    connection.execute(delete(schema.conversations).where(_conversations.id.in_(conversation_ids)))
 
 
 def _is_item(conversation_id: str, item_id: str) -> ColumnElement[bool]:

@@ -6,9 +6,20 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, FromClause, and_, delete, func, insert, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    Table,
+    and_,
+    delete,
+    func,
+    insert,
+    select,
+)
 
 from argosy.store import schema
+from argosy.store.database import Database
 from argosy.store.errors import HistoryTooLongError
 
 Item = dict[str, Any]
@@ -16,6 +27,7 @@ Item = dict[str, Any]
 ALL_ITEMS = 2**31
 MAX_HISTORY_ITEMS = 20_000
 MAX_HISTORY_BYTES = 64 * 1024 * 1024
+_DELETION_BATCH_ROWS = 500
 _columns = schema.items.c
 
 
@@ -122,6 +134,16 @@ def find_items(
     return {item["id"]: item for item in decode_items(connection.execute(query).scalars())}
 
 
-def delete_items(connection: Connection, parents: Sequence[str]) -> None:
-    """Delete all items of responses and conversations."""
-    connection.execute(delete(schema.items).where(_columns.parent.in_(parents)))
+def delete_with_items(connection: Connection, table: Table, ids: Sequence[str]) -> None:
+    """Delete responses or conversations, with all their items."""
+    connection.execute(delete(schema.items).where(_columns.parent.in_(ids)))
+    connection.execute(delete(table).where(table.c.id.in_(ids)))
+
+
+def delete_expired(database: Database, table: Table, now: float) -> int:
+    """Delete a batch of expired responses or conversations. Returns their number, 0 if no more have expired."""
+    expired = select(table.c.id).where(table.c.expires_at <= now).limit(_DELETION_BATCH_ROWS)
+    with database.write_transaction() as connection:
+        ids = list(connection.execute(expired).scalars())
+        delete_with_items(connection, table, ids)
+    return len(ids)

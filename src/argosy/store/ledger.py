@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,6 +15,7 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    Row,
     Select,
     Subquery,
     Table,
@@ -55,6 +56,7 @@ MAX_SCANNED_ROWS = 100_000
 MAX_OWNERS_PER_QUERY = 5000
 """Maximum number of owner ids in one query."""
 
+_RECORD_COLUMNS = tuple(schema.usage.c[name] for name in UsageRecord.__struct_fields__)
 _UNINDEXED_FIELDS = ("model", "asked", "route", "replica")
 _REPORT_GROUPS: tuple[ReportGroup, ...] = get_args(ReportGroup)
 _SUMMED_COLUMNS = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
@@ -234,14 +236,7 @@ class Ledger:
         request_count: RequestCount,
         owners: Sequence[str] | None = None,
     ) -> list[UsageReportRow]:
-        """Sum usage by group, without the limit on rows if `owners` are given.
-
-        Args:
-            groups: Fields to group by.
-            where: Filter of records.
-            request_count: Aggregates that count requests.
-            owners: Values to which the first group is restricted, or None.
-        """
+        """Sum usage by group. If `owners` restrict the first group, without the limit on rows."""
 
         def owner_conditions(table: Table) -> list[ColumnElement[bool]]:
             conditions = [] if owners is None else [table.c[groups[0]].in_(owners)]
@@ -309,15 +304,14 @@ class Ledger:
     def iter_records(self, where: UsageFilter = ALL_USAGE) -> Iterator[list[UsageRecord]]:
         """Yield single records in pages, sorted by end time. No transaction is open between pages."""
         table = schema.usage
-        columns = [table.c[name] for name in UsageRecord.__struct_fields__]
-        query = select(*columns).where(*self._owner_conditions(table, where))
+        query = select(*_RECORD_COLUMNS).where(*self._owner_conditions(table, where))
         query = query.order_by(table.c.ended_at, table.c.request).limit(PAGE_ROWS)
         page_query, after = query.where(*_ended_at_conditions(where)), None
         # With both conditions SQLite would use `since` instead of the page start and scan all rows for each page.
         where = msgspec.structs.replace(where, since=None)
         while True:
             with self._database.read_transaction() as connection:
-                records = [UsageRecord(**row._asdict()) for row in connection.execute(page_query)]
+                records = _to_records(connection.execute(page_query))
             if records:
                 yield records
             if len(records) < PAGE_ROWS:
@@ -352,7 +346,7 @@ class Ledger:
         query = _latest_first(select(found).where(*conditions), found.c) if conditions else scanned
         with self._database.read_transaction() as connection:
             rows = connection.execute(query.limit(limit + 1)).all()
-            records = [UsageRecord(**row._asdict()) for row in rows[:limit]]
+            records = _to_records(rows[:limit])
             if len(rows) > limit:
                 return LatestRecords(records, (records[-1].ended_at, records[-1].request))
             if not conditions:
@@ -392,7 +386,7 @@ class Ledger:
         query = select(found).where(*conditions).limit(limit + 1)
         query = query.order_by(*(key.desc() if is_descending else key for key in keys))
         with self._database.read_transaction() as connection:
-            records = [UsageRecord(**row._asdict()) for row in connection.execute(query)]
+            records = _to_records(connection.execute(query))
             end = connection.execute(_select_end(found)).first()
         return SortedRecords(
             records[:limit], len(records) > limit, None if end is None else end.ended_at
@@ -407,10 +401,8 @@ class Ledger:
     ) -> tuple[Select[Any], Subquery, list[ColumnElement[bool]]]:
         """Select the latest `MAX_SCANNED_ROWS` records by index. Returns also the conditions that have no index."""
         table = schema.usage
-        columns = [table.c[name] for name in UsageRecord.__struct_fields__]
-        unindexed = dict.fromkeys(_UNINDEXED_FIELDS)
-        indexed = msgspec.structs.replace(where, **unindexed)
-        scanned = select(*columns).where(
+        indexed = msgspec.structs.replace(where, **dict.fromkeys(_UNINDEXED_FIELDS))
+        scanned = select(*_RECORD_COLUMNS).where(
             *self._owner_conditions(table, indexed), *_ended_at_conditions(where)
         )
         if before is not None:
@@ -435,13 +427,11 @@ class Ledger:
             requests: Ids of requests.
         """
         table = schema.usage
-        columns = [table.c[name] for name in UsageRecord.__struct_fields__]
-        query = select(*columns).where(
+        query = select(*_RECORD_COLUMNS).where(
             table.c.request.in_(requests), *self._owner_conditions(table, ALL_USAGE)
         )
         with self._database.read_transaction() as connection:
-            row = connection.execute(query.limit(1)).first()
-        return None if row is None else UsageRecord(**row._asdict())
+            return next(iter(_to_records(connection.execute(query.limit(1)))), None)
 
     def count_recent(self, model: str, since: float, max_records: int) -> dict[str, int]:
         """Count recent requests of a model by their status.
@@ -497,12 +487,16 @@ class Ledger:
             The number of removed records.
         """
         midnight = before // DAY_S * DAY_S
+        oldest = select(func.min(schema.usage.c.ended_at))
         removed = 0
-        while (oldest := self._find_oldest()) is not None and oldest < midnight:
+        while True:
+            with self._database.read_transaction() as connection:
+                ended_at = connection.execute(oldest).scalar_one()
+            if ended_at is None or ended_at >= midnight:
+                return removed
             if removed:
                 time.sleep(ROLL_UP_PAUSE_S)
             removed += self._roll_up_batch(midnight)
-        return removed
 
     def _find_rotated_keys(self, owners: Collection[str], since: float) -> dict[str, list[str]]:
         """Return for each key id itself and its predecessors by rotation that were valid at `since` or later."""
@@ -523,12 +517,6 @@ class Ledger:
         if self._organisation_id is not None:
             conditions.append(table.c.organisation == self._organisation_id)
         return conditions
-
-    def _find_oldest(self) -> float | None:
-        with self._database.read_transaction() as connection:
-            oldest = select(func.min(schema.usage.c.ended_at))
-            ended_at: float | None = connection.execute(oldest).scalar_one()
-            return ended_at
 
     def _roll_up_batch(self, midnight: float) -> int:
         """Roll up the oldest records that ended before midnight. Batches keep the lock times of other writers short."""
@@ -603,6 +591,10 @@ def _sanitize_text(value: str) -> str:
     if value.isprintable() and len(value) <= MAX_TEXT_CHARS:
         return value
     return value.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_TEXT_CHARS]
+
+
+def _to_records(rows: Iterable[Row[Any]]) -> list[UsageRecord]:
+    return [UsageRecord(**row._asdict()) for row in rows]
 
 
 def _to_report_row(values: dict[str, Any]) -> UsageReportRow:

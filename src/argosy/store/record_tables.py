@@ -37,6 +37,7 @@ from argosy.store.records import (
     User,
 )
 from argosy.store.validation import (
+    END_FIELDS,
     MAX_RECORDS_PER_ORGANISATION,
     ORGANISATION_COLUMNS,
     UNIQUE_FIELDS,
@@ -279,6 +280,12 @@ class AccountTransaction:
             action, record, {name: [old[name], new[name]] for name in changed}
         )
         return after
+
+    def end_record(self, record_type: type[RecordT], record_id: str, action: str) -> RecordT:
+        """Set the time at which a record ends, unless it has ended. Raises NotFoundError."""
+        found = self.get_record(record_type, record_id)
+        field = END_FIELDS[record_type]
+        return self.update_record(found, action, **{field: getattr(found, field) or self.now})
 
     def delete_record(self, record: AccountRecord) -> None:
         """Delete a record. The audit log keeps its fields."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, insert, literal, select, update
+from sqlalchemy import Connection, Row, insert, literal, select, update
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -17,7 +17,8 @@ from argosy.store.item_table import (
     ItemOwner,
     check_history_size,
     decode_items,
-    delete_items,
+    delete_expired,
+    delete_with_items,
     find_items,
     insert_items,
     next_position,
@@ -32,7 +33,6 @@ INTERRUPTED_ERROR = {
     "code": "server_error",
     "message": "The gateway that ran the response has stopped. Send the request again.",
 }
-_DELETION_BATCH_ROWS = 500
 _responses = schema.responses.c
 
 
@@ -152,19 +152,11 @@ class ResponseStore:
         """Delete a response with its items. Responses that continue it cannot be continued any more."""
         with self._database.write_transaction() as connection:
             self._require(connection, owner, response_id)
-            _delete(connection, [response_id])
+            delete_with_items(connection, schema.responses, [response_id])
 
     def delete_expired(self) -> int:
         """Delete a batch of expired responses. Returns their number, 0 if no more have expired."""
-        expired = (
-            select(_responses.id)
-            .where(_responses.expires_at <= self._clock())
-            .limit(_DELETION_BATCH_ROWS)
-        )
-        with self._database.write_transaction() as connection:
-            ids = list(connection.execute(expired).scalars())
-            _delete(connection, ids)
-        return len(ids)
+        return delete_expired(self._database, schema.responses, self._clock())
 
     # --- background ------------------------------------------------------------------------------
 
@@ -278,11 +270,6 @@ def _update_running(
         .values(**values)
     )
     return result.rowcount > 0
-
-
-def _delete(connection: Connection, response_ids: Sequence[str]) -> None:
-    delete_items(connection, response_ids)
-    connection.execute(delete(schema.responses).where(_responses.id.in_(response_ids)))
 
 
 def _check_id(response_id: str) -> None:

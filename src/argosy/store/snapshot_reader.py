@@ -34,9 +34,18 @@ _TABLES_WITHOUT_PRIMARY_KEY = text(
 )
 """Names of the PostgreSQL tables that lack their primary key or do not exist."""
 
-_RECORD_TYPES = {
-    record_noun(record_type): record_type
-    for record_type in (Organisation, Project, User, Key, Limit, Price, ReplicaSetting)
+_RECORD_FIELDS: dict[str, type[AccountRecord]] = {
+    "organisations": Organisation,
+    "projects": Project,
+    "users": User,
+    "limits": Limit,
+    "prices": Price,
+    "replica_settings": ReplicaSetting,
+}
+"""Types of the records of a snapshot by its fields, besides keys, of which it has not all."""
+_RECORD_TYPES: dict[str, type[AccountRecord]] = {
+    record_noun(Key): Key,
+    **{record_noun(each): each for each in _RECORD_FIELDS.values()},
 }
 
 
@@ -97,15 +106,14 @@ def _check_not_restoring(connection: Connection) -> None:
 def _read_all(connection: Connection) -> AccountSnapshot:
     keys = schema.keys.c
     rotated = select(keys.id, keys.replaced_by).where(keys.replaced_by.is_not(None))
+    records: dict[str, Any] = {
+        name: tuple(find_records(connection, record_type))
+        for name, record_type in _RECORD_FIELDS.items()
+    }
     return AccountSnapshot(
-        organisations=tuple(find_records(connection, Organisation)),
-        projects=tuple(find_records(connection, Project)),
-        users=tuple(find_records(connection, User)),
+        **records,
         renamed_at=_read_rename_times(connection),
         keys=tuple(find_records(connection, Key, revoked_at=None)),
-        limits=tuple(find_records(connection, Limit)),
-        prices=tuple(find_records(connection, Price)),
-        replica_settings=tuple(find_records(connection, ReplicaSetting)),
         successors={row.id: row.replaced_by for row in connection.execute(rotated)},
         has_had_keys=connection.execute(select(keys.id).limit(1)).first() is not None,
     )
@@ -128,16 +136,15 @@ def _read_incrementally(
         changed = find_records(connection, record_type, id=changed_ids[record_type])
         return tuple(sorted([*unchanged, *changed], key=attrgetter(*sort_fields(record_type))))
 
+    records: dict[str, Any] = {
+        name: merge_changes(record_type, getattr(previous, name))
+        for name, record_type in _RECORD_FIELDS.items()
+    }
     keys = merge_changes(Key, previous.keys)
     return AccountSnapshot(
-        organisations=merge_changes(Organisation, previous.organisations),
-        projects=merge_changes(Project, previous.projects),
-        users=merge_changes(User, previous.users),
+        **records,
         renamed_at=previous.renamed_at | _read_rename_times(connection, changed_ids),
         keys=keys,
-        limits=merge_changes(Limit, previous.limits),
-        prices=merge_changes(Price, previous.prices),
-        replica_settings=merge_changes(ReplicaSetting, previous.replica_settings),
         successors=previous.successors
         | {key.id: key.replaced_by for key in keys if key.replaced_by},
         has_had_keys=previous.has_had_keys or bool(keys),

@@ -44,10 +44,9 @@ _BEGUN_WORDS = struct.Struct("=3q3q2d2q")
 """Words of a slot whose request begins, from `INPUT_WORD` to `TEXT_SIZE_WORD`. Readers ignore them until it runs."""
 TEXT_OFFSET, REPLICA_OFFSET = 96, 896
 """Byte offsets of the texts in the slot."""
-_texts_of = attrgetter(
-    "request", "organisation", "project", "key", "user", "model", "asked", "route"
-)
-"""Returns the ids and names of a record in the order of the slot."""
+_TEXT_FIELDS = ("request", "organisation", "project", "key", "user", "model", "asked", "route")
+"""Ids and names of a record in the order of the slot."""
+_texts_of = attrgetter(*_TEXT_FIELDS)
 MAX_REQUEST_ID_BYTES, MAX_TEXT_BYTES = 160, 90
 """Bytes kept of the request id and of each other text if the texts together do not fit."""
 
@@ -144,7 +143,6 @@ class UsageSlot:
         """Decode the record of an ended request."""
         words, times, base = self._words, self.table.times, self._first_word
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
-        request, organisation, project, key, user, model, asked, route = texts
         ending = self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace")
         replica, _, digest = ending.partition("\0")
         usage = TokenUsage(
@@ -156,14 +154,7 @@ class UsageSlot:
             words[base + OUTPUT_RATE_WORD],
         )
         return UsageRecord(
-            request=request,
-            organisation=organisation,
-            project=project,
-            key=key,
-            user=user,
-            model=model,
-            asked=asked,
-            route=route,
+            **dict(zip(_TEXT_FIELDS, texts, strict=True)),
             replica=replica,
             started_at=times[base + STARTED_AT_WORD],
             ended_at=times[base + ENDED_AT_WORD],

@@ -41,6 +41,14 @@ UNIQUE_FIELDS: dict[type[AccountRecord], tuple[str, ...]] = {
 }
 """Fields whose combined values are unique among active records."""
 
+END_FIELDS: dict[type[AccountRecord], str] = {
+    Organisation: "archived_at",
+    Project: "archived_at",
+    User: "disabled_at",
+    Key: "revoked_at",
+}
+"""Field with the time at which a record was ended."""
+
 MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Project: 2_000,
     User: 20_000,
@@ -52,9 +60,8 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
 
 def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:
     """Conditions for records that are neither archived, disabled, revoked nor expired at `now`."""
-    end_columns = ("archived_at", "disabled_at", "revoked_at")
     conditions: list[ColumnElement[bool]] = [
-        table.c[name].is_(None) for name in end_columns if name in table.c
+        table.c[name].is_(None) for name in {*END_FIELDS.values()} if name in table.c
     ]
     if table is schema.keys:
         conditions.append(or_(table.c.expires_at.is_(None), table.c.expires_at > now))
