@@ -16,8 +16,7 @@ from argosy.cli.failure import fail
 if TYPE_CHECKING:
     from argosy.store import Key, Organisation, Project, Store, User
 
-T = TypeVar("T")
-R = TypeVar("R", "Organisation", "Project", "User")
+R = TypeVar("R", "Organisation", "Project", "User", "Key")
 
 StoreUrl = Annotated[
     str | None,
@@ -117,43 +116,35 @@ def audit_actor() -> str:
 def find_organisation(store: Store, reference: str) -> Organisation:
     """Return the organisation with this id, archived ones included, or the active one with this name.
 
-    Raises:
-        ValueError: No organisation matches, or several do.
+    This function and those below raise ValueError if no record matches, or several do.
     """
     organisations = store.accounts.list_organisations()
-    active = [item for item in organisations if item.archived_at is None]
-    found = _match_by_id(organisations, reference) or [
-        item for item in active if item.name == reference
-    ]
-    return _require_single(
-        found, f"organisation {reference!r}", "argosy tenants organisations list"
-    )
+    named = [each for each in organisations if each.archived_at is None and each.name == reference]
+    described = f"organisation {reference!r}"
+    return _find(organisations, reference, named, described, "argosy tenants organisations list")
 
 
 def find_organisation_id(store: Store, reference: str | None) -> str | None:
-    """Return the id of the organisation, or None (all organisations) if `reference` is None.
-
-    Raises:
-        ValueError: No organisation matches, or several do.
-    """
+    """Return the id of the organisation, or None (all organisations) if `reference` is None."""
     return None if reference is None else find_organisation(store, reference).id
 
 
 def find_project(store: Store, reference: str) -> Project:
-    """Return the project with this id, name or `ORGANISATION/NAME`. Archived projects are found only by id.
-
-    Raises:
-        ValueError: No project matches, or several do.
-    """
+    """Return the project with this id, name or `ORGANISATION/NAME`. Archived projects are found only by id."""
     names = {item.id: item.name for item in store.accounts.list_organisations()}
     projects = store.accounts.list_projects()
-    active = [item for item in projects if item.archived_at is None]
-    found = _match_by_id(projects, reference) or [
-        item
-        for item in active
-        if reference in {item.name, f"{names[item.organisation]}/{item.name}"}
+    named = [
+        each
+        for each in projects
+        if each.archived_at is None
+        and reference in {each.name, f"{names[each.organisation]}/{each.name}"}
     ]
-    return _require_single(found, f"project {reference!r}", "argosy tenants list")
+    return _find(projects, reference, named, f"project {reference!r}", "argosy tenants list")
+
+
+def find_project_id(store: Store, reference: str | None) -> str | None:
+    """Return the id of the project, or None if `reference` is None."""
+    return None if reference is None else find_project(store, reference).id
 
 
 def display_name(store: Store, project: Project) -> str:
@@ -165,35 +156,28 @@ def display_name(store: Store, project: Project) -> str:
 
 
 def find_user(store: Store, reference: str) -> User:
-    """Return the user with this id or email. Disabled users are found only by id.
-
-    Raises:
-        ValueError: No user matches, or several do.
-    """
+    """Return the user with this id or email. Disabled users are found only by id."""
     users = store.accounts.list_users()
-    active = [item for item in users if item.disabled_at is None]
-    found = _match_by_id(users, reference) or [
-        item for item in active if item.email == reference.lower()
-    ]
-    return _require_single(found, f"user {reference!r}", "argosy tenants users list")
+    named = [each for each in users if each.disabled_at is None and each.email == reference.lower()]
+    return _find(users, reference, named, f"user {reference!r}", "argosy tenants users list")
+
+
+def find_user_id(store: Store, reference: str | None) -> str | None:
+    """Return the id of the user, or None if `reference` is None."""
+    return None if reference is None else find_user(store, reference).id
 
 
 def find_key(store: Store, reference: str) -> Key:
-    """Return the key with this id, prefix, full secret or name. Revoked keys are not found by name.
-
-    Raises:
-        ValueError: No key matches, or several do.
-    """
+    """Return the key with this id, prefix, full secret or name. Revoked keys are not found by name."""
     keys = store.accounts.list_keys()
-    active = [item for item in keys if item.revoked_at is None]
-    found = [
-        item
-        for item in keys
-        if reference in {item.id, item.prefix} or reference.startswith(f"{item.prefix}-")
+    named = [
+        each for each in keys if each.prefix == reference or reference.startswith(f"{each.prefix}-")
+    ] or [  # a rotated key and its replacement have the same name
+        each
+        for each in keys
+        if each.revoked_at is None and each.name == reference and each.replaced_by is None
     ]
-    if not found:  # a rotated key and its replacement have the same name
-        found = [item for item in active if reference == item.name and item.replaced_by is None]
-    return _require_single(found, f"key {reference[:20]!r}", "argosy keys list --all")
+    return _find(keys, reference, named, f"key {reference[:20]!r}", "argosy keys list --all")
 
 
 def resolve_organisation(
@@ -205,9 +189,6 @@ def resolve_organisation(
         store: Store with the accounts.
         reference: Id or name.
         alternative: Options that the error message recommends if no default organisation exists.
-
-    Raises:
-        ValueError: No organisation matches, or several do.
     """
     organisations = store.accounts.list_organisations()
     if reference == DEFAULT_NAME and not organisations:
@@ -218,11 +199,7 @@ def resolve_organisation(
 
 
 def resolve_project(store: Store, reference: str | None) -> Project:
-    """Return the project. None is the default project of the default organisation, created if it is missing.
-
-    Raises:
-        ValueError: No project or organisation matches, or several do.
-    """
+    """Return the project. None is the default project of the default organisation, created if it is missing."""
     if reference is not None:
         return find_project(store, reference)
     organisation = resolve_organisation(store, DEFAULT_NAME, f"--project, {_PROJECT_REMEDY}")
@@ -233,11 +210,7 @@ def resolve_project(store: Store, reference: str | None) -> Project:
 
 
 def given_changes(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - options have any type
-    """Return the options that are not None.
-
-    Raises:
-        ValueError: All options are None.
-    """
+    """Return the options that are not None. Raises ValueError if all are."""
     changes = {name: value for name, value in options.items() if value is not None}
     if not changes:
         raise ValueError("nothing to change; give one of the options that --help lists")
@@ -271,12 +244,11 @@ def _is_default(item: Organisation | Project) -> bool:
     return item.name == DEFAULT_NAME and item.archived_at is None
 
 
-def _match_by_id(items: Sequence[R], reference: str) -> list[R]:
-    """Return the items with this id. Callers match ids before names, so that a name cannot hide an id."""
-    return [item for item in items if item.id == reference]
-
-
-def _require_single(found: Sequence[T], description: str, list_command: str) -> T:
+def _find(
+    items: Sequence[R], reference: str, named: Sequence[R], description: str, list_command: str
+) -> R:
+    """Return the item with this id, or else the only one that is called so. No name can hide an id."""
+    found = [item for item in items if item.id == reference] or named
     if len(found) == 1:
         return found[0]
     problem = "there is no" if not found else "there is more than one"

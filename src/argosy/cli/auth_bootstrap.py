@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from argosy.cli.server_options import override_console_config
 
@@ -14,14 +14,12 @@ AuthModeName = Literal["auto", "required", "disabled"]
 """`auto`: requests from this machine need no key until a key exists. `required`: all need one. `disabled`: none do."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuthSetup:
+class AuthSetup(NamedTuple):
     """Result of the preparation: the first key and whether requests need a key."""
 
     first_key: str | None
     """Administrator key that was just created. The store keeps only its digest."""
     key_required: bool
-    """Whether requests need a key."""
 
 
 @dataclass(frozen=True, slots=True)

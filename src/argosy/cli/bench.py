@@ -311,11 +311,7 @@ class _OutputPaths(NamedTuple):
     prometheus: Path | None
 
     def validate(self) -> None:
-        """Check before the run that the files can be written.
-
-        Raises:
-            BenchError: A file cannot be written.
-        """
+        """Check before the run that the files can be written. Raises BenchError."""
         from argosy.bench import BenchError
 
         for path in self:
@@ -334,11 +330,7 @@ class _OutputPaths(NamedTuple):
                 raise BenchError(f"Cannot write {path}: {error.strerror}.") from error
 
     def write_result(self, result: BenchResult) -> None:
-        """Write the result to each file that is given.
-
-        Raises:
-            BenchError: A file cannot be written.
-        """
+        """Write the result to each file that is given. Raises BenchError."""
         from argosy.bench import (
             format_csv,
             format_prometheus,
@@ -370,12 +362,7 @@ def _run_and_report(
         result = uvloop.run(run_benchmark(settings, headers, progress))
     typer.echo(render_text_report(result))
     outputs.write_result(result)
-    _fail_if_none_completed(result)
-
-
-def _fail_if_none_completed(result: BenchResult) -> None:
-    """Fail the command if no request succeeded, since nothing was measured."""
-    if not any(run.summary.completed for run in result.runs):
+    if not any(run.summary.completed for run in result.runs):  # nothing was measured
         fail("No request succeeded: see the errors above.", EXIT_FAILURE)
 
 

@@ -1,4 +1,4 @@
-"""Parsing of `argosy bench`'s option values."""
+"""Parsing of `argosy bench`'s option values. All functions raise BenchError for an invalid one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ def parse_loads(
     ramp_s: float,
     has_trace: bool,
 ) -> tuple[LoadSpec, ...]:
-    """Return one load for each combination of rate and concurrency. The default rate is 1 request per second.
-
-    Raises:
-        BenchError: A concurrency is not a whole number of at least 1.
-    """
+    """Return one load for each combination of rate and concurrency. The default rate is 1 request per second."""
     from argosy.bench import ArrivalProcess, BenchError, LoadSpec
 
     if any(limit != int(limit) or limit < 1 for limit in concurrencies if math.isfinite(limit)):
@@ -64,11 +60,7 @@ def resolve_request_count(
 
 
 def parse_positive_numbers(option: str, text: str | None) -> list[float]:
-    """Parse comma-separated numbers above 0.
-
-    Raises:
-        BenchError: `text` is something else. The message names `option`.
-    """
+    """Parse comma-separated numbers above 0."""
     from argosy.bench import BenchError
 
     try:
@@ -81,11 +73,7 @@ def parse_positive_numbers(option: str, text: str | None) -> list[float]:
 
 
 def parse_object(text: str | None) -> dict[str, Any]:
-    """Parse the JSON object of `--extra-body`.
-
-    Raises:
-        BenchError: `text` is not a JSON object.
-    """
+    """Parse the JSON object of `--extra-body`."""
     from argosy.bench import BenchError
 
     try:
@@ -98,15 +86,7 @@ def parse_object(text: str | None) -> dict[str, Any]:
 
 
 def build_headers(api_key: str | None, header_lines: list[str]) -> dict[str, str]:
-    """Return the headers of every request, with names in lower case.
-
-    Args:
-        api_key: Bearer token.
-        header_lines: Further headers as `NAME: VALUE`.
-
-    Raises:
-        BenchError: The key or a header contains characters that headers cannot have.
-    """
+    """Return the headers of every request, with names in lower case."""
     from argosy.bench import BenchError
 
     if api_key and not (api_key.isascii() and api_key.isprintable()):

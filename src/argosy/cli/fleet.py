@@ -114,8 +114,11 @@ def diff(
     json: JsonOutput = False,
 ) -> None:
     """Show how a declaration differs from the one in force. Exits with status 1 if it does."""
+    from argosy.deployment import compare_fleets
+
     with open_declared(files, overlays, store) as (target, config):
-        changes = _compare(target.latest(), config)
+        latest = target.latest()
+        changes = compare_fleets(None if latest is None else parse_revision(latest), config)
         if json:
             print_json(list(changes))
         else:
@@ -268,13 +271,7 @@ def _apply(
 ) -> int:
     """Put a declaration in force, unless it is already. Returns the number of the revision in force.
 
-    Args:
-        target: The fleet.
-        config: The declaration.
-        reason: Why, for the history.
-        asks: When to ask for confirmation on a terminal: before any change, or before a pool is removed.
-        quiet: Whether to print nothing.
-        rollback_of: Number of the revision that the declaration is of.
+    `asks` says when to ask for confirmation on a terminal: before any change, or before a pool is removed.
     """
     check_launchers(target, config)
     latest = target.latest()
@@ -341,12 +338,6 @@ def _start_controller(target: FleetTarget) -> None:
         start_keeper(target.folder, command)
     except OSError as error:
         fail(f"the controller cannot be started: {error.strerror}")
-
-
-def _compare(latest: FleetRevision | None, config: FleetConfig) -> tuple[PlannedChange, ...]:
-    from argosy.deployment import compare_fleets
-
-    return compare_fleets(None if latest is None else parse_revision(latest), config)
 
 
 def _plan(target: FleetTarget, latest: FleetRevision | None, config: FleetConfig) -> FleetPlan:

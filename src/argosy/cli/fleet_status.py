@@ -66,11 +66,7 @@ class FleetReader(Protocol):
 
 
 class StoredFleetReader:
-    """Reads the store. Logs come from the launchers of the replicas.
-
-    Args:
-        target: The fleet.
-    """
+    """Reads the store. Logs come from the launchers of the replicas."""
 
     def __init__(self, target: FleetTarget) -> None:
         from argosy.deployment import FleetControl
@@ -79,20 +75,17 @@ class StoredFleetReader:
         self._control = FleetControl(target.name, target.store.fleets)
 
     def read_fleet(self) -> FleetStatus:
-        """Return the fleet. See `FleetReader`."""
         try:
             return self._control.read_fleet()
         except ValueError as error:
             fail(str(error))
 
     def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
-        """Return events. See `FleetReader`."""
         return self._target.store.fleets.list_events(
             self._target.name, after=after, limit=limit, replica=replica
         )
 
     def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
-        """Return logs. See `FleetReader`."""
         from argosy.fleet.launchers import LaunchError
 
         try:
@@ -134,20 +127,18 @@ class GatewayFleetReader:
         self._connect_remedy = connect_remedy
 
     def read_fleet(self) -> FleetStatus:
-        """Return the fleet. See `FleetReader`."""
         from argosy.deployment import FleetStatus
 
         return self._convert(self._get("/admin/fleet"), FleetStatus)
 
     def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
-        """Return events. See `FleetReader`."""
         from argosy.store import FleetEvent
 
         answer = self._get("/admin/events", after=after, limit=limit, replica=replica)
         return self._convert(answer["data"], list[FleetEvent])
 
     def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
-        """Return logs. See `FleetReader`. A gateway sends at most 500 lines of each run."""
+        """A gateway sends at most 500 lines of each run."""
         return [self._read_log(each.name, num_lines)[-num_lines:] for each in replicas]
 
     def _read_log(self, replica: str, num_lines: int) -> list[str]:

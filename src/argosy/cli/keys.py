@@ -16,8 +16,8 @@ from argosy.cli.account_lookup import (
     StoreUrl,
     audit_actor,
     find_key,
-    find_project,
-    find_user,
+    find_project_id,
+    find_user_id,
     format_scope,
     open_existing_store,
     open_or_create_store,
@@ -77,7 +77,7 @@ def create_key(
         created, secret = opened_store.accounts.create_key(
             owner.id,
             _unused_key_name(opened_store, owner.id) if name is None else name,
-            user=None if user is None else find_user(opened_store, user).id,
+            user=find_user_id(opened_store, user),
             role=role,
             scope=scope or _default_scope(role, project),
             models=model or (),
@@ -104,7 +104,7 @@ def list_keys(
 ) -> None:
     """List keys by their prefixes."""
     with open_existing_store(store) as opened_store:
-        project_id = None if project is None else find_project(opened_store, project).id
+        project_id = find_project_id(opened_store, project)
         keys = [
             key
             for key in opened_store.accounts.list_keys(project_id)

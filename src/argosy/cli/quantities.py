@@ -23,11 +23,7 @@ MAX_PRICE_DOLLARS = MILLION
 
 
 def parse_size(text: str) -> int:
-    """Return the size in bytes: `1GiB` is 2**30, `1GB` is 10**9.
-
-    Raises:
-        typer.BadParameter: `text` is not a size.
-    """
+    """Return the size in bytes: `1GiB` is 2**30, `1GB` is 10**9. This and other parsers raise typer.BadParameter."""
     try:
         return settings.parse_size(text)
     except ValueError as error:
@@ -53,11 +49,7 @@ def format_count(count: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Return the duration in seconds.
-
-    Raises:
-        typer.BadParameter: `text` is not a duration.
-    """
+    """Return the duration in seconds."""
     match = _DURATION.fullmatch(text.lower())
     if match is None:
         raise typer.BadParameter(
@@ -69,10 +61,7 @@ def parse_duration(text: str) -> float:
 def parse_past_time(text: str) -> float:
     """Return seconds since the epoch, from an ISO 8601 date or time or from a duration before now.
 
-    Times without an offset are in UTC.
-
-    Raises:
-        typer.BadParameter: `text` is neither, or is not within the years 1970 to 9999.
+    Times without an offset are in UTC. They are within the years 1970 to 9999.
     """
     return _parse_timestamp(text, -1)
 
@@ -109,11 +98,7 @@ def format_timestamp(
 
 
 def parse_dollars(text: str) -> int:
-    """Return the amount in nanodollars.
-
-    Raises:
-        typer.BadParameter: `text` is not an amount, or is too large, or is not a multiple of a nanodollar.
-    """
+    """Return the amount in nanodollars."""
     try:
         nanodollars = (
             Decimal(text.strip().removeprefix("$").replace(",", "")) * NANODOLLARS_PER_DOLLAR
@@ -132,11 +117,7 @@ def parse_dollars(text: str) -> int:
 
 
 def parse_price(text: str) -> int:
-    """Return nano-dollars for a token, from dollars for a million tokens.
-
-    Raises:
-        typer.BadParameter: `text` is not an amount, is too large, or is not a multiple of 0.001 dollars.
-    """
+    """Return nano-dollars for a token, from dollars for a million tokens, a multiple of 0.001."""
     nanodollars = parse_dollars(text)
     if nanodollars % MILLION:
         raise typer.BadParameter(f"{text!r} is too fine; give a multiple of 0.001 dollars")

@@ -75,24 +75,23 @@ def open_client(url: str, api_key: str | None) -> httpx2.Client:
 
 
 @contextlib.contextmanager
-def fail_without_server(url: str) -> Iterator[None]:
+def fail_without_server(
+    url: str, remedy: str = "start one with: argosy serve", server: str = "server"
+) -> Iterator[None]:
     """End the command if no server answers at `url`, or the connection breaks."""
     import httpx2
 
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-        reason = explain_connect_error(error, "start one with: argosy serve")
-        fail(f"no server answers at {url}: {reason}")
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            remedy = (
+                "set SSL_CERT_FILE to the PEM file of the authority that signed the certificate"
+            )
+        reason = str(error) or "the connection timed out"
+        fail(f"no {server} answers at {url}: {reason}; {remedy}")
     except httpx2.HTTPError as error:
-        fail(f"the connection to {url} broke ({error}); see the server's log", EXIT_FAILURE)
-
-
-def explain_connect_error(error: Exception, remedy: str) -> str:
-    """Return the reason of a connection failure with `remedy`, or with a remedy for an untrusted certificate."""
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        remedy = "set SSL_CERT_FILE to the PEM file of the authority that signed the certificate"
-    return f"{str(error) or 'the connection timed out'}; {remedy}"
+        fail(f"the connection to {url} broke ({error}); see the {server}'s log", EXIT_FAILURE)
 
 
 def error_message(body: bytes) -> str:
@@ -127,20 +126,12 @@ def call_admin_api(
         parameters: Parameters of the query. Those that are None are not sent.
         connect_remedy: What to do if no gateway answers.
     """
-    import httpx2
-
     given = {name: str(value) for name, value in (parameters or {}).items() if value is not None}
-    with open_client(url, api_key) as client:
-        try:
-            response = client.request(method, path, params=given, json=body)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(f"no gateway answers at {url}: {explain_connect_error(error, connect_remedy)}")
-        except httpx2.HTTPError as error:
-            fail(f"the connection to {url} broke ({error}); see the gateway's log", EXIT_FAILURE)
-    return _parse_response(response, url)
-
-
-def _parse_response(response: httpx2.Response, url: str) -> dict[str, Any]:
+    with (
+        open_client(url, api_key) as client,
+        fail_without_server(url, connect_remedy, "gateway"),
+    ):
+        response = client.request(method, path, params=given, json=body)
     if response.status_code != 200:
         remedy = " Give it by --api-key or ARGOSY_API_KEY." if response.status_code == 401 else ""
         fail(error_message(response.content) + remedy)

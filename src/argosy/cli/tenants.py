@@ -23,6 +23,7 @@ from argosy.cli.account_lookup import (
     display_name,
     find_organisation,
     find_project,
+    find_project_id,
     find_user,
     format_scope,
     given_changes,
@@ -279,7 +280,7 @@ def create_user(
             email,
             role=role,
             scope=scope or "organisation",
-            project=None if project is None else find_project(opened_store, project).id,
+            project=find_project_id(opened_store, project),
             actor=audit_actor(),
         )
     print_result(created, f"{created.email} is created ({created.id}).", json=json)
@@ -302,7 +303,7 @@ def change_user(
             email=email,
             role=role,
             scope=scope,
-            project=None if project is None else find_project(opened_store, project).id,
+            project=find_project_id(opened_store, project),
         )
         found = find_user(opened_store, user)
         changed = opened_store.accounts.change_user(found.id, **changes, actor=audit_actor())

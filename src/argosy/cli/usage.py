@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,16 +16,13 @@ from argosy.cli.account_lookup import (
     account_names,
     find_key,
     find_organisation_id,
-    find_project,
-    find_user,
+    find_project_id,
+    find_user_id,
     open_existing_store,
 )
 from argosy.cli.failure import fail
 from argosy.cli.output import JsonOutput, print_records
 from argosy.cli.quantities import format_dollars, parse_past_time
-
-if TYPE_CHECKING:
-    from argosy.store import ReportGroup, UsageReportRow
 
 DEFAULT_GROUPS = "project,model"
 
@@ -90,9 +87,9 @@ def usage(
             since=since,
             until=until,
             organisation=find_organisation_id(opened_store, organisation),
-            project=None if project is None else find_project(opened_store, project).id,
+            project=find_project_id(opened_store, project),
             key=None if key is None else find_key(opened_store, key).id,
-            user=None if user is None else find_user(opened_store, user).id,
+            user=find_user_id(opened_store, user),
             model=model,
             asked=asked,
             route=route,
@@ -107,16 +104,6 @@ def usage(
             return
         rows = opened_store.ledger.report(groups, usage_filter)
         names = account_names(opened_store)
-    _print_report(rows, groups, names, json=json)
-
-
-def _print_report(
-    rows: list[UsageReportRow],
-    groups: list[ReportGroup],
-    account_names: dict[str, str],
-    *,
-    json: bool,
-) -> None:
     print_records(
         rows,
         (
@@ -124,7 +111,7 @@ def _print_report(
             *("Requests", "Input", "Cached", "Output", "Cost"),
         ),
         lambda row: (
-            *(_format_name(getattr(row, group), account_names) for group in groups),
+            *(_format_name(getattr(row, group), names) for group in groups),
             f"{row.requests:,}",
             f"{row.input_tokens:,}",
             f"{row.cached_tokens:,}",
