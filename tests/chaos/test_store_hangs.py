@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import LiteralString
 
@@ -59,7 +60,7 @@ def prepare_gateway(replica_url: str, store_url: str, folder: Path) -> Iterator[
     replicas = [ReplicaConfig(url=replica_url, kind="openai", model="rough")]
     models = [ModelConfig(name=MODEL, replicas=replicas)]
     config = GatewayConfig(port=0, models=models, store=StoreConfig(url=store_url))
-    gateway = GatewayProcess(config, folder / "gateway")
+    gateway = GatewayProcess(config, folder)
     try:
         yield gateway
     finally:
@@ -77,109 +78,94 @@ async def terminate_before_ready(gateway: GatewayProcess, starting: asyncio.Task
     await asyncio.gather(starting, return_exceptions=True)
 
 
+def has_logged(gateway: GatewayProcess, event: str) -> bool:
+    return any(event in line for line in gateway.log)
+
+
 async def wait_for_lock_wait(connection: psycopg.Connection, query: LiteralString) -> None:
     """Wait until the query counts one session that waits for a lock."""
     while connection.execute(query).fetchone() != (1,):  # noqa: ASYNC110 - locks have no event
         await asyncio.sleep(0.05)
 
 
-async def test_termination_during_a_hang_exits_and_loses_no_record(
+async def read_store_up(gateway: GatewayProcess) -> str:
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        metrics = (await client.get("/metrics")).text
+    (value,) = re.findall(r"^argosy_gateway_store_up (.*)$", metrics, re.MULTILINE)
+    return str(value)
+
+
+async def test_hang_is_shown_and_termination_during_it_exits_and_loses_no_record(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
     url = own_postgres.create("hangs")
     async with fake_upstream() as replica:
-        with open_organisation(url), prepare_gateway(replica.url, url, tmp_path) as first:
-            await first.start()
-            async with httpx2.AsyncClient(base_url=first.url, timeout=30) as client:
+        with (
+            open_organisation(url) as store,
+            prepare_gateway(replica.url, url, tmp_path / "terminated") as terminated,
+            prepare_gateway(replica.url, url, tmp_path / "recovering") as recovering,
+        ):
+            await asyncio.gather(terminated.start(), recovering.start())
+            assert await read_store_up(recovering) == "1.0"
+            async with httpx2.AsyncClient(base_url=terminated.url, timeout=30) as client:
                 await client.post("/v1/completions", json=COMPLETION)
                 with suspended(own_postgres):
                     response = await client.post("/v1/completions", json=COMPLETION)
                     assert response.status_code == 200
                     async with asyncio.timeout(EXIT_TIMEOUT_S):
-                        await first.stop()
-        with (
-            open_organisation(url, "other") as store,
-            prepare_gateway(replica.url, url, tmp_path) as second,
-        ):
-            await second.start()
+                        await terminated.stop()
+                    await until(lambda: has_logged(recovering, "account_sync_stale"))
+                    assert await read_store_up(recovering) == "0.0"
+            await until(lambda: has_logged(recovering, "account_sync_recovered"))
+            assert await read_store_up(recovering) == "1.0"
+            await recovering.stop()
+            await terminated.start()
             assert [row.status for row in await store.wait_for_rows(2)] == ["completed"] * 2
-            await second.stop()
+            await terminated.stop()
 
 
-async def test_stale_accounts_are_logged_and_shown_in_metrics(
-    own_postgres: PostgresServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("lock_statement", "waiting"),
+    [
+        (f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK_ID})", WAITING_MIGRATIONS),
+        ("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE", WAITING_READERS),
+    ],
+    ids=["another migration", "sum of usage"],
+)
+async def test_termination_of_a_blocked_start_exits(
+    own_postgres: PostgresServer,
+    tmp_path: Path,
+    lock_statement: LiteralString,
+    waiting: LiteralString,
 ) -> None:
-    url = own_postgres.create("stale")
-    async with fake_upstream() as replica:
-        with open_organisation(url), prepare_gateway(replica.url, url, tmp_path) as gateway:
-            await gateway.start()
-
-            def has_logged(event: str) -> bool:
-                return any(event in line for line in gateway.log)
-
-            async def read_store_up() -> str:
-                async with httpx2.AsyncClient(base_url=gateway.url, timeout=30) as client:
-                    metrics = (await client.get("/metrics")).text
-                (value,) = re.findall(r"^argosy_gateway_store_up (.*)$", metrics, re.MULTILINE)
-                return str(value)
-
-            assert await read_store_up() == "1.0"
-            with suspended(own_postgres):
-                await until(lambda: has_logged("account_sync_stale"))
-                assert await read_store_up() == "0.0"
-            await until(lambda: has_logged("account_sync_recovered"))
-            assert await read_store_up() == "1.0"
-            await gateway.stop()
-
-
-async def test_termination_during_another_migration_exits(
-    own_postgres: PostgresServer, tmp_path: Path
-) -> None:
-    url = own_postgres.create("migrating")
-    with (
-        psycopg.connect(url) as migration,
-        prepare_gateway(UNUSED_URL, url, tmp_path) as gateway,
-    ):
-        migration.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATION_LOCK_ID,))
-        starting = asyncio.create_task(gateway.start())
-        await wait_for_lock_wait(migration, WAITING_MIGRATIONS)
-        await terminate_before_ready(gateway, starting)
-
-
-async def test_termination_while_usage_is_summed_exits(
-    own_postgres: PostgresServer, tmp_path: Path
-) -> None:
-    url = own_postgres.create("summing")
-    with open_organisation(url) as store:
-        store.limit(store.project("web"), "tokens", 10**9, "month")
-    with psycopg.connect(url) as lock, prepare_gateway(UNUSED_URL, url, tmp_path) as gateway:
-        lock.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
-        starting = asyncio.create_task(gateway.start())
-        await wait_for_lock_wait(lock, WAITING_READERS)
-        await terminate_before_ready(gateway, starting)
+    with own_postgres.database() as url:
+        with open_organisation(url) as store:
+            store.limit(store.project("web"), "tokens", 10**9, "month")
+        with psycopg.connect(url) as lock, prepare_gateway(UNUSED_URL, url, tmp_path) as gateway:
+            lock.execute(lock_statement)
+            starting = asyncio.create_task(gateway.start())
+            await wait_for_lock_wait(lock, waiting)
+            await terminate_before_ready(gateway, starting)
 
 
 async def test_gateway_waits_for_an_unavailable_database_until_terminated(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
     url = own_postgres.create("late")
-    with prepare_gateway(UNUSED_URL, url, tmp_path) as gateway:
-
-        def is_waiting() -> bool:
-            return any("waiting_for_store" in line for line in gateway.log)
-
+    with (
+        prepare_gateway(UNUSED_URL, url, tmp_path / "terminated") as terminated,
+        prepare_gateway(UNUSED_URL, url, tmp_path / "waiting") as waiting,
+    ):
         own_postgres.program.stop()
         try:
-            starting = asyncio.create_task(gateway.start())
-            await until(is_waiting)
-            await terminate_before_ready(gateway, starting)
-            gateway.log.clear()
-            starting = asyncio.create_task(gateway.start())
-            await until(is_waiting)
+            starting = [asyncio.create_task(each.start()) for each in (terminated, waiting)]
+            for gateway in (terminated, waiting):
+                await until(partial(has_logged, gateway, "waiting_for_store"))
+            await terminate_before_ready(terminated, starting[0])
         finally:
             await asyncio.to_thread(own_postgres.program.start)
-        await starting
-        await gateway.stop()
+        await starting[1]
+        await waiting.stop()
 
 
 async def test_accounts_stay_current_while_usage_is_summed(

@@ -1,9 +1,10 @@
-"""`argosy bench` against servers that work. Assertions compare counts, not durations."""
+"""`argosy bench` against servers that work and servers that fail. Assertions compare counts, not durations."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,23 +14,27 @@ import msgspec
 import pytest
 from tests.support.fake_engine import FakeEngine, Script, constant_script
 from tests.support.fake_upstream import (
+    CHUNKED_HEAD,
     FakeUpstream,
     UpstreamRequest,
+    UpstreamScript,
+    encode_chunk,
     fake_upstream,
     respond_with_tokens,
 )
 from tests.support.replica_servers import MODEL, RunningReplica
-from tests.support.small_benchmarks import AT_ONCE, WORKLOAD, measure
+from tests.support.small_benchmarks import AT_ONCE, WORKLOAD, RecordingProgress, measure, settings
 
 from argosy.bench import (
     ArrivalProcess,
-    BenchError,
     BenchTarget,
     LengthDistribution,
     LoadSpec,
     Objectives,
     RequestRow,
+    run_benchmark,
 )
+from argosy.protocol import SSE_DONE, format_event
 
 # --- the real replica --------------------------------------------------------------------------
 
@@ -45,7 +50,8 @@ def long_engine(engine: FakeEngine) -> FakeEngine:
 async def test_replica_receives_planned_requests(
     replica_server: RunningReplica, long_engine: FakeEngine
 ) -> None:
-    result = await measure(replica_server.url, LoadSpec(arrivals=AT_ONCE, requests=20, warmup=3))
+    load = LoadSpec(arrivals=ArrivalProcess(rate=500), requests=20, warmup=3)
+    result = await measure(replica_server.url, load)
     summary = result.runs[0].summary
     assert (summary.completed, summary.failed, summary.unmeasured) == (20, 0, 3)
     assert (summary.input_mismatches, summary.output_mismatches, summary.missing_usage) == (0, 0, 0)
@@ -56,15 +62,7 @@ async def test_replica_receives_planned_requests(
     assert result.target.model == MODEL
     assert result.target.vocabulary
     assert result.target.chunk_usage
-
-
-async def test_chunk_times_ascend_after_send_time(
-    replica_server: RunningReplica, long_engine: FakeEngine
-) -> None:
-    result = await measure(
-        replica_server.url, LoadSpec(arrivals=ArrivalProcess(rate=500), requests=20)
-    )
-    for row in result.runs[0].rows:
+    for row in rows:
         assert row.scheduled_s <= row.sent_s <= row.chunks_s[0]
         assert row.chunks_s == sorted(row.chunks_s)
         assert row.end_s >= row.chunks_s[-1]
@@ -144,12 +142,13 @@ async def test_open_loop_has_no_concurrency_limit() -> None:
     assert result.runs[0].summary.peak_concurrency == 300
 
 
-async def test_closed_loop_limits_concurrency() -> None:
+async def test_closed_loop_limits_concurrency_in_each_run_of_a_sweep() -> None:
     async with fake_upstream(ResponseBarrier(5)) as server:
-        result = await measure(server.url, LoadSpec(concurrency=5, requests=23))
+        result = await measure(server.url, *(LoadSpec(concurrency=n, requests=23) for n in (5, 3)))
         assert server.max_concurrent == 5
-    assert result.runs[0].summary.completed == 23
-    assert result.runs[0].summary.latency["lag"].count == 23
+    assert [point.label for point in result.runs] == ["concurrency 5", "concurrency 3"]
+    for point in result.runs:
+        assert point.summary.completed == point.summary.latency["lag"].count == 23
 
 
 async def test_waiting_for_concurrency_slot_counts_as_latency() -> None:
@@ -170,13 +169,6 @@ async def test_closed_loop_ends_after_duration() -> None:
     point = result.runs[0]
     assert point.summary.completed == len(point.rows) > 2
     assert all(row.scheduled_s < 0.3 for row in point.rows)
-
-
-async def test_sweep_has_one_run_per_load() -> None:
-    async with fake_upstream() as server:
-        loads = [LoadSpec(concurrency=n, requests=6) for n in (1, 2, 3)]
-        result = await measure(server.url, *loads)
-    assert [point.label for point in result.runs] == [f"concurrency {n}" for n in (1, 2, 3)]
 
 
 async def test_same_seed_sends_same_requests() -> None:
@@ -248,6 +240,206 @@ async def test_unix_socket_target_is_measured(form: str) -> None:
     assert result.runs[0].summary.completed == 12
 
 
-async def test_target_without_model_list_is_rejected(replica_server: RunningReplica) -> None:
-    with pytest.raises(BenchError, match="list its models"):
-        await measure(f"{replica_server.url}/somewhere")
+# --- faults --------------------------------------------------------------------------------------
+
+
+def event(**chunk: object) -> bytes:
+    return format_event(json.dumps(chunk).encode())
+
+
+def stream(*events: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
+    return CHUNKED_HEAD + b"".join(map(encode_chunk, events)) + end
+
+
+def failed(status: int, body: bytes, headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n" % (status, headers, len(body)) + body
+
+
+HALF = event(choices=[{"index": 0, "text": "half", "finish_reason": None}])
+COUNTS = [event(choices=[{"text": "a"}], usage={"completion_tokens": n}) for n in (1, 10**12, -5)]
+CUT_CHARACTER = stream(b'data: {"choices": [{"text": "\xe2\x82"}]}\n\n', SSE_DONE)
+FAULTS: dict[str, tuple[bytes | None, str]] = {
+    "no response": (b"", "cut"),
+    "connection cut in a stream": (stream(HALF, end=b""), "cut"),
+    "stream ended early": (stream(HALF), "cut"),
+    "rejection": (failed(429, b'{"error": {"message": "slow down"}}'), "http 429"),
+    "control characters": (
+        failed(500, b'{"error": {"message": "\\u001b]0;mine\\u0007\\u001b[2J\\nall is well"}}'),
+        "http 500",
+    ),
+    "rejection in Latin-1": (failed(500, b'{"error": {"message": "caf\xe9"}}'), "http 500"),
+    "deep JSON": (failed(500, b'{"error": ' + b"[" * 5000 + b"]" * 5000 + b"}"), "http 500"),
+    "redirect": (failed(307, b"", b"location: /elsewhere\r\n"), "http 307"),
+    "error event": (stream(HALF, event(error={"message": "it broke"})), "stream"),
+    "empty text": (
+        stream(event(choices=[{"text": "", "finish_reason": "stop"}]), SSE_DONE),
+        "empty",
+    ),
+    "invalid JSON": (stream(b"data: {oops\n\n", SSE_DONE), "malformed"),
+    "cut character": (CUT_CHARACTER, "malformed"),
+    "huge token count": (stream(*COUNTS[:2], SSE_DONE), "malformed"),
+    "negative token count": (stream(COUNTS[2], SSE_DONE), "malformed"),
+    "other protocol": (b"SSH-2.0-server\r\n\r\n", "malformed"),
+    "silence": (None, "timeout"),
+}
+"""Bytes that the server sends and the error of the request. Without any it says nothing, not even by closing."""
+
+
+def respond_with(response: bytes | None) -> UpstreamScript:
+    """Return a script that sends bytes, and cuts the connection if they are no complete response."""
+
+    async def script(request: UpstreamRequest) -> None:
+        if response is None:
+            await asyncio.Event().wait()
+            return
+        request.writer.write(response)
+        if response in (FAULTS["no response"][0], FAULTS["connection cut in a stream"][0]):
+            await request.writer.drain()
+            request.writer.transport.abort()
+
+    return script
+
+
+reject, stay_silent, close_before_response = (
+    respond_with(FAULTS[name][0]) for name in ("rejection", "silence", "no response")
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_failure_affects_one_request(fault: str) -> None:
+    response, error = FAULTS[fault]
+    script, count = respond_with(response), 0
+
+    async def fail_every_third(request: UpstreamRequest) -> None:
+        nonlocal count
+        count += 1
+        fails = count % 3 == 0
+        await (script if fails else respond_with_tokens)(request)
+
+    async with fake_upstream(fail_every_third) as server:
+        timeout_s = 1.0 if response is None else 60.0
+        result = await measure(
+            server.url, LoadSpec(concurrency=2, requests=12), timeout_s=timeout_s
+        )
+    summary = result.runs[0].summary
+    assert set(summary.errors) <= {error}
+    details = [row.detail for row in result.runs[0].rows if row.error]
+    assert all(detail.isprintable() for detail in details)
+    assert fault != "control characters" or "all is well" in details[0]
+    assert fault != "cut character" or "not UTF-8" in details[0]
+    # The client resends only if a kept-alive connection closes before the response begins.
+    assert summary.failed + summary.resent == count // 3
+    assert summary.completed + summary.failed == 12
+    assert fault == "no response" or summary.resent == 0
+    assert summary.latency["ttft"].count == summary.completed
+
+
+@pytest.mark.parametrize("extra", [b"and another thing", b""], ids=["bytes", "close"])
+async def test_what_follows_a_response_fails_no_request(
+    extra: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer_and_more(request: UpstreamRequest) -> None:
+        await respond_with_tokens(request)
+        request.writer.write(extra)
+        await request.writer.drain()
+        if not extra:
+            request.writer.close()
+
+    async with fake_upstream(answer_and_more) as server:
+        result = await measure(server.url, LoadSpec(concurrency=3, requests=30))
+    assert result.runs[0].summary.completed == 30
+    assert not caplog.records
+
+
+async def test_dead_server_fails_remaining_requests() -> None:
+    async with fake_upstream() as server:
+        progress = RecordingProgress()
+        task = asyncio.create_task(
+            run_benchmark(settings(server.url, LoadSpec(concurrency=1, requests=400)), {}, progress)
+        )
+
+        def stop_responding() -> None:
+            if len(progress.rows) == 5:
+                server.script = close_before_response
+
+        progress.on_row = stop_responding
+        result = await task
+    summary = result.runs[0].summary
+    assert summary.completed == 5
+    assert summary.failed == 395
+
+
+async def test_failed_turn_cancels_rest_of_conversation() -> None:
+    async with fake_upstream(reject) as server:
+        workload = msgspec.structs.replace(WORKLOAD, turns=3)
+        result = await measure(server.url, LoadSpec(concurrency=1, requests=6), workload=workload)
+    summary = result.runs[0].summary
+    assert (summary.failed, summary.cancelled) == (2, 4)
+    assert len(server.requests) == 2
+
+
+async def test_interrupted_run_keeps_completed_requests() -> None:
+    async with fake_upstream() as server:
+        progress = RecordingProgress()
+        loads = (LoadSpec(concurrency=1, requests=100), LoadSpec(concurrency=2, requests=100))
+        task = asyncio.create_task(run_benchmark(settings(server.url, *loads), {}, progress))
+
+        def interrupt() -> None:
+            if len(progress.rows) == 7:
+                server.script = stay_silent
+                task.get_loop().call_soon(task.cancel)
+
+        progress.on_row = interrupt
+        result = await task
+    assert len(result.runs) == 1
+    assert result.runs[0].interrupted
+    summary = result.runs[0].summary
+    assert summary.completed >= 7
+    assert summary.cancelled <= 1
+    assert summary.failed == 0
+
+
+async def test_interrupted_run_counts_waiting_requests_as_cancelled() -> None:
+    async with fake_upstream() as server:
+        load = LoadSpec(arrivals=AT_ONCE, concurrency=1, requests=10)
+        task = asyncio.create_task(
+            run_benchmark(settings(server.url, load), {}, RecordingProgress())
+        )
+
+        async def interrupt(request: UpstreamRequest) -> None:
+            task.cancel()
+            await request.writer.wait_closed()
+
+        server.script = interrupt
+        result = await task
+    summary = result.runs[0].summary
+    assert (summary.completed, summary.cancelled) == (0, 10)
+
+
+async def test_unsupported_fields_are_omitted() -> None:
+    async def strict(request: UpstreamRequest) -> None:
+        assert "ignore_eos" not in request.body
+        assert request.body["stream_options"] == {"include_usage": True}
+        await respond_with_tokens(request)
+
+    async with fake_upstream(strict) as server:
+        server.unknown_fields = {"ignore_eos", "continuous_usage_stats"}
+        result = await measure(server.url)
+    assert result.runs[0].summary.completed == 12
+    assert not result.target.ignore_eos
+    assert not result.target.chunk_usage
+
+
+async def test_missing_usage_falls_back_to_chunk_count() -> None:
+    async def no_usage(request: UpstreamRequest) -> None:
+        request.start_stream()
+        for text in "abc":
+            request.send_text(text)
+        request.send_text("", "stop")
+        request.end_stream()
+
+    async with fake_upstream(no_usage) as server:
+        result = await measure(server.url)
+    summary = result.runs[0].summary
+    assert summary.missing_usage == 12
+    assert summary.output_tokens == 36

@@ -26,19 +26,28 @@ def cli(*arguments: str) -> CommandResult:
     return CliRunner().invoke(app, ["bench", *arguments])
 
 
-async def test_saved_results_can_be_compared(
+async def test_results_are_saved_exported_and_compared(
     replica_server: RunningReplica, tmp_path: Path
 ) -> None:
     a, b, page = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "a.html"
-    common = ("--url", replica_server.url, "--rate", "200", "--requests", "8", "--output-len", "4")
+    table, metrics = tmp_path / "a.csv", tmp_path / "a.prom"
+    metrics.write_text("previous run")
+    common = [
+        *("--url", replica_server.url, "--rate", "200", "--requests", "8", "--output-len", "4"),
+        *("--concurrency", "1e30"),  # more than the requests
+    ]
+    files = ("--csv", str(table), "--prometheus", str(metrics))
     more = ("--goodput", "ttft:5000", "--warmup", "1", "--save", str(a), "--html", str(page))
-    result = await asyncio.to_thread(cli, *common, *more, "--api-key", "secret-key")
+    result = await asyncio.to_thread(cli, *common, *more, *files, "--api-key", "secret-key")
     assert result.exit_code == 0, result.output
     assert "Successful requests:                     8" in result.output
     assert "Request goodput" in result.output
     assert load_result(a).runs[0].summary.completed == 8
     assert "secret-key" not in a.read_text()
     assert page.read_text().startswith("<!doctype html>")
+    assert len(table.read_text().splitlines()) == 10
+    assert 'argosy_bench_requests{load="rate 200' in metrics.read_text()
+    assert len(list(tmp_path.iterdir())) == 4, "no temporary file is left"  # noqa: ASYNC240 - no other task runs
     result = await asyncio.to_thread(cli, *common, "--save", str(b))
     assert result.exit_code == 0, result.output
     for sides, runs in (((a, b), [1, 1]), ((f"{a},{b}", tmp_path / "?.json"), [2, 2])):
@@ -50,23 +59,9 @@ async def test_saved_results_can_be_compared(
         assert all(each["runs"] == runs for each in ratios)
 
 
-async def test_csv_and_prometheus_files_are_written(
-    replica_server: RunningReplica, tmp_path: Path
-) -> None:
-    table, metrics = tmp_path / "a.csv", tmp_path / "a.prom"
-    metrics.write_text("previous run")
-    result = await asyncio.to_thread(
-        cli,
-        *("--url", replica_server.url, "--rate", "200", "--requests", "8", "--output-len", "4"),
-        *("--csv", str(table), "--prometheus", str(metrics)),
-    )
-    assert result.exit_code == 0, result.output
-    assert len(table.read_text().splitlines()) == 9
-    assert 'argosy_bench_requests{load="rate 200"' in metrics.read_text()
-    assert set(os.listdir(tmp_path)) == {"a.csv", "a.prom"}  # noqa: PTH208 - no other task runs
-
-
-def test_self_check_prints_measures() -> None:
+def test_self_check_prints_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy.bench.noise_floor.SCHEDULED_REQUESTS", 20)
+    monkeypatch.setattr("argosy.bench.noise_floor.FLOOD_REQUESTS", 200)
     result = cli("--self-check")
     assert result.exit_code == 0, result.output
     for line in ("added TTFT", "ITL error", "schedule lag", "maximum requests", "maximum chunks"):
@@ -135,32 +130,32 @@ def test_invalid_argument_is_one_error_line(arguments: tuple[str, ...], message:
     assert len(result.output.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("option", ["--prefix-groups", "--prefix-len", "--requests", "--warmup"])
-def test_huge_count_is_rejected(option: str) -> None:
-    result = cli(option, "9999999999999999999999")
-    assert result.exit_code == 2
-    assert "10000000" in result.output
+def test_huge_counts_are_rejected() -> None:
+    for option in ("--prefix-groups", "--prefix-len", "--requests", "--warmup"):
+        result = cli(option, "9999999999999999999999")
+        assert (result.exit_code, "10000000" in result.output) == (2, True), option
 
 
-async def test_concurrency_above_request_count_is_accepted(replica_server: RunningReplica) -> None:
-    options = ("--requests", "3", "--output-len", "2", "--concurrency", "1e30")
-    result = await asyncio.to_thread(cli, "--url", replica_server.url, *options)
-    assert result.exit_code == 0, result.output
-    assert "Successful requests:                     3" in result.output
-
-
-async def test_unknown_model_is_rejected(replica_server: RunningReplica) -> None:
-    result = await asyncio.to_thread(cli, "--url", replica_server.url, "--model", "none")
-    assert result.exit_code == 2
-    assert f"only {MODEL}" in result.output
-
-
-async def test_malformed_trace_names_line(replica_server: RunningReplica, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": "soon"}\n')
-    result = await asyncio.to_thread(cli, "--url", replica_server.url, "--trace", str(trace))
-    assert result.exit_code == 2
-    assert "line 1" in result.output
+@pytest.mark.parametrize(
+    ("path", "arguments", "message"),
+    [
+        ("", ("--model", "none"), f"only {MODEL}"),
+        ("", ("--trace", "trace.jsonl"), "line 1"),
+        ("/somewhere", (), "list its models"),
+    ],
+)
+async def test_rejected_benchmark_of_a_server_names_the_reason(
+    replica_server: RunningReplica,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trace.jsonl").write_text('{"timestamp": "soon"}\n')  # noqa: ASYNC240 - no other task runs
+    result = await asyncio.to_thread(cli, "--url", replica_server.url + path, *arguments)
+    assert (result.exit_code, message in result.output) == (2, True), result.output
 
 
 async def test_run_without_completed_request_exits_1() -> None:

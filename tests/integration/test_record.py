@@ -19,7 +19,7 @@ try:
     sys.stderr.flush()
     signal.pause()
 finally:
-    time.sleep(1.0)  # as long as stopping child processes takes
+    time.sleep(0.3)  # as long as stopping child processes takes
     sys.stderr.write("cleaned up\\n")
 """
 

@@ -138,32 +138,10 @@ def running_postgres() -> Iterator[PostgresServer]:
     initdb, program = (find_program(name, "postgresql") for name in ("initdb", "postgres"))
     user = _unprivileged()
     with _folder(user) as folder:
-        data = folder / "data"
-        _run(
-            initdb,
-            "-D",
-            data,
-            "-U",
-            "postgres",
-            "-A",
-            "trust",
-            "-E",
-            "UTF8",
-            "--no-locale",
-            "-N",
-            user=user,
-        )
-        settings = {
-            "listen_addresses": "",
-            "unix_socket_directories": str(folder),
-            "fsync": "off",
-            "max_connections": "60",
-        }
-        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        command = [program, "-D", str(data), *options]
-        connect = partial(_connect, folder)
-        with _running(Program(command, folder, user, signal.SIGQUIT, connect)) as running:
-            yield PostgresServer(folder, running)
+        options = "-U postgres -A trust -E UTF8 --no-locale -N"
+        _run(initdb, "-D", folder / "data", *options.split(), user=user)
+        with _running_postgres_in(folder, program, user, "-c", "fsync=off") as server:
+            yield server
 
 
 @contextlib.contextmanager
@@ -172,26 +150,22 @@ def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
     copy, program = (find_program(name, "postgresql") for name in ("pg_basebackup", "postgres"))
     user = primary.program.user
     with _folder(user) as folder:
-        data = folder / "data"
-        _run(
-            copy,
-            "-D",
-            data,
-            "-h",
-            primary.folder,
-            "-U",
-            "postgres",
-            "-R",
-            "-N",
-            "-c",
-            "fast",
-            user=user,
-        )
-        command = [program, "-D", str(data), "-c", f"unix_socket_directories={folder}"]
-        command += ["-c", "listen_addresses=", "-c", "max_connections=60"]
-        connect = partial(_connect, folder)
-        with _running(Program(command, folder, user, signal.SIGQUIT, connect)) as running:
-            yield PostgresServer(folder, running)
+        options = "-U postgres -R -N -c fast"
+        _run(copy, "-D", folder / "data", "-h", primary.folder, *options.split(), user=user)
+        with _running_postgres_in(folder, program, user) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def _running_postgres_in(
+    folder: Path, program: str, user: str | None, *options: str
+) -> Iterator[PostgresServer]:
+    """Run PostgreSQL on the data in a folder, which also has its socket."""
+    command = [program, "-D", f"{folder}/data", "-c", f"unix_socket_directories={folder}", *options]
+    command += ["-c", "listen_addresses=", "-c", "max_connections=60"]
+    connect = partial(_connect, folder)
+    with _running(Program(command, folder, user, signal.SIGQUIT, connect)) as running:
+        yield PostgresServer(folder, running)
 
 
 @contextlib.contextmanager

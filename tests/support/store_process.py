@@ -1,55 +1,68 @@
-"""Process that uses stores beside others, for tests of concurrent writers.
-
-Run `python -m tests.support.store_process`. For each task it reads a line with a JSON array: the task, the URL, its own
-number, and arguments. It writes `"ready"`, waits for another line, runs the task, and writes the result.
-"""
+"""Tasks of processes that use one store at the same time."""
 
 from __future__ import annotations
 
-import json
-import sys
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from threading import Barrier
+from typing import Any
 
 from argosy.store import Store, ledger, open_store
 from tests.support.usage_rows import usage_row
 
-
-def main() -> None:
-    while line := sys.stdin.readline():
-        task, url, number, *arguments = json.loads(line)
-        store = open_store(url)
-        write("ready")
-        sys.stdin.readline()
-        result = run_task(store, task, number, *arguments)
-        store.close()
-        write(result)
+Task = Callable[..., Any]
+"""`task(store, number, *arguments)`, where `number` is that of the process."""
+START_S = 60
 
 
-def run_task(store: Store, task: str, number: int, *arguments: float) -> str | int | None:
-    match task, arguments:
-        case "migrate", ():
-            store.migrate()
-            return None
-        case "bootstrap", ():
-            created = store.accounts.bootstrap(actor=f"worker {number}")
-            return None if created is None else created[1]
-        case "create_organisations", (count,):
-            for i in range(int(count)):
-                store.accounts.create_organisation(f"{number}-{i}", actor=f"worker {number}")
-            return None
-        case "add_records", (distance, count):
-            first = number * int(distance)
-            rows = [usage_row(f"request-{i}") for i in range(first, first + int(count))]
-            return sum(store.ledger.add_records(rows[i : i + 7]) for i in range(0, len(rows), 7))
-        case "roll_up", (before, batch_rows):
-            ledger.ROLL_UP_BATCH_ROWS, ledger.ROLL_UP_PAUSE_S = int(batch_rows), 0
-            return store.ledger.roll_up(before)
-    raise ValueError(task)
+class StoreProcesses(ProcessPoolExecutor):
+    """Two processes, which are started by the first task."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        super().__init__(2, context, _set_barrier, (context.Barrier(2),))
+
+    def run(self, task: Task, url: str, *arguments: object) -> list[Any]:
+        """Run a task in both processes at the same time, and return their results."""
+        running = [self.submit(_run_task, task, url, number, *arguments) for number in range(2)]
+        return [each.result() for each in running]
 
 
-def write(value: str | int | None) -> None:
-    sys.stdout.write(f"{json.dumps(value)}\n")
-    sys.stdout.flush()
+_barriers: list[Barrier] = []
 
 
-if __name__ == "__main__":
-    main()
+def _set_barrier(barrier: Barrier) -> None:
+    _barriers.append(barrier)
+
+
+def _run_task(task: Task, url: str, number: int, *arguments: object) -> object:
+    with closing(open_store(url)) as store:
+        _barriers[0].wait(START_S)
+        return task(store, number, *arguments)
+
+
+def migrate(store: Store, _: int) -> None:
+    store.migrate()
+
+
+def bootstrap(store: Store, number: int) -> str | None:
+    created = store.accounts.bootstrap(actor=f"process {number}")
+    return None if created is None else created[1]
+
+
+def create_organisations(store: Store, number: int, count: int) -> None:
+    for i in range(count):
+        store.accounts.create_organisation(f"{number}-{i}", actor=f"process {number}")
+
+
+def add_records(store: Store, number: int, distance: int, count: int) -> int:
+    first = number * distance
+    rows = [usage_row(f"request-{i}") for i in range(first, first + count)]
+    return sum(store.ledger.add_records(rows[i : i + 7]) for i in range(0, len(rows), 7))
+
+
+def roll_up(store: Store, _: int, before: float, batch_rows: int) -> int:
+    ledger.ROLL_UP_BATCH_ROWS, ledger.ROLL_UP_PAUSE_S = batch_rows, 0
+    return store.ledger.roll_up(before)

@@ -1,18 +1,15 @@
-"""Migrated stores on SQLite and PostgreSQL, and processes that use one store concurrently."""
+"""Migrated stores on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.fake_clock import FakeClock
 from tests.support.services import PostgresServer
+from tests.support.store_process import StoreProcesses
 
 from argosy.store import Organisation, Project, Store, User, open_store
 
@@ -102,52 +99,5 @@ def migrate(url: str) -> None:
 @pytest.fixture(scope="session")
 def store_processes() -> Iterator[StoreProcesses]:
     """Two processes that use one store at the same time."""
-    processes = StoreProcesses(2)
-    yield processes
-    processes.stop()
-
-
-class StoreProcesses:
-    """Processes of `tests.support.store_process`, which are started once, by the first task."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._workers: list[subprocess.Popen[str]] = []
-
-    def run(self, task: str, url: str, *arguments: object) -> list[Any]:
-        """Run a task in all processes at the same time, and return their results."""
-        if not self._workers:
-            self._workers = [_start_worker() for _ in range(self._count)]
-        try:
-            for number, worker in enumerate(self._workers):
-                _send(worker, json.dumps([task, url, number, *arguments]))
-            assert [_receive(worker) for worker in self._workers] == ["ready"] * self._count
-            for worker in self._workers:
-                _send(worker, "go")
-            return [_receive(worker) for worker in self._workers]
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """Kill the processes."""
-        for worker in self._workers:
-            worker.kill()
-            worker.communicate()
-        self._workers = []
-
-
-def _start_worker() -> subprocess.Popen[str]:
-    command = (sys.executable, "-m", "tests.support.store_process")
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _send(worker: subprocess.Popen[str], line: str) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write(f"{line}\n")
-    worker.stdin.flush()
-
-
-def _receive(worker: subprocess.Popen[str]) -> Any:  # noqa: ANN401 - JSON value
-    assert worker.stdout is not None
-    return json.loads(worker.stdout.readline())
+    with StoreProcesses() as processes:
+        yield processes

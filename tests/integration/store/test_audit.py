@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from tests.integration.store.conftest import RULES, START, StoreProcesses
+from tests.integration.store.conftest import RULES, START
+from tests.support import store_process
 
 from argosy.store import AuditVerification, Price, Store, StoreError
 from argosy.store.audit import hash_entry
@@ -196,9 +197,9 @@ def test_verification_finds_a_forged_chain(
 
 
 def test_concurrent_writers_extend_one_chain(
-    store: Store, url: str, store_processes: StoreProcesses
+    store: Store, url: str, store_processes: store_process.StoreProcesses
 ) -> None:
-    store_processes.run("create_organisations", url, 15)
+    store_processes.run(store_process.create_organisations, url, 15)
     assert store.audit_log.verify() == AuditVerification(entries=30)
     assert store.load_snapshot().version == 31
     assert len(store.load_snapshot().organisations) == 30

@@ -10,13 +10,16 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
 import pytest
 import sqlalchemy as sa
-from tests.integration.store.conftest import StoreProcesses, migrate
+from tests.integration.store.conftest import migrate
+from tests.support import store_process
 
 from argosy.store import (
     QueryTimeoutError,
@@ -133,7 +136,7 @@ def test_terminated_connections_are_replaced(store: Store, url: str) -> None:
 def test_idle_writer_does_not_block_others_for_long(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "POSTGRES_IDLE_TIMEOUT_S", 1)
+    monkeypatch.setattr(database, "POSTGRES_IDLE_TIMEOUT_S", 0.2)
     idle = Database(url)
 
     def hold_transaction() -> None:
@@ -150,30 +153,33 @@ def test_idle_writer_does_not_block_others_for_long(
 # --- SQLite files --------------------------------------------------------------------------------
 
 
-def test_path_that_cannot_be_opened_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="Give a path that this user can write to"):
-        open_store(f"sqlite:///{tmp_path}/file/store.db")
-    with pytest.raises(StoreError, match="Give a path"):
-        open_store(f"sqlite:///{tmp_path}")
+def write_letter(path: Path) -> None:
+    path.write_text("A letter to the editor. " * 100)
 
 
-def test_file_of_another_format_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "store.db").write_text("A letter to the editor. " * 100)
-    store = open_store(f"sqlite:///{tmp_path}/store.db")
-    with pytest.raises(StoreError, match=r"not a database\. Move that file away"):
-        store.migrate()
-    store.close()
-
-
-def test_damaged_file_is_reported(migrated_file: Path, tmp_path: Path) -> None:
-    content = bytearray(migrated_file.read_bytes())
+def damage_pages(path: Path) -> None:
+    migrate(f"sqlite:///{path}")
+    content = bytearray(path.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)
-    (tmp_path / "store.db").write_bytes(content)
-    store = open_store(f"sqlite:///{tmp_path}/store.db")
-    with pytest.raises(StoreError, match=r"malformed\. .*Restore a backup"):
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "remedy"),
+    [
+        (Path.mkdir, "Give a path that this user can write to"),
+        (write_letter, r"not a database\. Move that file away"),
+        (damage_pages, r"malformed\. .*Restore a backup"),
+    ],
+    ids=["folder", "other format", "damaged"],
+)
+def test_unusable_file_is_reported_with_a_remedy(
+    tmp_path: Path, prepare: Callable[[Path], object], remedy: str
+) -> None:
+    path = tmp_path / "store.db"
+    prepare(path)
+    with pytest.raises(StoreError, match=remedy), closing(open_store(f"sqlite:///{path}")) as store:
         store.load_snapshot()
-    store.close()
 
 
 @pytest.fixture
@@ -192,7 +198,7 @@ def test_file_removed_during_use_is_reported_and_not_recreated(
     if is_replaced:
         shutil.copy(migrated_file, store_file)
     for _ in range(3):
-        with pytest.raises(StoreError, match="start it again"):
+        with pytest.raises(StoreError, match=r"removed while it was in use\..* start it again"):
             store.accounts.create_organisation("lost", actor="me")
         with pytest.raises(StoreError, match="start it again"):
             store.load_snapshot()
@@ -248,27 +254,15 @@ def test_diverged_backup_with_the_same_version_is_not_current(
     second.close()
 
 
-def test_removed_folder_is_reported(tmp_path: Path) -> None:
-    store = open_store(f"sqlite:///{tmp_path}/new/store.db")
-    shutil.rmtree(tmp_path / "new")
-    with pytest.raises(StoreError, match=r"removed while it was in use"):
-        store.load_snapshot()
-    store.close()
-
-
-def test_files_and_folder_are_private(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "folder"
-    migrate(f"sqlite:///{folder}/store.db")
-    for path in (folder, *folder.iterdir()):
-        assert path.stat().st_mode & 0o077 == 0
-
-
-def test_default_file_is_in_the_state_folder(
+def test_default_file_is_private_in_the_state_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     migrate(default_store_url())
-    assert (tmp_path / "state" / "argosy" / "argosy.db").exists()
+    folder = tmp_path / "state" / "argosy"
+    assert folder / "argosy.db" in folder.iterdir()
+    for path in (folder, *folder.iterdir()):
+        assert path.stat().st_mode & 0o077 == 0
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/ann")
     assert default_store_url() == "sqlite:////home/ann/.local/state/argosy/argosy.db"
@@ -278,21 +272,21 @@ def test_default_file_is_in_the_state_folder(
 
 
 def test_tables_of_another_program_are_rejected(empty_url: str) -> None:
-    foreign = Database(empty_url)
-    with foreign.write_transaction() as connection:
+    with closing(Database(empty_url)) as foreign, foreign.write_transaction() as connection:
         connection.execute(sa.text("CREATE TABLE organisations (name TEXT)"))
-    foreign.close()
-    store = open_store(empty_url)
-    with pytest.raises(StoreError, match=r"of another program\. Use another database"):
+    with (
+        closing(open_store(empty_url)) as store,
+        pytest.raises(StoreError, match=r"of another program\. Use another database"),
+    ):
         store.migrate()
-    store.close()
 
 
 def test_missing_tables_are_reported(empty_url: str) -> None:
-    store = open_store(empty_url)
-    with pytest.raises(StoreError, match="Restore a backup, or start a gateway"):
+    with (
+        closing(open_store(empty_url)) as store,
+        pytest.raises(StoreError, match="Restore a backup, or start a gateway"),
+    ):
         store.load_snapshot()
-    store.close()
 
 
 def test_open_existing_store_creates_nothing(empty_url: str) -> None:
@@ -306,9 +300,9 @@ def test_open_existing_store_creates_nothing(empty_url: str) -> None:
 
 
 def test_concurrent_bootstraps_create_one_key(
-    store: Store, url: str, store_processes: StoreProcesses
+    store: Store, url: str, store_processes: store_process.StoreProcesses
 ) -> None:
-    keys = [key for key in store_processes.run("bootstrap", url) if key]
+    keys = [key for key in store_processes.run(store_process.bootstrap, url) if key]
     assert len(keys) == 1
     assert len(store.load_snapshot().keys) == 1
 

@@ -1,4 +1,4 @@
-"""Contract of the idempotency stores in memory and in Redis, and behaviour of the latter across gateways."""
+"""Idempotency stores of one or two gateways in Redis: contract, death of a gateway, and outages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -29,16 +28,6 @@ RESPONSE = CachedResponse("r1", b"one", b"text/plain", b"x" * 1000)
 DEFAULT = IdempotencyConfig()
 
 
-class Stores(NamedTuple):
-    """Store of the gateway that got the first request, and store of the gateway that gets the second one."""
-
-    first: IdempotencyStore
-    second: IdempotencyStore
-
-
-OpenStores = Callable[[IdempotencyConfig], AbstractAsyncContextManager[Stores]]
-
-
 @contextlib.asynccontextmanager
 async def redis_store(
     server: RedisServer, config: IdempotencyConfig = DEFAULT, claim_ttl_s: float = CLAIM_TTL_S
@@ -55,25 +44,25 @@ async def redis_store(
         await store.close()
 
 
-@pytest.fixture(params=["memory", "redis", "redis-two-gateways"])
-def open_stores(request: pytest.FixtureRequest) -> OpenStores:
-    """Opens the stores of two requests."""
+OpenStores = Callable[..., AbstractAsyncContextManager[list[RedisIdempotencyStore]]]
+
+
+@pytest.fixture(params=[1, 2], ids=["one-gateway", "two-gateways"])
+def open_stores(request: pytest.FixtureRequest, redis: RedisServer) -> OpenStores:
+    """Opens the stores of the gateways that get the first and the second request."""
 
     @contextlib.asynccontextmanager
-    async def open_(config: IdempotencyConfig) -> AsyncIterator[Stores]:
-        if request.param == "memory":
-            memory = MemoryIdempotencyStore(config)
-            yield Stores(memory, memory)
-            return
-        server: RedisServer = request.getfixturevalue("redis")
-        with Redis.from_url(server.url) as client:
+    async def open_(
+        config: IdempotencyConfig = DEFAULT,
+    ) -> AsyncIterator[list[RedisIdempotencyStore]]:
+        with Redis.from_url(redis.url) as client:
             client.flushall()
-        async with redis_store(server, config) as first:
-            if request.param == "redis":
-                yield Stores(first, first)
-                return
-            async with redis_store(server, config) as second:
-                yield Stores(first, second)
+        async with contextlib.AsyncExitStack() as stack:
+            stores = [
+                await stack.enter_async_context(redis_store(redis, config))
+                for _ in range(request.param)
+            ]
+            yield [stores[0], stores[-1]]
 
     return open_
 
@@ -100,58 +89,58 @@ async def claim_when_settled(
 async def test_claimed_key_is_in_use_until_settled(
     open_stores: OpenStores, response: CachedResponse | None
 ) -> None:
-    async with open_stores(DEFAULT) as stores:
-        assert await stores.first.claim("key", FIRST) is None
-        assert await stores.second.claim("key", SECOND) == FIRST
-        stores.first.settle_claim("key", FIRST, response)
-        assert await claim_when_settled(stores.second, "key", SECOND) == response
+    async with open_stores() as (first, second):
+        assert await first.claim("key", FIRST) is None
+        assert await second.claim("key", SECOND) == FIRST
+        first.settle_claim("key", FIRST, response)
+        assert await claim_when_settled(second, "key", SECOND) == response
         if response is None:
-            assert await stores.first.claim("key", THIRD) == SECOND
+            assert await first.claim("key", THIRD) == SECOND
 
 
 async def test_only_holder_can_settle_claim(open_stores: OpenStores) -> None:
-    async with open_stores(DEFAULT) as stores:
-        assert await stores.first.claim("key", FIRST) is None
+    async with open_stores() as (first, second):
+        assert await first.claim("key", FIRST) is None
         for response in (RESPONSE, None):
-            stores.second.settle_claim("key", SECOND, response)
-            assert await stores.second.claim("key", THIRD) == FIRST
+            second.settle_claim("key", SECOND, response)
+            assert await second.claim("key", THIRD) == FIRST
 
 
 async def test_key_is_free_for_same_gateway_immediately_after_failure(
     open_stores: OpenStores,
 ) -> None:
-    async with open_stores(DEFAULT) as stores:
+    async with open_stores() as (first, _):
         for number in range(50):
             claim = InFlightClaim(f"r{number}", b"")
-            assert await stores.first.claim("key", claim) is None
-            stores.first.settle_claim("key", claim, None)
+            assert await first.claim("key", claim) is None
+            first.settle_claim("key", claim, None)
 
 
 async def test_exactly_one_of_two_concurrent_claims_succeeds(open_stores: OpenStores) -> None:
-    async with open_stores(DEFAULT) as stores:
+    async with open_stores() as (first, second):
         for number in range(50):
             existing = await asyncio.gather(
-                stores.first.claim(f"key{number}", FIRST),
-                stores.second.claim(f"key{number}", SECOND),
+                first.claim(f"key{number}", FIRST),
+                second.claim(f"key{number}", SECOND),
             )
             assert sorted(each is None for each in existing) == [False, True]
 
 
 async def test_response_expires_after_retention(open_stores: OpenStores) -> None:
-    async with open_stores(IdempotencyConfig(retention_s=0.05)) as stores:
-        assert await stores.first.claim("key", FIRST) is None
-        stores.first.settle_claim("key", FIRST, RESPONSE)
-        await claim_when_free(stores.second, "key", SECOND)
+    async with open_stores(IdempotencyConfig(retention_s=0.05)) as (first, second):
+        assert await first.claim("key", FIRST) is None
+        first.settle_claim("key", FIRST, RESPONSE)
+        await claim_when_free(second, "key", SECOND)
 
 
 async def test_oldest_responses_are_evicted_above_max_bytes(open_stores: OpenStores) -> None:
-    async with open_stores(IdempotencyConfig(max_bytes=10_000)) as stores:
+    async with open_stores(IdempotencyConfig(max_bytes=10_000)) as (first, second):
         for number in range(30):
             key, claim = f"key{number}", InFlightClaim(f"r{number}", b"one")
-            assert await stores.first.claim(key, claim) is None
-            stores.first.settle_claim(key, claim, RESPONSE)
+            assert await first.claim(key, claim) is None
+            first.settle_claim(key, claim, RESPONSE)
         existing = [
-            await claim_when_settled(stores.second, f"key{number}", SECOND) for number in range(30)
+            await claim_when_settled(second, f"key{number}", SECOND) for number in range(30)
         ]
     is_stored = [each is not None for each in existing]
     assert is_stored == sorted(is_stored), "the oldest are evicted first"
@@ -159,14 +148,14 @@ async def test_oldest_responses_are_evicted_above_max_bytes(open_stores: OpenSto
 
 
 async def test_expired_response_leaves_new_claim_of_same_key(open_stores: OpenStores) -> None:
-    async with open_stores(IdempotencyConfig(retention_s=0.05)) as stores:
-        assert await stores.first.claim("again", FIRST) is None
-        stores.first.settle_claim("again", FIRST, RESPONSE)
-        await claim_when_free(stores.first, "again", SECOND)
-        assert await stores.first.claim("next", FIRST) is None
-        stores.first.settle_claim("next", FIRST, RESPONSE)
-        await claim_when_free(stores.second, "next", SECOND)
-        assert await stores.second.claim("again", THIRD) == SECOND
+    async with open_stores(IdempotencyConfig(retention_s=0.05)) as (first, second):
+        assert await first.claim("again", FIRST) is None
+        first.settle_claim("again", FIRST, RESPONSE)
+        await claim_when_free(first, "again", SECOND)
+        assert await first.claim("next", FIRST) is None
+        first.settle_claim("next", FIRST, RESPONSE)
+        await claim_when_free(second, "next", SECOND)
+        assert await second.claim("again", THIRD) == SECOND
 
 
 # --- Redis ---------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from tests.integration.store.conftest import ACTOR, StoreProcesses
+from tests.integration.store.conftest import ACTOR
+from tests.support import store_process
 from tests.support.usage_rows import usage_row
 
 from argosy.store import Store, StoreError, migrations, open_store
@@ -84,8 +85,10 @@ def test_new_database_runs_no_steps(empty_url: str) -> None:
     store.close()
 
 
-def test_processes_migrate_concurrently(empty_url: str, store_processes: StoreProcesses) -> None:
-    store_processes.run("migrate", empty_url)
+def test_processes_migrate_concurrently(
+    empty_url: str, store_processes: store_process.StoreProcesses
+) -> None:
+    store_processes.run(store_process.migrate, empty_url)
     store = open_store(empty_url)
     assert store.load_snapshot().version == 1
     store.close()

@@ -1,4 +1,4 @@
-"""Definitions of benchmark metrics, on rows with known values."""
+"""Benchmark metrics on rows with known values, and the search for a rate on servers with known capacity."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from argosy.bench import (
     parse_objectives,
     summarize,
 )
+from argosy.bench.objectives import MAX_TRIALS, MIN_RATE_FRACTION, search_rate
 from tests.support.request_rows import request_row
 
 samples = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
@@ -40,11 +41,8 @@ def test_tokens_of_one_chunk_have_zero_latency_between_them() -> None:
     assert metric_values(request, "icl") == pytest.approx([100])
     assert metric_values(request, "itl") == pytest.approx([0, 100, 0, 0])
     assert metric_values(request, "tpot") == pytest.approx([25])
-
-
-def test_single_token_has_no_inter_token_latency() -> None:
-    request = request_row(chunks_s=[1.1], chunk_tokens=[1], output_tokens=1, end_s=1.1)
-    assert metric_values(request, "tpot") == metric_values(request, "itl") == []
+    single = request_row(chunks_s=[1.1], chunk_tokens=[1], output_tokens=1, end_s=1.1)
+    assert metric_values(single, "tpot") == metric_values(single, "itl") == []
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=20), st.data())
@@ -66,6 +64,7 @@ def test_inter_token_latencies_add_up_to_the_decode_time(
 @given(samples)
 def test_percentiles_are_ordered_and_within_the_sample(sample: list[float]) -> None:
     stats = compute_stats(sample)
+    assert compute_stats(sorted(sample, reverse=True)).p99 == stats.p99
     ladder = [stats.min, stats.p50, stats.p90, stats.p95, stats.p99, stats.p999, stats.max]
     assert ladder == sorted(ladder)
     assert (stats.min, stats.max) == (min(sample), max(sample))
@@ -73,11 +72,6 @@ def test_percentiles_are_ordered_and_within_the_sample(sample: list[float]) -> N
     assert stats.p50 == pytest.approx(statistics.median(sample))
     assert stats.mean == pytest.approx(statistics.fmean(sample), abs=1e-6)
     assert stats.std == pytest.approx(statistics.pstdev(sample), rel=1e-6, abs=1e-3)
-
-
-@given(samples)
-def test_percentiles_do_not_depend_on_sample_order(sample: list[float]) -> None:
-    assert compute_stats(sorted(sample, reverse=True)).p99 == compute_stats(sample).p99
 
 
 def test_failures_and_ramps_are_excluded_from_latencies() -> None:
@@ -164,3 +158,35 @@ def test_goodput_counts_each_good_request_once(ok: list[bool], limit_ms: float) 
 def test_invalid_objectives_are_rejected(text: str) -> None:
     with pytest.raises(BenchError):
         parse_objectives(text)
+
+
+# --- search for the highest rate -----------------------------------------------------------------
+
+
+def run_search(first: float, precision: float, capacity: float) -> tuple[float | None, list[float]]:
+    trials = search_rate(first, precision)
+    rate = next(trials)
+    tried = []
+    while True:
+        tried.append(rate)
+        try:
+            rate = trials.send(rate <= capacity)
+        except StopIteration as end:
+            return end.value, tried
+
+
+@given(st.floats(0.1, 100), st.floats(0.01, 0.5), st.floats(0.05, 1000))
+def test_search_finds_the_capacity(first: float, precision: float, capacity: float) -> None:
+    best, tried = run_search(first, precision, capacity)
+    if best is None:
+        assert capacity < first * MIN_RATE_FRACTION
+        return
+    assert best <= capacity <= best * (1 + precision) * (1 + 1e-9)
+    assert len(set(tried)) == len(tried) <= MAX_TRIALS
+
+
+def test_search_gives_up_at_minimum_rate_and_stops_after_max_trials() -> None:
+    best, tried = run_search(1.0, 0.05, 0.0)
+    assert best is None
+    assert tried[-1] == MIN_RATE_FRACTION
+    assert run_search(1.0, 0.05, float("inf"))[0] == 2.0 ** (MAX_TRIALS - 1)

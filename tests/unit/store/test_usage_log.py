@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import fcntl
+import itertools
 import math
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +21,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from structlog.testing import capture_logs
+from tests.support.fake_clock import FakeClock
+from tests.support.migrated_store import open_migrated_store
 from tests.support.usage_log_harness import (
     NOW,
     RATES,
@@ -24,15 +31,25 @@ from tests.support.usage_log_harness import (
     TokenCounts,
     drain,
     new_record,
+    open_file_count,
     outcome,
 )
 
+from argosy.policy import Rates
 from argosy.protocol import TokenUsage
-from argosy.store import UsageLog, UsageLogError, UsageRecord, UsageSlot, open_store, usage_log
+from argosy.store import (
+    UsageLog,
+    UsageLogError,
+    UsageLogFullError,
+    UsageRecord,
+    UsageSlot,
+    usage_log,
+)
 from argosy.store.usage_slots import SLOT_BYTES
 
 YEAR_10000 = 253_402_300_800.0
-OWNERS = {"organisation": "acme", "project": "web", "key": "k", "user": "ann"}
+DISK_FULL = OSError(errno.ENOSPC, "No space left on device")
+TABLE_RECORDS = usage_log.SLOTS_PER_TABLE - 1
 
 # --- crashes -------------------------------------------------------------------------------------
 
@@ -183,13 +200,6 @@ TestUsageLogCrashes.settings = settings(max_examples=30, stateful_step_count=30,
 # --- records -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[UsageLog]:
-    opened = UsageLog(tmp_path / "usage", clock=lambda: NOW)
-    yield opened
-    opened.close()
-
-
 @given(
     request=st.text(max_size=160),
     user=st.text(max_size=2000),
@@ -219,30 +229,77 @@ def encode(text: str) -> bytes:
     return text.replace("\0", "").encode("utf-8", "replace")
 
 
-def test_tables_are_added_when_slots_run_out_and_removed_when_empty(
-    log: UsageLog, tmp_path: Path
-) -> None:
-    slots = [log.allocate_slot(new_record(str(number))) for number in range(10_000)]
-    assert len(list(tmp_path.glob("usage/*.usage"))) == 3
-    for slot in slots:
-        slot.finish("completed", "", NOW)
-    requests: set[str] = set()
-    drained = log.drain(lambda records: requests.update(record.request for record in records))
-    assert drained == len(requests) == 10_000
+def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None:
+    first = UsageLog(tmp_path)
+    slot = first.allocate_slot(new_record("before"), RATES)
+    slot.set_counts(TokenUsage(100, 40, 7))
+    slot.finish("completed", "", NOW)
+    first.drain(lambda _: None)
+    first.allocate_slot(new_record("again"), RATES)
+    first.close()
+    second = UsageLog(tmp_path)
+    (recovered,) = second.recover()
+    assert (recovered.request, outcome(recovered)) == ("again", ("interrupted", (0, 0, 0)))
+    second.close()
+
+
+@pytest.mark.parametrize("replica", ["chat-1-0", "r" * 300, "http://[::1]:8001"])
+@pytest.mark.parametrize("digest", ["", "sha256:" + "a" * 64])
+def test_replica_and_digest_share_their_space(tmp_path: Path, replica: str, digest: str) -> None:
+    log = UsageLog(tmp_path)
+    log.allocate_slot(new_record("r"), RATES).finish("completed", replica, NOW, digest)
+    (record,) = drain(log)
+    log.close()
+    assert record.digest == digest
+    assert len(record.replica) >= min(len(replica), 56)
+    assert replica.startswith(record.replica)
+
+
+def test_native_counter_is_included_and_the_price_is_capped(tmp_path: Path) -> None:
+    log = UsageLog(tmp_path)
+    slot = log.allocate_slot(new_record("r"), Rates(1 << 40, 1 << 40, 1 << 40))
+    slot.set_counts(TokenUsage(1 << 40))
+    ctypes.c_int64.from_address(slot.output_counter_address).value += 9
+    slot.finish("completed", "", NOW)
+    (record,) = drain(log)
+    log.close()
+    assert (record.output_tokens, record.nano_dollars) == (9, (1 << 63) - 1)
+
+
+def test_records_that_the_store_rejects_are_synced_to_disk(tmp_path: Path) -> None:
+    log = UsageLog(tmp_path)
+    log.allocate_slot(new_record("r")).finish("completed", "", NOW)
+
+    def fail(_: object) -> None:
+        raise OSError("down")
+
+    with mock.patch("os.fdatasync") as fdatasync, pytest.raises(OSError, match="down"):
+        log.drain(fail)
+    assert fdatasync.called
     log.drain(lambda _: None)
-    assert len(list(tmp_path.glob("usage/*.usage"))) == 1
+    log.close()
 
 
-def test_unpersisted_records_are_logged_as_lost_on_close(tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch("os.posix_fallocate", side_effect=full):
-        log = UsageLog(tmp_path)
-        slots = [log.allocate_slot(new_record(str(number))) for number in range(3)]
-        slots[0].finish("completed", "here", 1.0)
-        with capture_logs() as events:
-            log.close()
-    (event,) = events
-    assert (event["event"], event["log_level"], event["rows"]) == ("usage_lost", "error", 3)
+@pytest.mark.parametrize("letter", ["u", "\u00fc", "\0u"])
+def test_texts_around_the_maximum_size_are_complete_or_cut(tmp_path: Path, letter: str) -> None:
+    log = UsageLog(tmp_path)
+    users = [letter * size + "." * odd for size in range(190, 520) for odd in (0, 1)]
+    slots = [
+        log.allocate_slot(new_record(f"r{number}", user=user, key="k" * 300))
+        for number, user in enumerate(users)
+    ]
+    for slot in slots:
+        slot.finish("completed", f"there {'r' * 200}", NOW)
+    records = drain(log)
+    log.close()
+    assert [record.request for record in records] == [f"r{number}" for number in range(len(users))]
+    for user, record in zip(users, records, strict=True):
+        plain = user.replace("\0", "")
+        fits = len(f"{record.request}{plain}{'k' * 300}m".encode()) + 7 <= 800
+        assert record.user == (plain if fits else record.user[:90])
+        assert plain.startswith(record.user.rstrip("\ufffd"))
+        assert record.replica.startswith("there r")
+        assert (record.model, record.asked, record.route) == ("m", "", "")
 
 
 # --- recovery ------------------------------------------------------------------------------------
@@ -273,30 +330,25 @@ def test_recovery_without_memory_can_be_repeated(tmp_path: Path) -> None:
     log.close()
 
 
-def test_interrupted_record_ends_when_its_owner_was_last_active(tmp_path: Path) -> None:
-    now = NOW
-    first = UsageLog(tmp_path, clock=lambda: now)
+@pytest.mark.parametrize(("is_drained", "ended_at"), [(True, NOW + 60), (False, NOW)])
+def test_interrupted_record_ends_when_its_owner_was_last_active(
+    tmp_path: Path, is_drained: bool, ended_at: float
+) -> None:
+    clock = FakeClock(NOW)
+    first = UsageLog(tmp_path, clock=clock)
     first.allocate_slot(new_record("a"))
     first.allocate_slot(new_record("ended")).finish("completed", "", NOW)
-    now = NOW + 60
-    first.drain(lambda _: None)
+    clock.now += 60
+    if is_drained:
+        first.drain(lambda _: None)
     first.close()
-    now = NOW + 5000
-    second = UsageLog(tmp_path, clock=lambda: now)
+    clock.now += 5000
+    second = UsageLog(tmp_path, clock=clock)
     with capture_logs() as events:
-        assert [record.ended_at for record in second.recover()] == [NOW + 60]
+        assert [record.ended_at for record in second.recover()] == [ended_at]
     logged = [(event["event"], event["interrupted"]) for event in events]
     assert logged == [("usage_recovered", 1)]
-    assert len(drain(second)) == 1, "the drained record is not repeated"
-    second.close()
-
-
-def test_interrupted_record_of_an_owner_without_drain_ends_at_its_start(tmp_path: Path) -> None:
-    first = UsageLog(tmp_path, clock=lambda: NOW)
-    first.allocate_slot(new_record("a"))
-    first.close()
-    second = UsageLog(tmp_path, clock=lambda: NOW + 5000)
-    assert [record.ended_at for record in second.recover()] == [NOW]
+    assert len(drain(second)) == (1 if is_drained else 2), "a drained record is not repeated"
     second.close()
 
 
@@ -324,30 +376,25 @@ DAMAGED_WORDS = [
 """Positions of words in a slot, and values that they never hold."""
 
 
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        *((word, struct.pack("=q", value)) for word, value in DAMAGED_WORDS),
-        *((word, struct.pack("=d", at)) for word in (7, 8) for at in (math.nan, YEAR_10000)),
-        (9, bytes(16)),  # the checksum of an empty text, and its size
-    ],
-)
-def test_record_with_a_damaged_word_does_not_prevent_others(
-    migrated_store: Path, tmp_path: Path, word: int, value: bytes
-) -> None:
-    first = UsageLog(tmp_path)
-    slots = [first.allocate_slot(new_record(name), RATES) for name in ("damaged", "intact")]
-    for slot in slots:
+def test_records_with_a_damaged_word_do_not_prevent_others(tmp_path: Path) -> None:
+    words = [(word, struct.pack("=q", value)) for word, value in DAMAGED_WORDS]
+    words += [(word, struct.pack("=d", at)) for word in (7, 8) for at in (math.nan, YEAR_10000)]
+    words.append((9, bytes(16)))  # the checksum of an empty text, and its size
+    first = UsageLog(tmp_path / "usage")
+    for name in [*(f"damaged{number:02}" for number in range(len(words))), "intact"]:
+        slot = first.allocate_slot(new_record(name), RATES)
         slot.set_counts(TokenUsage(4, 2, 2))
         slot.finish("completed", "here", NOW)
     first.close()
-    (file,) = tmp_path.glob("*.usage")
+    (file,) = tmp_path.glob("usage/*.usage")
     content = bytearray(file.read_bytes())
-    position = content.index(b"damaged") // SLOT_BYTES * SLOT_BYTES + word * 8
-    content[position : position + len(value)] = value
+    for number, (word, value) in enumerate(words):
+        found = content.index(b"damaged%02d" % number)
+        position = found // SLOT_BYTES * SLOT_BYTES + word * 8
+        content[position : position + len(value)] = value
     file.write_bytes(content)
-    second = UsageLog(tmp_path)
-    store = open_store(f"sqlite:///{shutil.copy(migrated_store, tmp_path / 'store.db')}")
+    second = UsageLog(tmp_path / "usage")
+    store = open_migrated_store(f"sqlite:///{tmp_path}/store.db")
     second.recover()
     second.drain(store.ledger.add_records)
     requests = [record.request for page in store.ledger.iter_records() for record in page]
@@ -357,16 +404,6 @@ def test_record_with_a_damaged_word_does_not_prevent_others(
     assert store.ledger.report(["day"])
     store.close()
     second.close()
-
-
-@pytest.fixture(scope="module")
-def migrated_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SQLite file with tables, to be copied."""
-    path = tmp_path_factory.mktemp("store") / "migrated.db"
-    store = open_store(f"sqlite:///{path}")
-    store.migrate()
-    store.close()
-    return path
 
 
 @pytest.mark.parametrize("size", [8, 100, SLOT_BYTES, SLOT_BYTES + 8])
@@ -398,3 +435,129 @@ def test_unusable_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageLogError, match="Choose a writable folder"):
         UsageLog(tmp_path / "file" / "usage")
+
+
+# --- full disks and files ------------------------------------------------------------------------
+
+
+def begin_requests(log: UsageLog, count: int, first: int = 0) -> list[UsageSlot]:
+    return [log.allocate_slot(new_record(str(first + n)), RATES) for n in range(count)]
+
+
+def test_full_disk_keeps_a_limited_number_of_records_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_log, "MAX_MEMORY_TABLES", 1)
+    with mock.patch("os.posix_fallocate", side_effect=DISK_FULL), capture_logs() as events:
+        log = UsageLog(tmp_path)
+        begin_requests(log, TABLE_RECORDS)
+        open_files = open_file_count()
+        for _ in range(3):
+            with pytest.raises(UsageLogFullError):
+                begin_requests(log, 1)
+        assert log.unpersisted_records == TABLE_RECORDS
+        assert open_file_count() == open_files
+        assert not list(tmp_path.glob("*.usage"))
+    assert [event["event"] for event in events] == ["usage_log_disk_full"]
+    with capture_logs() as events:
+        begin_requests(log, 10)
+        assert [event["event"] for event in events] == ["usage_log_disk_recovered"]
+        begin_requests(log, usage_log.SLOTS_PER_TABLE)
+        assert log.unpersisted_records == TABLE_RECORDS
+        assert len(events) == 1
+        log.close()
+    lost = events[-1]
+    assert (lost["event"], lost["log_level"], lost["rows"]) == (
+        "usage_lost",
+        "error",
+        TABLE_RECORDS,
+    )
+
+
+def test_spare_table_is_created_before_it_is_needed_and_removed_after(tmp_path: Path) -> None:
+    log = UsageLog(tmp_path)
+    (first,) = tmp_path.glob("*.usage")
+    for _ in range(2):
+        log.drain(lambda _: None)
+        assert list(tmp_path.glob("*.usage")) == [first]
+    open_files = open_file_count()
+    slots = begin_requests(log, TABLE_RECORDS)
+    for _ in range(2):
+        log.drain(lambda _: None)
+        assert len(list(tmp_path.glob("*.usage"))) == 2
+    with mock.patch("os.posix_fallocate", side_effect=DISK_FULL):
+        slots += begin_requests(log, TABLE_RECORDS, TABLE_RECORDS)
+    assert log.unpersisted_records == 0
+    for slot in slots:
+        slot.finish("completed", "", NOW)
+    requests = {record.request for record in drain(log)}
+    log.drain(lambda _: None)
+    assert len(requests) == len(slots)
+    assert open_file_count() == open_files
+    assert len(list(tmp_path.glob("*.usage"))) == 1
+    log.close()
+
+
+def test_repeated_recovery_leaks_no_files_and_logs_nothing(tmp_path: Path) -> None:
+    log, other = UsageLog(tmp_path / "usage"), UsageLog(tmp_path / "usage")
+    other.allocate_slot(new_record("other")).finish("completed", "", NOW)
+    open_files = open_file_count()
+    for _ in range(3):
+        assert log.recover() == []
+    newer = tmp_path / "usage" / "0.usage"
+    newer.write_bytes(b"argosy\0\3".rjust(8, b"\0") + bytes(2 * SLOT_BYTES - 8))
+    for _ in range(3):
+        with pytest.raises(UsageLogError, match="Run the version that wrote it"):
+            log.recover()
+    assert open_file_count() == open_files
+    newer.unlink()
+    other.close()
+    with capture_logs() as events:
+        log.recover()
+    assert events == [], "no request was interrupted, and free slots are not damaged"
+    assert log.pending_records == 1
+    log.close()
+
+
+def test_folder_and_files_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "usage"
+    log = UsageLog(folder)
+    (file,) = folder.glob("*.usage")
+    modes = [path.stat().st_mode & 0o777 for path in (folder, file)]
+    assert modes == [0o700, 0o600]
+    log.close()
+
+
+def test_folder_is_locked_until_a_new_file_is_complete(tmp_path: Path) -> None:
+    """Another process would recover an incomplete file as the file of a dead process."""
+
+    def check_files(folder: Path) -> None:
+        incomplete = [path for path in folder.glob("*.usage") if not any(path.read_bytes()[:8])]
+        with (folder / "lock").open("wb") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert not incomplete
+
+    with mock.patch.object(usage_log, "SLOTS_PER_TABLE", 6):
+        for line in itertools.count(10):
+            folder = tmp_path / str(line)
+            folder.mkdir()
+            hook = LineHook(line, partial(check_files, folder))
+            hook.trace(lambda: UsageLog(folder).close())  # noqa: B023 - called at once
+            if not hook.has_run:
+                break
+    assert line > 20
+
+
+def test_removed_folder_loses_no_record_of_a_running_process(tmp_path: Path) -> None:
+    log = UsageLog(tmp_path / "usage")
+    open_files = open_file_count()
+    slots = begin_requests(log, usage_log.SLOTS_PER_TABLE)
+    for slot in slots:
+        slot.finish("completed", "", NOW)
+    shutil.rmtree(tmp_path / "usage")
+    with capture_logs():
+        assert log.drain(lambda _: None) == len(slots)
+        log.drain(lambda _: None)
+        assert open_file_count() == open_files
+        log.close()
+    assert open_file_count() < open_files
