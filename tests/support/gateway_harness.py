@@ -126,7 +126,7 @@ async def probe_with_retry(prober: Prober) -> None:
         await prober.probe()
 
 
-async def explain_nothing(identifier: str, organisation: str | None) -> None:
+async def explain_nothing(identifier: str, organisation: str | None, project: str | None) -> None:
     """Find no explanation of a request."""
 
 

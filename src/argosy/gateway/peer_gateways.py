@@ -38,7 +38,8 @@ _REMOTE_ADDRESS = ("192.0.2.1", 9)
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 FindTrace = Callable[[str, str | None], dict[str, Any] | None]
-"""Returns the explanation that this gateway has of a request, by id and organisation (None for all)."""
+"""Returns the explanation that this gateway has of a request, by the id of the request and of the organisation or
+project to which it must belong (None for any)."""
 
 
 class PeerGateways:
@@ -98,16 +99,16 @@ class PeerGateways:
         return [record for record in running if record.id != self._gateway_id]
 
     async def ask(
-        self, peer: GatewayRecord, identifier: str, organisation: str | None
+        self, peer: GatewayRecord, identifier: str, owner: str | None
     ) -> dict[str, Any] | None:
         """Ask another gateway for the explanation of a request.
 
         Returns:
             The explanation. None if the gateway has none, or does not answer.
         """
-        query = "" if organisation is None else f"?organisation={quote(organisation, safe='')}"
+        query = "" if owner is None else f"?owner={quote(owner, safe='')}"
         path = f"{PEER_REQUESTS_PREFIX}{quote(identifier, safe='')}{query}"
-        body = await self.fetch(peer, path, _describe_question(identifier, organisation))
+        body = await self.fetch(peer, path, _describe_question(identifier, owner))
         try:
             return None if body is None else msgspec.json.decode(body, type=dict[str, Any])
         except msgspec.DecodeError as error:
@@ -143,9 +144,9 @@ class PeerGateways:
         async def explain(exchange: HttpExchange, principal: Principal) -> None:
             del principal  # the signature authenticates the gateway
             identifier = unquote(exchange.path_parameters["id"])
-            organisation = parse_qs(exchange.query.decode("latin-1")).get("organisation", [None])[0]
-            check_peer_token(exchange, self.secret, _describe_question(identifier, organisation))
-            explanation = find_trace(identifier, organisation)
+            owner = parse_qs(exchange.query.decode("latin-1")).get("owner", [None])[0]
+            check_peer_token(exchange, self.secret, _describe_question(identifier, owner))
+            explanation = find_trace(identifier, owner)
             if explanation is None:
                 raise ApiError(404, "not_found", "This gateway has no trace of the request.")
             await exchange.send_response(200, msgspec.json.encode(explanation))
@@ -174,7 +175,7 @@ def advertised_url(listen_socket: socket.socket, scheme: str, configured: str | 
             return f"{scheme}://{socket.gethostname()}:{port}"
 
 
-def _describe_question(identifier: str, organisation: str | None) -> str:
+def _describe_question(identifier: str, owner: str | None) -> str:
     """Return what the token of a question signs."""
-    scope = "all" if organisation is None else f"organisation {organisation}"
+    scope = "all" if owner is None else f"owner {owner}"
     return f"{scope}\n{identifier}"

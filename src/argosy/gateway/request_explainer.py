@@ -50,28 +50,32 @@ class RequestExplainer:
         self._ledger = ledger
         self._search_slots = asyncio.Semaphore(MAX_CONCURRENT_SEARCHES)
 
-    async def explain(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
+    async def explain(
+        self, identifier: str, organisation: str | None, project: str | None
+    ) -> dict[str, Any] | None:
         """Return the explanation of a request.
 
         Args:
             identifier: Id of the request or of its response.
             organisation: Organisation of which requests are looked up. None for all.
+            project: Project of which requests are looked up. None for all of the organisation.
         """
         identifier = canonical_id(identifier)
-        found = self._find_trace(identifier, organisation)
+        owner = project or organisation
+        found = self._find_trace(identifier, owner)
         if found is not None or self._peers is None or self._ledger is None:
             return found
         try:
             async with self._search_slots:
                 return await self._ask_peers(
-                    self._peers, identifier, organisation
+                    self._peers, identifier, owner
                 ) or await self._read_ledger(self._ledger, identifier, organisation)
         except (StoreError, TimeoutError) as error:
             log.warning("explanation_incomplete", reason=str(error) or "the store does not respond")
             return None
 
     async def _ask_peers(
-        self, peers: PeerGateways, identifier: str, organisation: str | None
+        self, peers: PeerGateways, identifier: str, owner: str | None
     ) -> dict[str, Any] | None:
         """Ask the gateway that the id names, or all if a client chose the id."""
         gateway = named_gateway(identifier)
@@ -81,7 +85,7 @@ class RequestExplainer:
             peer for peer in await peers.list_others() if gateway is None or peer.id == gateway
         ]
         answers = await asyncio.gather(
-            *(peers.ask(peer, identifier, organisation) for peer in asked[:MAX_ASKED_GATEWAYS])
+            *(peers.ask(peer, identifier, owner) for peer in asked[:MAX_ASKED_GATEWAYS])
         )
         found = [answer for answer in answers if answer is not None]
         return max(found, key=_started_at, default=None)

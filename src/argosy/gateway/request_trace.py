@@ -213,14 +213,15 @@ _encode_trace = msgspec.msgpack.Encoder().encode
 
 class _StoredTrace(msgspec.Struct, frozen=True, gc=False):
     ended_at: float
-    organisation: str
-    request_id: str
+    lookup_keys: tuple[tuple[str | None, str], ...]
     packed_trace: bytes
     """Trace in MessagePack, so that thousands of traces add nothing to garbage collection."""
 
 
-def _lookup_keys(organisation: str, request_id: str) -> tuple[tuple[str | None, str], ...]:
-    return (None, request_id), (organisation, request_id)
+def _lookup_keys(trace: RequestTrace) -> tuple[tuple[str | None, str], ...]:
+    """Return the owners by which a trace is found, each with its request id."""
+    owners = (None, trace.principal.organisation, trace.principal.project)
+    return tuple((owner, trace.request_id) for owner in owners)
 
 
 class ContentStore:
@@ -260,7 +261,7 @@ class TraceStore:
         self._ended: OrderedDict[str, _StoredTrace] = OrderedDict()
         self._contents = ContentStore(MAX_CONTENT_BYTES)
         self._by_request: dict[tuple[str | None, str], str] = {}
-        """Id of the latest response by organisation (None for any) and request id."""
+        """Id of the latest response by organisation or project (None for any), and request id."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._ended)
@@ -268,7 +269,7 @@ class TraceStore:
     def add(self, trace: RequestTrace) -> None:
         """Add the trace of a new request."""
         self._running[trace.response_id] = trace
-        for key in _lookup_keys(trace.principal.organisation, trace.request_id):
+        for key in _lookup_keys(trace):
             self._by_request[key] = trace.response_id
 
     def complete(self, trace: RequestTrace, now: float) -> None:
@@ -278,7 +279,7 @@ class TraceStore:
             self._contents.add(trace.response_id, trace.report)
             trace.report = trace.report.without_content()
         self._ended[trace.response_id] = _StoredTrace(
-            now, trace.principal.organisation, trace.request_id, _encode_trace(trace)
+            now, _lookup_keys(trace), _encode_trace(trace)
         )
         self.evict_expired(now)
 
@@ -291,25 +292,23 @@ class TraceStore:
                 return
             del self._ended[response_id]
             self._contents.discard(response_id)
-            for key in _lookup_keys(stored.organisation, stored.request_id):
+            for key in stored.lookup_keys:
                 if self._by_request.get(key) == response_id:
                     del self._by_request[key]
 
-    def find(self, identifier: str, organisation: str | None = None) -> RequestTrace | None:
+    def find(self, identifier: str, owner: str | None = None) -> RequestTrace | None:
         """Find a trace by response id, or the latest trace by request id.
 
         Clients choose request ids. A request id therefore never hides a response id, nor a request of another
-        organisation.
+        organisation or project.
 
         Args:
             identifier: Response id or request id.
-            organisation: Organisation in which a request id is looked up. None searches all.
+            owner: Organisation or project in which a request id is looked up. None searches all.
         """
         is_response_id = identifier in self._running or identifier in self._ended
         response_id = (
-            identifier
-            if is_response_id
-            else self._by_request.get((organisation, identifier), identifier)
+            identifier if is_response_id else self._by_request.get((owner, identifier), identifier)
         )
         running = self._running.get(response_id)
         if running is not None:

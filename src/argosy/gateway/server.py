@@ -500,11 +500,15 @@ class GatewayServer:
             log.info("fast_path_unavailable", reason=str(error))
             return None
 
-    def _find_trace(self, identifier: str, organisation: str | None) -> dict[str, Any] | None:
-        """Return the explanation that this gateway has of a request, by id and organisation (None for all)."""
+    def _find_trace(self, identifier: str, owner: str | None) -> dict[str, Any] | None:
+        """Return the explanation that this gateway has of a request (see `peer_gateways.FindTrace`)."""
         self._traces.evict_expired(time.monotonic())
-        trace = self._traces.find(identifier, organisation)
-        if trace is None or organisation not in {None, trace.principal.organisation}:
+        trace = self._traces.find(identifier, owner)
+        if trace is None or owner not in {
+            None,
+            trace.principal.organisation,
+            trace.principal.project,
+        }:
             return None
         return trace.to_dict() | {"gateway": self._gateway_id, "source": "trace"}
 

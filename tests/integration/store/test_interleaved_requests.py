@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.pool import Pool
 from tests.integration.store.conftest import ACTOR
+from tests.support.gateway_harness import explain_nothing
 
 from argosy.gateway.admin import AdminRequest, AdminScope, list_endpoints
 from argosy.gateway.auth import has_role
@@ -87,10 +88,6 @@ CALLS = st.sampled_from(sorted(BODIES)).flatmap(
     lambda name: st.builds(Call, CALLERS, st.just(name), BODIES[name])
 )
 OWN_ADMIN: tuple[Role, RoleScope, bool] = ("admin", "organisation", True)
-
-
-async def explain_nothing(request: str, organisation: str | None) -> None:
-    del request, organisation
 
 
 class World:

@@ -140,7 +140,7 @@ def test_one_long_callback_is_no_overload() -> None:
     ],
 )
 def test_passwords_in_urls_are_hidden(url: str, shown: str) -> None:
-    async def explain(request_id: str, organisation_id: str | None) -> None:
+    async def explain(request_id: str, organisation_id: str | None, project_id: str | None) -> None:
         """Explain nothing."""
 
     scope = AdminScope(None, None, explain, config=GatewayConfig(store=StoreConfig(url=url)))

@@ -71,8 +71,8 @@ class AdminScope:
     store: Store | None
     replica_admin: ReplicaAdmin | None
     """Pools and replicas. None if the gateway serves none."""
-    explain: Callable[[str, str | None], Awaitable[dict[str, Any] | None]]
-    """Returns the explanation of a request by its id and an organisation's id, as shown by `argosy explain`."""
+    explain: Callable[[str, str | None, str | None], Awaitable[dict[str, Any] | None]]
+    """Returns the explanation of a request by its id, an organisation's id and a project's id (None for any)."""
     limiter: AdminCallLimiter = field(default_factory=AdminCallLimiter)
     """Slots for reads of endpoints that wait for events."""
     organisation_id: str | None = None
@@ -97,10 +97,14 @@ class AdminScope:
         check = partial(check_change, principal)
         return replace(self, organisation_id=organisation_scope(principal), check=check)
 
-    async def explain_request(self, request_id: str) -> dict[str, Any] | None:
-        """Return the explanation of a request, or None if it is unknown or belongs to another organisation."""
+    async def explain_request(self, request_id: str, project: str | None) -> dict[str, Any] | None:
+        """Return the explanation of a request, or None if it is unknown or belongs to another organisation.
+
+        Among requests of several projects whose clients chose the same id, that of `project` is found if it is given,
+        and else the latest.
+        """
         organisation_id = self.organisation_id
-        explanation = await self.explain(request_id, organisation_id)
+        explanation = await self.explain(request_id, organisation_id, project)
         if (
             explanation is None
             or organisation_id is None

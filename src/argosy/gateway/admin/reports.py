@@ -181,11 +181,15 @@ async def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str,
 
     If the gateway that served it is gone, the explanation has only what the ledger knows.
     """
-    explanation = await scope.explain_request(request.resource_id)
-    if explanation is not None:
-        is_own_project = explanation["caller"]["project"] == request.principal.project
-        if is_own_project or has_role(request.principal, "viewer"):
-            return explanation
+    principal = request.principal
+    sees_all = has_role(principal, "viewer")
+    explanation = await scope.explain_request(
+        request.resource_id, None if sees_all else principal.project
+    )
+    if explanation is not None and (
+        sees_all or explanation["caller"]["project"] == principal.project
+    ):
+        return explanation
     reasons = "The id may be wrong, the request too old, or another gateway may have served it that is gone."
     message = f"There is no record of the request {request.resource_id[:200]!r}. {reasons}"
     raise ApiError(404, "not_found", message)
