@@ -1,8 +1,7 @@
-"""Usage log of killed processes and on a full disk: each request has exactly one record with its last counts."""
+"""Usage log of killed processes: each request has exactly one record with its last counts."""
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -14,23 +13,18 @@ import pytest
 from argosy.policy import Rates
 from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageRecord
-from argosy.store.usage_log import MAX_MEMORY_TABLES, SLOTS_PER_TABLE
 
 RATES = Rates(3, 1, 5)
 Outcome = tuple[str, int]
 """Status of a request and its number of tokens."""
 
 
-def start_process(*arguments: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.support.usage_process", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
-
-
 def run_until_killed(folder: Path, store: Path) -> dict[str, set[Outcome | None]]:
     """Kill a process after a random number of operations. Returns the possible outcomes of its requests."""
     announced: list[list[str]] = []
     operations = random.randrange(1, 3000)
-    with start_process("count", folder, store) as process:
+    command = [sys.executable, "-m", "tests.support.usage_process", str(folder), str(store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
             announced.append(line.decode().split())
@@ -79,11 +73,3 @@ def test_killed_processes_leave_one_record_for_each_request(tmp_path: Path, kill
         found = records_by_request.get(request)
         assert (None if found is None else (found.status, found.output_tokens)) in expected
     assert not list(folder.glob("*.usage"))
-
-
-def test_full_disk_keeps_records_in_memory_up_to_a_maximum(tmp_path: Path) -> None:
-    with start_process("fill", tmp_path) as process:
-        report = json.loads(process.communicate()[0])
-    assert report["full"] == {"in_memory": 1, "files": 0, "rejected": 1}
-    assert report["recovered"] == {"files": 1, "in_memory": 0}
-    assert report["records"] == MAX_MEMORY_TABLES * (SLOTS_PER_TABLE - 1) + 2

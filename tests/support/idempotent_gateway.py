@@ -13,9 +13,9 @@ import httpx2
 
 from argosy.deployment import GatewayConfig, LimitsConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
-from argosy.gateway import GatewayServer
 from argosy.store import IdempotencyConfig, StoreConfig
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.gateway_client import serve_gateway
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation
 from tests.support.replica_servers import MODEL, serve
 
@@ -79,16 +79,8 @@ class GatewayFleet:
 @contextlib.asynccontextmanager
 async def run_servers(config: GatewayConfig, count: int = 1) -> AsyncIterator[list[str]]:
     """Run gateways with one configuration in this process. Yields their URLs."""
-    loop = asyncio.get_running_loop()
-    urls: list[asyncio.Future[str]] = [loop.create_future() for _ in range(count)]
-    servers = [GatewayServer(config, url.set_result) for url in urls]
-    running = [asyncio.create_task(server.run()) for server in servers]
-    try:
-        yield [await url for url in urls]
-    finally:
-        for server in servers:
-            server.stop()
-        await asyncio.gather(*running)
+    async with contextlib.AsyncExitStack() as stack:
+        yield [(await stack.enter_async_context(serve_gateway(config)))[1] for _ in range(count)]
 
 
 @contextlib.asynccontextmanager

@@ -1,14 +1,9 @@
-"""Processes that write a usage log until they are killed or the disk is full.
-
-`tests/chaos/test_usage_kills.py` starts them. Their arguments select the task.
-"""
+"""Process that writes a usage log until `tests/chaos/test_usage_kills.py` kills it."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import resource
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +13,7 @@ import structlog
 
 from argosy.policy import Rates
 from argosy.protocol import TokenUsage
-from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot, usage_log
+from argosy.store import UsageLog, UsageRecord, UsageSlot
 
 RATES = Rates(3, 1, 5)
 CONCURRENT_REQUESTS = 8
@@ -72,52 +67,7 @@ def announce(*words: object) -> None:
     os.write(1, " ".join(map(str, words)).encode() + b"\n")
 
 
-def fill_disk(folder: Path) -> None:
-    """Allocate slots without space for files until memory is full too. Then continue with space.
-
-    A JSON object on standard output reports both phases.
-    """
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard_limit))
-    records: list[UsageRecord] = []
-    log = UsageLog(folder)
-    slot = log.allocate_slot(record("first"))
-    slot.set_counts(TokenUsage(4, 0, 2))
-    slot.finish("completed", "here", 1.0)
-    full = {"in_memory": log.unpersisted_records, "files": count_files(folder)}
-    log.drain(records.extend)
-    slots = [log.allocate_slot(record(str(number))) for number in range(max_records_in_memory())]
-    try:
-        log.allocate_slot(record("excess"))
-    except UsageLogFullError:
-        full["rejected"] = 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
-    log.drain(records.extend)
-    log.allocate_slot(record("last")).finish("completed", "here", 1.0)
-    recovered = {"files": count_files(folder)}
-    for slot in slots:
-        slot.finish("completed", "here", 1.0)
-    log.drain(records.extend)
-    log.drain(records.extend)
-    recovered["in_memory"] = log.unpersisted_records
-    log.close()
-    requests = len({record.request for record in records})
-    report = {"full": full, "recovered": recovered, "records": requests}
-    print(json.dumps(report))  # noqa: T201 - read by the test
-
-
-def count_files(folder: Path) -> int:
-    return len(list(folder.glob("*.usage")))
-
-
-def max_records_in_memory() -> int:
-    return usage_log.MAX_MEMORY_TABLES * (usage_log.SLOTS_PER_TABLE - 1)
-
-
 if __name__ == "__main__":
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    task, folder, *store = sys.argv[1:]
-    if task == "count":
-        count_until_killed(Path(folder), Path(*store))
-    else:
-        fill_disk(Path(folder))
+    folder, store = sys.argv[1:]
+    count_until_killed(Path(folder), Path(store))

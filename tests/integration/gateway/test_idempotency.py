@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
-from tests.support.fake_engine import FakeEngine, Script
+from tests.support.fake_engine import FakeEngine
 from tests.support.fake_upstream import (
     FakeUpstream,
     UpstreamRequest,
@@ -37,7 +37,6 @@ from tests.support.idempotent_gateway import (
     run_gateways,
     status_and_code,
 )
-from tests.support.replica_servers import MODEL, serve
 from tests.support.services import RedisServer, running_redis
 
 from argosy.deployment import ReplicaConfig
@@ -351,27 +350,6 @@ async def test_response_cut_by_limit_is_replayed_after_limit_is_used_up(
         assert (second.content, second.headers[REPLAYED]) == (first.content, "true")
         assert (await client.post("b", stream=stream)).status_code == 429
         assert len(engine.requests) == 1
-
-
-async def test_stream_resumed_on_other_replica_is_replayed_as_delivered(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    scripts = iter(
-        [Script(TOKENS[:20], crash=RuntimeError("gone")), Script(TOKENS, finish="length")]
-    )
-    engines = [FakeEngine(tokenizer, lambda _: next(scripts)) for _ in range(2)]
-    async with serve(engines[0]) as first_server, serve(engines[1]) as second_server:
-        replicas = [
-            ReplicaConfig(url=each.url, model=MODEL) for each in (first_server, second_server)
-        ]
-        async with run_gateways(tmp_path, *replicas) as fleet:
-            client = await fleet.client()
-            first = await client.post(stream=True, return_token_ids=True)
-            second = await client.post(stream=True, return_token_ids=True)
-    assert second.content == first.content
-    assert second.headers[REPLAYED] == "true"
-    assert b'"error"' not in first.content
-    assert [len(engine.requests) for engine in engines] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -174,31 +173,6 @@ async def test_request_is_rejected_while_usage_log_is_full(
     assert caught.value.retry_after_s is not None
 
 
-async def test_records_reach_store_once_after_outage(usage_log: UsageLog) -> None:
-    up, tried, stopping = False, asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    records: list[UsageRecord] = []
-
-    def write(batch: list[UsageRecord]) -> None:
-        loop.call_soon_threadsafe(tried.set)
-        if not up:
-            raise ConnectionError("the database is down")
-        records.extend(batch)
-
-    recorder = UsageRecorder(usage_log)
-    for number in range(600):
-        context = make_context(number=number)
-        await recorder.on_request(context)
-        recorder.on_complete(context)
-    flushing = asyncio.create_task(flush_usage_forever(usage_log, write, stopping))
-    await tried.wait()
-    up = True
-    stopping.set()
-    await flushing
-    assert len({record.request for record in records}) == len(records) == 600
-    assert usage_log.pending_records == 0
-
-
 async def test_records_of_killed_gateway_are_flushed_by_other_gateway(
     usage_log: UsageLog, tmp_path: Path
 ) -> None:
@@ -213,21 +187,6 @@ async def test_records_of_killed_gateway_are_flushed_by_other_gateway(
     ]
     stopping.set()
     await flushing
-
-
-async def test_records_reach_store_although_folder_is_removed(
-    usage_log: UsageLog, tmp_path: Path
-) -> None:
-    records: list[UsageRecord] = []
-    stopping, recorder = asyncio.Event(), UsageRecorder(usage_log)
-    shutil.rmtree(tmp_path)
-    for number in range(5000):
-        context = make_context(number=number)
-        await recorder.on_request(context)
-        recorder.on_complete(context)
-    stopping.set()
-    await flush_usage_forever(usage_log, records.extend, stopping)
-    assert len({record.request for record in records}) == 5000
 
 
 async def test_postgres_gets_every_record_once_after_outage(

@@ -13,7 +13,6 @@ from argosy.gateway.series_collector import UNKNOWN_ENGINE, EngineGauges
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
-    EstimatedPrefixIndex,
     ReplicaStatus,
     StatusChange,
     compute_prefix_keys,
@@ -38,14 +37,6 @@ def test_sent_tokens_count_as_waiting_until_their_prefill_is_done() -> None:
     for _ in range(4):
         replica.on_request_ended(None, 11.0)
     assert load.sent_tokens == 0
-
-
-def test_estimated_prefix_index_is_bounded_for_many_distinct_prompts() -> None:
-    index = EstimatedPrefixIndex(100)
-    for number in range(2000):
-        keys = compute_prefix_keys(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES)
-        index.on_prompt_sent(keys)
-        assert len(index) <= 100
 
 
 def test_cache_estimate_and_rates_are_dropped_with_the_arithmetic() -> None:
