@@ -1,12 +1,15 @@
-"""Authenticator: API keys, networks, local access without keys, brute-force protection and authorization."""
+"""Authenticator: API keys, networks, client addresses, local access without keys, brute force and authorization."""
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.account_fixtures import (
     ANN,
@@ -32,9 +35,16 @@ from argosy.gateway.auth import (
     check_model_access,
     check_role,
 )
+from argosy.gateway.auth.client_address import (
+    client_address,
+    is_in_networks,
+    parse_address,
+    parse_networks,
+)
+from argosy.gateway.auth.credential_index import CredentialIndex, TokenClaims
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.protocol import ApiError
-from argosy.store import Key, Role, open_store
+from argosy.store import AccountSnapshot, Key, Project, Role, User, open_store
 
 KEY_A = plaintext_key("a")
 KEY_B = plaintext_key("b")
@@ -372,3 +382,150 @@ def test_scoped_key_may_use_only_its_models() -> None:
 def test_operations_role_cannot_call_models(role: Role) -> None:
     with pytest.raises(ApiError, match="cannot call models"):
         check_model_access(Principal(role=role), "big")
+
+
+# --- client addresses -----------------------------------------------------------------------------
+
+
+TRUSTED = parse_networks(["10.0.0.0/8", "fd00::/8"])
+PROXIES = st.sampled_from(["10.0.0.1", "10.9.8.7", "fd00::1"])
+ADDRESSES = st.ip_addresses().filter(
+    lambda address: not is_in_networks(parse_address(str(address)), TRUSTED)
+)
+HEADER_ENTRIES = st.binary(max_size=40).filter(lambda text: b"," not in text)
+
+
+@given(peer=ADDRESSES, forwarded=st.binary())
+def test_untrusted_peer_address_ignores_forwarded_header(peer: object, forwarded: bytes) -> None:
+    assert client_address(str(peer), {b"x-forwarded-for": forwarded}, TRUSTED) == parse_address(
+        str(peer)
+    )
+
+
+@given(
+    peer=PROXIES,
+    client=ADDRESSES,
+    forwarded=st.lists(HEADER_ENTRIES, max_size=3),
+    proxies=st.lists(PROXIES, max_size=3),
+)
+def test_first_trusted_proxy_names_client(
+    peer: str, client: object, forwarded: list[bytes], proxies: list[str]
+) -> None:
+    hops = [*forwarded, str(client).encode(), *(proxy.encode() for proxy in proxies)]
+    headers = {b"x-forwarded-for": b", ".join(hops)}
+    assert client_address(peer, headers, TRUSTED) == parse_address(str(client))
+
+
+@given(peer=PROXIES, proxies=st.lists(PROXIES))
+def test_chain_of_trusted_proxies_ends_at_first_of_them(peer: str, proxies: list[str]) -> None:
+    headers = {b"x-forwarded-for": ",".join(proxies).encode()}
+    assert client_address(peer, headers, TRUSTED) == ip_address([*proxies[:1], peer][0])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        (" 192.0.2.1:80 ", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::1"),
+        ("[2001:db8::1]:80", "2001:db8::1"),
+        ('"[2001:db8::1]"', "2001:db8::1"),
+        ("fe80::1%eth0", "fe80::1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+    ],
+)
+def test_address_forms_are_parsed(text: str, expected: str) -> None:
+    assert parse_address(text) == ip_address(expected)
+
+
+@given(st.text())
+def test_any_text_is_parsed_without_error(text: str) -> None:
+    parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("network", "inside", "outside"),
+    [
+        ("::ffff:10.0.0.0/104", "10.1.2.3", "11.0.0.0"),
+        ("::ffff:192.0.2.7", "::ffff:192.0.2.7", "192.0.2.8"),
+        ("::ffff:0:0/96", "203.0.113.1", "2001:db8::1"),
+        ("::/0", "2001:db8::1", "192.0.2.1"),
+    ],
+)
+def test_network_matches_in_any_notation(network: str, inside: str, outside: str) -> None:
+    networks = parse_networks([network])
+    assert is_in_networks(parse_address(inside), networks)
+    assert not is_in_networks(parse_address(outside), networks)
+
+
+# --- ambiguous names in tokens --------------------------------------------------------------------
+
+
+EMAIL = "ann@x.test"
+CLAIMS = TokenClaims(subject="s", email="", organisation="", project="", role="user", expires_at=0)
+
+
+def make_owners(renamed: dict[str, float], **created: float) -> AccountSnapshot:
+    """Return organisations created at `created`, each with a project `web` and a user.
+
+    The projects and users of the organisations in `renamed` were renamed at the given times.
+    """
+    projects, users = [], []
+    for organisation in sorted(created, key=created.__getitem__):
+        at = created[organisation]
+        projects.append(
+            Project(id=f"p_{organisation}", organisation=organisation, name="web", created_at=at)
+        )
+        users.append(
+            User(
+                id=f"u_{organisation}",
+                organisation=organisation,
+                email=EMAIL,
+                project=f"p_{organisation}",
+                created_at=at,
+            )
+        )
+    times = {f"{kind}_{organisation}": at for organisation, at in renamed.items() for kind in "pu"}
+    return AccountSnapshot(projects=tuple(projects), users=tuple(users), renamed_at=times)
+
+
+def resolve_organisation(snapshot: AccountSnapshot) -> str:
+    """Return the organisation of a token with the project's name and of one with the email, which must agree."""
+    index = CredentialIndex(snapshot)
+    by_name, by_email = (
+        index.find_by_claims(msgspec.structs.replace(CLAIMS, **claims)).principal.organisation
+        for claims in ({"project": "web"}, {"email": EMAIL})
+    )
+    assert by_name == by_email
+    return by_name
+
+
+@pytest.mark.parametrize(
+    ("renamed", "ours", "theirs", "winner"),
+    [
+        pytest.param({}, 1, 2, "ours", id="first-created"),
+        pytest.param({}, 2, 1, "theirs", id="first-created-reversed"),
+        pytest.param({"theirs": 9}, 5, 1, "ours", id="renamed-after-other-was-created"),
+        pytest.param({"theirs": 3}, 5, 1, "theirs", id="renamed-before-other-was-created"),
+        pytest.param({"ours": 7, "theirs": 8}, 1, 2, "ours", id="first-renamed"),
+        pytest.param({"ours": 7, "theirs": 8}, 2, 1, "ours", id="first-renamed-created-later"),
+        pytest.param({"theirs": 5}, 5, 1, "theirs", id="same-time-first-created"),
+    ],
+)
+def test_first_owner_of_ambiguous_name_wins(
+    renamed: dict[str, float], ours: float, theirs: float, winner: str
+) -> None:
+    """Otherwise an organisation could take another one's tokens with a rename."""
+    assert resolve_organisation(make_owners(renamed, ours=ours, theirs=theirs)) == winner
+
+
+def test_archived_owner_comes_last() -> None:
+    snapshot = make_owners({"theirs": 9}, ours=5, theirs=1)
+    ours, theirs = snapshot.projects[1], snapshot.projects[0]
+    ann, other = snapshot.users[1], snapshot.users[0]
+    ended = msgspec.structs.replace(
+        snapshot,
+        projects=(theirs, msgspec.structs.replace(ours, archived_at=6.0)),
+        users=(other, msgspec.structs.replace(ann, disabled_at=6.0)),
+    )
+    assert resolve_organisation(ended) == "theirs"

@@ -30,7 +30,7 @@ from tests.support.limit_harness import (
 from argosy.deployment import LimitsConfig
 from argosy.gateway.filters import LimitFilter, read_redis_password
 from argosy.gateway.filters.limit_responses import format_duration
-from argosy.gateway.request_context import RequestContext
+from argosy.gateway.request_context import REFUSED_BY_REPLICA, RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
@@ -250,6 +250,19 @@ async def test_longer_prompt_does_not_increase_output_reservation(clock: FakeClo
     assert deliver(limits, context, 1, prompt_tokens=20) is None
     error = await expect_rejection(limits, make_context(prompt_tokens=85))
     assert "Used: 25 tokens." in error.message
+
+
+@pytest.mark.parametrize(
+    ("status", "counts"), [(400, True), (413, True), (422, True), (404, False)]
+)
+async def test_only_errors_of_the_request_itself_count(
+    clock: FakeClock, status: int, counts: bool
+) -> None:
+    limits = make_filter(clock, make_limit("requests", 1))
+    await limits.on_request(context := make_context())
+    context.record_error(ApiError(status, REFUSED_BY_REPLICA, "The replica refuses it."))
+    complete(limits, context, "refused")
+    assert await is_admitted(limits) is not counts
 
 
 async def test_output_reservation_follows_previous_responses(clock: FakeClock) -> None:
