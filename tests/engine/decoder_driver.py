@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from argosy.engine.engine_config import QuantizeSetting
+from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
@@ -28,13 +29,14 @@ def load_checkpoint(
     path: Path,
     dtype: torch.dtype = torch.float32,
     *,
+    architecture: ModelArchitecture | None = None,
     quantize: QuantizeSetting | None = None,
     pack_cache: PackCache | None = None,
 ) -> Decoder:
-    """Load a checkpoint with Argosy's own decoder on one thread."""
+    """Load a checkpoint with Argosy's own decoder on one thread, by default with the architecture that it states."""
     return load_decoder(
         CheckpointReader(path),
-        read_architecture(path),
+        architecture or read_architecture(path),
         create_cpu_device(1),
         dtype,
         lambda _: None,

@@ -17,8 +17,11 @@ from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
 
+DEFAULT_STEPS = None
+"""The number of steps in flight that the device selects."""
 DEFAULT_ISA = "default"
 """The instruction set that the engine selects itself."""
 DTYPES = ["bfloat16", "float32", "int8", "int4"]
@@ -91,16 +94,19 @@ SAMPLING_PARAMS = [
 ]
 
 
-def weight_options(dtype: str) -> dict[str, str]:
-    """Return the core's options for a dtype or a quantized format."""
-    quantized = dtype.startswith("int")
-    return {"dtype": "bfloat16", "quantize": dtype} if quantized else {"dtype": dtype}
+def create(steps_in_flight: int | None, dtype: str = "bfloat16", **options: object) -> EngineCore:
+    """Create a core of the bundled model with a dtype or a quantized format."""
+    weights = (
+        {"dtype": "bfloat16", "quantize": dtype} if dtype.startswith("int") else {"dtype": dtype}
+    )
+    options = {"max_steps_in_flight": steps_in_flight} | weights | options
+    return create_core(BUNDLED_MODEL, **options)
 
 
 @cache
 def shared_core(dtype: str = "bfloat16", isa: str = DEFAULT_ISA) -> EngineCore:
     """Return one core for each dtype and instruction set. The running test has selected the instruction set."""
-    return create_core(BUNDLED_MODEL, prefix_cache=False, **weight_options(dtype))
+    return create(DEFAULT_STEPS, dtype, prefix_cache=False)
 
 
 @cache
@@ -158,12 +164,7 @@ def assert_equal_to_reference(
     ("dtype", "steps_in_flight"), alternate(DTYPES), indirect=["steps_in_flight"]
 )
 def test_batched_requests_equal_reference(dtype: str, steps_in_flight: int) -> None:
-    core = create_core(
-        BUNDLED_MODEL,
-        max_steps_in_flight=steps_in_flight,
-        prefix_cache=False,
-        **weight_options(dtype),
-    )
+    core = create(steps_in_flight, dtype, prefix_cache=False)
     assert_equal_to_reference(run_requests(core, requests()), dtype)
 
 
@@ -178,28 +179,22 @@ def test_batched_requests_equal_reference(dtype: str, steps_in_flight: int) -> N
     indirect=["steps_in_flight"],
 )
 def test_chunked_prompts_equal_reference(budget: int, dtype: str, steps_in_flight: int) -> None:
-    core = create_core(
-        BUNDLED_MODEL,
-        max_steps_in_flight=steps_in_flight,
-        max_step_tokens=budget,
-        max_seqs=5,
-        **weight_options(dtype),
-    )
+    core = create(steps_in_flight, dtype, max_step_tokens=budget, max_seqs=5)
     assert_equal_to_reference(run_requests(core, requests()), dtype)
 
 
+@pytest.mark.parametrize("isa", ISAS[1:], indirect=True)
 def test_every_isa_equals_its_reference(isa: str) -> None:
-    """Decodes run beside decodes and beside prompt chunks, in batch sizes that kernels handle differently."""
+    """Decodes run beside decodes and beside prompt chunks. The fastest instruction set runs in all other tests."""
     # torch's operations take seconds for each request, and have the same code for all batch sizes
-    selected = requests()[::3] if isa == TORCH_ISA_NAME else requests()
-    assert_equal_to_reference(run_requests(shared_core(isa=isa), selected), isa=isa)
-    core = create_core(BUNDLED_MODEL, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
+    selected = requests()[:: 3 if isa == TORCH_ISA_NAME else 2]
+    core = create(DEFAULT_STEPS, max_step_tokens=17, max_seqs=5)
     assert_equal_to_reference(run_requests(core, selected), isa=isa)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
 def test_prefix_cache_hits_equal_reference(dtype: str, steps_in_flight: int) -> None:
-    core = create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, **weight_options(dtype))
+    core = create(steps_in_flight, dtype)
     run_requests(core, requests())
     second_run = run_requests(core, requests())
     assert sum(output.cached_tokens or 0 for output in second_run.values()) > 100
@@ -208,13 +203,7 @@ def test_prefix_cache_hits_equal_reference(dtype: str, steps_in_flight: int) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_preempted_requests_equal_reference(dtype: str, steps_in_flight: int) -> None:
-    core = create_core(
-        BUNDLED_MODEL,
-        max_steps_in_flight=steps_in_flight,
-        num_blocks=11,
-        max_seqs=8,
-        **weight_options(dtype),
-    )
+    core = create(steps_in_flight, dtype, num_blocks=11, max_seqs=8)
     core.scheduler.output_estimator.fraction = 0.0
     assert_equal_to_reference(run_requests(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
@@ -223,7 +212,7 @@ def test_preempted_requests_equal_reference(dtype: str, steps_in_flight: int) ->
 def test_requests_deferred_for_premium_prompt_equal_reference(steps_in_flight: int) -> None:
     """A premium request arrives while others decode. Its prompt is computed in a step of its own."""
     premium, *others = requests()
-    core = create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, dtype="bfloat16")
+    core = create(steps_in_flight)
     outputs = {request.id: RequestOutput() for request in requests()}
     deferred = False
     for request in others:
@@ -240,30 +229,14 @@ def test_requests_deferred_for_premium_prompt_equal_reference(steps_in_flight: i
     assert_equal_to_reference(outputs)
 
 
-def test_host_cache_hits_equal_reference(steps_in_flight: int) -> None:
-    core = create_core(
-        BUNDLED_MODEL,
-        max_steps_in_flight=steps_in_flight,
-        dtype="bfloat16",
-        num_blocks=11,
-        max_seqs=3,
-        host_kv_bytes=1 << 24,
-    )
-    assert_equal_to_reference(run_requests(core, requests()))
+def test_host_cache_hits_equal_reference_and_corrupt_blocks_are_recomputed(
+    steps_in_flight: int,
+) -> None:
+    core = create(steps_in_flight, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+    run_requests(core, requests())
     assert_equal_to_reference(run_requests(core, requests()))
     assert core.scheduler.kv_cache.host_hit_tokens > 0
-
-
-def test_corrupt_host_blocks_are_recomputed_and_counted(steps_in_flight: int) -> None:
-    core = create_core(
-        BUNDLED_MODEL,
-        max_steps_in_flight=steps_in_flight,
-        dtype="bfloat16",
-        num_blocks=11,
-        max_seqs=3,
-        host_kv_bytes=1 << 24,
-    )
-    run_requests(core, requests())
+    assert core.scheduler.kv_cache.corrupt_blocks == 0
     for block in core.executor.host_store.blocks.values():
         block.numpy()[7] ^= 1
     assert_equal_to_reference(run_requests(core, requests()))
@@ -281,7 +254,7 @@ def test_resume_at_every_token_continues_output(number: int, steps_in_flight: in
         msgspec.structs.replace(request, id=str(index), resumed_tokens=reference.tokens[:index])
         for index in range(1, len(reference.tokens))
     ]
-    core = create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, dtype="bfloat16")
+    core = create(steps_in_flight)
     for request_id, output in run_requests(core, resumed).items():
         index = int(request_id)
         assert output.tokens == reference.tokens[index:]
@@ -302,9 +275,7 @@ def test_siblings_share_prompt_and_equal_reference(number: int, steps_in_flight:
         )
         for index in range(4)
     ]
-    outputs = run_requests(
-        create_core(BUNDLED_MODEL, max_steps_in_flight=steps_in_flight, dtype="bfloat16"), siblings
-    )
+    outputs = run_requests(create(steps_in_flight), siblings)
     assert all((outputs[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for sibling in siblings:
         single = run_requests(shared_core(), [msgspec.structs.replace(sibling, parent_id=None)])
@@ -313,15 +284,5 @@ def test_siblings_share_prompt_and_equal_reference(number: int, steps_in_flight:
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_batching_modes_equal_reference(batching: str, steps_in_flight: int) -> None:
-    assert_equal_to_reference(
-        run_requests(
-            create_core(
-                BUNDLED_MODEL,
-                max_steps_in_flight=steps_in_flight,
-                dtype="bfloat16",
-                batching=batching,
-                max_seqs=4,
-            ),
-            requests(),
-        )
-    )
+    core = create(steps_in_flight, batching=batching, max_seqs=4)
+    assert_equal_to_reference(run_requests(core, requests()))

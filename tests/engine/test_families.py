@@ -15,14 +15,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
-from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import summarize_model
 from argosy.engine.execution.loading.weight_loader import load_decoder
-from tests.engine.decoder_driver import DecoderDriver
+from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)
@@ -157,18 +155,6 @@ def create_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     return build
 
 
-def load_reference(
-    path: Path, architecture: ModelArchitecture | None = None, dtype: torch.dtype = torch.float32
-) -> Decoder:
-    return load_decoder(
-        CheckpointReader(path),
-        architecture or read_architecture(path),
-        create_cpu_device(1),
-        dtype,
-        lambda _: None,
-    )
-
-
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
@@ -213,7 +199,8 @@ def assert_summary_matches(reference: Reference) -> None:
 def test_family_matches_transformers(create_reference: Callable[..., Reference], name: str) -> None:
     family, options = FAMILIES[name]
     reference = create_reference(family, options)
-    driver = DecoderDriver(load_reference(reference.path))
+    decoder = load_checkpoint(reference.path)
+    driver = DecoderDriver(decoder)
     all_prompts = prompts()
     unbatched = [driver.logits_in_one_chunk(prompt) for prompt in all_prompts]
     for prompt, logits in zip(all_prompts, unbatched, strict=True):
@@ -235,6 +222,8 @@ def test_family_matches_transformers(create_reference: Callable[..., Reference],
     if not reference.model.config.tie_word_embeddings:  # tied random models repeat themselves
         assert len({token for tokens in outputs for token in tokens}) > 5
     assert_summary_matches(reference)
+    batch = replace(driver.batch([("no logits", [1, 2])]), logit_index=torch.empty(0).long())
+    assert decoder(batch, decoder.create_attention(1024, 16)).shape == (0, VOCAB)
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -242,7 +231,7 @@ def test_rope_scaling_matches_transformers(
     create_reference: Callable[..., Reference], name: str
 ) -> None:
     reference = create_reference("Llama", {"rope_parameters": ROPES[name]})
-    assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33, 70, 200))
+    assert_logits_match(reference, DecoderDriver(load_checkpoint(reference.path)), (1, 33, 70, 200))
 
 
 @pytest.mark.parametrize(("max_len", "lengths"), [(32, (1, 17, 32)), (256, (33, 70, 200))])
@@ -254,7 +243,7 @@ def test_longrope_selects_factors_by_max_model_len(
     )
     architecture = replace(read_architecture(reference.path), max_model_len=max_len)
     with structlog.testing.capture_logs() as logs:
-        decoder = load_reference(reference.path, architecture)
+        decoder = load_checkpoint(reference.path, architecture=architecture)
     assert_logits_match(reference, DecoderDriver(decoder), lengths)
     warnings = [entry["remedy"] for entry in logs if entry["event"] == "rope_long_factors_in_use"]
     assert warnings == ["set --max-model-len 32 if no prompt is longer"] * (max_len > 32)
@@ -267,76 +256,48 @@ def rewrite_config(path: Path, change: Callable[[dict[str, Any]], None]) -> None
     file.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])
-def test_transformers_4_rope_config_is_read(
-    create_reference: Callable[..., Reference], name: str
-) -> None:
-    reference = create_reference("Llama", {"rope_parameters": ROPES[name]})
-    expected = read_architecture(reference.path)
-
-    def convert_to_transformers_4(config: dict[str, Any]) -> None:
-        rope = config.pop("rope_parameters")
-        config["rope_theta"] = rope.pop("rope_theta")
-        rope["type"] = rope.pop("rope_type")
-        config["rope_scaling"] = rope
-        config["torch_dtype"] = config.pop("dtype")
-
-    rewrite_config(reference.path, convert_to_transformers_4)
-    assert read_architecture(reference.path) == expected
+def convert_to_transformers_4(config: dict[str, Any]) -> None:
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    rope["type"] = rope.pop("rope_type")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
 
 
-@pytest.mark.parametrize("name", ["qwen 2 with windows", "gemma 2", "mistral", "qwen 3 moe"])
-def test_missing_layer_types_default_to_family(
-    create_reference: Callable[..., Reference], name: str
-) -> None:
-    reference = create_reference(*FAMILIES[name])
-    expected = read_architecture(reference.path)
-    rewrite_config(reference.path, lambda config: config.pop("layer_types", None))
-    assert read_architecture(reference.path) == expected
+def convert_gemma_3_to_transformers_4(config: dict[str, Any]) -> None:
+    del config["rope_parameters"], config["layer_types"]
+    config |= {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
+    config |= {"sliding_window_pattern": 6, "rope_scaling": None}
 
 
-def test_transformers_4_gemma_3_config_is_read(create_reference: Callable[..., Reference]) -> None:
-    reference = create_reference("Gemma3Text", GEMMA | {"num_hidden_layers": 7})
-    expected = read_architecture(reference.path)
-    assert [layer.sliding_window for layer in expected.layer_architectures] == [
-        8,
-        8,
-        8,
-        8,
-        8,
-        None,
-        8,
-    ]
-    assert [rope.theta for rope in expected.ropes] == [1_000_000.0, 10_000.0]
-
-    def convert_to_transformers_4(config: dict[str, Any]) -> None:
-        del config["rope_parameters"], config["layer_types"]
-        config |= {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
-        config |= {"sliding_window_pattern": 6, "rope_scaling": None}
-
-    rewrite_config(reference.path, convert_to_transformers_4)
-    assert read_architecture(reference.path) == expected
+def remove_layer_types(config: dict[str, Any]) -> None:
+    config.pop("layer_types", None)
 
 
-def test_text_model_of_multimodal_gemma_3_is_read(
+@pytest.mark.parametrize(
+    ("family", "options", "convert"),
+    [
+        *(
+            ("Llama", {"rope_parameters": ROPES[name]}, convert_to_transformers_4)
+            for name in ("linear", "llama3", "yarn")
+        ),
+        *(
+            (*FAMILIES[name], remove_layer_types)
+            for name in ("qwen 2 with windows", "gemma 2", "mistral", "qwen 3 moe")
+        ),
+        (*FAMILIES["gemma 3"], convert_gemma_3_to_transformers_4),
+    ],
+)
+def test_older_config_is_read_as_the_current_one(
     create_reference: Callable[..., Reference],
+    family: str,
+    options: dict[str, Any],
+    convert: Callable[[dict[str, Any]], None],
 ) -> None:
-    reference = create_reference("Gemma3Text", GEMMA)
-    expected = reference.logits(prompts()[-1])
-
-    def wrap(config: dict[str, Any]) -> None:
-        text = dict(config)
-        config.clear()
-        config |= {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
-
-    rewrite_config(reference.path, wrap)
-    file = reference.path / "model.safetensors"
-    for prefix in ("language_model.model.", "model.language_model."):
-        tensors = load_file(file)
-        renamed = {prefix + name.split("model.")[-1]: tensor for name, tensor in tensors.items()}
-        save_file(renamed, file)
-        logits = DecoderDriver(load_reference(reference.path)).logits_in_one_chunk(prompts()[-1])
-        assert_close(logits, expected)
+    reference = create_reference(family, options)
+    expected = read_architecture(reference.path)
+    rewrite_config(reference.path, convert)
+    assert read_architecture(reference.path) == expected
 
 
 @pytest.mark.parametrize(
@@ -354,7 +315,7 @@ def test_stored_head_of_tied_model_is_read_as_in_transformers(
         del tensors["model.embed_tokens.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    decoder = load_reference(path)
+    decoder = load_checkpoint(path)
     assert decoder.architecture.tied_embeddings is tied
     assert_logits_match(Reference(path, model.eval()), DecoderDriver(decoder), (1, 33))
 
@@ -363,8 +324,7 @@ def test_stored_head_of_tied_model_is_read_as_in_transformers(
     ("family", "options", "names"),
     [
         (
-            "Gemma3Text",
-            GEMMA,
+            *FAMILIES["gemma 3"],
             ["vision_tower.embeddings.weight", "model.multi_modal_projector.norm.weight"],
         ),
         (
@@ -384,12 +344,14 @@ def test_tensors_that_generation_does_not_need_are_skipped(
     path = create_reference(family, options).path
     file = path / "model.safetensors"
     save_file(load_file(file) | {name: torch.ones(3) for name in names}, file)
-    load_reference(path)
+    load_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     ("name", "architecture", "old_prefix", "prefix"),
     [
+        ("gemma 3", "Gemma3ForConditionalGeneration", "model.", "language_model.model."),
+        ("gemma 3", "Gemma3ForConditionalGeneration", "model.", "model.language_model."),
         ("deepseek 3", "KimiK25ForConditionalGeneration", "", "language_model."),
         (
             "qwen 3.5 moe",
@@ -422,7 +384,7 @@ def test_text_model_of_multimodal_checkpoint_is_read(
         config |= {"architectures": [architecture], "text_config": text}
 
     rewrite_config(reference.path, wrap)
-    assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33))
+    assert_logits_match(reference, DecoderDriver(load_checkpoint(reference.path)), (1, 33))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen 3 moe"])
@@ -437,7 +399,7 @@ def test_fused_expert_tensors_are_read(
         {key: tensor.contiguous() for key, tensor in fused.items()},
         reference.path / "model.safetensors",
     )
-    assert_logits_match(reference, DecoderDriver(load_reference(reference.path)), (1, 33))
+    assert_logits_match(reference, DecoderDriver(load_checkpoint(reference.path)), (1, 33))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -467,7 +429,7 @@ def test_bfloat16_logits_are_close_to_float32(
 ) -> None:
     family, options = FAMILIES[name]
     reference = create_reference(family, options, dtype=torch.bfloat16)
-    driver = DecoderDriver(load_reference(reference.path, dtype=torch.bfloat16))
+    driver = DecoderDriver(load_checkpoint(reference.path, torch.bfloat16))
     reference.model.float()
     for prompt in prompts((1, 33)):
         exact, logits = reference.logits(prompt), driver.logits_in_one_chunk(prompt)
@@ -476,12 +438,3 @@ def test_bfloat16_logits_are_close_to_float32(
             -1
         )  # per token; rounding may change the routing of some
         assert error.median() < 0.05
-
-
-def test_empty_logit_index_gives_no_logits(create_reference: Callable[..., Reference]) -> None:
-    reference = create_reference(*FAMILIES["llama 2"])
-    decoder = load_reference(reference.path)
-    driver = DecoderDriver(decoder, num_blocks=8)
-    batch = replace(driver.batch([("a", [1, 2, 3])]), logit_index=torch.empty(0, dtype=torch.long))
-    attention = decoder.create_attention(8, 16)
-    assert decoder(batch, attention).shape == (0, VOCAB)

@@ -14,10 +14,7 @@ from argosy.engine.execution.architectures.decoder_config import read_architectu
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
-from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
-from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.model_selection import select_implementation
-from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.gguf_reference import dequantize, random_blocks, write_gguf
 from tests.engine.transformers_reference import VOCAB, make_reference
@@ -69,28 +66,14 @@ def test_family_matches_transformers(tmp_path: Path, name: str) -> None:
     write_gguf(folder / "model.gguf", reference, kind)
     path = resolve_model_path(str(folder), None)
     assert path == folder / "model.gguf"
-    architecture = read_architecture(path)
-    assert architecture.eos_token_ids == (2,)
-
-    def load(quantize: Any) -> DecoderDriver:  # noqa: ANN401
-        device = create_cpu_device(1)
-        decoder = load_decoder(
-            CheckpointReader(path),
-            architecture,
-            device,
-            torch.float32,
-            lambda _: None,
-            quantize=quantize,
-        )
-        return DecoderDriver(decoder)
-
-    exact = load("none")
+    assert read_architecture(path).eos_token_ids == (2,)
+    exact = DecoderDriver(load_checkpoint(path, quantize="none"))
     expected = [reference.logits(prompt) for prompt in PROMPTS]
     for prompt, logits in zip(PROMPTS, expected, strict=True):
         torch.testing.assert_close(exact.logits_in_one_chunk(prompt), logits, rtol=1e-4, atol=2e-4)
     prompt = PROMPTS[1]
     assert reference.continues(prompt, *exact.greedy([prompt], 8))
-    native = load(None)
+    native = DecoderDriver(load_checkpoint(path))
     alone = [native.logits_in_one_chunk(prompt) for prompt in PROMPTS]
     for logits, others in zip(alone, expected, strict=True):
         assert (logits - others).square().mean().sqrt() < 0.2 * others.std()
