@@ -27,6 +27,7 @@ from argosy.protocol import SamplingParams
 from tests.engine.core_driver import create_core, run_requests
 
 LIMIT = 1 << 24
+DISABLED = ["pack_cache_disabled"]
 PAYLOADS = {"a": b"some weights" * 700, "b": b"", "c": b"x" * 4096}
 
 
@@ -204,61 +205,57 @@ def test_mapped_payload_outlives_file(folder: Path) -> None:
     assert bytes(payload.tolist()) == PAYLOADS["a"]
 
 
-def assert_works_without_cache(packs: PackCache, folder: Path) -> None:
-    with packs:
-        assert get_all(packs) == PAYLOADS
-    assert not folder.is_dir() or list(folder.iterdir()) == []
+def fail_writes(after: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Fill the disk after a number of writes."""
+
+    def set_up(_: Path, patch: pytest.MonkeyPatch) -> None:
+        original_pwrite, remaining = os.pwrite, [after]
+
+        def failing_pwrite(fd: int, data: bytes, offset: int) -> int:
+            if not remaining[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            remaining[0] -= 1
+            return original_pwrite(fd, data, offset)
+
+        patch.setattr(os, "pwrite", failing_pwrite)
+
+    return set_up
 
 
-def test_limit_of_zero_disables_cache(folder: Path) -> None:
-    with capture_logs() as logs:
-        assert_works_without_cache(open_cache("model", limit_bytes=0), folder)
-    assert logs == []
+def use_low_disk(_: Path, patch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=8192)
+    patch.setattr(shutil, "disk_usage", lambda _path: usage)
 
 
-@pytest.mark.parametrize(("required_bytes", "limit_bytes"), [(LIMIT + 1, LIMIT), (0, 9000)])
-def test_weights_above_limit_disable_cache(
-    folder: Path, required_bytes: int, limit_bytes: int
-) -> None:
-    with capture_logs() as logs:
-        assert_works_without_cache(
-            open_cache("model", required_bytes=required_bytes, limit_bytes=limit_bytes), folder
-        )
-    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
-
-
-@pytest.mark.parametrize("writes", [0, 1, 2, 3])
-def test_full_disk_disables_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, writes: int
-) -> None:
-    original_pwrite, remaining = os.pwrite, [writes]
-
-    def failing_pwrite(fd: int, data: bytes, offset: int) -> int:
-        if not remaining[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        remaining[0] -= 1
-        return original_pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", failing_pwrite)
-    with capture_logs() as logs:
-        assert_works_without_cache(open_cache("model"), folder)
-    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
-
-
-def test_low_disk_space_disables_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=8192))
-    with capture_logs() as logs:
-        assert_works_without_cache(open_cache("model"), folder)
-    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
-
-
-def test_unwritable_folder_disables_cache(folder: Path) -> None:
+def use_file_as_folder(folder: Path, _: pytest.MonkeyPatch) -> None:
     folder.parent.parent.mkdir(exist_ok=True)
     folder.parent.write_text("a file where a directory should be")
-    with capture_logs() as logs:
-        assert_works_without_cache(open_cache("model"), folder)
-    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
+
+
+@pytest.mark.parametrize(
+    ("set_up", "options", "events"),
+    [
+        pytest.param(None, {"limit_bytes": 0}, [], id="limit of zero"),
+        pytest.param(None, {"required_bytes": LIMIT + 1}, DISABLED, id="estimate above limit"),
+        pytest.param(None, {"limit_bytes": 9000}, DISABLED, id="weights above limit"),
+        *(pytest.param(fail_writes(n), {}, DISABLED, id=f"full after {n}") for n in range(4)),
+        pytest.param(use_low_disk, {}, DISABLED, id="low disk space"),
+        pytest.param(use_file_as_folder, {}, DISABLED, id="unwritable folder"),
+    ],
+)
+def test_weights_are_packed_in_memory_where_no_file_can_be_written(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    set_up: Callable[[Path, pytest.MonkeyPatch], None] | None,
+    options: dict[str, int],
+    events: list[str],
+) -> None:
+    if set_up is not None:
+        set_up(folder, monkeypatch)
+    with capture_logs() as logs, open_cache("model", **options) as packs:
+        assert get_all(packs) == PAYLOADS
+    assert not folder.is_dir() or list(folder.iterdir()) == []
+    assert [line["event"] for line in logs] == events
 
 
 def test_engine_output_is_equal_from_cache(folder: Path) -> None:

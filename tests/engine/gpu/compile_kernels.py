@@ -120,78 +120,63 @@ def report(
     print(json.dumps(line), flush=True)  # noqa: T201 - the output of this program
 
 
-def report_attention(
-    label: str,
-    head_dim: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    single: bool,
-    single_program: bool,
-    dtype: str = BFLOAT16,
-    cache: str = "",
-    gemma: bool = False,
-    gpt_oss: bool = False,
-) -> None:
-    """Report the attention kernel for the shape of one model."""
-    width = attention._padded_head_dim(head_dim)
-    group = heads // kv_heads
-    tile = attention._tile(group, width * (4 if dtype == FLOAT32 else 2), single=single)
-    constants = {
-        "HEADS": heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "WIDTH": width,
-        "WINDOWED": gemma or gpt_oss,
-        "SINKS": gpt_oss,
-        "SINGLE": single,
-        "TOKENS": tile.tokens,
-        "ROWS": tile.rows,
-        "BLOCK": 16,
-        "ROTARY": head_dim,
-        "SOFTCAP": gemma,
-        "SINGLE_PROGRAM": single_program,
-        "PRECISION": "tf32x3",
-    }
-    types = {"q": dtype, "out": dtype, "keys": cache or dtype, "values": cache or dtype}
-    types |= {"scale": "fp32", "softcap": "fp32", "tokens": "i32"}
-    report(
-        f"attend {label}",
-        attention_kernels.attend,
-        constants,
-        types,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+LLAMA, LLAMA_70B, QWEN, PHI = (128, 32, 8), (128, 64, 8), (64, 14, 2), (96, 32, 32)
+GPT_OSS, GEMMA = (64, 64, 8), (256, 8, 4)
+"""Sizes of heads, and numbers of heads and of KV heads."""
+ATTENTION: dict[str, tuple[tuple[int, int, int], str]] = {
+    "128 decode, split": (LLAMA, BFLOAT16),
+    "128 decode": (LLAMA, BFLOAT16),
+    "128 prefill": (LLAMA, BFLOAT16),
+    "128 prefill, split": (LLAMA, BFLOAT16),
+    "128 decode, float8 cache": (LLAMA_70B, FLOAT8),
+    "128 prefill, float8 cache": (LLAMA_70B, FLOAT8),
+    "64 decode, split": (QWEN, BFLOAT16),
+    "64 prefill": (QWEN, BFLOAT16),
+    "64 decode, split, gpt-oss": (GPT_OSS, BFLOAT16),
+    "64 prefill, gpt-oss": (GPT_OSS, BFLOAT16),
+    "80 prefill": ((80, 32, 32), BFLOAT16),
+    "96 decode": (PHI, BFLOAT16),
+    "256 decode, split, Gemma": (GEMMA, BFLOAT16),
+    "256 prefill, Gemma": (GEMMA, BFLOAT16),
+    "128 prefill, float32": (LLAMA, FLOAT32),
+}
+"""Shapes of models, with the type of the cache. The label states what a kernel does."""
 
 
 def report_attention_kernels() -> None:
     """Report the attention kernels for the shapes of Llama, Qwen, Gemma, Phi and gpt-oss."""
-    report_attention("128 decode, split", 128, 32, 8, single=True, single_program=False)
-    report_attention("128 decode", 128, 32, 8, single=True, single_program=True)
-    report_attention("128 prefill", 128, 32, 8, single=False, single_program=True)
-    report_attention("128 prefill, split", 128, 32, 8, single=False, single_program=False)
-    report_attention(
-        "128 decode, float8 cache", 128, 64, 8, single=True, single_program=True, cache=FLOAT8
-    )
-    report_attention(
-        "128 prefill, float8 cache", 128, 64, 8, single=False, single_program=True, cache=FLOAT8
-    )
-    report_attention("64 decode", 64, 14, 2, single=True, single_program=False)
-    report_attention("64 prefill", 64, 14, 2, single=False, single_program=True)
-    report_attention(
-        "64 decode, gpt-oss", 64, 64, 8, single=True, single_program=False, gpt_oss=True
-    )
-    report_attention(
-        "64 prefill, gpt-oss", 64, 64, 8, single=False, single_program=True, gpt_oss=True
-    )
-    report_attention("80 prefill", 80, 32, 32, single=False, single_program=True)
-    report_attention("96 decode", 96, 32, 32, single=True, single_program=True)
-    report_attention("256 decode, Gemma", 256, 8, 4, single=True, single_program=False, gemma=True)
-    report_attention("256 prefill, Gemma", 256, 8, 4, single=False, single_program=True, gemma=True)
-    report_attention(
-        "128 prefill, float32", 128, 32, 8, single=False, single_program=True, dtype=FLOAT32
-    )
+    for label, ((head_dim, heads, kv_heads), cache) in ATTENTION.items():
+        dtype = FLOAT32 if cache == FLOAT32 else BFLOAT16
+        single, has_sinks, softcap = ("decode" in label, "gpt-oss" in label, "Gemma" in label)
+        width = attention._padded_head_dim(head_dim)
+        group = heads // kv_heads
+        tile = attention._tile(group, width * (4 if dtype == FLOAT32 else 2), single=single)
+        constants = {
+            "HEADS": heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "WIDTH": width,
+            "WINDOWED": softcap or has_sinks,
+            "SINKS": has_sinks,
+            "SINGLE": single,
+            "TOKENS": tile.tokens,
+            "ROWS": tile.rows,
+            "BLOCK": 16,
+            "ROTARY": head_dim,
+            "SOFTCAP": softcap,
+            "SINGLE_PROGRAM": "split" not in label,
+            "PRECISION": "tf32x3",
+        }
+        types = {"q": dtype, "out": dtype, "keys": cache, "values": cache}
+        types |= {"scale": "fp32", "softcap": "fp32", "tokens": "i32"}
+        report(
+            f"attend {label}",
+            attention_kernels.attend,
+            constants,
+            types,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     shared = {"HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "WIDTH": 128}
     for cache in (BFLOAT16, FLOAT8):
         constants = {
