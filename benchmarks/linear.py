@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.kernels.cpu.linear import NativeLinear, OnednnLinear
+from argosy.engine.execution.kernels.cpu.linear import native_linear, onednn_linear
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
     weight = (torch.randn(outs, cols) * cols**-0.5).bfloat16()
     kernels = load_kernels()
     clock = time.thread_time_ns if threads == 1 else time.perf_counter_ns
-    native_layers = [NativeLinear(kernels, weight, None, threads) for _ in range(copies)]
-    onednn_layers = [OnednnLinear(weight.clone(), None) for _ in range(copies)]
+    native_layers = [native_linear(kernels, weight, None, threads) for _ in range(copies)]
+    onednn_layers = [onednn_linear(weight.clone(), None) for _ in range(copies)]
     for count in rows:
         x = torch.randn(count, cols).bfloat16()
         native_layers[0](x), onednn_layers[0](x)

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.kernels.cpu.linear import NativeIntLinear, NativeLinear, OnednnLinear
+from argosy.engine.execution.kernels.cpu.linear import (
+    native_int_linear,
+    native_linear,
+    onednn_linear,
+)
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from benchmarks.linear import over_shapes
 
@@ -74,10 +78,10 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
     weight = (torch.randn(outs, cols) * cols**-0.5).bfloat16()
     kernels = load_kernels()
     factories: dict[str, Callable[[], Linear]] = {
-        "bfloat16": lambda: NativeLinear(kernels, weight, None, threads),
-        "int8": lambda: NativeIntLinear(kernels, weight, None, "int8", threads),
-        "int4": lambda: NativeIntLinear(kernels, weight, None, "int4", threads),
-        "onednn_bfloat16": lambda: OnednnLinear(weight.clone(), None),
+        "bfloat16": lambda: native_linear(kernels, weight, None, threads),
+        "int8": lambda: native_int_linear(kernels, weight, None, "int8", threads),
+        "int4": lambda: native_int_linear(kernels, weight, None, "int4", threads),
+        "onednn_bfloat16": lambda: onednn_linear(weight.clone(), None),
         "onednn_int8": lambda: OnednnInt8(weight),
     }
     linears = {name: [factory() for _ in range(copies)] for name, factory in factories.items()}

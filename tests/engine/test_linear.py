@@ -21,7 +21,7 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     choose_group_size,
 )
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
-from argosy.engine.execution.kernels.cpu.linear import TorchGroupLinear, TorchIntLinear
+from argosy.engine.execution.kernels.cpu.linear import torch_group_linear, torch_int_linear
 from argosy.engine.execution.kernels.pack_cache import pack_in_memory
 from tests.engine.isas import ISAS
 from tests.engine.pairwise import pairwise
@@ -163,7 +163,7 @@ def int_reference(shape: tuple[int, int], dtype: torch.dtype, weight_format: Int
     """Compute the result that torch's operations define."""
     weight, bias, x = random_linear(*shape, dtype, max(INT_BATCHES))
     assert isinstance(weight, Tensor)
-    out = TorchIntLinear(weight, bias, weight_format)(x)
+    out = torch_int_linear(weight, bias, weight_format)(x)
     rounding = 0.0 if dtype == torch.float32 else 0.01
     assert relative_error(out, exact_product(weight, bias, x)) < NOISE[weight_format] + rounding
     assert out.dtype == dtype
@@ -205,7 +205,7 @@ def test_grouped_weights_give_same_bits_on_every_isa_and_in_every_batch(
     group_format = GroupFormat(bits, group_size, has_offsets, SIGNED_TABLE)
     weight, bias, x = random_linear(*shape, dtype, max(GROUP_BATCHES), group_format)
     assert isinstance(weight, GroupedWeight)
-    expected = TorchGroupLinear(weight, bias)(x)
+    expected = torch_group_linear(weight, bias)(x)
     assert relative_error(expected, exact_product(weight, bias, x)) < 0.02  # inputs of 8 bits
     linears = [create_linear(weight, bias, group_format, threads) for threads in (1, 3)]
     assert_batches_give(linears, x, expected, GROUP_BATCHES)

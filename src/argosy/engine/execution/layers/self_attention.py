@@ -21,58 +21,30 @@ from argosy.engine.execution.layers.modules import (
 )
 
 
-class NoQkNorm(nn.Module):
-    """Identity, for families without a norm of queries and keys."""
+class QueryKeyNorm(nn.Module):
+    """Norm of queries and keys over each head, over all heads together, or none, as the family has it."""
 
     def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
-        del architecture
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
-        return q, k
-
-
-class PerHeadQkNorm(nn.Module):
-    """Norm of queries and keys over each head."""
-
-    def __init__(self, architecture: ModelArchitecture) -> None:
-        super().__init__()
-        self.q_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
-        self.k_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
-        return self.q_norm.forward(q), self.k_norm.forward(k)
-
-
-class FullQkNorm(nn.Module):
-    """Norm of queries over all query heads together, and of keys over all KV heads together."""
-
-    def __init__(self, architecture: ModelArchitecture) -> None:
-        super().__init__()
-        self.q_norm = RmsNorm(
-            architecture.num_heads * architecture.head_dim,
-            architecture.norm_kind,
-            architecture.norm_eps,
+        self._is_full = architecture.qk_norm == "full"
+        head_counts = (
+            (architecture.num_heads, architecture.num_kv_heads) if self._is_full else (1, 1)
         )
-        self.k_norm = RmsNorm(
-            architecture.num_kv_heads * architecture.head_dim,
-            architecture.norm_kind,
-            architecture.norm_eps,
+        self.q_norm, self.k_norm = (
+            RmsNorm(count * architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+            if architecture.qk_norm
+            else None
+            for count in head_counts
         )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if not self._is_full:
+            return self.q_norm.forward(q), self.k_norm.forward(k)
         flat_q, flat_k = self.q_norm.forward(q.flatten(1)), self.k_norm.forward(k.flatten(1))
         return flat_q.view(q.shape), flat_k.view(k.shape)
-
-
-QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
-    None: NoQkNorm,
-    "head": PerHeadQkNorm,
-    "full": FullQkNorm,
-}
 
 
 class SelfAttention(LoadableModule):
@@ -91,7 +63,7 @@ class SelfAttention(LoadableModule):
             _order_gates_last(architecture) if gates else None,
         )
         self.output_gate = GatedActivation("sigmoid") if gates else None
-        self.qk = QK_NORMS[architecture.qk_norm](architecture)
+        self.qk = QueryKeyNorm(architecture)
         self.o = Projection(
             heads * architecture.head_dim, architecture.hidden_size, architecture.o_bias
         )

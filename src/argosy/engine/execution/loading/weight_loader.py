@@ -184,7 +184,7 @@ class _Loader:
         return any(map(self.checkpoint.find_encoded, self.parts[weight]))
 
     def _set_stored_linear(self, weight: str, module: Projection) -> None:
-        linear = create_encoded_linear(
+        compute, formats = create_encoded_linear(
             self.checkpoint,
             self.parts[weight],
             module.bias,
@@ -194,8 +194,8 @@ class _Loader:
             pack_key=weight,
             row_order=module.row_order,
         )
-        self.formats.update(linear.formats)
-        module.set_linear(linear.compute)
+        self.formats.update(formats)
+        module.set_linear(compute)
 
     def _read(self, parameter: str, declared: nn.Parameter, module: LoadableModule) -> nn.Parameter:
         """Read a parameter. It stays on `meta` if the pack cache has it."""
@@ -235,16 +235,6 @@ def _is_head_tied(checkpoint: CheckpointReader, architecture: ModelArchitecture)
     return torch.equal(checkpoint.read_parts(embedding), checkpoint.read_parts(head))
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedLinear:
-    """Linear layer, and how its matrices are computed with."""
-
-    compute: Callable[[Tensor], Tensor]
-    """Function that maps x [T, K] to [T, N]."""
-    formats: tuple[str, ...]
-    """Format of each run of rows, such as `int4 per 128`."""
-
-
 def create_encoded_linear(
     checkpoint: CheckpointReader,
     parts: Sequence[StoredPart],
@@ -255,7 +245,7 @@ def create_encoded_linear(
     pack_cache: PackCache,
     pack_key: str,
     row_order: Sequence[int] | None = None,
-) -> EncodedLinear:
+) -> tuple[Callable[[Tensor], Tensor], list[str]]:
     """Create a linear layer whose rows are those of the parts, with the integers that the checkpoint stores.
 
     Neighbouring parts of the same format are one matrix. Parts that the kernels cannot use as stored are dequantized.
@@ -269,6 +259,9 @@ def create_encoded_linear(
         pack_cache: Cache of packed weights.
         pack_key: Key of the layer in the cache.
         row_order: Row in the checkpoint of each output. None is the same order.
+
+    Returns:
+        Function that maps x [T, K] to [T, N], and the format of each run of rows, such as `int4 per 128`.
 
     Raises:
         ValueError: A part is damaged.
@@ -301,10 +294,9 @@ def create_encoded_linear(
         )
         compute = device.create_group_linear(source, run_bias, get_packed)
         columns = matrix.column_order()
-        computes.append(compute if columns is None else _ReorderedInput(compute, columns))
+        computes.append(compute if columns is None else _reorder_input(compute, columns))
         formats.append(matrix.format.describe())
-    compute = computes[0] if len(computes) == 1 else _ConcatenatedOutputs(computes, order)
-    return EncodedLinear(compute, tuple(formats))
+    return computes[0] if len(computes) == 1 else _concatenate_outputs(computes, order), formats
 
 
 def _find_runs(matrices: Sequence[EncodedMatrix | None]) -> list[tuple[int, int]]:
@@ -332,26 +324,19 @@ def _read_run(matrices: Sequence[EncodedMatrix], order: Tensor | None) -> Groupe
     return weight if order is None else select_rows(weight, order)
 
 
-class _ReorderedInput:
-    """Linear layer whose columns are in another order than its input."""
-
-    def __init__(self, compute: Callable[[Tensor], Tensor], columns: Tensor) -> None:
-        self._compute = compute
-        self._columns = columns
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._compute(x.index_select(1, self._columns))
+def _reorder_input(
+    compute: Callable[[Tensor], Tensor], columns: Tensor
+) -> Callable[[Tensor], Tensor]:
+    return lambda x: compute(x.index_select(1, columns))
 
 
-class _ConcatenatedOutputs:
-    """Linear layers with the same input, whose outputs are concatenated, and then ordered."""
+def _concatenate_outputs(
+    computes: Sequence[Callable[[Tensor], Tensor]], order: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Concatenate the outputs of layers with the same input, and then order them."""
 
-    def __init__(
-        self, computes: Sequence[Callable[[Tensor], Tensor]], order: Tensor | None
-    ) -> None:
-        self._computes = computes
-        self._order = order
+    def compute(x: Tensor) -> Tensor:
+        outputs = torch.cat([part(x) for part in computes], 1)
+        return outputs if order is None else outputs.index_select(1, order)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        outputs = torch.cat([compute(x) for compute in self._computes], 1)
-        return outputs if self._order is None else outputs.index_select(1, self._order)
+    return compute

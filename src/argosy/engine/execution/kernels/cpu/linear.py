@@ -6,7 +6,7 @@ Layers with int8, int4 or grouped weights have bit-identical native and torch im
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -34,27 +34,35 @@ from argosy.engine.execution.kernels.cpu.native_kernels import (
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.native import NativeUnavailableError
 
+Linear = Callable[[Tensor], Tensor]
+"""Function that maps x [T, K] to [T, N] in x's dtype."""
+OUTPUT_BLOCK = 32
+"""Number of outputs that native kernels compute together. The bias is padded to a multiple of it."""
+TILE_ROWS = 16
+"""Rows of a tile. A single row costs 1.7 times a plain product, and a long batch 1.9 times. Tiles of 8 or 32 rows cost
+more in one of the two cases."""
+ONEDNN_ROWS_HINT = 64
+"""Batch size for which oneDNN chooses the layout. Other batch sizes work too."""
+MAX_STABLE_COLS = 1024
+"""Largest K for which oneDNN uses the same kernel for one row as for two. Above it, a single row is duplicated."""
+
 
 def create_cpu_linear(
-    weight: Tensor,
-    bias: Tensor | None,
-    threads: int,
-    get_packed: PackedWeightProvider = pack_in_memory,
-) -> Callable[[Tensor], Tensor]:
-    """Pack weight [N, K] and bias [N], and return a function that maps [T, K] to [T, N] in their dtype.
+    weight: Tensor, bias: Tensor | None, threads: int, get_packed: PackedWeightProvider
+) -> Linear:
+    """Pack a weight [N, K], which may be on `meta` if `get_packed` has its packed form, with a bias [N].
 
     bfloat16 uses the native kernel if available, and else products of tiles with a fixed number of rows. These
     products and float32 use oneDNN. bfloat16 on a CPU without AVX-512 uses torch, because oneDNN does not support it.
     """
     if weight.dtype == torch.bfloat16:
         try:
-            return NativeLinear(load_kernels(), weight, bias, threads, get_packed)
+            return native_linear(load_kernels(), weight, bias, threads, get_packed)
         except NativeUnavailableError:
             pass  # `create_cpu_attention` logs the reason
-    linear = (
-        OnednnLinear(weight, bias) if _onednn_packs(weight.dtype) else _DenseLinear(weight, bias)
-    )
-    return _TiledLinear(linear) if weight.dtype == torch.bfloat16 else linear
+    packs = _onednn_packs(weight.dtype)
+    linear = onednn_linear(weight, bias) if packs else partial(F.linear, weight=weight, bias=bias)
+    return _tile_rows(linear) if weight.dtype == torch.bfloat16 else linear
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -66,130 +74,91 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-class NativeLinear:
-    """Linear layer by csrc/linear.cpp, in bfloat16 with float32 sums in the same order for every batch size."""
+def native_linear(
+    kernels: Kernels,
+    weight: Tensor,
+    bias: Tensor | None,
+    threads: int,
+    get_packed: PackedWeightProvider = pack_in_memory,
+) -> Linear:
+    """Use csrc/linear.cpp, in bfloat16 with float32 sums in the same order for every batch size."""
+    outs, cols = weight.shape
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        weight: Tensor,
-        bias: Tensor | None,
-        threads: int,
-        get_packed: PackedWeightProvider = pack_in_memory,
-    ) -> None:
-        """Pack the weight, which may be on `meta` if `get_packed` has its packed form."""
-        outs, cols = weight.shape
-        self._compute = kernels.linear
+    def pack(packed: Tensor) -> None:
+        dense = weight.detach().contiguous()
+        kernels.linear_pack(dense.data_ptr(), outs, cols, packed.data_ptr(), threads)
 
-        def pack(packed: Tensor) -> None:
-            dense = weight.detach().contiguous()
-            kernels.linear_pack(dense.data_ptr(), outs, cols, packed.data_ptr(), threads)
-
-        packed = get_packed(kernels.linear_packed_bytes(outs, cols), pack)
-        self._matmul = NativeMatmul(packed, outs, bias, threads)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        return self._matmul(self._compute, x)
+    packed = get_packed(kernels.linear_packed_bytes(outs, cols), pack)
+    return _native_matmul({torch.bfloat16: kernels.linear}, packed, outs, bias, threads)
 
 
-class NativeMatmul:
-    """Matrix multiplication by a native kernel, with a packed weight and a bias."""
+def _native_matmul(
+    kernel_by_dtype: Mapping[torch.dtype, Callable[[int], int]],
+    packed: Tensor,
+    num_outputs: int,
+    bias: Tensor | None,
+    threads: int,
+    create_call: Callable[..., LinearCall] = LinearCall,
+) -> Linear:
+    """Multiply by a packed weight. `create_call` gets the values of `LinearCall`'s fields.
 
-    OUTPUT_BLOCK = 32
-    """Number of outputs that kernels compute together. The bias is padded to a multiple of it."""
+    A kernel gets the address of the call. Inputs in a dtype without kernel are computed in float32.
+    """
+    padding = (0, -num_outputs % OUTPUT_BLOCK)
+    padded_bias = None if bias is None else F.pad(bias.detach().float(), padding)
 
-    def __init__(
-        self,
-        packed: Tensor,
-        num_outputs: int,
-        bias: Tensor | None,
-        threads: int,
-        create_call: Callable[..., LinearCall] = LinearCall,
-    ) -> None:
-        """Create the product with a packed weight. `create_call` takes the values of `LinearCall`'s fields."""
-        self._packed = packed
-        self._num_outputs = num_outputs
-        self._threads = threads
-        self._create_call = create_call
-        padding = (0, -num_outputs % self.OUTPUT_BLOCK)
-        self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
-
-    def __call__(self, compute: Callable[[int], int], x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N] in x's dtype with the kernel `compute`, which takes the address of the call."""
+    def multiply(x: Tensor) -> Tensor:
+        if x.dtype not in kernel_by_dtype:
+            return multiply(x.float()).to(x.dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, cols = x.shape
-        out = torch.empty(rows, self._num_outputs, dtype=x.dtype)
-        call = self._create_call(
+        out = torch.empty(rows, num_outputs, dtype=x.dtype)
+        call = create_call(
             x.data_ptr(),
-            self._packed.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            packed.data_ptr(),
+            None if padded_bias is None else padded_bias.data_ptr(),
             out.data_ptr(),
             rows,
             cols,
-            self._num_outputs,
+            num_outputs,
             x.stride(0),
-            self._threads,
+            threads,
         )
-        compute(ctypes.addressof(call))
+        kernel_by_dtype[x.dtype](ctypes.addressof(call))
         return out
 
+    return multiply
 
-class OnednnLinear:
-    """Linear layer x @ weight.T + bias, with the weight in oneDNN's blocked layout."""
 
-    ROWS_HINT = 64
-    """Batch size for which oneDNN chooses the layout. Other batch sizes work too."""
-    MAX_STABLE_COLS = 1024
-    """Largest K for which oneDNN uses the same kernel for one row as for two. Above it, a single row is duplicated."""
+def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Use oneDNN, with the weight in its blocked layout."""
+    blocked = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - the only entry
+        weight.detach().contiguous(), ONEDNN_ROWS_HINT
+    )
+    duplicates_single_row = weight.shape[1] > MAX_STABLE_COLS
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - the only entry
-            weight.detach().contiguous(), self.ROWS_HINT
-        )
-        self._bias = bias
-        self._duplicates_single_row = weight.shape[1] > self.MAX_STABLE_COLS
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        if self._duplicates_single_row and len(x) == 1:
-            return self(x.expand(2, -1).contiguous())[:1]
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - the only entry
-            x, self._weight, self._bias, "none", [], ""
-        )
+    def multiply(x: Tensor) -> Tensor:
+        if duplicates_single_row and len(x) == 1:
+            return multiply(x.expand(2, -1).contiguous())[:1]
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, bias, "none", [], "")  # noqa: SLF001 - the only entry
         return out
 
+    return multiply
 
-class _TiledLinear:
-    """Linear layer whose matrix products all have the same number of rows.
 
-    oneDNN splits a long bfloat16 sum depending on the number of rows, so results would depend on the batch. With tiles
-    of 16 rows, a single row costs 1.7 times a plain product, and a long batch 1.9 times. Tiles of 8 or 32 rows cost
-    more in one of the two cases.
+def _tile_rows(linear: Linear) -> Linear:
+    """Compute products that all have the same number of rows.
+
+    oneDNN splits a long bfloat16 sum depending on the number of rows, so results would depend on the batch.
     """
 
-    TILE_ROWS = 16
-
-    def __init__(self, linear: Callable[[Tensor], Tensor]) -> None:
-        self._linear = linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
+    def multiply(x: Tensor) -> Tensor:
         rows = len(x)
-        tiles = F.pad(x, (0, 0, 0, -rows % self.TILE_ROWS)).split(self.TILE_ROWS)
-        return torch.cat([self._linear(tile) for tile in tiles])[:rows]
+        tiles = F.pad(x, (0, 0, 0, -rows % TILE_ROWS)).split(TILE_ROWS)
+        return torch.cat([linear(tile) for tile in tiles])[:rows]
 
-
-class _DenseLinear:
-    """Linear layer x @ weight.T + bias, with the weight unpacked."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+    return multiply
 
 
 def create_int_linear(
@@ -197,133 +166,86 @@ def create_int_linear(
     bias: Tensor | None,
     weight_format: IntFormat,
     threads: int,
-    get_packed: PackedWeightProvider = pack_in_memory,
-) -> Callable[[Tensor], Tensor]:
-    """Quantize and pack weight [N, K], and return a function that maps [T, K] to [T, N] in its dtype."""
+    get_packed: PackedWeightProvider,
+) -> Linear:
+    """Quantize and pack a weight [N, K] with a bias [N]."""
     try:
-        return NativeIntLinear(load_kernels(), weight, bias, weight_format, threads, get_packed)
+        return native_int_linear(load_kernels(), weight, bias, weight_format, threads, get_packed)
     except NativeUnavailableError:
-        return TorchIntLinear(weight, bias, weight_format)  # `create_cpu_attention` logs the reason
+        return torch_int_linear(
+            weight, bias, weight_format
+        )  # `create_cpu_attention` logs the reason
 
 
-class NativeIntLinear:
-    """Linear layer by csrc/linear_int.cpp, with integer products on the fastest unit of this CPU."""
+def native_int_linear(
+    kernels: Kernels,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_format: IntFormat,
+    threads: int,
+    get_packed: PackedWeightProvider = pack_in_memory,
+) -> Linear:
+    """Use csrc/linear_int.cpp, with integer products on the fastest unit of this CPU."""
+    outs, cols = weight.shape
+    int_kernels = kernels.linear_int[weight_format]
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_format: IntFormat,
-        threads: int,
-        get_packed: PackedWeightProvider = pack_in_memory,
-    ) -> None:
-        """Quantize and pack the weight, which may be on `meta` if `get_packed` has its packed form."""
-        outs, cols = weight.shape
-        int_kernels = kernels.linear_int[weight_format]
-        self._compute = int_kernels.linear_by_dtype
+    def pack(packed: Tensor) -> None:
+        dense = weight.detach().contiguous()
+        if dense.dtype not in int_kernels.pack_by_dtype:
+            dense = dense.float()
+        is_finite = int_kernels.pack_by_dtype[dense.dtype](
+            dense.data_ptr(), outs, cols, packed.data_ptr(), threads
+        )
+        if not is_finite:
+            raise ValueError(NON_FINITE_WEIGHT)
 
-        def pack(packed: Tensor) -> None:
-            dense = weight.detach().contiguous()
-            if dense.dtype not in int_kernels.pack_by_dtype:
-                dense = dense.float()
-            is_finite = int_kernels.pack_by_dtype[dense.dtype](
-                dense.data_ptr(), outs, cols, packed.data_ptr(), threads
-            )
-            if not is_finite:
-                raise ValueError(NON_FINITE_WEIGHT)
-
-        packed = get_packed(int_kernels.packed_bytes(outs, cols), pack)
-        self._matmul = NativeMatmul(packed, outs, bias, threads)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        if x.dtype not in self._compute:
-            return self(x.float()).to(x.dtype)
-        return self._matmul(self._compute[x.dtype], x)
+    packed = get_packed(int_kernels.packed_bytes(outs, cols), pack)
+    return _native_matmul(int_kernels.linear_by_dtype, packed, outs, bias, threads)
 
 
-class TorchIntLinear:
-    """Linear layer in plain torch, with the weight as 8-bit integers in both formats."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: IntFormat) -> None:
-        self._integers = torch.empty(weight.shape, dtype=torch.int8)
-        scales: list[Tensor] = []
-        row = 0
-        for part in quantize_weight(weight, weight_format):
-            self._integers[row : row + len(part.values)] = part.to_int8()
-            scales.append(part.scales)
-            row += len(part.values)
-        self._scales = torch.cat(scales)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        return quantized_linear(x, self._integers, self._scales, self._bias)
+def torch_int_linear(weight: Tensor, bias: Tensor | None, weight_format: IntFormat) -> Linear:
+    """Use plain torch, with the weight as 8-bit integers in both formats."""
+    parts = list(quantize_weight(weight, weight_format))
+    integers = torch.cat([part.to_int8() for part in parts])
+    scales = torch.cat([part.scales for part in parts])
+    return partial(quantized_linear, integers=integers, scales=scales, bias=bias)
 
 
 def create_group_linear(
     source: GroupedSource, bias: Tensor | None, threads: int, get_packed: PackedWeightProvider
-) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps [T, K] to [T, N]. The weight is read unless `get_packed` has its packed form."""
+) -> Linear:
+    """Use csrc/linear_group.cpp or torch. The weight is read unless `get_packed` has its packed form."""
     try:
-        kernels = load_kernels()
+        kernels = load_kernels().linear_group[source.format.bits]
     except NativeUnavailableError:
-        return TorchGroupLinear(source.read(), bias)  # `create_cpu_attention` logs the reason
-    return NativeGroupLinear(kernels, source, bias, threads, get_packed)
+        return torch_group_linear(source.read(), bias)  # `create_cpu_attention` logs the reason
+    size, has_offsets = source.format.group_size, int(source.format.has_offsets)
 
-
-class NativeGroupLinear:
-    """Linear layer by csrc/linear_group.cpp."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        source: GroupedSource,
-        bias: Tensor | None,
-        threads: int,
-        get_packed: PackedWeightProvider,
-    ) -> None:
-        """Pack the weight."""
-        group_kernels = kernels.linear_group[source.format.bits]
-        self._compute = group_kernels.linear_by_dtype
-        size, has_offsets = source.format.group_size, int(source.format.has_offsets)
-
-        def pack(packed: Tensor) -> None:
-            weight = source.read()
-            values, scales = weight.values.contiguous(), weight.scales.contiguous()
-            offsets = None if weight.offsets is None else weight.offsets.contiguous()
-            group_kernels.pack(
-                values.data_ptr(),
-                scales.data_ptr(),
-                None if offsets is None else offsets.data_ptr(),
-                *source.shape,
-                size,
-                packed.data_ptr(),
-                threads,
-            )
-
-        packed = get_packed(group_kernels.packed_bytes(*source.shape, size, has_offsets), pack)
-        self._table = torch.tensor(source.format.table, dtype=torch.int8).view(torch.uint8) ^ 128
-        create_call = partial(
-            LinearGroupCall, table=self._table.data_ptr(), group=size, has_offsets=has_offsets
+    def pack(packed: Tensor) -> None:
+        weight = source.read()
+        values, scales = weight.values.contiguous(), weight.scales.contiguous()
+        offsets = None if weight.offsets is None else weight.offsets.contiguous()
+        kernels.pack(
+            values.data_ptr(),
+            scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+            *source.shape,
+            size,
+            packed.data_ptr(),
+            threads,
         )
-        self._matmul = NativeMatmul(packed, source.shape[0], bias, threads, create_call)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        if x.dtype not in self._compute:
-            return self(x.float()).to(x.dtype)
-        return self._matmul(self._compute[x.dtype], x)
+    packed = get_packed(kernels.packed_bytes(*source.shape, size, has_offsets), pack)
+    table = torch.tensor(source.format.table, dtype=torch.int8).view(torch.uint8) ^ 128
+
+    def create_call(*fields: object) -> LinearCall:
+        return LinearGroupCall(*fields, table=table.data_ptr(), group=size, has_offsets=has_offsets)
+
+    matmul = kernels.linear_by_dtype
+    return _native_matmul(matmul, packed, source.shape[0], bias, threads, create_call)
 
 
-class TorchGroupLinear:
-    """Linear layer in plain torch, with the values as 8-bit integers."""
-
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
-        self._weight = replace(weight, values=weight.to_int8())
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        return grouped_linear(x, self._weight, self._bias)
+def torch_group_linear(weight: GroupedWeight, bias: Tensor | None) -> Linear:
+    """Use plain torch, with the values as 8-bit integers."""
+    as_int8 = replace(weight, values=weight.to_int8())
+    return partial(grouped_linear, weight=as_int8, bias=bias)

@@ -36,12 +36,10 @@ from argosy.engine.execution.kernels.torch.operations import (
 from argosy.native import NativeUnavailableError
 
 
-def create_cpu_elementwise_ops(
-    threads: int, kernels: Callable[[], Kernels] = load_kernels
-) -> ElementwiseOps:
+def create_cpu_elementwise_ops(threads: int) -> ElementwiseOps:
     """Create the native operations if the kernels are available, else torch's."""
     try:
-        return NativeElementwiseOps(kernels(), threads)
+        return NativeElementwiseOps(load_kernels(), threads)
     except NativeUnavailableError:
         return TorchElementwiseOps()  # `create_cpu_attention` logs the reason
 
@@ -112,14 +110,11 @@ class _NativeNorm:
 
 
 def create_cpu_delta_rule(
-    architecture: DeltaNetArchitecture,
-    weights: DeltaRuleWeights,
-    threads: int,
-    kernels: Callable[[], Kernels] = load_kernels,
+    architecture: DeltaNetArchitecture, weights: DeltaRuleWeights, threads: int
 ) -> DeltaRule:
     """Create the native rule if the kernels are available, else torch's."""
     try:
-        return NativeDeltaRule(architecture, weights, threads, kernels())
+        return NativeDeltaRule(architecture, weights, threads, load_kernels())
     except NativeUnavailableError:
         return TorchDeltaRule(architecture, weights)  # `create_cpu_attention` logs the reason
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +26,10 @@ from argosy.engine.execution.kernels.torch.sampling_ops import (
 from argosy.native import NativeUnavailableError
 
 
-def create_cpu_sampling_ops(
-    threads: int, kernels: Callable[[], Kernels] = load_kernels
-) -> SamplingOps:
+def create_cpu_sampling_ops(threads: int) -> SamplingOps:
     """Create the native operations if the kernels are available, else torch's."""
     try:
-        return NativeSamplingOps(kernels(), threads)
+        return NativeSamplingOps(load_kernels(), threads)
     except NativeUnavailableError:
         return TorchSamplingOps()  # `create_cpu_attention` logs the reason
 

@@ -38,44 +38,26 @@ stages have 128 KiB of weights in flight, three times what 4.8 TB/s need.
 def create_gpu_linear(
     weight: Tensor, bias: Tensor | None, linear_format: LinearFormat = "plain"
 ) -> Callable[[Tensor], Tensor]:
-    """Convert weight [N, K] to a format, and return a function that maps x [T, K] to [T, N] in x's dtype."""
-    if linear_format == "float8":
-        return Float8Linear(weight, bias)
-    return PlainLinear(weight, bias)
+    """Convert weight [N, K] to a format, and return a function that maps x [T, K] to [T, N] in x's dtype.
 
-
-class PlainLinear:
-    """Linear layer x @ weight.T + bias, summed in float32 over K in order."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight.detach().contiguous()
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
-        _launch_matmul(x, self._weight, self._bias, out, None)
-        return out
-
-
-class Float8Linear:
-    """Linear layer x @ weight.T + bias, with x and weight in e4m3 and a scale per token and per output.
-
-    The matrix unit sums the products of 128 elements along K. These sums are added in float32, in order.
+    Products are summed in float32 over K in order. With e4m3, the matrix unit sums the products of 128 elements first.
     """
+    if linear_format == "float8":
+        stored, weight_scales = quantize_float8_rows(weight.detach())
+    else:
+        stored, weight_scales = weight.detach().contiguous(), None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._scales = quantize_float8_rows(weight.detach())
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x [T, K] to [T, N]."""
-        rows, scales = quantize_float8_rows(x)
-        out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
-        _launch_matmul(rows, self._weight, self._bias, out, (scales, self._scales))
+    def multiply(x: Tensor) -> Tensor:
+        out = torch.empty(len(x), len(stored), dtype=x.dtype, device=x.device)
+        if weight_scales is None:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            _launch_matmul(x, stored, bias, out, None)
+        else:
+            rows, scales = quantize_float8_rows(x)
+            _launch_matmul(rows, stored, bias, out, (scales, weight_scales))
         return out
+
+    return multiply
 
 
 def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
