@@ -34,7 +34,6 @@ from argosy.http_server.request_origin import (
 )
 from argosy.http_server.response_transport import (
     ClientListener,
-    DetachedTransport,
     DisconnectedError,
     ResponseDialect,
     ResponseTranslator,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Collection
 from http import HTTPStatus
 
 import structlog
@@ -11,11 +10,6 @@ import structlog
 from argosy.http_server.http_exchange import HttpExchange, SlowReaderError
 from argosy.http_server.response_transport import DisconnectedError
 from argosy.protocol import ApiError
-
-API_PREFIX = "/v1"
-CHAT_COMPLETIONS_PATH = f"{API_PREFIX}/chat/completions"
-_OTHER_API_PATHS = re.compile(rf"({API_PREFIX}/(?:responses|messages))(?:/|$)")
-"""Paths of OpenAI's Responses API and Anthropic's Messages API, which only gateways have."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 _PROXY_PROTOCOL_HINT = (
@@ -84,31 +78,6 @@ def check_method(exchange: HttpExchange, methods: Collection[str]) -> str:
         )
         raise ApiError(405, "method_not_allowed", message)
     return method
-
-
-def not_found_error(path: str, is_known_path: Callable[[str], bool]) -> ApiError:
-    """Build the 404 error for an unknown path, with the known path that the client probably meant.
-
-    Args:
-        path: Path of the request.
-        is_known_path: Returns whether a path exists.
-    """
-    intended_path = API_PREFIX + path.rpartition(API_PREFIX)[2]
-    if is_known_path(intended_path):
-        remedy = (
-            f"Use {intended_path[:200]!r}: a client's base URL ends with {API_PREFIX} exactly once"
-        )
-    elif is_known_path(path.rstrip("/")):
-        remedy = f"Use {path.rstrip('/')[:200]!r}, without a slash at its end"
-    elif (
-        (api := _OTHER_API_PATHS.match(intended_path))
-        and not is_known_path(api[1])
-        and is_known_path(CHAT_COMPLETIONS_PATH)
-    ):
-        remedy = f"Send it to a gateway, which has this API, or use {CHAT_COMPLETIONS_PATH!r}"
-    else:
-        remedy = "See /openapi.json for the paths"
-    return ApiError(404, "not_found", f"The path {path[:200]!r} does not exist. {remedy}.")
 
 
 def bad_protocol_error(data: bytes, reason: str = "") -> ApiError:

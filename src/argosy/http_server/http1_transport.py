@@ -11,7 +11,11 @@ import structlog
 
 from argosy.http_server.client_connection import ClientConnection
 from argosy.http_server.http_request import HttpRequest, RequestHandler
-from argosy.http_server.response_transport import ClientListener, DisconnectedError
+from argosy.http_server.response_transport import (
+    ClientListener,
+    DisconnectedError,
+    ResponseTransport,
+)
 from argosy.protocol import ApiError
 
 MAX_PREFETCHED_BODY_BYTES = 64 * 1024
@@ -27,8 +31,8 @@ STATUS_LINE_PREFIX = b"HTTP/1.1 "
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_server")
 
 
-class Http1Transport:
-    """Implements `ResponseTransport` for one request. Data written after the client has disconnected is discarded.
+class Http1Transport(ResponseTransport):
+    """Transport of one request on a connection.
 
     Args:
         connection: The client's connection.
@@ -62,6 +66,9 @@ class Http1Transport:
         "response_complete",
         "response_started",
     )
+
+    is_body_complete: bool
+    is_disconnected: bool
 
     def __init__(
         self,

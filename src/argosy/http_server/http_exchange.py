@@ -415,7 +415,7 @@ class HttpExchange:
         raise SlowReaderError
 
 
-class DisconnectListener:
+class DisconnectListener(ClientListener):
     """Listener of an event stream that reports only the client's disconnect."""
 
     def __init__(self, transport: ResponseTransport, callback: Callable[[], object]) -> None:
@@ -425,12 +425,6 @@ class DisconnectListener:
     def cancel(self) -> None:
         """Stop listening."""
         self._transport.set_listener(None)
-
-    def on_backpressure(self) -> None:
-        """Ignore backpressure."""
-
-    def on_writable(self) -> None:
-        """Ignore the drained buffer."""
 
     def on_half_close(self) -> None:
         """Probe the client with an SSE comment."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.http_server.response_transport import ClientListener
+from argosy.http_server.response_transport import ClientListener, ResponseTransport
 from argosy.http_server.websocket import WebSocket
 from argosy.protocol import EventParser
 
@@ -18,14 +18,12 @@ class _ErrorBody(msgspec.Struct):
     error: dict[str, Any]
 
 
-class MessageTransport:
-    """Implements `ResponseTransport` for a request whose body is a message.
+class MessageTransport(ResponseTransport):
+    """Transport of a request whose body is a message.
 
     An error response becomes an event of the type `error` with its status, error and headers, as in OpenAI's Responses
     API. The SDK expects the headers inside the error, and Codex beside it.
     """
-
-    is_body_complete = True
 
     def __init__(self, websocket: WebSocket, message: bytes) -> None:
         self._websocket = websocket
@@ -58,9 +56,6 @@ class MessageTransport:
             body if status == HTTPStatus.OK else _render_error(status, headers, body)
         )
 
-    def start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Do nothing, since a message has no headers."""
-
     def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - a message has no headers
         self._pieces = []
 
@@ -72,12 +67,6 @@ class MessageTransport:
             data
         ):  # without comments, since pings keep the connection alive
             self._websocket.send(event)
-
-    def lend_socket(self) -> int | None:
-        return None
-
-    def write_raw_chunks(self, chunks: bytes) -> None:
-        """Do nothing, since the socket is not lent."""
 
     def end_response(self) -> None:
         if self._pieces is not None:

@@ -14,11 +14,6 @@ from argosy.protocol import ApiError
 _ORIGIN, _FETCH_SITE = b"origin", b"sec-fetch-site"
 
 
-def is_page_request(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether a browser sent the request for a web page. Pages cannot set or remove these headers."""
-    return _ORIGIN in headers or _FETCH_SITE in headers
-
-
 def is_cross_origin(headers: Mapping[bytes, bytes]) -> bool:
     """Return whether a web page of another origin than the requested host sent the request.
 
@@ -49,12 +44,12 @@ def check_no_page_request(exchange: HttpExchange) -> None:
     """Check that no web page sent the request, not even one of the requested host.
 
     A server that accepts any Host header cannot trust it: the page's owner may have given a name of its own this
-    server's address.
+    server's address. Pages cannot set or remove the headers by which they are known.
 
     Raises:
         ApiError: 403 if a page did.
     """
-    if is_page_request(exchange.headers):
+    if _ORIGIN in exchange.headers or _FETCH_SITE in exchange.headers:
         message = "Web pages may not send this request. Send it without an Origin header."
         raise ApiError(403, "origin_not_allowed", message)
 

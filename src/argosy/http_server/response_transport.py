@@ -15,8 +15,8 @@ class DisconnectedError(Exception):
     """The client has disconnected."""
 
 
-class ClientListener(Protocol):
-    """Callbacks that report write progress: client behind, buffer drained, client half-closed, client disconnected."""
+class ClientListener:
+    """Callbacks that report write progress. This class ignores them."""
 
     def on_backpressure(self) -> None:
         """Handle a client that reads too slowly: pause writing."""
@@ -34,32 +34,42 @@ class ClientListener(Protocol):
         """Handle the disconnect of the client."""
 
 
-class ResponseTransport(Protocol):
-    """Connection of one request. Data written after the client has disconnected is discarded without an error."""
+class ResponseTransport:
+    """Connection of one request. Data written after the client has disconnected is discarded without an error.
+
+    This class has no connection: it discards the response, and its client never disconnects.
+    """
+
+    __slots__ = ()
 
     @property
     def is_body_complete(self) -> bool:
         """Whether the whole request body has arrived."""
+        return True
 
     @property
     def is_backpressured(self) -> bool:
         """Whether the client reads more slowly than data is written."""
+        return False
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes written and not yet sent to the client."""
+        return 0
 
     @property
     def is_disconnected(self) -> bool:
         """Whether the client has disconnected."""
+        return False
 
-    async def read_body(self, max_bytes: int) -> bytes:
+    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - for subclasses
         """Return the whole body, or more than `max_bytes` bytes of a larger body.
 
         Raises:
             DisconnectedError: The client has disconnected.
             ApiError: 503 if the server buffers too many request bodies.
         """
+        return b""
 
     async def wait_writable(self) -> None:
         """Wait until the client has caught up or has disconnected."""
@@ -81,6 +91,7 @@ class ResponseTransport(Protocol):
 
         Returns None over TLS, while earlier data is unsent, or if the response is not chunked.
         """
+        return None
 
     def write_raw_chunks(self, chunks: bytes) -> None:
         """Send HTTP chunks that the borrower of the socket could not send."""
@@ -93,48 +104,6 @@ class ResponseTransport(Protocol):
 
     def set_listener(self, listener: ClientListener | None) -> None:
         """Set the only listener for write progress, or remove it."""
-
-
-class DetachedTransport:
-    """A `ResponseTransport` whose client never disconnects, and which discards the response."""
-
-    is_body_complete = True
-    is_backpressured = False
-    is_disconnected = False
-    unsent_bytes = 0
-
-    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - the handler has the body
-        return b""
-
-    async def wait_writable(self) -> None:
-        """Return at once."""
-
-    def send_response(self, status: int, headers: Headers, body: bytes) -> None:
-        """Discard the response."""
-
-    def start_response(self, status: int, headers: Headers) -> None:
-        """Discard the status and the headers."""
-
-    def start_sized_response(self, status: int, headers: Headers) -> None:
-        """Discard the status and the headers."""
-
-    def write_nowait(self, data: bytes) -> None:
-        """Discard the data."""
-
-    def lend_socket(self) -> int | None:
-        return None
-
-    def write_raw_chunks(self, chunks: bytes) -> None:
-        """Discard the chunks."""
-
-    def end_response(self) -> None:
-        """Do nothing, since there is no connection."""
-
-    def abort(self) -> None:
-        """Do nothing, since there is no connection."""
-
-    def set_listener(self, listener: ClientListener | None) -> None:
-        """Do nothing, since there is no client that disconnects."""
 
 
 @dataclass(frozen=True, slots=True)

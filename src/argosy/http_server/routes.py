@@ -7,10 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from argosy.http_server.error_responses import not_found_error
 from argosy.protocol import ApiError, Operation
 
 ANY_METHOD = "*"
+API_PREFIX = "/v1"
+CHAT_COMPLETIONS_PATH = f"{API_PREFIX}/chat/completions"
+_OTHER_API_PATHS = re.compile(rf"({API_PREFIX}/(?:responses|messages))(?:/|$)")
+"""Paths of OpenAI's Responses API and Anthropic's Messages API, which only gateways have."""
 _PARAMETER = re.compile(r"\{(\w+)(\.\.\.)?\}")
 
 
@@ -75,7 +78,20 @@ class RouteTable(Generic[R]):
 
     def not_found_error(self, path: str) -> ApiError:
         """Build the 404 error for an unknown path, with the known path that the client probably meant."""
-        return not_found_error(path, lambda path: self.find(path) is not None)
+        intended_path = API_PREFIX + path.rpartition(API_PREFIX)[2]
+        if self.find(intended_path):
+            remedy = f"Use {intended_path[:200]!r}: a client's base URL ends with {API_PREFIX} exactly once"
+        elif self.find(path.rstrip("/")):
+            remedy = f"Use {path.rstrip('/')[:200]!r}, without a slash at its end"
+        elif (
+            (api := _OTHER_API_PATHS.match(intended_path))
+            and not self.find(api[1])
+            and self.find(CHAT_COMPLETIONS_PATH)
+        ):
+            remedy = f"Send it to a gateway, which has this API, or use {CHAT_COMPLETIONS_PATH!r}"
+        else:
+            remedy = "See /openapi.json for the paths"
+        return ApiError(404, "not_found", f"The path {path[:200]!r} does not exist. {remedy}.")
 
     def list_operations(self, prefix: str = "") -> list[tuple[str, str, Operation]]:
         """Return path, method and operation of the described routes whose paths have a prefix."""

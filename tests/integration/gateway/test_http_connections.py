@@ -21,7 +21,14 @@ from structlog.testing import capture_logs
 from tests.support.http_serving import answer_with, run_server
 from tests.support.waiting import until
 
-from argosy.http_server import HttpExchange, HttpRequest, RequestHandler, client_connection, server
+from argosy.http_server import (
+    ClientListener,
+    HttpExchange,
+    HttpRequest,
+    RequestHandler,
+    client_connection,
+    server,
+)
 from argosy.http_server import connection as http_connection
 from argosy.http_server.server import IDLE_TIMEOUT_S
 from argosy.protocol import ApiError
@@ -623,7 +630,7 @@ async def exchange_and_half_close(port: int, request_bytes: bytes) -> bytes:
         return await reader.read()
 
 
-class WaitingApp:
+class WaitingApp(ClientListener):
     """An application that responds once `release` is set."""
 
     def __init__(self) -> None:
@@ -644,12 +651,6 @@ class WaitingApp:
             transport.start_response(200, [])
         transport.write_nowait(b"upon")
         transport.end_response()
-
-    def on_backpressure(self) -> None: ...
-
-    def on_writable(self) -> None: ...
-
-    def on_half_close(self) -> None: ...
 
     def on_disconnect(self) -> None:
         self.is_disconnected.set()

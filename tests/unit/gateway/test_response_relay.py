@@ -32,6 +32,7 @@ from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.proxy.upstream_call import BufferedResponse, UpstreamCall
 from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
@@ -45,31 +46,17 @@ from argosy.protocol import EarlyStopReason, EventParser, format_event, parse_en
 
 
 @dataclass
-class FakeWriter:
+class FakeWriter(ResponseWriter):
     """A response writer that keeps the client's data."""
 
     data: bytes = b""
     is_full: bool = False
 
-    async def start(self) -> None: ...
-
     def write_events(self, events: bytes) -> None:
         self.data += events
 
-    def start_early(self) -> None: ...
-
-    def send_keepalive(self) -> None: ...
-
-    def send_progress(self, comment: bytes, event: bytes | None) -> None: ...
-
-    @property
-    def has_output(self) -> bool:
-        return False
-
     def discard(self) -> bool:
         return False
-
-    async def finish(self) -> None: ...
 
 
 T = TypeVar("T", bound=FakeWriter)

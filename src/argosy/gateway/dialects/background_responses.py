@@ -20,8 +20,8 @@ from argosy.gateway.principal import Principal
 from argosy.http_server import (
     JSON_CONTENT_TYPE,
     ClientListener,
-    DetachedTransport,
     HttpExchange,
+    ResponseTransport,
     run_handler,
 )
 from argosy.protocol import EVENT_END, ApiError
@@ -40,8 +40,10 @@ MAX_RUNNING = 256
 """Maximum number of background responses of one gateway. Each may keep its events in memory."""
 
 
-class EventLog(DetachedTransport):
+class EventLog(ResponseTransport):
     """Connection of a background response, which keeps the events for clients that follow."""
+
+    is_disconnected = False
 
     def __init__(self) -> None:
         self.events: list[bytes] = []

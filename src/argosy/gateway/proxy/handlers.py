@@ -30,7 +30,6 @@ from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import (
     AggregatingWriter,
-    DiscardingWriter,
     ResponseWriter,
     StreamingWriter,
 )
@@ -319,7 +318,7 @@ class CompletionHandlers:
 
     async def _execute_copy(self, context: RequestContext) -> None:
         """Execute a copy, which passes no filter and whose response is discarded. Raises ApiError as `_execute`."""
-        await self._execute(context, (), DiscardingWriter())
+        await self._execute(context, (), ResponseWriter())
 
     async def _execute(
         self,

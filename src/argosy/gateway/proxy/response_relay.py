@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import (
     BackendAdapter,
@@ -13,9 +15,9 @@ from argosy.gateway.backends import (
     StreamContinuation,
     StreamParser,
     count_resume_tokens,
+    is_token_ids_requested,
 )
 from argosy.gateway.proxy.fast_path import FastPath
-from argosy.gateway.proxy.final_events import build_final_events
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_writers import ResponseWriter, StreamingWriter
 from argosy.gateway.proxy.start_wait import StartNotifier, waits_for_start
@@ -25,13 +27,14 @@ from argosy.gateway.proxy.upstream_call import (
     UpstreamCall,
     UpstreamRefusedError,
 )
-from argosy.gateway.request_context import CLIENT_GONE, EndReason, RequestContext
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.request_context import CHAT, CLIENT_GONE, EndReason, RequestContext
+from argosy.gateway.upstream import StreamPausedError, UpstreamError
+from argosy.http_server import ClientListener
 from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
-from argosy.protocol import EarlyStopReason
+from argosy.protocol import SSE_DONE, EarlyStopReason, format_event
 
 
-class ResponseRelay:
+class ResponseRelay(ClientListener):
     """Forwards chunks from the replica to the client in callbacks, and observes the client's connection.
 
     After each chunk with new tokens the filters are notified. A filter that returns a reason ends the response.
@@ -106,7 +109,7 @@ class ResponseRelay:
         """End the attempt although the replica works, so that the stream is resumed later."""
         if self._call is not None and not self._is_stopped:
             self.end_splice()
-            self._call.abort_for_pause(reason)
+            self._call.abort(StreamPausedError(reason))
 
     def finish_upstream(self) -> None:
         """Forward the end of the attached stream, which has ended.
@@ -175,14 +178,34 @@ class ResponseRelay:
         return tail
 
     def _build_final_events(self, stop_reason: EarlyStopReason | None = None) -> bytes:
-        """Build the final events of the response. Choices that have not finished end early with `stop_reason`."""
-        context = self._context
-        default_identity = ResponseIdentity(
+        """Build the final events of the response: finish reasons, usage and `[DONE]`.
+
+        Choices that have not finished end early with `stop_reason`; it is None if only their length is the reason.
+        """
+        context, fields, delivered = self._context, self._context.fields, self._delivered
+        identity = self._continuation.response_identity or ResponseIdentity(
             context.response_id, int(context.started_at), self._upstream_model or ""
         )
-        return build_final_events(
-            context, self._continuation.response_identity or default_identity, stop_reason
-        )
+        final_choice: dict[str, Any] = {"delta": {}} if context.api is CHAT else {"text": ""}
+        final_choice |= {"logprobs": None, "finish_reason": "length", "stop_reason": stop_reason}
+        if is_token_ids_requested(fields):
+            final_choice["token_ids"] = []
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{"index": choice, **final_choice}]}
+            for choice in range(fields.choice_count)
+            if choice not in delivered.finish_reasons
+        ]
+        if fields.include_usage:
+            chunks = [chunk | {"usage": None} for chunk in chunks]
+            chunks.append({"choices": [], "usage": delivered.usage.to_wire()})
+        envelope = {
+            "id": identity.id,
+            "object": context.api.chunk_object_type,
+            "created": identity.created,
+            "model": identity.model,
+        }
+        events = [format_event(msgspec.json.encode(envelope | chunk)) for chunk in chunks]
+        return b"".join([*events, SSE_DONE])
 
     def complete_lost_stream(self) -> bool:
         """Write the end of a stream whose replica was lost after its last token.

@@ -6,7 +6,7 @@ An aggregated response can be resumed on another replica and ended by a limit in
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -30,8 +30,13 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class ResponseWriter(Protocol):
-    """Receives the events of a response."""
+class ResponseWriter:
+    """Receives the events of a response. This one discards them, for a copy, whose response has no receiver."""
+
+    has_output = False
+    """Whether the client may have received events."""
+    is_full = False
+    """Whether the response must end because it exceeds the size limit."""
 
     async def start(self) -> None:
         """Start the response. Called again for each attempt."""
@@ -42,36 +47,28 @@ class ResponseWriter(Protocol):
     def write_events(self, events: bytes) -> None:
         """Write complete SSE events."""
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the response must end because it exceeds the size limit."""
-
     def send_keepalive(self) -> None:
         """Send the client a comment, if the response is a stream that has started."""
 
     def send_progress(self, comment: bytes, event: bytes | None) -> None:
         """Send a comment and an event without content, if the response is a stream that has started."""
 
-    @property
-    def has_output(self) -> bool:
-        """Whether the client may have received events."""
-
     def discard(self) -> bool:
         """Discard the events so that the response can start over.
 
         Returns False if the client may have received some.
         """
+        return not self.has_output
 
     async def finish(self) -> None:
         """End the response."""
 
 
-class StreamingWriter:
+class StreamingWriter(ResponseWriter):
     """Response writer that forwards events as they arrive."""
 
     def __init__(self, exchange: HttpExchange) -> None:
         self._exchange = exchange
-        self.has_output = False
 
     async def start(self) -> None:
         if self._exchange.status is None:
@@ -86,10 +83,6 @@ class StreamingWriter:
         self.has_output = True
         self._exchange.write_nowait(events)
 
-    @property
-    def is_full(self) -> bool:
-        return False
-
     def send_keepalive(self) -> None:
         if self._exchange.status is not None:
             self._exchange.write_comment(KEEPALIVE_COMMENT)
@@ -99,9 +92,6 @@ class StreamingWriter:
             self._exchange.write_comment(comment)
             if event is not None:
                 self._exchange.write_heartbeat(event)
-
-    def discard(self) -> bool:
-        return not self.has_output
 
     async def finish(self) -> None:
         await self._exchange.end_stream()
@@ -119,35 +109,7 @@ class StreamingWriter:
         self._exchange.write_raw_chunks(chunks)
 
 
-class DiscardingWriter:
-    """Response writer of a copy, whose response has no receiver."""
-
-    is_full = False
-    has_output = False
-
-    async def start(self) -> None:
-        """Do nothing."""
-
-    def start_early(self) -> None:
-        """Do nothing."""
-
-    def write_events(self, events: bytes) -> None:
-        """Discard the events."""
-
-    def send_keepalive(self) -> None:
-        """Do nothing."""
-
-    def send_progress(self, comment: bytes, event: bytes | None) -> None:
-        """Do nothing."""
-
-    def discard(self) -> bool:
-        return True
-
-    async def finish(self) -> None:
-        """Do nothing."""
-
-
-class AggregatingWriter:
+class AggregatingWriter(ResponseWriter):
     """Response writer that aggregates events into a response like a native replica's buffered one."""
 
     def __init__(self, context: RequestContext) -> None:
@@ -159,12 +121,6 @@ class AggregatingWriter:
         """Prompt tokens of a chat, which has a single prompt."""
         self._buffered_bytes = 0
 
-    async def start(self) -> None:
-        """Do nothing, because the response is sent in one piece."""
-
-    def start_early(self) -> None:
-        """Do nothing, because the response is sent in one piece."""
-
     def write_events(self, events: bytes) -> None:
         """Add events.
 
@@ -174,6 +130,7 @@ class AggregatingWriter:
         if events == SSE_DONE:
             return
         self._buffered_bytes += len(events)
+        self.is_full = self._buffered_bytes > MAX_AGGREGATED_BYTES
         check_container_count(events)
         for event in events.removesuffix(EVENT_END).split(EVENT_END):
             data = event_data(event)
@@ -184,24 +141,10 @@ class AggregatingWriter:
             except MALFORMED_EVENT_ERRORS as error:
                 raise ValueError(f"an event is malformed ({error})") from error
 
-    @property
-    def is_full(self) -> bool:
-        return self._buffered_bytes > MAX_AGGREGATED_BYTES
-
-    def send_keepalive(self) -> None:
-        """Do nothing, because the response has not started."""
-
-    def send_progress(self, comment: bytes, event: bytes | None) -> None:
-        """Do nothing, because the response has not started."""
-
-    @property
-    def has_output(self) -> bool:
-        return False
-
     def discard(self) -> bool:
         self._choices.clear()
         self._warnings.clear()
-        self._buffered_bytes = 0
+        self._buffered_bytes, self.is_full = 0, False
         return True
 
     async def finish(self) -> None:

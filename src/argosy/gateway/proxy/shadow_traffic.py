@@ -15,7 +15,7 @@ from argosy.gateway.proxy.constraint_check import find_unsupporting_replicas
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.version_comparison import OutcomeMeter
-from argosy.http_server import DetachedTransport
+from argosy.http_server import ResponseTransport
 from argosy.policy.rollout import Arm
 from argosy.policy.traffic import ShadowCopy, ShadowSampler
 from argosy.protocol import ApiError
@@ -202,7 +202,7 @@ def _has_room(pool: Pool, now: float) -> bool:
 
 
 def _build_copy(original: RequestContext, pool: Pool, now: float) -> RequestContext:
-    exchange = original.exchange.detach(DetachedTransport(), dropped_headers=(b"x-request-id",))
+    exchange = original.exchange.detach(ResponseTransport(), dropped_headers=(b"x-request-id",))
     return RequestContext(
         exchange,
         original.fields,

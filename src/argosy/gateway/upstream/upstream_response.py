@@ -154,13 +154,11 @@ class UpstreamResponse:
         if self._connection is not None:
             self._connection.reclaim_socket(unparsed)
 
-    def abort(self, reason: str) -> None:
-        """Close the connection. All waiters get an UpstreamError with this reason."""
-        self._abort_with(UpstreamError(reason))
-
-    def abort_for_pause(self, reason: str) -> None:
-        """Close the connection. All waiters get a `StreamPausedError` with this reason."""
-        self._abort_with(StreamPausedError(reason))
+    def abort(self, reason: str | UpstreamError) -> None:
+        """Close the connection. All waiters get an UpstreamError with this reason, or this error."""
+        if self._connection is not None:
+            self._connection.abort()
+        self.on_failure(UpstreamError(reason) if isinstance(reason, str) else reason)
 
     def finish_early(self) -> None:
         """Close the connection and end the response as complete, although the replica would continue."""
@@ -204,11 +202,6 @@ class UpstreamResponse:
                 future.set_exception(error)
                 future.exception()  # marks the exception as retrieved, since no coroutine may be waiting
 
-    def _abort_with(self, error: UpstreamError) -> None:
-        if self._connection is not None:
-            self._connection.abort()
-        self.on_failure(error)
-
     def _release_callback(self) -> None:
         """Drop the consumer of the body. It may refer to this object, which would form a reference cycle."""
         if self._on_piece is not None:
@@ -217,7 +210,7 @@ class UpstreamResponse:
     def _buffer_piece(self, piece: bytes) -> None:
         self._buffered_bytes += len(piece)
         if self._buffered_bytes > self._max_buffered_bytes:
-            self._abort_with(
+            self.abort(
                 ResponseTooLargeError(
                     f"the replica's response is larger than {self._max_buffered_bytes} bytes"
                 )
