@@ -13,9 +13,9 @@ from argosy.gateway.backends.backend_adapter import (
     CHAT_PATH,
     COMPLETION_PATH,
     BackendAdapter,
-    KvEventSource,
+    KvEventPorts,
     LoadReport,
-    LoadSource,
+    ReportSource,
 )
 from argosy.gateway.backends.catalog import DetectedBackend, detect_backend, get_adapter
 from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import msgspec
 
 from argosy.deployment import BackendKind, KvEventAddress
-from argosy.gateway.backends.constraint_spellings import ConstraintSupport
 from argosy.protocol import MAX_COUNT, Endpoint
 
+T = TypeVar("T")
 _WILDCARD_PREFIX = "tcp://*:"
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETION_PATH = b"/v1/completions"
@@ -60,15 +61,12 @@ INCOMPLETE_FINISH_REASONS = frozenset({"abort", "error", "cancelled", "timeout"}
 
 
 @dataclass(frozen=True, slots=True)
-class KvEventSource:
-    """Path at which a server reports where it publishes KV cache events, and the parser of the report."""
+class ReportSource(Generic[T]):
+    """Path at which a server reports its load, or where it publishes KV cache events, and the parser of the report."""
 
     path: bytes
-    parse: Callable[[bytes], KvEventPorts | None]
-    """Parser of the response body. Returns None if the gateway cannot subscribe.
-
-    Raises ValueError or msgspec.DecodeError for an unexpected body.
-    """
+    parse: Callable[[bytes], T]
+    """Parser of the response body. Raises ValueError or msgspec.DecodeError for an unexpected body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +151,15 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadSource:
-    """Path at which a server reports its load, and the parser of the report."""
-
-    path: bytes
-    parse: Callable[[bytes], LoadReport]
-    """Parser of the response body. Raises ValueError or msgspec.DecodeError for an unexpected body."""
-
-
-@dataclass(frozen=True, slots=True)
 class BackendAdapter:
     """Differences of one kind of server from others with an OpenAI-compatible API."""
 
     kind: BackendKind
     health_path: bytes = b"/health"
-    load_sources: tuple[LoadSource, ...] = ()
+    load_sources: tuple[ReportSource[LoadReport], ...] = ()
     """Load reports, best first. A server may have been started without some of them."""
-    kv_event_source: KvEventSource | None = None
-    """Report of where the server publishes its KV cache events; None if the gateway supports no events of this kind."""
+    kv_event_source: ReportSource[KvEventPorts | None] | None = None
+    """Report of where the server publishes its KV cache events. Without the report or ports in it there are none."""
     is_native: bool = False
     """Whether the server is an Argosy replica, whose streams carry resume metadata and which accepts `resume`."""
     token_id_paths: frozenset[bytes] = frozenset()
@@ -193,8 +182,6 @@ class BackendAdapter:
     """Sign of `priority` in request bodies: 1 if lower values run first, -1 if higher values do, 0 if unsupported."""
     unsupported_fields: frozenset[str] = ARGOSY_FIELDS
     """Request fields that the server does not know or gives another meaning. The gateway drops them."""
-    constraint_support: ConstraintSupport | None = None
-    """Constraints of the output that the server enforces. None passes the client's own fields unchanged."""
     default_completion_tokens: int | None = None
     """`max_tokens` that the server assumes for a completion without one; None if it assumes no limit."""
     client_error_markers: tuple[str, ...] = ()

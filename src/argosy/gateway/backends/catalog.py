@@ -19,12 +19,10 @@ from argosy.gateway.backends.backend_adapter import (
     CHAT_PATH,
     COMPLETION_PATH,
     BackendAdapter,
-    KvEventSource,
-    LoadSource,
+    ReportSource,
     parse_sglang_info,
     parse_vllm_sources,
 )
-from argosy.gateway.backends.constraint_spellings import CONSTRAINT_SUPPORT
 
 BOTH_PATHS = frozenset({CHAT_PATH, COMPLETION_PATH})
 COMPLETION_ONLY = frozenset({COMPLETION_PATH})
@@ -65,9 +63,8 @@ _ADAPTERS = (
     ),
     BackendAdapter(
         "vllm",
-        constraint_support=CONSTRAINT_SUPPORT["vllm"],
-        load_sources=(LoadSource(b"/metrics", load_parsers.parse_vllm_metrics),),
-        kv_event_source=KvEventSource(b"/kv_event_sources", parse_vllm_sources),
+        load_sources=(ReportSource(b"/metrics", load_parsers.parse_vllm_metrics),),
+        kv_event_source=ReportSource(b"/kv_event_sources", parse_vllm_sources),
         token_id_paths=BOTH_PATHS,
         prefill_paths=BOTH_PATHS,
         prefill_flags=CONTINUE_FINAL_MESSAGE,
@@ -79,12 +76,11 @@ _ADAPTERS = (
     ),
     BackendAdapter(
         "sglang",
-        constraint_support=CONSTRAINT_SUPPORT["sglang"],
         load_sources=(
-            LoadSource(b"/v1/loads", load_parsers.parse_sglang_loads),
-            LoadSource(b"/metrics", load_parsers.SGLANG_METRICS),
+            ReportSource(b"/v1/loads", load_parsers.parse_sglang_loads),
+            ReportSource(b"/metrics", load_parsers.SGLANG_METRICS),
         ),
-        kv_event_source=KvEventSource(b"/server_info", parse_sglang_info),
+        kv_event_source=ReportSource(b"/server_info", parse_sglang_info),
         token_id_paths=COMPLETION_ONLY,
         prefill_paths=BOTH_PATHS,
         prefill_flags=CONTINUE_FINAL_MESSAGE,
@@ -95,29 +91,25 @@ _ADAPTERS = (
     ),
     BackendAdapter(
         "tensorrt-llm",
-        constraint_support=CONSTRAINT_SUPPORT["tensorrt-llm"],
-        load_sources=(LoadSource(b"/metrics", load_parsers.parse_tensorrt_iterations),),
+        load_sources=(ReportSource(b"/metrics", load_parsers.parse_tensorrt_iterations),),
         prefill_paths=COMPLETION_ONLY,
         has_continuous_usage=True,
     ),
     BackendAdapter(
         "tgi",
-        constraint_support=CONSTRAINT_SUPPORT["tgi"],
-        load_sources=(LoadSource(b"/metrics", load_parsers.TGI_METRICS),),
+        load_sources=(ReportSource(b"/metrics", load_parsers.TGI_METRICS),),
         prefill_paths=BOTH_PATHS,
     ),
     BackendAdapter(
         "lmdeploy",
-        constraint_support=CONSTRAINT_SUPPORT["lmdeploy"],
-        load_sources=(LoadSource(b"/metrics", load_parsers.parse_lmdeploy_metrics),),
+        load_sources=(ReportSource(b"/metrics", load_parsers.parse_lmdeploy_metrics),),
         prefill_paths=COMPLETION_ONLY,
     ),
     BackendAdapter(
         "llama.cpp",
-        constraint_support=CONSTRAINT_SUPPORT["llama.cpp"],
         load_sources=(
-            LoadSource(b"/slots", load_parsers.parse_llama_cpp_slots),
-            LoadSource(b"/metrics", load_parsers.LLAMA_CPP_METRICS),
+            ReportSource(b"/slots", load_parsers.parse_llama_cpp_slots),
+            ReportSource(b"/metrics", load_parsers.LLAMA_CPP_METRICS),
         ),
         prefill_paths=BOTH_PATHS,
         prefill_flags=CONTINUE_FINAL_MESSAGE,
@@ -125,11 +117,7 @@ _ADAPTERS = (
         has_token_timings=True,
         client_error_markers=LLAMA_CPP_CLIENT_ERROR_MARKERS,
     ),
-    BackendAdapter(
-        "openai",
-        health_path=b"/v1/models",
-        constraint_support=CONSTRAINT_SUPPORT["openai"],
-    ),
+    BackendAdapter("openai", health_path=b"/v1/models"),
 )
 ADAPTERS = {adapter.kind: adapter for adapter in _ADAPTERS}
 

@@ -34,8 +34,6 @@ class ConstraintSupport:
     """The same for a text completion."""
     own_fields: frozenset[str] = frozenset()
     """Fields that the server itself defines. They pass unchanged."""
-    has_own_formats: bool = False
-    """Whether a `response_format` of a type that is not OpenAI's passes to the server."""
     supports_options: bool = False
     """Whether the server knows vLLM's options, such as `whitespace_pattern`."""
 
@@ -59,7 +57,7 @@ class ConstraintSupport:
             option = next(iter(constraint.options))
             message = f"{backend} servers do not know the option '{option}'. Remove it."
             raise invalid_request(message, constraint.field, "unsupported_parameter")
-        if constraint.kind is None and builders and self.has_own_formats:
+        if constraint.kind is None and builders:  # a `response_format` that only its server knows
             return None
         builder = None if constraint.kind is None else builders.get(constraint.kind)
         if builder is None:
@@ -80,7 +78,7 @@ def _json_text(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _openai_json_object(constraint: RequestConstraint) -> Fields:  # noqa: ARG001 - signature of the tables
+def _openai_json_object(_: RequestConstraint) -> Fields:
     return {"response_format": {"type": "json_object"}}
 
 
@@ -94,7 +92,11 @@ def _openai_structural_tag(constraint: RequestConstraint) -> Fields:
     return {"response_format": constraint.value}
 
 
-def _vllm(key: str, value: Callable[[RequestConstraint], Any]) -> FieldBuilder:
+def _value(constraint: RequestConstraint) -> object:
+    return constraint.value
+
+
+def _vllm(key: str, value: Callable[[RequestConstraint], Any] = _value) -> FieldBuilder:
     def build(constraint: RequestConstraint) -> Fields:
         if constraint.response_format is not None and not constraint.options:
             return {"response_format": constraint.response_format}
@@ -103,41 +105,24 @@ def _vllm(key: str, value: Callable[[RequestConstraint], Any]) -> FieldBuilder:
     return build
 
 
-def _field(name: str, value: Callable[[RequestConstraint], Any]) -> FieldBuilder:
-    return lambda constraint: {name: value(constraint)}
-
-
-def _format(kind: str, name: str, value: Callable[[RequestConstraint], Any]) -> FieldBuilder:
-    return lambda constraint: {"response_format": {"type": kind, name: value(constraint)}}
-
-
-def _value(constraint: RequestConstraint) -> object:
-    return constraint.value
-
-
 def _value_text(constraint: RequestConstraint) -> object:
     return _json_text(constraint.value)
 
 
-def _any_object(constraint: RequestConstraint) -> object:  # noqa: ARG001 - signature of the tables
-    return _ANY_OBJECT
+def _field(name: str, value: Callable[[RequestConstraint], Any] = _value) -> FieldBuilder:
+    return lambda constraint: {name: value(constraint)}
 
 
-def _any_object_text(constraint: RequestConstraint) -> object:  # noqa: ARG001 - signature of the tables
-    return _json_text(_ANY_OBJECT)
-
-
-def _true(constraint: RequestConstraint) -> object:  # noqa: ARG001 - signature of the tables
-    return True
+def _format(
+    kind: str, name: str, value: Callable[[RequestConstraint], Any] = _value
+) -> FieldBuilder:
+    return lambda constraint: {"response_format": {"type": kind, name: value(constraint)}}
 
 
 def _choice_regex(constraint: RequestConstraint) -> object:
     """Return a regular expression for a list of texts. Only special characters are escaped, for any dialect."""
-    return "|".join(f"({_REGEX_SPECIAL.sub(_escape, choice)})" for choice in constraint.value)
-
-
-def _escape(match: re.Match[str]) -> str:
-    return "\\" + match[0]
+    escaped = (_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in constraint.value)
+    return "|".join(f"({choice})" for choice in escaped)
 
 
 def _choice_gbnf(constraint: RequestConstraint) -> object:
@@ -153,33 +138,33 @@ def _gbnf_literal(text: str) -> str:
 # --- tables --------------------------------------------------------------------------------------
 
 _VLLM: dict[ConstraintKind, FieldBuilder] = {
-    "json_object": _vllm("json_object", _true),
-    "json_schema": _vllm("json", _value),
-    "regex": _vllm("regex", _value),
-    "choice": _vllm("choice", _value),
-    "grammar": _vllm("grammar", _value),
+    "json_object": _vllm("json_object", lambda _: True),
+    "json_schema": _vllm("json"),
+    "regex": _vllm("regex"),
+    "choice": _vllm("choice"),
+    "grammar": _vllm("grammar"),
     "structural_tag": _vllm("structural_tag", _value_text),
 }
 _SGLANG: dict[ConstraintKind, FieldBuilder] = {
-    "regex": _field("regex", _value),
+    "regex": _field("regex"),
     "choice": _field("regex", _choice_regex),
-    "grammar": _field("ebnf", _value),
+    "grammar": _field("ebnf"),
     "structural_tag": _openai_structural_tag,
 }
 _TENSORRT_LLM: dict[ConstraintKind, FieldBuilder] = {
     "json_object": _openai_json_object,
     # Some versions take OpenAI's wrapper around the schema for the schema itself, none of them this type.
-    "json_schema": _format("json", "schema", _value),
-    "regex": _format("regex", "regex", _value),
+    "json_schema": _format("json", "schema"),
+    "regex": _format("regex", "regex"),
     "choice": _format("regex", "regex", _choice_regex),
-    "grammar": _format("ebnf", "ebnf", _value),
+    "grammar": _format("ebnf", "ebnf"),
     "structural_tag": _openai_structural_tag,
 }
 _LLAMA_CPP: dict[ConstraintKind, FieldBuilder] = {
-    "json_object": _field("json_schema", _any_object),
-    "json_schema": _field("json_schema", _value),
+    "json_object": _field("json_schema", lambda _: _ANY_OBJECT),
+    "json_schema": _field("json_schema"),
     "choice": _field("grammar", _choice_gbnf),
-    "grammar": _field("grammar", _value),
+    "grammar": _field("grammar"),
 }
 CONSTRAINT_SUPPORT: Mapping[str, ConstraintSupport] = MappingProxyType(
     {
@@ -187,51 +172,43 @@ CONSTRAINT_SUPPORT: Mapping[str, ConstraintSupport] = MappingProxyType(
             chat=_VLLM,
             completion=_VLLM,
             own_fields=frozenset({"structured_outputs"}),
-            has_own_formats=True,
             supports_options=True,
         ),
         "sglang": ConstraintSupport(
             chat=_SGLANG | {"json_object": _openai_json_object, "json_schema": _openai_json_schema},
             completion=_SGLANG
             | {
-                "json_object": _field("json_schema", _any_object_text),
+                "json_object": _field("json_schema", lambda _: _json_text(_ANY_OBJECT)),
                 "json_schema": _field("json_schema", _value_text),
             },
             own_fields=frozenset({"regex", "ebnf"}),
-            has_own_formats=True,
         ),
-        "tensorrt-llm": ConstraintSupport(
-            chat=_TENSORRT_LLM, completion=_TENSORRT_LLM, has_own_formats=True
-        ),
+        "tensorrt-llm": ConstraintSupport(chat=_TENSORRT_LLM, completion=_TENSORRT_LLM),
         "tgi": ConstraintSupport(
             chat={
-                "json_object": _format("json", "value", _any_object),
-                "json_schema": _format("json", "value", _value),
-                "regex": _format("regex", "value", _value),
+                "json_object": _format("json", "value", lambda _: _ANY_OBJECT),
+                "json_schema": _format("json", "value"),
+                "regex": _format("regex", "value"),
                 "choice": _format("regex", "value", _choice_regex),
             },
-            has_own_formats=True,
         ),
         "lmdeploy": ConstraintSupport(
             chat={
                 "json_object": _openai_json_object,
                 "json_schema": _openai_json_schema,
-                "regex": _format("regex_schema", "regex_schema", _value),
+                "regex": _format("regex_schema", "regex_schema"),
                 "choice": _format("regex_schema", "regex_schema", _choice_regex),
             },
-            has_own_formats=True,
         ),
         "llama.cpp": ConstraintSupport(
             chat=_LLAMA_CPP,
             completion=_LLAMA_CPP,
             own_fields=frozenset({"grammar", "json_schema"}),
-            has_own_formats=True,
         ),
         "openai": ConstraintSupport(
             chat={"json_object": _openai_json_object, "json_schema": _openai_json_schema},
             completion={"json_object": _openai_json_object, "json_schema": _openai_json_schema},
             own_fields=frozenset({"response_format"}),
-            has_own_formats=True,
         ),
     }
 )

@@ -21,7 +21,7 @@ class PrometheusLoadParser:
     running_metrics: tuple[bytes, ...]
     waiting_metrics: tuple[bytes, ...]
     kv_used_metrics: tuple[bytes, ...] = ()
-    kv_tokens_metric: bytes | None = None
+    kv_tokens_metrics: tuple[bytes, ...] = ()
 
     def __call__(self, text: bytes) -> LoadReport:
         """Return the load in `text`. The counts of several engines behind one server are added up.
@@ -29,14 +29,13 @@ class PrometheusLoadParser:
         Raises:
             ValueError: The text has neither running nor waiting requests.
         """
-        capacity_metrics = () if self.kv_tokens_metric is None else (self.kv_tokens_metric,)
         values = parse_metric_values(
             text,
             {
                 *self.running_metrics,
                 *self.waiting_metrics,
                 *self.kv_used_metrics,
-                *capacity_metrics,
+                *self.kv_tokens_metrics,
             },
         )
         running, waiting = (
@@ -50,7 +49,7 @@ class PrometheusLoadParser:
             running=int(sum(running)),
             waiting=int(sum(waiting)),
             kv_used=sum(used) / len(used) if used else None,
-            kv_capacity_tokens=int(sum(_first_present(values, capacity_metrics))) or None,
+            kv_capacity_tokens=int(sum(_first_present(values, self.kv_tokens_metrics))) or None,
         )
 
 
@@ -84,7 +83,7 @@ SGLANG_METRICS = PrometheusLoadParser(
     running_metrics=(b"sglang:num_running_reqs",),
     waiting_metrics=(b"sglang:num_queue_reqs",),
     kv_used_metrics=(b"sglang:token_usage",),
-    kv_tokens_metric=b"sglang:max_total_num_tokens",
+    kv_tokens_metrics=(b"sglang:max_total_num_tokens",),
 )
 TGI_METRICS = PrometheusLoadParser(
     running_metrics=(b"tgi_batch_current_size",), waiting_metrics=(b"tgi_queue_size",)

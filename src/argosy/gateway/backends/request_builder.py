@@ -15,6 +15,7 @@ from argosy.gateway.backends.backend_adapter import (
     BackendAdapter,
 )
 from argosy.gateway.backends.constraint_fields import CONSTRAINT_FIELDS, read_constraint_fields
+from argosy.gateway.backends.constraint_spellings import CONSTRAINT_SUPPORT
 from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import ApiError, invalid_request
 
@@ -190,7 +191,7 @@ def build_native_body(
             first + then for first, then in zip(_resume_token_ids(fields), token_ids, strict=True)
         ]
         changes["resume"] = {"token_ids": resume_ids[0] if len(resume_ids) == 1 else resume_ids}
-    return _encode_with(fields.raw, changes)
+    return _encode(fields.raw | changes)
 
 
 def resume_token_counts(fields: RequestFields) -> list[int]:
@@ -253,7 +254,7 @@ def build_resume_from_text(
         if not isinstance(prompt, str):
             return None
         changes["prompt"] = prompt + text
-        return _encode_with(raw, changes)
+        return _encode(raw | changes)
     messages = _decode_field(fields, "messages", list[dict[str, Any]])
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
@@ -262,7 +263,7 @@ def build_resume_from_text(
         last["content"] += text
     else:
         return None
-    return _encode_with(raw, changes | {"messages": messages} | target.adapter.prefill_flags)
+    return _encode(raw | changes | {"messages": messages} | target.adapter.prefill_flags)
 
 
 def build_resume_from_ids(
@@ -288,7 +289,7 @@ def build_resume_from_ids(
         if limit is None and target.max_model_len <= len(token_ids):
             return None
         changes["max_tokens"] = limit or target.max_model_len - len(token_ids)
-    return _encode_with(raw, changes | {"prompt": token_ids})
+    return _encode(raw | changes | {"prompt": token_ids})
 
 
 def derive_cache_salt(fields: RequestFields, adapter: BackendAdapter) -> str:
@@ -371,12 +372,13 @@ def translate_constraint(
     Raises:
         ApiError(400): A constraint is malformed, or the server does not enforce it.
     """
-    if adapter.constraint_support is None or raw.keys().isdisjoint(CONSTRAINT_FIELDS):
+    support = CONSTRAINT_SUPPORT.get(adapter.kind)
+    if support is None or raw.keys().isdisjoint(CONSTRAINT_FIELDS):
         return raw
     constraint = read_constraint_fields(raw)
     if constraint is None:
         return raw
-    built = adapter.constraint_support.build_fields(constraint, path, adapter.kind)
+    built = support.build_fields(constraint, path, adapter.kind)
     if built is None:
         return raw
     others = {name: value for name, value in raw.items() if name not in CONSTRAINT_FIELDS}
@@ -430,7 +432,3 @@ def _stream_options(fields: RequestFields) -> dict[str, Any]:
 def _is_set(raw: dict[str, Raw], name: str) -> bool:
     value = raw.get(name)
     return value is not None and bytes(value) not in _UNSET_VALUES
-
-
-def _encode_with(raw: dict[str, Raw], changes: dict[str, Any]) -> bytes:
-    return _encode(raw | changes)

@@ -17,8 +17,6 @@ from argosy.gateway.kv_events.text_block_maps import (
     RETRY_INTERVAL_S,
     UNSUPPORTED_RETRY_INTERVAL_S,
     TextBlockMaps,
-    TooManyBlocksError,
-    get_text_block_map,
 )
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
@@ -27,6 +25,7 @@ from argosy.policy import (
     UNSUPPORTED_STATUSES,
     EstimatedPrefixIndex,
     EventPrefixIndex,
+    TextBlockMap,
 )
 from argosy.protocol import EventParser, KvEvent, TokenizationKey, unpack_block_names
 
@@ -117,10 +116,10 @@ class NativeKvEventSubscriber:
             self._index.on_blocks_stored(unpack_block_names(event.stored))
             self._index.on_blocks_removed(unpack_block_names(event.removed))
             if len(self._index.blocks) > MAX_INDEXED_BLOCKS:
-                raise TooManyBlocksError(f"the replica has more than {MAX_INDEXED_BLOCKS} blocks")
+                raise ValueError(f"the replica has more than {MAX_INDEXED_BLOCKS} blocks")
 
     def _create_index(self, tokenization_key: TokenizationKey) -> None:
-        text_block_map = get_text_block_map(tokenization_key, self._text_block_maps)
+        text_block_map = self._text_block_maps.setdefault(tokenization_key, TextBlockMap())
         is_first = self._index is None
         self._index = self._replica.prefix_index = EventPrefixIndex(
             text_block_map, tokenization_key.block_size

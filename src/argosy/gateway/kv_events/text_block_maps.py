@@ -17,25 +17,5 @@ TextBlockMaps = WeakValueDictionary[TokenizationKey, TextBlockMap]
 """Text block maps of a pool by tokenization. A map disappears when no replica's index uses it any more."""
 
 
-class TooManyBlocksError(Exception):
-    """The replica holds more blocks than the gateway can index."""
-
-
-KV_EVENT_ERRORS = (
-    ValueError,
-    OverflowError,
-    RecursionError,
-    msgspec.DecodeError,
-    TooManyBlocksError,
-)
+KV_EVENT_ERRORS = (ValueError, OverflowError, RecursionError, msgspec.DecodeError)
 """Exceptions raised for KV events that cannot be decoded or indexed."""
-
-
-def get_text_block_map(
-    tokenization_key: TokenizationKey, text_block_maps: TextBlockMaps
-) -> TextBlockMap:
-    """Return the text block map of the replicas with this tokenization. Create it if it does not exist."""
-    text_block_map = text_block_maps.get(tokenization_key)
-    if text_block_map is None:
-        text_block_map = text_block_maps[tokenization_key] = TextBlockMap()
-    return text_block_map

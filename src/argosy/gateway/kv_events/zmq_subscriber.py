@@ -12,7 +12,7 @@ import asyncio
 import structlog
 
 from argosy.deployment import KvEventAddress
-from argosy.gateway.backends import KvEventSource
+from argosy.gateway.backends import KvEventPorts, ReportSource
 from argosy.gateway.kv_events.event_decoder import (
     AllBlocksCleared,
     BlockRemoved,
@@ -24,8 +24,6 @@ from argosy.gateway.kv_events.text_block_maps import (
     RETRY_INTERVAL_S,
     UNSUPPORTED_RETRY_INTERVAL_S,
     TextBlockMaps,
-    TooManyBlocksError,
-    get_text_block_map,
 )
 from argosy.gateway.kv_events.zmq_subscription import (
     SubscribeError,
@@ -40,6 +38,7 @@ from argosy.policy import (
     EngineBlockNames,
     EstimatedPrefixIndex,
     EventPrefixIndex,
+    TextBlockMap,
 )
 from argosy.protocol import TokenizationKey
 
@@ -53,7 +52,10 @@ class ZmqKvEventSubscriber:
     """Subscriber to the KV cache events of one vLLM or SGLang replica."""
 
     def __init__(
-        self, replica: ReplicaEndpoint, source: KvEventSource, text_block_maps: TextBlockMaps
+        self,
+        replica: ReplicaEndpoint,
+        source: ReportSource[KvEventPorts | None],
+        text_block_maps: TextBlockMaps,
     ) -> None:
         """Create a subscriber. `source` reports the address if the setting `kv_events` does not."""
         self._replica = replica
@@ -154,13 +156,13 @@ class ZmqKvEventSubscriber:
             )
         )
         if len(self._engine_blocks) > MAX_NAMED_BLOCKS:
-            raise TooManyBlocksError(
+            raise ValueError(
                 f"the replica has more than {MAX_NAMED_BLOCKS} blocks. Start it with larger blocks."
             )
 
     def _create_index(self, block_size: int) -> EventPrefixIndex:
         if block_size < MIN_BLOCK_TOKENS:
-            raise TooManyBlocksError(
+            raise ValueError(
                 f"the replica's blocks have {block_size} tokens. "
                 f"Start it with a block size of at least {MIN_BLOCK_TOKENS}."
             )
@@ -170,7 +172,7 @@ class ZmqKvEventSubscriber:
             tokenizer=f"{replica.kind} {replica.upstream_model}", block_size=block_size
         )
         index = replica.prefix_index = EventPrefixIndex(
-            get_text_block_map(tokenization_key, self._text_block_maps), block_size
+            self._text_block_maps.setdefault(tokenization_key, TextBlockMap()), block_size
         )
         log.info("kv_events_subscribed", replica=replica.name, block_size=block_size)
         return index

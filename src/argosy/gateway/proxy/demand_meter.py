@@ -57,8 +57,6 @@ class DemandMeter:
         self._first_second = math.floor(clock())
         self._seconds: dict[_Pool, deque[list[float]]] = {}
         """Number, arrived and served tokens of the latest seconds in which something happened."""
-        self._latest: dict[_Pool, list[float]] = {}
-        """The last of them."""
         self._counted: dict[PlacementRequest, float] = {}
         """Tokens of each request that were counted as served."""
 
@@ -87,7 +85,6 @@ class DemandMeter:
     def remove_pool(self, pool: _Pool) -> None:
         """Forget a pool that gets no more requests."""
         self._seconds.pop(pool, None)
-        self._latest.pop(pool, None)
 
     def read(self, pool: _Pool, unserved_at: float = -math.inf) -> tuple[list[float], list[float]]:
         """Return the tokens that arrived and were served in each of the last complete seconds, oldest first.
@@ -108,11 +105,10 @@ class DemandMeter:
 
     def _add(self, pool: _Pool, arrived: float, served: float) -> None:
         second = math.floor(self._clock())
-        latest = self._latest.get(pool)
-        if latest is None or latest[0] != second:
-            latest = self._latest[pool] = [second, 0.0, 0.0]
-            if pool not in self._seconds:
-                self._seconds[pool] = deque(maxlen=MAX_REPORTED_SECONDS + 1)
-            self._seconds[pool].append(latest)
-        latest[1] += arrived
-        latest[2] += served
+        seconds = self._seconds.get(pool)
+        if seconds is None:
+            seconds = self._seconds[pool] = deque(maxlen=MAX_REPORTED_SECONDS + 1)
+        if not seconds or seconds[-1][0] != second:
+            seconds.append([second, 0.0, 0.0])
+        seconds[-1][1] += arrived
+        seconds[-1][2] += served

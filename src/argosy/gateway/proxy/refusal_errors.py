@@ -49,7 +49,15 @@ def build_refusal_error(
             message = f"The response is too large: {detail}. {remedy}."
             return ApiError(413, REQUEST_TOO_LARGE, message)
         case RefusalReason.INTERRUPTED:
-            return _interrupted_error(context)
+            reason = (
+                "no other replica with the same arithmetic can resume it"
+                if context.delivered.is_exact
+                else "its results are not exact, so that no other replica can resume it"
+            )
+            message = (
+                f"The replica failed during the response, and {reason}. Send the request again."
+            )
+            return ApiError(502, "upstream_failed", message)
         case RefusalReason.UPSTREAM_FAILED:
             message = f"No replica could answer for {pool.model!r}. Try again shortly."
             return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)
@@ -70,13 +78,21 @@ def build_arrival_error(
     """
     match reason:
         case RefusalReason.REPLICAS_FULL:
-            return _replicas_full_error(pool, retry_after_s or 0.0)
+            wait_s = max(RETRY_AFTER_S, retry_after_s or 0.0)
+            when = f"in {math.ceil(wait_s)} s." if wait_s > RETRY_AFTER_S else "shortly."
+            message = f"The replicas for {pool.model!r} are full. Try again {when}"
+            return ApiError(429, "overloaded", message, retry_after_s=wait_s)
         case RefusalReason.STARTING:
             return starting_error(pool, [])
         case RefusalReason.NO_REPLICA:
             return no_replica_error(pool, now)
         case RefusalReason.QUARANTINED:
-            return _quarantined_error(pool, retry_after_s or 0.0)
+            wait_s = retry_after_s or 0.0
+            message = (
+                f"Replicas for {pool.model!r} failed while they ran this request. "
+                f"Change it, or try again in {math.ceil(wait_s)} s."
+            )
+            return ApiError(502, "upstream_failed", message, retry_after_s=wait_s)
         case _:  # the queue is full, for this tenant or tier
             return _overloaded_error(pool, reason.value)
 
@@ -122,28 +138,3 @@ def starting_error(pool: Pool, response_headers: list[tuple[bytes, bytes]]) -> A
 def _overloaded_error(pool: Pool, reason: str) -> ApiError:
     message = f"Too many requests for {pool.model!r} ({reason}). Try again shortly."
     return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
-
-
-def _replicas_full_error(pool: Pool, retry_after_s: float) -> ApiError:
-    """Build the 429 error for a pool whose replicas all reported that they are full."""
-    message = f"The replicas for {pool.model!r} are full. Try again "
-    message += f"in {math.ceil(retry_after_s)} s." if retry_after_s > RETRY_AFTER_S else "shortly."
-    return ApiError(429, "overloaded", message, retry_after_s=max(RETRY_AFTER_S, retry_after_s))
-
-
-def _quarantined_error(pool: Pool, wait_s: float) -> ApiError:
-    message = (
-        f"Replicas for {pool.model!r} failed while they ran this request. "
-        f"Change it, or try again in {math.ceil(wait_s)} s."
-    )
-    return ApiError(502, "upstream_failed", message, retry_after_s=wait_s)
-
-
-def _interrupted_error(context: RequestContext) -> ApiError:
-    reason = (
-        "no other replica with the same arithmetic can resume it"
-        if context.delivered.is_exact
-        else "its results are not exact, so that no other replica can resume it"
-    )
-    message = f"The replica failed during the response, and {reason}. Send the request again."
-    return ApiError(502, "upstream_failed", message)
