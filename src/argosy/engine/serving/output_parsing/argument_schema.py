@@ -124,7 +124,7 @@ def split_parameters(tool: Tool, param: str) -> tuple[list[Parameter], bool]:
     """
     schema = tool.parameters
     if tool.strict:
-        _require_keywords(schema, _OBJECT_KEYWORDS, param)
+        require_keywords(schema, _OBJECT_KEYWORDS, param)
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         properties = {}
@@ -186,14 +186,19 @@ def _require_text(schema: dict[str, Any], param: str) -> None:
     Raises:
         ApiError: 400 with the first keyword that is not enforced.
     """
-    _require_keywords(schema, _STRING_KEYWORDS | {"anyOf"}, param)
+    require_keywords(schema, _STRING_KEYWORDS | {"anyOf"}, param)
     alternatives = schema.get("anyOf")
     for index, alternative in enumerate(alternatives if isinstance(alternatives, list) else ()):
         if isinstance(alternative, dict):
-            _require_keywords(alternative, _ANNOTATIONS | {"type"}, f"{param}.anyOf.{index}")
+            require_keywords(alternative, _ANNOTATIONS | {"type"}, f"{param}.anyOf.{index}")
 
 
-def _require_keywords(schema: dict[str, Any], keywords: frozenset[str], param: str) -> None:
+def require_keywords(schema: dict[str, Any], keywords: frozenset[str], param: str) -> None:
+    """Check that a strict schema has only keywords that the format of calls can express.
+
+    Raises:
+        ApiError: 400 with the first other keyword.
+    """
     unknown = sorted(set(schema) - keywords)
     if unknown:
         raise invalid_request(

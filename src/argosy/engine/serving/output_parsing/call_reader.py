@@ -17,7 +17,11 @@ from argosy.engine.serving.output_parsing.cursor import (
     OutputEndedError,
     Reading,
 )
-from argosy.engine.serving.output_parsing.json_text import MalformedJsonError, read_structure
+from argosy.engine.serving.output_parsing.json_text import (
+    MalformedJsonError,
+    Write,
+    read_structure,
+)
 from argosy.engine.serving.output_parsing.sink import EventSink
 
 _NAME = re.compile(r"[^\s\"'{}<>()\ud800-\udfff]{1,256}")
@@ -82,17 +86,9 @@ class CallContext:
         Raises:
             OutputEndedError: The output ends before one of `stops`.
         """
-        cursor = self.cursor
-        while True:
-            end, literal = stops.search(cursor.text, cursor.position, is_final=cursor.is_final)
-            self.sink.write_arguments(self.codec.decode(cursor.text[cursor.position : end]))
-            cursor.position = end
-            if literal:
-                return
-            if cursor.is_final:
-                raise OutputEndedError
-            cursor.release()
-            yield
+        yield from self._pass_text(
+            stops, lambda text: self.sink.write_arguments(self.codec.decode(text))
+        )
 
     def skip_until(self, stops: LiteralSet) -> Reading[None]:
         """Skip text that has no meaning, up to one of `stops`.
@@ -100,17 +96,11 @@ class CallContext:
         Raises:
             OutputEndedError: The output ends before one of `stops`.
         """
-        cursor = self.cursor
-        while True:
-            cursor.position, literal = stops.search(
-                cursor.text, cursor.position, is_final=cursor.is_final
-            )
-            if literal:
-                return
-            if cursor.is_final:
-                raise OutputEndedError
-            cursor.release()
-            yield
+        yield from self._pass_text(stops, discard)
+
+    def _pass_text(self, stops: LiteralSet, write: Write) -> Reading[None]:
+        if not (yield from self.cursor.pass_text(stops, write)):
+            raise OutputEndedError
 
     def accept_after_space(self, *literals: str, also_skip: str = "") -> Reading[bool]:
         """Read white space and one of `literals`, or nothing. Return whether a literal was read.
@@ -126,3 +116,8 @@ class CallContext:
             return True
         cursor.position = start
         return False
+
+
+def discard(text: str) -> None:
+    """Take text that has no meaning, such as the value of a repeated argument."""
+    del text

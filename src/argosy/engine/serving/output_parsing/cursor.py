@@ -7,7 +7,7 @@ only on the text, not on the pieces in which it arrived.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from typing import TypeVar
 
 from argosy.engine.serving.output_parsing.events import Piece
@@ -193,4 +193,18 @@ class Cursor:
                 return self.text[start:searched], literal
             if self.is_final:
                 raise OutputEndedError
+            yield
+
+    def pass_text(self, stops: LiteralSet, write: Callable[[str], None]) -> Reading[str]:
+        """Pass text to `write` as it arrives, up to the first of `stops`.
+
+        Return the literal, which is not read, or an empty string at the end of the output.
+        """
+        while True:
+            end, literal = stops.search(self.text, self.position, is_final=self.is_final)
+            write(self.text[self.position : end])
+            self.position = end
+            if literal or self.is_final:
+                return literal
+            self.release()
             yield

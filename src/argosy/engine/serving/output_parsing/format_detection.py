@@ -12,8 +12,6 @@ from argosy.engine.serving.output_parsing.formats import FORMATS
 from argosy.engine.serving.output_parsing.output_format import OutputFormat
 
 _TOOL_VARIABLES = ("tools", "available_tools")
-_THINKING_FORMATS = ("think",)
-"""Formats without calls."""
 _TURN_MARKER = re.compile(
     r"<[|｜]|[|｜]>|</?s>|\[/?(?:INST|SYSTEM_PROMPT)\]|<(?:start|end)_of_turn>", re.IGNORECASE
 )
@@ -97,12 +95,10 @@ def _find_calls(source: str) -> str:
 
 
 def _find_thinking(source: str, has_token: Callable[[str], bool]) -> str:
-    """Return the name of a format without calls, or an empty string."""
-    for name in _THINKING_FORMATS:
-        for block in FORMATS[name].thinking:
-            if block.close in source or (has_token(block.open) and has_token(block.close)):
-                return name
-    return ""
+    """Return the name of the format without calls, or an empty string."""
+    (block,) = FORMATS["think"].thinking
+    has_tokens = has_token(block.open) and has_token(block.close)
+    return "think" if block.close in source or has_tokens else ""
 
 
 def _unescape(source: str) -> str:

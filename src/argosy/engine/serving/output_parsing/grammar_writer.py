@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from argosy.constraints import Relaxation
@@ -100,15 +100,12 @@ class GrammarWriter:
         if without:
             text_pattern += rf" & ~/[\s\S]*({'|'.join(without)})[\s\S]*/"
         first, *rest = self.split(closer)
-        tail = " ".join(
-            f"<[{self._tokens[part]}]>" if part in self._tokens else quote(part) for part in rest
-        )
         if self.is_token(first):
             text = self.rule("TEXT_BEFORE", text_pattern)
             return f"{text} {self.literal(closer)}"
         if rest:
             text = self.rule("TEXT_WITH", f"/({pattern}){escape_regex(first)}/")
-            return f"{text} {tail}"
+            return f"{text} {self.literal(''.join(rest))}"
         return self.rule("text_until", text_pattern, attributes=f"suffix={quote(first)}")
 
     def text_with(self, ending: str) -> str:
@@ -144,6 +141,3 @@ def escape_regex(text: str) -> str:
 def alternatives(expressions: Collection[str]) -> str:
     """Return a choice between expressions."""
     return f"({' | '.join(expressions)})" if len(expressions) != 1 else next(iter(expressions))
-
-
-MarkerIds = Callable[[str], int | None]

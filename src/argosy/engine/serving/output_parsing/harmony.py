@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from argosy.engine.serving.output_parsing.call_reader import CallContext
@@ -99,16 +100,9 @@ class HarmonyReader:
             return
         self._begin_text(header)
         self._write_text(header, header.rest)
-        while True:
-            end, literal = self._message_stops.search(
-                cursor.text, cursor.position, is_final=cursor.is_final
-            )
-            self._write_text(header, cursor.text[cursor.position : end])
-            cursor.position = end
-            if literal or cursor.is_final:
-                break
-            cursor.release()
-            yield
+        literal = yield from cursor.pass_text(
+            self._message_stops, partial(self._write_text, header)
+        )
         if literal != self._start:
             cursor.position += len(literal)
         self.in_reasoning = False

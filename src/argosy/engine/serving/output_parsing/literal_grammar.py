@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from argosy.constraints import Tool, json_type, schema_types
+from argosy.engine.serving.output_parsing.argument_schema import require_keywords
 from argosy.engine.serving.output_parsing.grammar_writer import (
     GrammarWriter,
     alternatives,
     quote,
 )
-from argosy.protocol import invalid_request
 
 _MAX_DEPTH = 8
 _MAX_MEMBERS = 64
@@ -234,21 +234,10 @@ class MappingValues(LiteralValues):
 
 
 def _require_keywords(schema: object, param: str) -> None:
-    """Check that a strict schema has only keywords that the language can express.
-
-    Raises:
-        ApiError: 400 with the first other keyword.
-    """
+    """Check all parts of a strict schema with `require_keywords`."""
     if not isinstance(schema, dict):
         return
-    unknown = sorted(set(schema) - _KEYWORDS)
-    if unknown:
-        raise invalid_request(
-            f"'{param}': the format in which this model writes tool calls cannot enforce the keyword '{unknown[0]}'. "
-            "Remove the keyword, or set 'strict' to false.",
-            param,
-            "unsupported_schema",
-        )
+    require_keywords(schema, _KEYWORDS, param)
     properties = schema.get("properties")
     for key, value in (properties if isinstance(properties, dict) else {}).items():
         _require_keywords(value, f"{param}.properties.{key}")

@@ -8,7 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.engine.serving.output_parsing.call_reader import CallContext
-from argosy.engine.serving.output_parsing.cursor import LiteralSet, NotACallError, Reading
+from argosy.engine.serving.output_parsing.cursor import (
+    LiteralSet,
+    NotACallError,
+    OutputEndedError,
+    Reading,
+)
 from argosy.engine.serving.output_parsing.json_text import (
     MalformedJsonError,
     read_structure,
@@ -134,18 +139,8 @@ class MappingCallReader:
         """Read a string behind its opening marker and write it."""
         cursor, sink = self._cursor, self._context.sink
         sink.write_arguments('"')
-        while True:
-            end, literal = self._quote_stops.search(
-                cursor.text, cursor.position, is_final=cursor.is_final
-            )
-            sink.write_string(cursor.text[cursor.position : end])
-            cursor.position = end
-            if literal:
-                cursor.position += len(literal)
-                sink.write_arguments('"')
-                return
-            if cursor.at_end:
-                cursor.release()
-                yield from cursor.require()
-            else:
-                yield
+        literal = yield from cursor.pass_text(self._quote_stops, sink.write_string)
+        if not literal:
+            raise OutputEndedError
+        cursor.position += len(literal)
+        sink.write_arguments('"')

@@ -77,11 +77,6 @@ class OutputFormat:
     vocabulary: frozenset[str] = frozenset()
 
     @property
-    def marker_texts(self) -> tuple[str, ...]:
-        """Markers that may be special tokens of a model."""
-        return self.tokens
-
-    @property
     def has_calls(self) -> bool:
         """Whether the format has tool calls."""
         return self.syntax is not None

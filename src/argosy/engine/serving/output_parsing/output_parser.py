@@ -90,18 +90,9 @@ class TextReader:
                 yield from self._try_call(calls, "")
             ):
                 return
-        while True:
-            end, literal = self._content_stops.search(
-                cursor.text, cursor.position, is_final=cursor.is_final
-            )
-            sink.write_content(cursor.text[cursor.position : end])
-            cursor.position = end
-            if literal:
-                break
-            if cursor.is_final:
-                return
-            cursor.release()
-            yield
+        literal = yield from cursor.pass_text(self._content_stops, sink.write_content)
+        if not literal:
+            return
         if literal in self._openers or literal in self._closers:
             self.in_reasoning = literal in self._openers
             yield from self._read_thinking_marker(literal)
@@ -139,27 +130,18 @@ class TextReader:
         yield from cursor.accept("\n")
         yield from cursor.accept(*self._openers)
         while True:
-            end, literal = self._reasoning_stops.search(
-                cursor.text, cursor.position, is_final=cursor.is_final
-            )
-            sink.write_reasoning(cursor.text[cursor.position : end])
-            cursor.position = end
-            if literal and literal in self._closers:
-                cursor.position += len(literal)
-                break
-            if literal:
-                if literal in self._enders:
-                    self.in_reasoning = False
-                    return
-                if self._calls is not None and (yield from self._try_call(self._calls, literal)):
-                    self.in_reasoning = False
-                    return
-                continue
-            if cursor.is_final:
+            literal = yield from cursor.pass_text(self._reasoning_stops, sink.write_reasoning)
+            if not literal:
                 sink.flush_reasoning()
                 return
-            cursor.release()
-            yield
+            if literal in self._closers:
+                break
+            if literal in self._enders or (
+                self._calls is not None and (yield from self._try_call(self._calls, literal))
+            ):
+                self.in_reasoning = False
+                return
+        cursor.position += len(literal)
         self.in_reasoning = False
         sink.begin_text(is_answer=True)
 

@@ -9,7 +9,7 @@ import html
 import re
 from dataclasses import dataclass
 
-from argosy.engine.serving.output_parsing.call_reader import CallContext
+from argosy.engine.serving.output_parsing.call_reader import CallContext, discard
 from argosy.engine.serving.output_parsing.cursor import (
     WHITE_SPACE,
     LiteralSet,
@@ -172,7 +172,7 @@ class TaggedCallReader:
             key, declared = yield from self._read_key()
             if key in keys:
                 yield from self._read_value(
-                    ValueWriter(_discard, context.codec, ()), types.keys() - keys
+                    ValueWriter(discard, context.codec, ()), types.keys() - keys
                 )
                 continue
             keys.add(key)
@@ -279,8 +279,3 @@ class TaggedCallReader:
         at_end = "" in literals and not (yield from cursor.peek())
         cursor.position = start
         return bool(literal) or at_end
-
-
-def _discard(text: str) -> None:
-    """Take text that has no meaning, such as the value of a repeated argument."""
-    del text

@@ -114,7 +114,7 @@ class OutputPlanner:
         self._template = template
         self._format = output_format
         self._check_grammar = check_grammar
-        texts = () if output_format is None else output_format.marker_texts
+        texts = () if output_format is None else output_format.tokens
         ids = {text: tokenizer.added_token_id(text) for text in texts}
         self._marker_ids = {
             text: token_id for text, token_id in ids.items() if token_id is not None
