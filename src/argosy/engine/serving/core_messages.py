@@ -9,7 +9,7 @@ import msgspec
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
-from argosy.protocol import ArithmeticIdentity
+from argosy.protocol import ApiError, ArithmeticIdentity
 from argosy.telemetry import CoreStats
 
 EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
@@ -52,6 +52,28 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     """Code of `error` from `protocol.ERROR_CODES`. None stands for `engine_error`."""
     pooled: bytes = b""
     """Vector of a pooled request as float32 in native byte order, or one for each token. Set on the last delta."""
+
+
+_REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
+"""Codes of failures that the request causes, so that it would fail on every replica."""
+
+
+def check_success(delta: Delta) -> None:
+    """Raise an error if a last delta is that of a request that failed.
+
+    Raises:
+        ApiError: 500 if the engine failed the request, 400 if the request itself is the cause, 499 if it was
+            cancelled.
+    """
+    if delta.finish_reason == "error":
+        reason = delta.error or "the engine gave no reason"
+        raise ApiError(
+            400 if delta.error_code in _REQUEST_ERROR_CODES else 500,
+            delta.error_code or "engine_error",
+            f"The engine could not finish the request: {reason}.",
+        )
+    if delta.finish_reason == "cancelled":
+        raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -60,14 +61,6 @@ _DEFAULT_TASKS: tuple[PoolingTaskName, ...] = ("token_embed", "classify", "embed
 _encode = msgspec.json.Encoder().encode
 
 
-class ResponseHead(TypedDict):
-    """Fields that all responses have."""
-
-    id: str
-    model: str
-    usage: PoolingUsage
-
-
 @dataclass(frozen=True, slots=True)
 class PoolingEndpoint(Generic[Body, Inputs]):
     """Endpoint of one API."""
@@ -78,12 +71,44 @@ class PoolingEndpoint(Generic[Body, Inputs]):
     id_prefix: str
     read_inputs: Callable[[Body], Inputs]
     """Returns the inputs of a body. Raises ApiError (400) if one is malformed."""
-    prepare: Callable[[PoolingProcessor, Body, Inputs, GatewayHeaders], PoolingJob]
-    build: Callable[
-        [PoolingInfo, Body, Inputs, PoolingResult, ResponseHead, int],
-        PooledResponse | RerankResponse,
-    ]
-    """Builds the response, given its head and its creation time."""
+    prepare: Callable[[PoolingCall[Body, Inputs]], PoolingJob]
+    """Tokenizes the inputs. Raises ApiError (400) if one is invalid for the model."""
+    build: Callable[[PoolingCall[Body, Inputs], PoolingResult], PooledResponse | RerankResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall(Generic[Body, Inputs]):
+    """Validated request."""
+
+    model_name: str
+    """Name under which the client knows the model."""
+    processor: PoolingProcessor
+    endpoint: PoolingEndpoint[Body, Inputs]
+    body: Body
+    inputs: Inputs
+    headers: GatewayHeaders
+
+    def encode_response(self, result: PoolingResult) -> bytes:
+        """Encode the response."""
+        return _encode(self.endpoint.build(self, result))
+
+    def head(self, result: PoolingResult) -> dict[str, Any]:
+        """Return the fields that all responses have."""
+        num_tokens = sum(result.prompt_tokens)
+        return {
+            "id": self.headers.request_id,
+            "model": self.model_name,
+            "usage": PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        }
+
+    def dated_head(self, result: PoolingResult) -> dict[str, Any]:
+        """Return `head` with the creation time."""
+        created = self.headers.created_at
+        return self.head(result) | {"created": int(time.time()) if created is None else created}
+
+
+TextsCall = PoolingCall[Body, list[NormalizedInput]]
+PairsCall = PoolingCall[Body, Pairs]
 
 
 def _read_embedding_inputs(body: EmbeddingRequest) -> list[NormalizedInput]:
@@ -95,20 +120,14 @@ def _read_inputs(body: ClassifyRequest) -> list[NormalizedInput]:
     return list_inputs(body.input)
 
 
-def _prepare_embed(
-    processor: PoolingProcessor,
-    body: EmbeddingRequest,
-    inputs: Sequence[NormalizedInput],
-    headers: GatewayHeaders,
-    *,
-    is_token_level: bool = False,
-) -> PoolingJob:
+def _prepare_embed(call: TextsCall[Any], *, is_token_level: bool = False) -> PoolingJob:
+    body: EmbeddingRequest = call.body
     prompt_name = body.prompt_name
     if prompt_name is None and body.prompt is None and body.input_type is not None:
-        prompt_name = find_prompt_name(processor.info, body.input_type)
-    return processor.prepare_embed(
-        inputs,
-        headers,
+        prompt_name = find_prompt_name(call.processor.info, body.input_type)
+    return call.processor.prepare_embed(
+        call.inputs,
+        call.headers,
         prompt_name=prompt_name,
         prompt=body.prompt,
         dimensions=body.dimensions,
@@ -119,43 +138,29 @@ def _prepare_embed(
     )
 
 
-def _prepare_classify(
-    processor: PoolingProcessor,
-    body: ClassifyRequest | PoolingRequest,
-    inputs: Sequence[NormalizedInput],
-    headers: GatewayHeaders,
-) -> PoolingJob:
-    return processor.prepare_classify(
-        inputs,
-        headers,
-        use_activation=body.use_activation,
-        truncate_tokens=body.truncate_prompt_tokens,
-        timeout_s=body.timeout_s,
+def _prepare_classify(call: TextsCall[Any]) -> PoolingJob:
+    return call.processor.prepare_classify(
+        call.inputs,
+        call.headers,
+        use_activation=call.body.use_activation,
+        truncate_tokens=call.body.truncate_prompt_tokens,
+        timeout_s=call.body.timeout_s,
     )
 
 
-def _prepare_pool(
-    processor: PoolingProcessor,
-    body: PoolingRequest,
-    inputs: Sequence[NormalizedInput],
-    headers: GatewayHeaders,
-) -> PoolingJob:
-    task = body.task or next(task for task in _DEFAULT_TASKS if task in processor.info.tasks)
+def _prepare_pool(call: TextsCall[PoolingRequest]) -> PoolingJob:
+    tasks = call.processor.info.tasks
+    task = call.body.task or next(task for task in _DEFAULT_TASKS if task in tasks)
     if task == "classify":
-        return _prepare_classify(processor, body, inputs, headers)
-    is_token_level = task == "token_embed"
-    return _prepare_embed(processor, body, inputs, headers, is_token_level=is_token_level)
+        return _prepare_classify(call)
+    return _prepare_embed(call, is_token_level=task == "token_embed")
 
 
-def _prepare_score(
-    processor: PoolingProcessor,
-    body: ScoreRequest | RerankRequest,
-    pairs: Pairs,
-    headers: GatewayHeaders,
-) -> PoolingJob:
-    return processor.prepare_score(
-        pairs,
-        headers,
+def _prepare_score(call: PairsCall[Any]) -> PoolingJob:
+    body: ScoreRequest | RerankRequest = call.body
+    return call.processor.prepare_score(
+        call.inputs,
+        call.headers,
         instruction=body.instruction,
         use_activation=body.use_activation,
         truncate_tokens=body.truncate_prompt_tokens,
@@ -165,92 +170,53 @@ def _prepare_score(
     )
 
 
-def _build_embeddings(
-    _info: PoolingInfo,
-    body: EmbeddingRequest,
-    _inputs: Sequence[NormalizedInput],
-    result: PoolingResult,
-    head: ResponseHead,
-    created: int,
-) -> EmbeddingList:
-    encode = _vector_encoder(body)
-    data = [
-        EmbeddingObject(index=index, embedding=encode(vector))
-        for index, vector in enumerate(result.values)
-    ]
-    return EmbeddingList(**head, created=created, data=data)
+def _build_embeddings(call: TextsCall[EmbeddingRequest], result: PoolingResult) -> EmbeddingList:
+    encode = _vector_encoder(call.body)
+    data = [EmbeddingObject(index=i, embedding=encode(v)) for i, v in enumerate(result.values)]
+    return EmbeddingList(**call.dated_head(result), data=data)
 
 
-def _build_pooled(
-    _info: PoolingInfo,
-    body: PoolingRequest,
-    _inputs: Sequence[NormalizedInput],
-    result: PoolingResult,
-    head: ResponseHead,
-    created: int,
-) -> PoolingList:
-    encode = _vector_encoder(body)
-    data = [
-        PoolingOutput(index=index, data=encode(vector))
-        for index, vector in enumerate(result.values)
-    ]
-    return PoolingList(**head, created=created, data=data)
+def _build_pooled(call: TextsCall[PoolingRequest], result: PoolingResult) -> PoolingList:
+    encode = _vector_encoder(call.body)
+    data = [PoolingOutput(index=i, data=encode(v)) for i, v in enumerate(result.values)]
+    return PoolingList(**call.dated_head(result), data=data)
 
 
-def _build_classes(
-    info: PoolingInfo,
-    _body: ClassifyRequest,
-    _inputs: Sequence[NormalizedInput],
-    result: PoolingResult,
-    head: ResponseHead,
-    created: int,
-) -> ClassificationList:
+def _build_classes(call: TextsCall[ClassifyRequest], result: PoolingResult) -> ClassificationList:
+    labels = call.processor.info.labels
     data = [
         Classification(
             index=index,
-            label=None if info.labels is None else info.labels[int(row.argmax())],
+            label=None if labels is None else labels[int(row.argmax())],
             probs=row.tolist(),
             num_classes=len(row),
         )
         for index, row in enumerate(result.values)
     ]
-    return ClassificationList(**head, created=created, data=data)
+    return ClassificationList(**call.dated_head(result), data=data)
 
 
-def _build_scores(
-    _info: PoolingInfo,
-    _body: ScoreRequest,
-    _pairs: Pairs,
-    result: PoolingResult,
-    head: ResponseHead,
-    created: int,
-) -> ScoreList:
+def _build_scores(call: PairsCall[ScoreRequest], result: PoolingResult) -> ScoreList:
     data = [Score(index=index, score=float(value)) for index, value in enumerate(result.values)]
-    return ScoreList(**head, created=created, data=data)
+    return ScoreList(**call.dated_head(result), data=data)
 
 
 def _build_ranking(
-    _info: PoolingInfo,
-    body: RerankRequest,
-    pairs: Pairs,
-    result: PoolingResult,
-    head: ResponseHead,
-    _created: int,
-    *,
-    returns_documents: bool,
+    call: PairsCall[RerankRequest], result: PoolingResult, *, returns_documents: bool
 ) -> RerankResponse:
     """Build a ranking. `returns_documents` is whether it has the documents if the request does not say so."""
+    body = call.body
     has_documents = returns_documents if body.return_documents is None else body.return_documents
     values = [float(value) for value in result.values]
     results = [
         RerankResult(
             index=index,
             relevance_score=values[index],
-            document=RerankedDocument(text=pairs[index][1]) if has_documents else UNSET,
+            document=RerankedDocument(text=call.inputs[index][1]) if has_documents else UNSET,
         )
         for index in rank_documents(values, body.top_n)
     ]
-    return RerankResponse(**head, results=results)
+    return RerankResponse(**call.head(result), results=results)
 
 
 _RERANK: PoolingEndpoint[RerankRequest, Pairs] = PoolingEndpoint(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic
-
-import msgspec
+from typing import Any
 
 from argosy.engine.serving.api_server.generation import abort_reason
 from argosy.engine.serving.api_server.generation_handlers import (
@@ -25,55 +23,19 @@ from argosy.engine.serving.api_server.pooling_endpoints import (
     POOLING_ENDPOINTS,
     Body,
     Inputs,
+    PoolingCall,
     PoolingEndpoint,
-    ResponseHead,
 )
 from argosy.engine.serving.api_server.replica_state import ReplicaState
-from argosy.engine.serving.pooling import PoolingJob, PoolingProcessor, PoolingResult
-from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, salt_cache_domain
+from argosy.engine.serving.pooling import PoolingResult
+from argosy.engine.serving.preprocessing.request_processor import salt_cache_domain
 from argosy.engine.serving.preprocessing.response_spec import new_response_id
 from argosy.http_server import HttpExchange
-from argosy.protocol import ApiError, PoolingUsage, parse_request_body, unsupported_task_error
+from argosy.protocol import ApiError, parse_request_body, unsupported_task_error
 from argosy.telemetry import SequenceTimes
 
 MIN_THREADED_VALUES = 8192
 """Vectors with at least this many values are encoded in a thread, so that streams are not delayed."""
-
-_encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingCall(Generic[Body, Inputs]):
-    """Validated request."""
-
-    model_name: str
-    """Name under which the client knows the model."""
-    processor: PoolingProcessor
-    endpoint: PoolingEndpoint[Body, Inputs]
-    body: Body
-    inputs: Inputs
-    headers: GatewayHeaders
-
-    def prepare(self) -> PoolingJob:
-        """Tokenize the inputs.
-
-        Raises:
-            ApiError: An input is invalid for the model.
-        """
-        return self.endpoint.prepare(self.processor, self.body, self.inputs, self.headers)
-
-    def encode_response(self, result: PoolingResult) -> bytes:
-        """Encode the response."""
-        num_tokens = sum(result.prompt_tokens)
-        head: ResponseHead = {
-            "id": self.headers.request_id,
-            "model": self.model_name,
-            "usage": PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-        }
-        created = self.headers.created_at
-        created = int(time.time()) if created is None else created
-        info = self.processor.info
-        return _encode(self.endpoint.build(info, self.body, self.inputs, result, head, created))
 
 
 class PoolingRun:
@@ -195,7 +157,7 @@ class ReplicaPoolingHandlers:
             watch.cancel()
             replica.on_generation_end(run)
         now = time.monotonic()
-        times = SequenceTimes(exchange.arrived_at, None, submitted_at, None, None, now)
+        times = SequenceTimes(exchange.arrived_at, submitted_at, ended_at=now)
         for tokens in result.prompt_tokens:
             replica.metrics.record_sequence_end(
                 "stop", times, prompt_tokens=tokens, output_tokens=0, max_tokens=0
@@ -203,5 +165,6 @@ class ReplicaPoolingHandlers:
         return result
 
     async def _run_job(self, call: PoolingCall[Any, Any]) -> PoolingResult:
-        job = await self._replica.preparation_threads.run(call.prepare)
+        prepare = partial(call.endpoint.prepare, call)
+        job = await self._replica.preparation_threads.run(prepare)
         return await job.run(self._replica.engine)

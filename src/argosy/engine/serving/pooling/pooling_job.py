@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from argosy.engine.serving.core_messages import Delta, check_success
 from argosy.protocol import ApiError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from argosy.engine.engine_request import EngineRequest
     from argosy.engine.pooling import PoolingActivation, Similarity
-    from argosy.engine.serving.core_messages import Delta
     from argosy.engine.serving.engine_core.engine_client import EngineClient
     from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 
@@ -127,15 +127,7 @@ def read_vector(delta: Delta) -> NDArray[np.float32]:
     Raises:
         ApiError: The request failed, was cancelled or has timed out.
     """
-    if delta.finish_reason == "error":
-        reason = delta.error or "the engine gave no reason"
-        raise ApiError(
-            500,
-            delta.error_code or "engine_error",
-            f"The engine could not finish the request: {reason}.",
-        )
-    if delta.finish_reason == "cancelled":
-        raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
+    check_success(delta)
     if delta.finish_reason == "timeout":
         raise ApiError(
             408,

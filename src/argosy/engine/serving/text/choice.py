@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from argosy.constraints import OutputConstraint, Relaxation, Tool, validate_document
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import Logprob
-from argosy.engine.serving.core_messages import Delta
+from argosy.engine.serving.core_messages import Delta, check_success
 from argosy.engine.serving.output_parsing import OutputFormat, OutputParser, Piece
 from argosy.engine.serving.output_parsing.events import (
     CallArguments,
@@ -23,7 +23,6 @@ from argosy.engine.serving.text.custom_tool_input import CustomInputDecoder
 from argosy.engine.serving.text.detokenizer import Detokenizer
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
-    ApiError,
     EarlyStopReason,
     FinishReason,
     ReasoningBlock,
@@ -31,8 +30,6 @@ from argosy.protocol import (
     find_early_stop,
 )
 
-_REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
-"""Codes of failures that the request causes, so that it would fail on every replica."""
 _EVENT_NAMES: dict[type[OutputEvent], str] = {
     ReasoningText: "reasoning",
     ContentText: "content",
@@ -170,19 +167,11 @@ class Choice:
             self.finish_reason = "stop"
             self.stop_reason = self._detokenizer.stop_string
             self._end_output()
-        elif delta.finish_reason == "error":
-            reason = delta.error or "the engine gave no reason"
-            raise ApiError(
-                400 if delta.error_code in _REQUEST_ERROR_CODES else 500,
-                delta.error_code or "engine_error",
-                f"The engine could not finish the request: {reason}.",
-            )
-        elif delta.finish_reason == "cancelled":
-            raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
         elif delta.finish_reason is not None:
+            check_success(delta)
             if delta.finish_reason == "timeout":
                 self.finish_reason, self.stop_reason = "length", "deadline"
-            else:
+            elif delta.finish_reason in ("stop", "length"):
                 self.finish_reason = delta.finish_reason
             self._add_pieces([self._detokenizer.flush()])
             self._end_output()
