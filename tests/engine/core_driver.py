@@ -69,5 +69,5 @@ def run_requests(
         core.scheduler.check_invariants()
     assert all(output.finish for output in outputs.values())
     kv_cache = core.scheduler.kv_cache
-    assert kv_cache.available_blocks == kv_cache.pool.num_blocks, "blocks leaked"
+    assert kv_cache.pool.available_blocks == kv_cache.pool.num_blocks, "blocks leaked"
     return outputs

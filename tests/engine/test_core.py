@@ -223,7 +223,7 @@ def test_abort_frees_blocks_at_once(core: EngineCore) -> None:
     core.step()
     core.abort(["a", "b", "c", "unknown"])
     kv_cache = core.scheduler.kv_cache
-    assert kv_cache.available_blocks == kv_cache.pool.num_blocks
+    assert kv_cache.pool.available_blocks == kv_cache.pool.num_blocks
     finishes = {
         delta.id: delta.finish_reason for delta in core.step().deltas if delta.finish_reason
     }

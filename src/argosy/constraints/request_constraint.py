@@ -194,27 +194,27 @@ def _find_source(kind: str, param: str, value: Any, options: _Options) -> _Sourc
     return _Source(param, lambda field: compilers[kind](value, field))
 
 
-def _json_source(param: str, value: Any, options: _Options, *, strict: bool = False) -> _Source:  # noqa: ANN401 - JSON value
+def _json_source(
+    param: str,
+    value: Any,  # noqa: ANN401 - JSON value
+    options: _Options,
+    *,
+    strict: bool = False,
+    kind: str = "json_schema",
+) -> _Source:
     def compile_schema(field: str) -> OutputConstraint:
         schema = decode_schema(value, field)
         if options.are_objects_closed:
             schema = close_objects(schema)
-        return schema_grammar(schema, strict=strict, param=field, whitespace=options.whitespace)
+        return schema_grammar(
+            schema, strict=strict, param=field, whitespace=options.whitespace, kind=kind
+        )
 
     return _Source(param, compile_schema, is_json=True)
 
 
 def _json_object_source(param: str, options: _Options) -> _Source:
-    def compile_schema(field: str) -> OutputConstraint:
-        return schema_grammar(
-            {"type": "object"},
-            strict=True,
-            param=field,
-            whitespace=options.whitespace,
-            kind="json_object",
-        )
-
-    return _Source(param, compile_schema, is_json=True)
+    return _json_source(param, {"type": "object"}, options, strict=True, kind="json_object")
 
 
 def decode_schema(value: Any, param: str) -> Any:  # noqa: ANN401 - JSON value

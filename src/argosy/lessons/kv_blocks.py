@@ -149,7 +149,7 @@ def _explain_waiting(simulation: EngineSimulation) -> list[str]:
     head = scheduler.queue.peek()
     if head is not None:
         needed = scheduler.kv_cache.blocks_needed(head)
-        available = scheduler.kv_cache.available_blocks
+        available = scheduler.kv_cache.pool.available_blocks
         blocks = count_of(needed, "block")
         sentences.append(
             f"Request {head.id} waits: it needs {blocks}, and {available} can be taken."

@@ -95,17 +95,17 @@ _CORE_COUNTERS: dict[str, tuple[str, Callable[[CoreStats], float]]] = {
 """Help text and reader of each counter that the engine core keeps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceTimes:
     """Times of one sequence in seconds on a monotonic clock; None for a state that the sequence did not reach."""
 
     arrived_at: float
-    queued_s: float | None
-    """Seconds in the engine's queue."""
     submitted_at: float
-    first_token_at: float | None
-    last_token_at: float | None
-    ended_at: float
+    queued_s: float | None = None
+    """Seconds in the engine's queue."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at: float = 0.0
 
 
 class ReplicaMetrics(Collector):

@@ -89,7 +89,7 @@ def test_long_prompts_share_a_pool_in_which_one_fits(
     run_ahead(harness, lookahead)
     for name, prompt in prompts.items():
         assert harness.outputs[name] == reference_output(prompt, 30)
-    assert harness.scheduler.kv_cache.available_blocks == num_blocks
+    assert harness.scheduler.kv_cache.pool.available_blocks == num_blocks
 
 
 @pytest.mark.parametrize("host_blocks", [0, 8])

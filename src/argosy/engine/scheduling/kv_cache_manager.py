@@ -77,11 +77,6 @@ class KvCacheManager:
         self._pending_restores: dict[int, list[_PendingRestore]] = {}
         """Pending restores by the number of their step."""
 
-    @property
-    def available_blocks(self) -> int:
-        """Number of blocks that can be taken now."""
-        return self.pool.available_blocks
-
     def has_block(self, key: bytes) -> bool:
         """Return whether the groups with the longest window have this block, on the device or in host memory."""
         return all(self._is_cached(key + suffix) for suffix in self._reported_suffixes)

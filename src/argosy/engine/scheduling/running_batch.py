@@ -65,7 +65,8 @@ class RunningBatch:
         lower_blocks = sum(self._kv_cache.count_held_blocks(seq) for seq in lower_seqs)
         if (
             not self._can_join(head, now)
-            or self._kv_cache.blocks_needed(head) > self._kv_cache.available_blocks + lower_blocks
+            or self._kv_cache.blocks_needed(head)
+            > self._kv_cache.pool.available_blocks + lower_blocks
         ):
             return None
         while not (has_room := bool(self._free_rows) and self._has_room_for(head)) and lower_seqs:
@@ -177,7 +178,7 @@ class RunningBatch:
 
     def _has_room_for(self, seq: Sequence) -> bool:
         """Return whether blocks suffice for `seq` and for the expected growth of running sequences."""
-        spare_blocks = self._kv_cache.available_blocks - self._kv_cache.blocks_needed(seq)
+        spare_blocks = self._kv_cache.pool.available_blocks - self._kv_cache.blocks_needed(seq)
         if not self.sequences:
             return spare_blocks >= 0
         expected_growth = self.output_estimator.fraction * self._kv_cache.max_growth(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -169,13 +168,6 @@ class Generation:
             self._streams.popitem()[1].close()
 
 
-@dataclass(slots=True)
-class _SequenceTimeline:
-    queued_s: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-
 class RequestMetrics:
     """Records the metrics of one request that was sent to the engine. Times are `time.monotonic` seconds."""
 
@@ -183,24 +175,24 @@ class RequestMetrics:
         self._replica = replica
         self._choices = choices
         self._arrived_at = arrived_at
-        self._submitted_at = time.monotonic()
-        self._timelines = [_SequenceTimeline() for _ in choices]
+        now = time.monotonic()
+        self._times = [SequenceTimes(arrived_at, now) for _ in choices]
         replica.metrics.record_accepted(len(choices))
 
     def record_delta(self, choice: Choice, delta: Delta) -> None:
         """Record the arrival of a delta."""
         metrics = self._replica.metrics
-        timeline = self._timelines[choice.index]
+        times = self._times[choice.index]
         if delta.queue_s is not None:
-            timeline.queued_s = delta.queue_s
+            times.queued_s = delta.queue_s
         if delta.tokens:
             now = time.monotonic()
-            if timeline.first_token_at is None or timeline.last_token_at is None:
-                timeline.first_token_at = now
+            if times.first_token_at is None or times.last_token_at is None:
+                times.first_token_at = now
                 metrics.record_first_token(now - self._arrived_at)
             else:
-                metrics.record_inter_token_gap(now - timeline.last_token_at)
-            timeline.last_token_at = now
+                metrics.record_inter_token_gap(now - times.last_token_at)
+            times.last_token_at = now
 
     def record_end(self, reason: str | None) -> None:
         """Record the end of the request. `reason` is set if the request was aborted or failed."""
@@ -208,18 +200,11 @@ class RequestMetrics:
         now = time.monotonic()
         if reason is not None:
             metrics.record_abort(reason)
-        for choice, timeline in zip(self._choices, self._timelines, strict=True):
+        for choice, times in zip(self._choices, self._times, strict=True):
             if isinstance(choice, ParsedChoice):
                 incomplete = choice.started_calls - choice.ended_calls
                 metrics.record_tool_calls(choice.ended_calls, incomplete)
-            times = SequenceTimes(
-                arrived_at=self._arrived_at,
-                queued_s=timeline.queued_s,
-                submitted_at=self._submitted_at,
-                first_token_at=timeline.first_token_at,
-                last_token_at=timeline.last_token_at,
-                ended_at=now,
-            )
+            times.ended_at = now
             failure = "error" if reason in _ENGINE_ERROR_CODES else "cancelled"
             metrics.record_sequence_end(
                 choice.early_stop or choice.finish_reason or failure,

@@ -12,6 +12,7 @@ from argosy.http_server import HttpExchange
 from argosy.protocol import (
     IGNORED_FIELDS_HEADER,
     RELAXED_SCHEMA_HEADER,
+    ApiError,
     format_names,
     invalid_request,
 )
@@ -19,8 +20,6 @@ from argosy.protocol import (
 UNKNOWN_FIELDS_HEADER = b"x-argosy-unknown-fields"
 """Request header with which a gateway applies its own setting: `refuse` refuses unknown fields."""
 RESUME_METADATA_HEADER = b"x-argosy-resume-metadata"
-CACHED_TOKENS_HEADER = b"x-argosy-cached-tokens"
-RESUME_GIVEN_HEADER = b"x-argosy-resume-given"
 _COUNT_PATTERN = re.compile(r"[0-9]{1,9}")
 _COUNTS_PATTERN = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 _RESPONSE_ID_PATTERN = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
@@ -35,20 +34,22 @@ def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHe
         ApiError: 400 if a header is malformed.
     """
     tier = _parse_number(exchange, "x-argosy-tier")
-    weight = _parse_number(exchange, "x-argosy-weight")
     if not 0 <= tier <= MAX_TIER or tier != int(tier):
-        message = f"The header x-argosy-tier must be a whole number from 0 to {MAX_TIER}."
-        raise invalid_request(message, "x-argosy-tier")
+        raise _malformed("x-argosy-tier", f"a whole number from 0 to {MAX_TIER}")
+    weight = _parse_number(exchange, "x-argosy-weight")
     if not 0 < weight <= MAX_WEIGHT:
-        message = f"The header x-argosy-weight must be above 0 and at most {MAX_WEIGHT:g}."
-        raise invalid_request(message, "x-argosy-weight")
-    response_id, created = _parse_response_id(exchange, response_id)
+        raise _malformed("x-argosy-weight", f"above 0 and at most {MAX_WEIGHT:g}")
+    resumed = _match(
+        exchange, "x-argosy-response-id", _RESPONSE_ID_PATTERN, "an id and a Unix time"
+    )
+    cached = _match(exchange, "x-argosy-cached-tokens", _COUNT_PATTERN, "a count of tokens")
+    given = _match(exchange, "x-argosy-resume-given", _COUNTS_PATTERN, "whole numbers")
     return GatewayHeaders(
-        request_id=response_id,
-        created_at=created,
+        request_id=response_id if resumed is None else resumed[1],
+        created_at=None if resumed is None else int(resumed[2]),
         wants_resume_metadata=exchange.get_header(RESUME_METADATA_HEADER) == "1",
-        resumed_cached_tokens=_parse_cached_tokens(exchange),
-        resume_given_tokens=_parse_given_tokens(exchange),
+        resumed_cached_tokens=None if cached is None else int(cached[0]),
+        resume_given_tokens=() if given is None else tuple(map(int, given[0].split(","))),
         tenant=exchange.get_header(b"x-argosy-tenant"),
         cache_domain=exchange.get_header(b"x-argosy-cache-domain"),
         tier=int(tier),
@@ -56,39 +57,17 @@ def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHe
     )
 
 
-def _parse_response_id(exchange: HttpExchange, response_id: str) -> tuple[str, int | None]:
-    """Return id and creation time of a resumed response. Otherwise return the new id and None."""
-    header = exchange.get_header(b"x-argosy-response-id")
-    if not header:
-        return response_id, None
-    match = _RESPONSE_ID_PATTERN.fullmatch(header)
-    if match is None:
-        raise invalid_request(
-            "The header x-argosy-response-id must be an id and a Unix time.", "x-argosy-response-id"
-        )
-    return match[1], int(match[2])
-
-
-def _parse_cached_tokens(exchange: HttpExchange) -> int | None:
-    """Return the cached tokens that a resumed stream reported. None means that no stream is resumed."""
-    header = exchange.get_header(CACHED_TOKENS_HEADER)
+def _match(
+    exchange: HttpExchange, name: str, pattern: re.Pattern[str], expected: str
+) -> re.Match[str] | None:
+    """Match a header as a whole. Return None if it is missing."""
+    header = exchange.get_header(name.encode())
     if not header:
         return None
-    if _COUNT_PATTERN.fullmatch(header) is None:
-        raise invalid_request(
-            "The header x-argosy-cached-tokens must be a count of tokens.", "x-argosy-cached-tokens"
-        )
-    return int(header)
-
-
-def _parse_given_tokens(exchange: HttpExchange) -> tuple[int, ...]:
-    """Return the comma-separated whole numbers of the header, or none if it is missing."""
-    header = exchange.get_header(RESUME_GIVEN_HEADER)
-    if header and not _COUNTS_PATTERN.fullmatch(header):
-        raise invalid_request(
-            "The header x-argosy-resume-given must be whole numbers.", "x-argosy-resume-given"
-        )
-    return tuple(map(int, header.split(","))) if header else ()
+    match = pattern.fullmatch(header)
+    if match is None:
+        raise _malformed(name, expected)
+    return match
 
 
 def _parse_number(exchange: HttpExchange, name: str) -> float:
@@ -98,8 +77,12 @@ def _parse_number(exchange: HttpExchange, name: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise invalid_request(f"The header {name} must be a number.", name)
+        raise _malformed(name, "a number")
     return value
+
+
+def _malformed(name: str, expected: str) -> ApiError:
+    return invalid_request(f"The header {name} must be {expected}.", name)
 
 
 def refuses_unknown_fields(config: ReplicaServerConfig, exchange: HttpExchange) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -98,6 +99,7 @@ OPERATIONS = shared_operations(
 """Operations by path."""
 
 
+Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
 
 _DEBUG_LOG_ROUTES = frozenset({"/health", "/ready", "/load", "/kv_events", "/metrics"})
@@ -197,47 +199,43 @@ class ReplicaApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
-        raw = await exchange.read_body()
-        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
 
-        def process_body() -> tuple[TokenizeResponse, tuple[str, ...]]:
-            body, ignored = parse_request_body(TokenizeRequest, raw, refuse_unknown=refuse_unknown)
-            if body.model is not None:
-                self._replica.check_model(body.model)
+        def tokenize(body: TokenizeRequest) -> TokenizeResponse:
             ids = model.processor.tokenize(body)
-            token_strs = (
-                list(map(model.text_processing.tokenizer.token_text, ids))
-                if body.return_token_strs
-                else None
-            )
-            response = TokenizeResponse(
+            names = map(model.text_processing.tokenizer.token_text, ids)
+            return TokenizeResponse(
                 count=len(ids),
                 max_model_len=model.ready.max_model_len,
                 tokens=ids,
-                token_strs=token_strs,
+                token_strs=list(names) if body.return_token_strs else None,
             )
-            return response, ignored
 
-        response, ignored = await self._replica.preparation_threads.run(process_body)
-        report_ignored_fields(exchange, ignored)
-        await exchange.send_response(200, _encode(response))
+        await self._process(exchange, TokenizeRequest, tokenize)
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
+
+        def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+            return DetokenizeResponse(prompt=model.processor.detokenize(body))
+
+        await self._process(exchange, DetokenizeRequest, detokenize)
+
+    async def _process(
+        self, exchange: HttpExchange, body_type: type[Body], process: Callable[[Body], object]
+    ) -> None:
+        """Parse a body, and send what `process` returns for it. Both run in a thread."""
         raw = await exchange.read_body()
         refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
 
-        def process_body() -> tuple[DetokenizeResponse, tuple[str, ...]]:
-            body, ignored = parse_request_body(
-                DetokenizeRequest, raw, refuse_unknown=refuse_unknown
-            )
+        def run() -> tuple[bytes, tuple[str, ...]]:
+            body, ignored = parse_request_body(body_type, raw, refuse_unknown=refuse_unknown)
             if body.model is not None:
                 self._replica.check_model(body.model)
-            return DetokenizeResponse(prompt=model.processor.detokenize(body)), ignored
+            return _encode(process(body)), ignored
 
-        response, ignored = await self._replica.preparation_threads.run(process_body)
+        response, ignored = await self._replica.preparation_threads.run(run)
         report_ignored_fields(exchange, ignored)
-        await exchange.send_response(200, _encode(response))
+        await exchange.send_response(200, response)
 
     async def _tokenizer_info(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()

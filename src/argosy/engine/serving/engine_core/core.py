@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
 from math import inf
-from typing import NoReturn
 
 import structlog
 
@@ -31,6 +30,7 @@ from argosy.engine.scheduling import (
     Sequence,
     SequenceFailure,
     StepPlan,
+    StepResult,
 )
 from argosy.engine.scheduling.batching_policy import (
     BatchingPolicy,
@@ -49,7 +49,6 @@ from argosy.engine.serving.engine_core.held_requests import HeldRequests
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.engine.serving.engine_core.step_stats import (
     ConstraintStats,
-    PhaseSeconds,
     SpeedEstimator,
 )
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -71,16 +70,6 @@ OUT_OF_MEMORY = SequenceFailure(
 )
 PREPARE_INTERVAL_STEPS = 32
 """While the engine computes, one optional preparation (such as a graph capture) runs every this many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _FailedLaunch:
-    """Handle of a step whose launch failed. Earlier steps are collected before its error is raised."""
-
-    error: Exception
-
-    def result(self) -> NoReturn:
-        raise self.error
 
 
 class EngineCore:
@@ -113,11 +102,12 @@ class EngineCore:
         self._pending_deltas: list[Delta] = []
         """Deltas that arose between steps."""
         self._max_steps_in_flight = loaded.max_steps_in_flight
-        self._steps_in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._steps_in_flight: deque[tuple[StepPlan, StepHandle | Future[StepResult]]] = deque()
         """Launched steps that are not committed yet, oldest first."""
         self._consecutive_failures = 0
         self._out_of_memory_steps = 0
-        self._phase_seconds = PhaseSeconds()
+        self._phase_s = dict.fromkeys(("plan", "launch", "compute", "sample", "commit"), 0.0)
+        """Seconds of each phase since the start. Phases overlap while several steps are in flight."""
         self._speed = SpeedEstimator()
         self._queued_tokens = 0
         self._queue_reported_at = float("-inf")
@@ -188,7 +178,7 @@ class EngineCore:
                 self._pending_deltas.append(Delta(id=request_id, finish_reason="cancelled"))
             seq = self.scheduler.cancel(request_id)
             if seq is not None:
-                self._pending_deltas.append(self._delta_builder.build_final_delta(seq, "cancelled"))
+                self._pending_deltas.append(self._delta_builder.build_full_delta(seq, "cancelled"))
 
     def reset_prefix_cache(self) -> bool:
         """Remove all prompts from the prefix cache. Return False, without an effect, while a request is unfinished."""
@@ -209,7 +199,7 @@ class EngineCore:
             self._update_held_requests(started_at)
         deltas, self._pending_deltas = self._pending_deltas, []
         deltas += [
-            self._delta_builder.build_final_delta(seq, "timeout")
+            self._delta_builder.build_full_delta(seq, "timeout")
             for seq in self.scheduler.expire(started_at)
         ]
         plan = self.scheduler.schedule(started_at)
@@ -218,12 +208,14 @@ class EngineCore:
         ):
             self.executor.prepare_next()
         planned_at = self._clock()
-        self._phase_seconds.plan += planned_at - started_at
+        self._phase_s["plan"] += planned_at - started_at
         max_in_flight = self._max_steps_in_flight if plan.total_tokens else 0
+        step_handle: StepHandle | Future[StepResult]
         try:
             step_handle = self.executor.submit(plan)
         except Exception as error:  # noqa: BLE001 - any error is the result of this step
-            step_handle, max_in_flight = _FailedLaunch(error), 0
+            step_handle, max_in_flight = Future(), 0  # earlier steps are collected before
+            step_handle.set_exception(error)
         self._steps_in_flight.append((plan, step_handle))
         while len(self._steps_in_flight) > max_in_flight:
             deltas += self._collect_step()
@@ -284,9 +276,13 @@ class EngineCore:
             delta = self._delta_builder.build_delta(plan, result, update)
             if delta is not None:
                 deltas.append(delta)
-        self._phase_seconds.record_step(result.durations, self._clock() - collected_at)
+        phase_s, durations = self._phase_s, result.durations
+        phase_s["launch"] += durations.launch_s
+        phase_s["compute"] += durations.compute_s
+        phase_s["sample"] += durations.sample_s
+        phase_s["commit"] += self._clock() - collected_at
         self._constraint_stats.record_step(result, deltas)
-        self._speed.record_step(plan, result.durations)
+        self._speed.record_step(plan, durations)
         return deltas
 
     def _recover_from_failure(self, error: Exception) -> list[Delta]:
@@ -328,9 +324,7 @@ class EngineCore:
         self._steps_in_flight.clear()
 
     def _fail_requests(self, seqs: list[Sequence], failure: SequenceFailure) -> list[Delta]:
-        return [
-            self._delta_builder.build_final_delta(seq, "error", failure=failure) for seq in seqs
-        ]
+        return [self._delta_builder.build_full_delta(seq, "error", failure=failure) for seq in seqs]
 
     def _build_kv_change(self, now: float) -> KvChange | None:
         """Return the prefix cache changes to report with this step, or None.
@@ -374,7 +368,7 @@ class EngineCore:
             host_hit_tokens_total=kv_cache.host_hit_tokens,
             preemptions_total=scheduler.preemptions,
             corrupt_blocks_total=kv_cache.corrupt_blocks,
-            phase_s_total=self._phase_seconds.to_dict(),
+            phase_s_total=self._phase_s.copy(),
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             inter_token_s=self._speed.inter_token_s(len(scheduler.running) + 1),
             held=len(self._held),

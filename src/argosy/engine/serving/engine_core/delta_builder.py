@@ -58,33 +58,20 @@ class DeltaBuilder:
         prompt_logprobs = self._new_prompt_logprobs(plan, result, seq, chunk)
         if token < 0 and finish_reason is None and not prompt_logprobs:
             return None
-        logprob = result.logprobs.get(chunk)
-        if finish_reason is not None:
-            return self.build_final_delta(
-                seq,
-                finish_reason,
-                token,
-                logprob,
-                prompt_logprobs=prompt_logprobs,
-                failure=result.failures.get(chunk),
-                pooled=result.pooled.get(chunk, b""),
-            )
-        self.generated_tokens_total += token >= 0
-        is_first = self._mark_started(seq)
-        return Delta(
-            id=seq.id,
-            tokens=[token] if token >= 0 else [],
-            logprobs=[] if logprob is None else [logprob],
+        return self.build_full_delta(
+            seq,
+            finish_reason,
+            token,
+            result.logprobs.get(chunk),
             prompt_logprobs=prompt_logprobs,
-            cached_tokens=seq.hit_tokens if is_first else None,
-            queue_s=_queue_s(seq) if is_first else None,
-            prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
+            failure=result.failures.get(chunk),
+            pooled=result.pooled.get(chunk, b""),
         )
 
-    def build_final_delta(
+    def build_full_delta(
         self,
         seq: Sequence,
-        finish_reason: EngineFinishReason,
+        finish_reason: EngineFinishReason | None,
         token: int = -1,
         logprob: Logprob | None = None,
         *,
@@ -92,10 +79,11 @@ class DeltaBuilder:
         failure: SequenceFailure | None = None,
         pooled: bytes = b"",
     ) -> Delta:
-        """Build the delta that ends a request."""
+        """Build a delta that has more than a token, such as the first one of a request and the one that ends it."""
         self.generated_tokens_total += token >= 0
         is_first = self._mark_started(seq)
-        self._reported_prompt_logprobs.pop(seq.id, None)
+        if finish_reason is not None:
+            self._reported_prompt_logprobs.pop(seq.id, None)
         return Delta(
             id=seq.id,
             tokens=[token] if token >= 0 else [],

@@ -93,9 +93,11 @@ class EngineClient:
             log_level=log_level,
             log_name=log_name,
         )
-        self._state: EngineState = "starting"
+        self.state: EngineState = "starting"
+        """State of the core. Requests are accepted only if it is `ready`."""
         self._info: CoreReady | None = None
-        self._stats = CoreStats()
+        self.stats = CoreStats()
+        """State of the core after its last step."""
         self._core: CoreHandle | None = None
         self._failure = ""
         self._exit_message = ""
@@ -103,15 +105,10 @@ class EngineClient:
         self._in_flight = InFlightRequests(self._send)
         self._ready_at = 0.0
         self._consecutive_restarts = 0
-        self._restarts_total = 0
+        self.restarts_total = 0
         self._start_settled: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
-
-    @property
-    def state(self) -> EngineState:
-        """State of the core. Requests are accepted only if it is `ready`."""
-        return self._state
 
     @property
     def info(self) -> CoreReady:
@@ -124,16 +121,6 @@ class EngineClient:
             msg = "the engine is not ready yet; await start() first"
             raise RuntimeError(msg)
         return self._info
-
-    @property
-    def stats(self) -> CoreStats:
-        """State of the core after its last step."""
-        return self._stats
-
-    @property
-    def restarts_total(self) -> int:
-        """Number of core restarts since this client was created."""
-        return self._restarts_total
 
     @property
     def in_flight(self) -> int:
@@ -155,7 +142,7 @@ class EngineClient:
         self._start_settled = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         await self._start_settled
-        if self._state != "ready":
+        if self.state != "ready":
             await self._supervisor
             raise EngineFailedError(self._failure or "the engine was stopped while it started")
         return self.info
@@ -168,14 +155,14 @@ class EngineClient:
         Raises:
             ApiError: 503 if no core can serve the request.
         """
-        if self._state != "ready":
+        if self.state != "ready":
             raise self._unavailable_error()
         return self._in_flight.add(request)
 
     async def close(self) -> None:
         """Stop the core. Requests in flight end with an error. May be called more than once."""
-        if self._state != "failed":
-            self._state = "stopped"
+        if self.state != "failed":
+            self.state = "stopped"
         self._closing.set()
         if self._supervisor is not None:
             await self._supervisor
@@ -194,7 +181,7 @@ class EngineClient:
                     return
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), wait_s)
-                self._restarts_total += 1
+                self.restarts_total += 1
         except Exception:
             log.exception("engine_supervisor_failed")
             self._fail_permanently("an internal error in the engine's supervisor; see the log")
@@ -264,7 +251,7 @@ class EngineClient:
 
     def _on_core_exit(self, reason: str) -> float | None:
         """Handle a core's failure. Return the seconds until the next start, or None for no restart."""
-        self._stats = CoreStats()
+        self.stats = CoreStats()
         self.kv_cache_view.reset()
         if self._info is None:  # `start` raises the reason
             return None
@@ -277,13 +264,13 @@ class EngineClient:
         self._consecutive_restarts += 1
         if wait_s is None:
             return None
-        self._state = "restarting"
+        self.state = "restarting"
         resumed = self._in_flight.queue_replay(reason, is_exact=self._info.is_exact)
         log.warning("core_restart_scheduled", wait_s=wait_s, resumed=resumed)
         return wait_s
 
     def _fail_permanently(self, reason: str) -> None:
-        self._state = "failed"
+        self.state = "failed"
         self._failure = reason
         if self._info is not None:
             log.error("engine_failed", reason=reason)
@@ -295,7 +282,7 @@ class EngineClient:
         now = time.monotonic()
         match message:
             case StepOutputs():
-                self._stats = message.stats
+                self.stats = message.stats
                 if message.kv_change is not None:
                     self.kv_cache_view.apply_change(message.kv_change)
                 if self._on_step is not None:
@@ -327,7 +314,7 @@ class EngineClient:
         self._ready_at = now
         if self._closing.is_set():
             return
-        self._state = "ready"
+        self.state = "ready"
         log.info("core_ready", load_s=round(ready.load_s, 3), backend=ready.backend)
         if self._start_settled is not None and not self._start_settled.done():
             self._start_settled.set_result(None)
@@ -342,9 +329,9 @@ class EngineClient:
 
     def _unavailable_error(self) -> ApiError:
         retry_s: float | None = 1.0
-        match self._state:
+        match self.state:
             case "starting" | "restarting":
-                message = f"the engine is {self._state}; try again shortly"
+                message = f"the engine is {self.state}; try again shortly"
             case "stopped":
                 message = "the server is stopping; send the request to another replica"
             case _:

@@ -41,6 +41,7 @@ class DeltaStream:
         arrived_at: float,
         on_close: Callable[[DeltaStream], None],
     ) -> None:
+        self.id = request.id
         self.core_request_id = core_request_id
         self.is_running = False
         """Whether a core has the request now."""
@@ -54,18 +55,9 @@ class DeltaStream:
         self._crashes = 0
         self._crashes_without_token = 0
         self._pending: Delta | None = None
-        self._is_ended = False
-        self._listener: Callable[[], None] = _ignore_notification
-
-    @property
-    def id(self) -> str:
-        """The request's own id."""
-        return self._request.id
-
-    @property
-    def is_ended(self) -> bool:
+        self.is_ended = False
         """Whether the last delta has arrived (read or not), or the stream was closed."""
-        return self._is_ended
+        self._listener: Callable[[], None] = _ignore_notification
 
     @property
     def has_output(self) -> bool:
@@ -75,7 +67,7 @@ class DeltaStream:
     def set_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever a delta is available or the stream has ended."""
         self._listener = listener
-        if self._pending is not None or self._is_ended:
+        if self._pending is not None or self.is_ended:
             listener()
 
     def drain(self) -> Delta | None:
@@ -86,8 +78,8 @@ class DeltaStream:
     def close(self) -> None:
         """Stop reading. A request that still runs is aborted."""
         self._pending = None
-        if not self._is_ended:
-            self._is_ended = True
+        if not self.is_ended:
+            self.is_ended = True
             self._on_close(self)
         self._listener = _ignore_notification
 
@@ -96,7 +88,7 @@ class DeltaStream:
 
         Prompt log-probabilities that a previous core delivered are dropped.
         """
-        if self._is_ended:
+        if self.is_ended:
             return
         delta.id = self.id
         if delta.prompt_logprobs:
@@ -109,7 +101,7 @@ class DeltaStream:
         if delta.tokens:
             self._crashes_without_token = 0
             self._output += delta.tokens
-        self._is_ended = delta.finish_reason is not None
+        self.is_ended = delta.finish_reason is not None
         if self._has_first_delta:  # another core starts the request again
             delta.cached_tokens = delta.queue_s = None
             delta.prompt_block_names = b""

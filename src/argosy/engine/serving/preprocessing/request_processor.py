@@ -127,11 +127,6 @@ class RequestProcessor:
         self._timeout_s = config.request_timeout_s
         self._generates = ready.pooling is None
 
-    @property
-    def max_context_tokens(self) -> int:
-        """Maximum number of tokens of one sequence, prompt and output together."""
-        return self._prompt_tokenizer.max_context_tokens
-
     def prepare_chat(self, body: ChatCompletionRequest, headers: GatewayHeaders) -> ResponseSpec:
         """Convert a chat body. Its one prompt is rendered by the model's template."""
         fields = self._check_parameters(body)

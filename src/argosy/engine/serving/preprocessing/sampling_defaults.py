@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,35 +45,29 @@ _NEUTRAL_VALUES: dict[str, object] = {
 """Settings of transformers that change its output and are not applied here, with the values that change nothing."""
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Defaults of the sampling parameters. None leaves the default of the API."""
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Defaults of the sampling parameters of a model. Others are those of the API."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    max_tokens: int | None = None
-    """Default of `max_tokens`, as far as the context allows."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Defaults by parameter. That of `max_tokens` holds as far as the context allows."""
     source: str = ""
     """File of the defaults, or an empty string if none apply."""
     unapplied: tuple[str, ...] = ()
     """Settings of the file that would change the output of transformers and are not applied, as in vLLM."""
 
     @property
-    def values(self) -> dict[str, float]:
-        """The parameters that have a default."""
-        names = (*_SAMPLING_FIELDS, "max_tokens")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def max_tokens(self) -> int | None:
+        """Default of `max_tokens`."""
+        value = self.values.get("max_tokens")
+        return None if value is None else int(value)
 
     def apply(self, body: Body) -> Body:
         """Return the body with the defaults of the parameters that it leaves open, except `max_tokens`."""
         missing = {
             name: value
             for name, value in self.values.items()
-            if name in _SAMPLING_FIELDS and getattr(body, name) is None
+            if name != "max_tokens" and getattr(body, name) is None
         }
         return msgspec.structs.replace(body, **missing) if missing else body
 
@@ -125,10 +120,7 @@ def read_sampling_defaults(
         if values.get(name) is not None and values[name] != neutral
     )
     is_used = bool(defaults) and applies_sampling_defaults(source)
-    return msgspec.convert(
-        {**defaults, "source": str(config.path) if is_used else "", "unapplied": unapplied},
-        SamplingDefaults,
-    )
+    return SamplingDefaults(defaults, str(config.path) if is_used else "", unapplied)
 
 
 def _read_value(config: CheckpointConfig, name: str) -> float | None:

@@ -35,6 +35,10 @@ KIMI_PATTERN = (
     + _OTHER_CHARACTERS.replace("/", "")
 )
 
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = iter(range(0x100, 0x200))
+BYTE_ALPHABET = [chr(byte if byte in _PRINTABLE else next(_OTHERS)) for byte in range(0x100)]
+"""Printable character by which GPT-2's alphabet spells each byte."""
 MAX_TOKEN_BYTES = 1024
 """Length of a token up to which its merges are searched. The search takes the square of it."""
 
@@ -96,7 +100,9 @@ def build_from_ranks(
             left, right = ranks.get(token[:middle]), ranks.get(token[middle:])
             if left is not None and right is not None:
                 merges.append((rank, left, right))
-    texts = {rank: _spell(token) for token, rank in ranks.items()}
+    texts = {
+        rank: "".join([BYTE_ALPHABET[byte] for byte in token]) for token, rank in ranks.items()
+    }
     pairs = [(texts[left], texts[right]) for _, left, right in sorted(merges)]
     vocabulary = {text: rank for rank, text in texts.items()}
     return build_byte_level(vocabulary, pairs, pre_tokenizer, specials, bos, ignore_merges=True)
@@ -163,17 +169,3 @@ def split_as_gpt2(*, single_digits: bool = False) -> pre_tokenizers.PreTokenizer
     if not single_digits:
         return byte_level
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-
-
-def _spell(token: bytes) -> str:
-    """Spell a token in GPT-2's byte-to-printable-character alphabet."""
-    return "".join([_ALPHABET[byte] for byte in token])
-
-
-def _byte_alphabet() -> list[str]:
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(0x100)]
-
-
-_ALPHABET = _byte_alphabet()

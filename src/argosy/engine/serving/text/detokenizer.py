@@ -150,15 +150,11 @@ class Detokenizer:
         self._stop_state = 0
         self._held_back_text = ""
         self._token_count = 0
-        self._stop_string: str | None = None
+        self.stop_string: str | None = None
+        """Stop string that ended the text, or None."""
         self._markers = markers
         self._reasoning = None if params.reasoning is None else ReasoningGate(params.reasoning)
         self.push(resumed_tokens)
-
-    @property
-    def stop_string(self) -> str | None:
-        """Stop string that ended the text, or None."""
-        return self._stop_string
 
     def push(self, token_ids: Iterable[int]) -> tuple[list[Piece], int]:
         """Add tokens.
@@ -170,7 +166,7 @@ class Detokenizer:
         pieces: list[Piece] = []
         used = 0
         for token_id in token_ids:
-            if self._stop_string is not None:
+            if self.stop_string is not None:
                 break
             used += 1
             self._token_count += 1
@@ -190,7 +186,7 @@ class Detokenizer:
         """Return the text that is held back. An incomplete character becomes U+FFFD."""
         rest = (
             ""
-            if self._stop_string is not None
+            if self.stop_string is not None
             else self._held_back_text + self._decoder.decode(b"", final=True)
         )
         self._held_back_text = ""
@@ -210,7 +206,7 @@ class Detokenizer:
             text = self._held_back_text + text
             self._held_back_text = text[len(text) - held_chars :]
             return text[: len(text) - held_chars]
-        self._stop_string = match.stop_string
+        self.stop_string = match.stop_string
         end = len(self._held_back_text) + match.end
         if not self._include_stop_string:
             end -= len(match.stop_string)

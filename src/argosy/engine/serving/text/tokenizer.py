@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import tokenizers
 
+from argosy.engine.serving.text.byte_level_bpe import BYTE_ALPHABET
 from argosy.engine.serving.text.checkpoint_files import (
     add_declared_tokens,
     read_json_object,
@@ -64,10 +65,11 @@ class Tokenizer:
         for token, token_id in vocabulary.items():
             self._pieces[token_id] = to_bytes(token)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Ids of the special tokens, which `skip_special_tokens` leaves out of the text."""
         self._added_ids = {token.content: i for i, token in added.items()}
         self._visible_pieces = [
-            b"" if i in self._special_ids else p for i, p in enumerate(self._pieces)
+            b"" if i in self.special_ids else p for i, p in enumerate(self._pieces)
         ]
         self.eos_token_ids = sorted(set(eos_token_ids))
         """Ids of the tokens that end a generation."""
@@ -94,11 +96,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The largest token id plus 1, added tokens included."""
         return len(self._pieces)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which `skip_special_tokens` leaves out of the text."""
-        return self._special_ids
 
     @property
     def added_ids(self) -> frozenset[int]:
@@ -350,19 +347,7 @@ def _decode_byte_fallback(piece: str | bytes) -> str | bytes:
     return bytes.fromhex(match[1]) if match else piece
 
 
-def _byte_alphabet() -> dict[int, int]:
-    """Return GPT-2's byte-to-printable-character alphabet as a table from character to byte.
-
-    Printable Latin-1 bytes map to themselves, and the others are numbered from U+0100. A Latin-1 character that spells
-    no byte maps outside Latin-1, so that encoding it fails.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(0x100) if byte not in printable]
-    table = dict.fromkeys(unprintable, 0xFFFF)
-    return table | {0x100 + i: byte for i, byte in enumerate(unprintable)}
-
-
-_BYTE_ALPHABET = _byte_alphabet()
+_BYTE_BY_CHARACTER = {character: byte for byte, character in enumerate(BYTE_ALPHABET)}
 
 
 def _decode_byte_level(piece: str | bytes) -> str | bytes:
@@ -370,6 +355,6 @@ def _decode_byte_level(piece: str | bytes) -> str | bytes:
     if isinstance(piece, bytes):
         return piece
     try:
-        return piece.translate(_BYTE_ALPHABET).encode("latin-1")
-    except UnicodeEncodeError:
+        return bytes([_BYTE_BY_CHARACTER[character] for character in piece])
+    except KeyError:
         return piece
