@@ -6,6 +6,7 @@ Each framework runs in a process of its own, which keeps its imports, clients an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -19,12 +20,12 @@ from tests.integration.test_metrics import samples
 from tests.support.agents.task import Forecast, Report, Server
 from tests.support.conversation import (
     APIS,
+    Answer,
     Person,
     Question,
     Script,
+    Sdks,
     Transcript,
-    converse,
-    open_sdks,
 )
 from tests.support.javascript_sdk import run_javascript
 from tests.support.waiting import until
@@ -56,13 +57,13 @@ ROOT = Path(__file__).parents[3]
 OFFLINE = {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 
 
-async def converse_in_python(server: Server) -> dict[str, Transcript]:
-    async with open_sdks(server.root_url, "unused") as sdks:
-        clients = sdks.clients(server.model)
-        transcripts = await asyncio.gather(
-            *(converse(client, SCRIPT) for client in clients.values())
-        )
-        return dict(zip(clients, transcripts, strict=True))
+async def ask_in_python(server: Server, api: str) -> dict[str, Answer]:
+    """Return the answers to all questions."""
+    sdks = Sdks(server.root_url, "unused")
+    async with contextlib.aclosing(sdks):
+        return {
+            name: await sdks.ask(api, server.model, each) for name, each in SCRIPT.questions.items()
+        }
 
 
 async def converse_in_javascript(server: Server) -> dict[str, Transcript]:
@@ -74,15 +75,17 @@ async def converse_in_javascript(server: Server) -> dict[str, Transcript]:
 async def test_clients_of_all_apis_hold_the_same_conversation(server: Server) -> None:
     cancelled = count_cancelled(server)
     python, javascript = await asyncio.gather(
-        converse_in_python(server), converse_in_javascript(server)
+        asyncio.gather(*(ask_in_python(server, api) for api in APIS)),
+        converse_in_javascript(server),
     )
-    transcripts = [conversation[api] for conversation in (python, javascript) for api in APIS]
-    first = python["chat"]
-    for api, transcript in zip(APIS * 2, transcripts, strict=True):
-        if api == "responses":  # has no stop sequences
-            del transcript.answers["stopped"]
-        for name, answer in transcript.answers.items():
-            assert answer == first.answers[name], (api, name)
+    first, expected = javascript["chat"], python[0]
+    for api, answers_in_python in zip(APIS, python, strict=True):
+        transcript = javascript[api]
+        for answers in (answers_in_python, transcript.answers):
+            if api == "responses":  # has no stop sequences
+                del answers["stopped"]
+            for name, answer in answers.items():
+                assert answer == expected[name], (api, name)
         assert transcript.tool_loop == first.tool_loop, api
         Person.model_validate(transcript.typed)
         assert transcript.error[0] == 404

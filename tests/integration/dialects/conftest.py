@@ -121,7 +121,7 @@ class DialectFleet:
 
     async def close(self) -> None:
         for sdks in self._open_sdks.values():
-            await sdks.close()
+            await sdks.aclose()
 
     def sdks(self, key: str = "") -> Sdks:
         """Return SDKs with this key, which are closed at the end."""

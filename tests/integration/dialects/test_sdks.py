@@ -27,7 +27,7 @@ ASK = Question(QUESTION, tool=WEATHER["function"])  # type: ignore[arg-type] # a
 
 async def ask(fleet: DialectFleet, api: str, *, stream: bool) -> Answer:
     model = "claude-of-this-fleet" if api == "anthropic" else MODEL
-    return await fleet.sdks().clients(model)[api].ask(msgspec.structs.replace(ASK, stream=stream))
+    return await fleet.sdks().ask(api, model, msgspec.structs.replace(ASK, stream=stream))
 
 
 @pytest.mark.parametrize("stream", [True, False])

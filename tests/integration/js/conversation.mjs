@@ -1,5 +1,5 @@
 // One conversation through the official JavaScript clients of all APIs. Prints a transcript of each client as JSON.
-// The clients of `tests/support/conversation.py` do the same in Python.
+// The clients of `tests/support/conversation.py` ask the same questions in Python.
 // Usage: node conversation.mjs BASE_URL MODEL SCRIPT
 import Anthropic from "@anthropic-ai/sdk";
 import { betaTool } from "@anthropic-ai/sdk/helpers/beta/json-schema";
