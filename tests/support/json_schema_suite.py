@@ -14,7 +14,7 @@ from typing import Any
 
 from argosy.constraints import schema_grammar
 from argosy.protocol import ApiError
-from tests.support.byte_matcher import accepts
+from tests.support.grammar_matcher import accepts
 
 DATA = Path(__file__).parents[1] / "unit/constraints/json_schema_suite.jsonl"
 META_SCHEMAS = {

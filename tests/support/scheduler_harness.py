@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from argosy.engine import EngineRequest
-from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence
+from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence, StepPlan
 from argosy.protocol import SamplingParams
 from tests.support.fake_executor import FakeExecutor, reference_output
 
@@ -58,8 +58,8 @@ class SchedulerHarness:
             request, now=self.now, timeout_s=timeout_s, stop_token_ids=stop_token_ids
         )
 
-    def step(self) -> None:
-        """Run one step and check the invariants."""
+    def step(self) -> StepPlan:
+        """Run one step, check the invariants, and return its plan."""
         self.now += 0.01
         for seq in self.scheduler.expire(self.now):
             self.finish(seq.id, "timeout")
@@ -71,13 +71,14 @@ class SchedulerHarness:
             for seq in self.scheduler.recover_out_of_memory():
                 self.finish(seq.id, "error")
             self.scheduler.check_invariants()
-            return
+            return plan
         for seq, _, token, finish in self.scheduler.commit(result):
             if token >= 0:
                 self.outputs[seq.id].append(token)
             if finish:
                 self.finish(seq.id, finish)
         self.scheduler.check_invariants()
+        return plan
 
     def finish(self, name: str, reason: str) -> None:
         """Record the end of a request."""
@@ -97,7 +98,7 @@ class SchedulerHarness:
             self.step()
         assert not self.scheduler.has_work, "a request starves"
         kv_cache = self.scheduler.kv_cache
-        assert kv_cache.available_blocks == self.limits.num_blocks, "blocks leaked"
+        assert kv_cache.pool.available_blocks == self.limits.num_blocks, "blocks leaked"
 
     def apply(self, event: WorkloadEvent) -> Sequence | None:
         """Apply one event of a workload. Return the sequence of a new request."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.byte_matcher import accepts
 from tests.support.case_tables import read_cases
+from tests.support.grammar_matcher import accepts
 
 from argosy.constraints import check_grammar, read_constraint
 from argosy.protocol import ApiError

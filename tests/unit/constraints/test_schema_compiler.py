@@ -18,8 +18,8 @@ import jsonschema_rs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.byte_matcher import accepts, generate_text
 from tests.support.case_tables import read_cases
+from tests.support.grammar_matcher import accepts, generate_text
 from tests.support.json_schema_suite import describe_outcomes, read_suite, write_document
 from tests.support.schema_strategy import Schema, random_schema, schemas
 

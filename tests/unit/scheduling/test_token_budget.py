@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine import EngineRequest
-from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
+from argosy.engine.scheduling import Sequence
 from argosy.engine.scheduling.token_budget import (
     MAX_BURST_YIELDS,
     RECOVERY_STEPS,
     YIELD_INTERVAL_STEPS,
     TokenBudget,
 )
-from argosy.protocol import SamplingParams
-from tests.support.scheduler_harness import scheduler_limits
+from tests.support.scheduler_harness import SchedulerHarness, scheduler_limits
 
 
 def steps_until_growth(budget: TokenBudget) -> int:
@@ -66,52 +64,29 @@ NEVER_YIELD = 1 << 60
 """Ridge at which no step is worth a pass over the weights, so that no request yields."""
 
 
-@dataclass
-class SimulatedEngine:
-    """A scheduler whose steps take as long as on a CPU: one pass over the weights, and a time for each token."""
+class TierHarness(SchedulerHarness):
+    """Scheduler to which requests are added by tier, numbered in their order."""
 
-    limits: SchedulerLimits
-    now: float = 0.0
-    scheduler: Scheduler = field(init=False)
-    added: int = 0
-    finished: list[Sequence] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.limits)
-
-    def add(self, tier: int, prompt: int, output: int) -> Sequence:
-        self.added += 1
-        params = SamplingParams(max_tokens=output)
-        request = EngineRequest(
-            id=str(self.added), prompt=[1] * prompt, params=params, tier=tier, tenant=str(tier)
-        )
-        return self.scheduler.add(request, now=self.now)
-
-    def step(self) -> StepPlan:
-        plan = self.scheduler.schedule(self.now)
-        decodes = plan.counts.count(1)
-        self.now += 1.35e-3 + 0.0865e-3 * decodes + 0.053e-3 * (plan.total_tokens - decodes)
-        result = StepResult([5 if samples else -1 for samples in plan.sample_flags])
-        updates = self.scheduler.commit(result)
-        self.finished += [update.seq for update in updates if update.finish_reason]
-        return plan
+    def add_to_tier(self, tier: int, prompt: int, output: int) -> Sequence:
+        name = str(len(self.outputs))
+        return self.add(name, [1] * prompt, output, tier=tier, tenant=str(tier))
 
 
-def engine_with_decodes(count: int, tier: int = 1) -> SimulatedEngine:
+def engine_with_decodes(count: int, tier: int = 1) -> TierHarness:
     """Return an engine in which `count` requests of a tier decode."""
-    engine = SimulatedEngine(LIMITS)
+    engine = TierHarness(LIMITS)
     for _ in range(count):
-        engine.add(tier, 20, 50)
+        engine.add_to_tier(tier, 20, 50)
     engine.step()
     return engine
 
 
 def test_first_token_of_higher_tier_gets_its_own_step() -> None:
-    engine = SimulatedEngine(LIMITS)
-    standard = [engine.add(1, 20, 50) for _ in range(20)]
+    engine = TierHarness(LIMITS)
+    standard = [engine.add_to_tier(1, 20, 50) for _ in range(20)]
     for _ in range(3):
         engine.step()
-    premium, late = engine.add(0, 20, 50), engine.add(1, 20, 50)
+    premium, late = engine.add_to_tier(0, 20, 50), engine.add_to_tier(1, 20, 50)
     plan = engine.step()
     assert plan.rows == [premium.row]
     assert premium.is_prefilled
@@ -122,14 +97,14 @@ def test_first_token_of_higher_tier_gets_its_own_step() -> None:
 
 def test_scheduled_first_token_delays_no_further_step() -> None:
     engine = engine_with_decodes(20)
-    engine.add(0, 20, 50)
+    engine.add_to_tier(0, 20, 50)
     plans = [engine.scheduler.schedule(engine.now) for _ in range(2)]
     assert [len(plan.rows) for plan in plans] == [1, 21]
 
 
 def test_requests_do_not_yield_to_their_own_tier() -> None:
     engine = engine_with_decodes(20)
-    engine.add(1, 20, 50)
+    engine.add_to_tier(1, 20, 50)
     assert len(engine.step().rows) == 21
 
 
@@ -137,24 +112,24 @@ def test_requests_do_not_yield_for_a_small_gain() -> None:
     """A few decodes cost less than a pass over the weights, or little compared with a long prompt."""
     for standard, prompt in ((8, 20), (28, 2000)):
         engine = engine_with_decodes(standard)
-        engine.add(0, prompt, 50)
+        engine.add_to_tier(0, prompt, 50)
         assert len(engine.step().rows) == standard + 1
 
 
 def test_step_of_first_tokens_stays_within_the_prefill_share() -> None:
     """Decodes that yield wait for one share of prefills, not for a full step of them."""
     engine = engine_with_decodes(28, tier=2)
-    long = [engine.add(0, 120, 50) for _ in range(2)] + [engine.add(1, 900, 50)]
+    long = [engine.add_to_tier(0, 120, 50) for _ in range(2)] + [engine.add_to_tier(1, 900, 50)]
     plan = engine.step()
     assert plan.rows == [seq.row for seq in long[:2]]
     assert plan.total_tokens <= 1 + LIMITS.max_prefill_fraction * LIMITS.max_step_tokens
 
 
 def test_higher_tier_prefills_go_first_until_others_have_waited_long() -> None:
-    engine = SimulatedEngine(replace(LIMITS, max_step_tokens=64, ridge_tokens=NEVER_YIELD))
-    old = engine.add(1, 5000, 2)
+    engine = TierHarness(replace(LIMITS, max_step_tokens=64, ridge_tokens=NEVER_YIELD))
+    old = engine.add_to_tier(1, 5000, 2)
     engine.step()
-    premium = engine.add(0, 6000, 2)
+    premium = engine.add_to_tier(0, 6000, 2)
     engine.step()
     before = old.computed_len
     while not premium.is_prefilled:
@@ -163,9 +138,9 @@ def test_higher_tier_prefills_go_first_until_others_have_waited_long() -> None:
     for step in range(1500):  # more premium prompts than can be computed, for 150 s
         engine.now += 0.1
         if step % 5 == 0:
-            engine.add(0, 100, 2)
+            engine.add_to_tier(0, 100, 2)
         engine.step()
-    assert old in engine.finished
+    assert old.id in engine.finish_reasons
 
 
 @settings(max_examples=50)
@@ -181,16 +156,15 @@ def test_decodes_yield_within_the_bound(
     arrivals: list[tuple[int, int, int]], ridge_tokens: int
 ) -> None:
     """At most `MAX_BURST_YIELDS` + n / `YIELD_INTERVAL_STEPS` of any n steps skip a runnable decode."""
-    engine = SimulatedEngine(replace(LIMITS, max_step_tokens=128, ridge_tokens=ridge_tokens))
+    engine = TierHarness(replace(LIMITS, max_step_tokens=128, ridge_tokens=ridge_tokens))
     skipped_decode = [0]
     pending = arrivals[::-1]
     while engine.scheduler.has_work or pending:
         for _ in range(min(2, len(pending))):
-            engine.add(*pending.pop())
+            engine.add_to_tier(*pending.pop())
         decodable = [seq for seq in engine.scheduler.running if seq.length - seq.computed_len == 1]
         rows = [(seq, seq.row) for seq in decodable]
         plan = engine.step()
-        engine.scheduler.check_invariants()
         assert plan.rows, "a step that computes nothing"
         skipped_decode.append(any(row not in plan.rows for seq, row in rows if seq.row == row))
     # The largest excess of any interval is the maximum of a running sum over its earlier minimum.
@@ -199,4 +173,4 @@ def test_decodes_yield_within_the_bound(
     ]
     for value, lowest in zip(excess, accumulate(excess, min), strict=True):
         assert value - lowest <= MAX_BURST_YIELDS + 1e-9
-    assert len(engine.finished) == len(arrivals)
+    assert len(engine.finish_reasons) == len(arrivals)

@@ -1,4 +1,4 @@
-"""Detokenizer: text is emitted in whole characters, without stop strings, and resumes exactly."""
+"""Detokenizer and reasoning gate: whole characters without stop strings, exact resumes, and where reasoning ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.vocabularies import byte_level, sentencepiece
 
+from argosy.engine.reasoning_gate import ReasoningGate
 from argosy.engine.serving.text.detokenizer import Detokenizer, StopStringMatcher
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import SamplingParams
+from argosy.protocol import ReasoningBlock, SamplingParams
 
 TOKENIZERS = [byte_level(), sentencepiece()]
 WORDS = [" the", "stop", "END", "\n\n", "你好", "👋🏽", "ü", "st", "op", "th", "a", "aa", " "]
@@ -137,29 +138,6 @@ def test_matcher_holds_exactly_the_longest_stop_string_prefix(text: str, stops: 
     assert matcher.held_chars(state) == longest
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_multi_token_character_is_emitted_whole(tokenizer: Tokenizer) -> None:
-    tokens = [
-        t
-        for t in tokenizer.encode("👋", add_special_tokens=False)
-        if tokenizer.token_text(t) != " "
-    ]
-    assert len(tokens) > 1
-    emitted, rest = emit(tokenizer, SamplingParams(), tokens)
-    assert emitted == [""] * (len(tokens) - 1) + ["👋"]
-    assert rest == ""
-    emitted, rest = emit(tokenizer, SamplingParams(), tokens[:-1])
-    assert ("".join(emitted), rest) == ("", "�")
-
-
-def test_stop_string_over_several_tokens_is_not_emitted() -> None:
-    tokenizer = TOKENIZERS[0]
-    tokens = [tokenizer.encode(c)[0] for c in "a stoop stop it"]
-    emitted, rest = emit(tokenizer, SamplingParams(stop=("stop",)), tokens)
-    assert emitted[:12] == ["a", " ", "", "", "", "stoo", "p", " ", "", "", "", ""]
-    assert ("".join(emitted), rest) == ("a stoop ", "")
-
-
 def test_used_tokens_count_up_to_the_stop_string() -> None:
     tokenizer = TOKENIZERS[0]
     tokens = [tokenizer.encode(c)[0] for c in "ab stop xyz"]
@@ -168,20 +146,6 @@ def test_used_tokens_count_up_to_the_stop_string() -> None:
     assert ("".join(map(str, pieces)), used_tokens, stream.stop_string) == ("ab ", 7, "stop")
     included = SamplingParams(stop=("stop",), include_stop_str_in_output=True)
     assert push(Detokenizer(tokenizer, included, []), tokens) == "ab stop"
-
-
-def test_tokens_after_a_stop_string_are_ignored() -> None:
-    tokenizer = TOKENIZERS[0]
-    stream = Detokenizer(tokenizer, SamplingParams(stop=("b",)), [])
-    stream.push(tokenizer.encode("ab"))
-    assert stream.push(tokenizer.encode("cd")) == ([], 0)
-    assert (stream.stop_string, stream.flush()) == ("b", "")
-
-
-def test_held_text_is_emitted_at_the_end() -> None:
-    tokenizer = TOKENIZERS[0]
-    emitted, rest = emit(tokenizer, SamplingParams(stop=("stop",)), tokenizer.encode("sto"))
-    assert ("".join(emitted), rest) == ("", "sto")
 
 
 @pytest.mark.parametrize(
@@ -209,9 +173,42 @@ def test_stop_token_has_no_text_unless_included() -> None:
     assert Detokenizer(tokenizer, with_special, []).push(a + end)[1] == 2
 
 
-def test_stop_string_matches_across_skipped_special_tokens() -> None:
-    tokenizer = TOKENIZERS[0]
-    tokens = tokenizer.encode("st<|user|>op!")
-    stream = Detokenizer(tokenizer, SamplingParams(stop=("stop",)), [])
-    stream.push(tokens)
-    assert stream.stop_string == "stop"
+# --- reasoning gate ---
+
+OPEN, CLOSE = 8, 9
+
+
+def run_gate(block: ReasoningBlock, tokens: list[int]) -> tuple[ReasoningGate, list[bool]]:
+    gate = ReasoningGate(block)
+    return gate, [gate.accept(token) for token in tokens]
+
+
+@pytest.mark.parametrize(
+    ("start_ids", "tokens", "inside", "count"),
+    [
+        ((), [1, 2, CLOSE, 3], [True, True, True, False], 2),
+        ((OPEN,), [OPEN, 1, CLOSE, 3], [True, True, True, False], 1),
+        ((OPEN,), [3, OPEN, 1], [False, False, False], 0),
+        ((), [CLOSE, CLOSE], [True, False], 0),
+    ],
+)
+def test_the_block_ends_at_its_closing_token(
+    start_ids: tuple[int, ...], tokens: list[int], inside: list[bool], count: int
+) -> None:
+    gate, belongs = run_gate(ReasoningBlock(end_ids=(CLOSE,), start_ids=start_ids), tokens)
+    assert belongs == inside
+    assert gate.tokens == count
+    assert gate.is_past
+
+
+@given(st.lists(st.integers(0, 2), max_size=30))
+def test_a_closing_sequence_is_found_where_it_first_occurs(tokens: list[int]) -> None:
+    end_ids = (1, 1, 2)
+    gate, belongs = run_gate(ReasoningBlock(end_ids=end_ids), tokens)
+    found = next(
+        (i for i in range(len(tokens)) if tuple(tokens[i : i + len(end_ids)]) == end_ids), None
+    )
+    assert gate.is_past == (found is not None)
+    if found is not None:
+        assert gate.tokens == found
+        assert sum(belongs) == found + len(end_ids)
