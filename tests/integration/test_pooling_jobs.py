@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from tests.engine.pooling_cases import EMBEDDERS, TEXTS, save_transformer
-from tests.support.waiting import until
 
 from argosy.engine import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
@@ -78,37 +74,3 @@ async def test_largest_request_is_embedded_in_the_order_of_its_inputs(
     assert all(
         np.array_equal(vector, first[index % 3]) for index, vector in enumerate(embedded.values)
     )
-
-
-async def test_requests_run_again_after_their_core_was_killed(
-    engine: tuple[EngineClient, PoolingProcessor],
-) -> None:
-    client, processor = engine
-    expected = await processor.prepare_embed(TEXTS, HEADERS, truncate_tokens=-1).run(client)
-    assert client.core_pid is not None
-    os.kill(client.core_pid, signal.SIGSTOP)  # so that the request is in flight when it is killed
-    running = asyncio.create_task(
-        processor.prepare_embed(TEXTS, HEADERS, truncate_tokens=-1).run(client)
-    )
-    await until(lambda: client.in_flight == len(TEXTS))
-    os.kill(client.core_pid, signal.SIGKILL)
-    actual = await running
-    assert client.restarts_total == 1
-    assert all(map(np.array_equal, actual.values, expected.values))
-
-
-async def test_cancelled_call_aborts_its_requests(
-    engine: tuple[EngineClient, PoolingProcessor],
-) -> None:
-    client, processor = engine
-    assert client.core_pid is not None
-    os.kill(client.core_pid, signal.SIGSTOP)
-    running = asyncio.create_task(processor.prepare_embed(["a"] * 100, HEADERS).run(client))
-    await until(lambda: client.in_flight == 100)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert client.in_flight == 0
-    os.kill(client.core_pid, signal.SIGCONT)
-    embedded = await processor.prepare_embed(["a"], HEADERS).run(client)
-    assert len(embedded.values) == 1
