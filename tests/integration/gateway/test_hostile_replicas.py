@@ -304,6 +304,14 @@ def broken_stream_rows() -> Iterator[Row]:
 # --- errors in streams ---------------------------------------------------------------------------
 
 TOO_LONG = "The input (70 tokens) is longer than the model's context length (64 tokens)."
+DEAD_END: Json = {
+    "error": {
+        "message": "The engine could not finish the request: the grammar permits no token.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "grammar_dead_end",
+    }
+}
 REQUEST_FAULT_EVENT: Json = {"error": {"message": TOO_LONG, "type": "x", "code": 400}}
 
 
@@ -345,6 +353,28 @@ def error_event_rows() -> Iterator[Row]:
             STREAM | {"n": choices},
             error_message=TOO_LONG,
         )
+    for name, server, prompt_tokens in (
+        ("vllm", Vllm, len(PROMPT_IDS)),
+        ("hosted", KeylessHosted, ESTIMATED_PROMPT_TOKENS),
+    ):
+        yield Row(
+            f"{name}-request-fault-after-tokens",
+            with_events(server, lambda events, _: [*events[:4], sse(REQUEST_FAULT_EVENT)]),
+            REQUEST_FAULT_IN_STREAM._replace(usage=("refused", prompt_tokens, 3)),
+            CHAT,
+            STREAM,
+            error_message=TOO_LONG,
+        )
+    # A grammar without a next token is an error of the request, whichever replica finds it.
+    yield Row(
+        "native-request-fault-after-tokens",
+        build_stream(*TEXT_A_AND_IDS, sse(DEAD_END)),
+        REQUEST_FAULT_IN_STREAM._replace(usage=("refused", 7, 1)),
+        CHAT,
+        STREAM,
+        "argosy",
+        error_message="the grammar permits no token",
+    )
     # The client gets the error although the stream never ends.
     yield Row(
         "request-fault-event-then-stall",
@@ -474,7 +504,7 @@ def check_response(row: Row, response: httpx2.Response) -> None:
             (usage,) = result.usage
             assert usage["completion_tokens"] == output_tokens
         return
-    assert (result.text, result.done_count) == ("", 0)
+    assert (bool(result.text), result.done_count) == (output_tokens > 0, 0)
     assert [event["code"] for event in result.errors] == [error]
     assert row.error_message in result.errors[0]["message"]
     if error == "refused_by_replica":

@@ -6,7 +6,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import msgspec
+
+from argosy.gateway.backends.stream_events import (
+    MALFORMED_EVENT_ERRORS,
+    describe_error_chunk,
+    error_chunk_status,
+)
 from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.protocol import EVENT_END, EventSplitter, parse_replica_report
 
@@ -18,6 +26,7 @@ _REPORT_PREFIX = _METADATA_PREFIX + b"report "
 _REPORT_START = EVENT_END + _REPORT_PREFIX
 _DATA_PREFIX = b"data:"
 _DONE_EVENT = b"data: [DONE]"
+_ERROR_PREFIX = b'data: {"error":'
 _TOKEN_IDS_PATTERN = re.compile(rb"[0-9]{0,10}(?:,[0-9]{0,10})*")
 _PROMPT_COUNTS_PATTERN = re.compile(rb"prompt [0-9]{1,9} [0-9]{1,9}(?: .*)?")
 MAX_HELD_BYTES = 64 * 1024 * 1024
@@ -75,6 +84,9 @@ class NativeStreamParser(StreamParser):
                 held.append(block)
                 if block == _DONE_EVENT:
                     self.is_done = True
+                elif block.startswith(_ERROR_PREFIX):
+                    self._record_error(block)
+                    break
             elif block.startswith(_REPORT_PREFIX):
                 self._record_report(block[len(_REPORT_PREFIX) :])
             elif block.startswith(_METADATA_PREFIX):
@@ -139,6 +151,16 @@ class NativeStreamParser(StreamParser):
             stop_reason = words[3].decode() if len(words) > 3 else None
             delivered.record_finish(choice, finish_reason, stop_reason)
         return True
+
+    def _record_error(self, event: bytes) -> None:
+        """Record the error that ended the response, of which the request or the replica may be the cause."""
+        try:
+            chunk = msgspec.json.decode(event[len(_DATA_PREFIX) :], type=dict[str, Any])
+        except MALFORMED_EVENT_ERRORS as error:
+            self.failure = f"the replica's stream cannot be read ({error})"
+            return
+        self.failure = describe_error_chunk(chunk)
+        self.failure_status = error_chunk_status(chunk)
 
     def _record_report(self, text: bytes) -> None:
         """Record the replica's report. A report that cannot be read is no reason to fail the response."""

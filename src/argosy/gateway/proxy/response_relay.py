@@ -155,9 +155,10 @@ class ResponseRelay(ClientListener):
         tail = self._build_tail() if is_finished else None
         if tail is not None:
             return tail
-        if (
-            self._output_tokens == call.start_tokens
-            and classify_status(parser.failure_status or 500) is not AttemptOutcome.FAILURE
+        outcome = classify_status(parser.failure_status or 500)
+        has_progress = self._output_tokens != call.start_tokens
+        if outcome is AttemptOutcome.SUCCESS or not (
+            outcome is AttemptOutcome.FAILURE or has_progress
         ):
             raise UpstreamRefusedError(parser.failure_status, parser.failure)
         raise UpstreamError(parser.failure or "the stream ended without its final events")

@@ -36,12 +36,14 @@ def record_failure(
         Why the request fails; None if it may be tried again.
     """
     request, has_output = event.request, event.output_tokens > 0
+    # A replica that refuses to resume a response may only lack that; another one may do it.
+    is_resumption = has_output and not event.attempt.is_stream
     request.failed.add(event.attempt.replica.name)
     request.failed_attempts += 1
     if (
         event.outcome is AttemptOutcome.SUCCESS
         and event.ending is AttemptEnding.REFUSED
-        and not has_output
+        and not is_resumption
     ):
         return Refuse(
             request,
