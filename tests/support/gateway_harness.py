@@ -178,8 +178,9 @@ async def run_gateway(
         BackgroundResponses(state, handlers.chat_completions),
         refuse_unknown_fields=unknown_fields == "refuse",
     )
+    replica_admin = ReplicaAdmin(models, None)
     admin_scope = AdminScope(
-        None, ReplicaAdmin(models, None), explain_nothing, previewer=handlers.previewer
+        None, replica_admin, handlers.previewer, config, authenticator, explain_nothing
     )
     app = GatewayApp(
         [*routes, *build_admin_routes(admin_scope, authenticator)],

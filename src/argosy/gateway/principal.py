@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -45,3 +45,21 @@ class Principal(msgspec.Struct, frozen=True, array_like=True):
 
 ANONYMOUS = Principal(role="admin", role_scope="gateway")
 """Principal of requests without authentication: a single user on the local machine."""
+
+
+class PrincipalFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity and role of a principal, as the admin API and the console answer them. Ids are null without a key."""
+
+    organisation: str | None
+    project: str | None
+    key: str | None
+    user: str | None
+    role: Role
+    scope: RoleScope
+    """Where the role is held."""
+
+
+def describe_principal(principal: Principal) -> dict[str, Any]:
+    """Return the values of `PrincipalFields`."""
+    ids = {name: getattr(principal, name) or None for name in PrincipalFields.__struct_fields__[:4]}
+    return ids | {"role": principal.role, "scope": principal.role_scope}

@@ -40,7 +40,6 @@ from argosy.protocol import (
     LENIENT_BODIES,
     TEXT_SCHEMA,
     Operation,
-    SharedErrors,
     json_operation,
     render_openapi,
     shared_operations,
@@ -50,14 +49,12 @@ from argosy.store import Role
 
 _encode = msgspec.json.Encoder().encode
 _OPERATIONS = shared_operations(
-    SharedErrors(
-        generation=GENERATION_ERRORS,
-        utility=UTILITY_ERRORS,
-        listing=ACCESS_ERRORS,
-        status={"503": "A model has no available replica."},
-        liveness={},
-        operator=ACCESS_ERRORS,
-    )
+    GENERATION_ERRORS,
+    UTILITY_ERRORS,
+    listing=ACCESS_ERRORS,
+    ready={"503": "A model has no available replica."},
+    health={},
+    operator=ACCESS_ERRORS,
 )
 
 

@@ -397,14 +397,14 @@ class GatewayServer:
         admin_scope = AdminScope(
             store,
             ReplicaAdmin(self._models, store),
+            previewer,
+            self._config,
+            self._authenticator,
             explainer.explain,
             AdminCallLimiter(self._loop_monitor),
             fleet_control=fleet_control,
             series_queries=series_queries,
-            config=self._config,
             fleet_logs=self._replica_logs,
-            previewer=previewer,
-            authenticator=self._authenticator,
         )
         on_changed = do_nothing if accounting is None else accounting.notify_changed
         return build_admin_routes(admin_scope, self._authenticator, on_changed, self._lessons)

@@ -59,7 +59,6 @@ from argosy.protocol.openapi import (
     LENIENT_BODIES,
     TEXT_SCHEMA,
     Operation,
-    SharedErrors,
     json_operation,
     render_openapi,
     shared_operations,

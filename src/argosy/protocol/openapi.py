@@ -104,26 +104,20 @@ def json_operation(
     return Operation(operation_id, content, errors, body, **options)
 
 
-class SharedErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptions of a server's errors by status, for each group of shared operations."""
+def shared_operations(
+    generation: Mapping[str, str],
+    utility: Mapping[str, str],
+    *,
+    listing: Mapping[str, str],
+    ready: Mapping[str, str],
+    health: Mapping[str, str],
+    operator: Mapping[str, str],
+) -> dict[str, Operation]:
+    """Return the operations that gateway and replica share, by path.
 
-    generation: Mapping[str, str]
-    """Errors of completions."""
-    utility: Mapping[str, str]
-    """Errors of other operations on a model."""
-    listing: Mapping[str, str]
-    """Errors of the list of models."""
-    status: Mapping[str, str]
-    """Errors of `/ready`."""
-    liveness: Mapping[str, str]
-    """Errors of `/health`."""
-    operator: Mapping[str, str]
-    """Errors of `/metrics` and of the document itself."""
-
-
-def shared_operations(errors: SharedErrors) -> dict[str, Operation]:
-    """Return the operations that gateway and replica share, by path."""
-    generation, utility = errors.generation, errors.utility
+    The arguments are descriptions of errors by status: of completions, of other operations on a model, of the list of
+    models, of `/ready`, of `/health`, and of `/metrics` and the document itself.
+    """
     operation = json_operation
     return {
         "/v1/chat/completions": operation(
@@ -139,15 +133,15 @@ def shared_operations(errors: SharedErrors) -> dict[str, Operation]:
         "/v1/score": operation("scoreV1", ScoreList, generation, ScoreRequest),
         "/rerank": operation("rerank", RerankResponse, generation, RerankRequest),
         "/v1/rerank": operation("rerankV1", RerankResponse, generation, RerankRequest),
-        "/v1/models": operation("listModels", ModelList, errors.listing),
+        "/v1/models": operation("listModels", ModelList, listing),
         "/v1/models/{model...}": operation("getModel", ModelCard, utility),
         "/tokenize": operation("tokenize", TokenizeResponse, utility, TokenizeRequest),
         "/detokenize": operation("detokenize", DetokenizeResponse, utility, DetokenizeRequest),
-        "/health": operation("health", StatusResponse, errors.liveness),
-        "/ready": operation("ready", StatusResponse, errors.status),
+        "/health": operation("health", StatusResponse, health),
+        "/ready": operation("ready", StatusResponse, ready),
         "/version": operation("version", VersionResponse, {}),
-        "/metrics": Operation("metrics", {"text/plain": TEXT_SCHEMA}, errors.operator),
-        "/openapi.json": operation("openapi", {"type": "object"}, errors.operator),
+        "/metrics": Operation("metrics", {"text/plain": TEXT_SCHEMA}, operator),
+        "/openapi.json": operation("openapi", {"type": "object"}, operator),
     }
 
 

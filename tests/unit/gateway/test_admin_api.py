@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,8 @@ def test_passwords_in_urls_are_hidden(url: str, shown: str) -> None:
     async def explain(request_id: str, organisation_id: str | None, project_id: str | None) -> None:
         """Explain nothing."""
 
-    scope = AdminScope(None, None, explain, config=GatewayConfig(store=StoreConfig(url=url)))
+    unused: Any = None
+    config = GatewayConfig(store=StoreConfig(url=url))
+    scope = AdminScope(None, unused, unused, config, unused, explain)
     page = list_settings(scope, AdminRequest(ANONYMOUS, "", NoParameters(), None))
     assert {view.path: view.value for view in page.data}["store.url"] == shown

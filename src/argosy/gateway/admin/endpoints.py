@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -32,6 +32,7 @@ from argosy.store import (
     Store,
 )
 
+T = TypeVar("T")
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 CSV_MEDIA_TYPE = "text/csv; charset=utf-8"
 QUERY_TIME_LIMIT_S = 2.0
@@ -69,8 +70,14 @@ class AdminScope:
     """Data that endpoints work on: of the whole gateway, or restricted to one organisation."""
 
     store: Store | None
-    replica_admin: ReplicaAdmin | None
-    """Pools and replicas. None if the gateway serves none."""
+    replicas: ReplicaAdmin
+    """The gateway's pools and replicas. Only endpoints for the whole gateway use them, and the next three."""
+    routing: RoutingPreviewer
+    """Previews of routing."""
+    config: GatewayConfig
+    """The gateway's settings."""
+    authenticator: Authenticator
+    """Finds the senders of previewed requests."""
     explain: Callable[[str, str | None, str | None], Awaitable[dict[str, Any] | None]]
     """Returns the explanation of a request by its id, an organisation's id and a project's id (None for any)."""
     limiter: AdminCallLimiter = field(default_factory=AdminCallLimiter)
@@ -81,14 +88,8 @@ class AdminScope:
     """Control of the declared fleet that the gateway belongs to. None if it belongs to none."""
     series_queries: SeriesQueries | None = None
     """Time series. None if the gateway keeps none."""
-    config: GatewayConfig | None = None
-    """The gateway's settings."""
     fleet_logs: ReplicaLogs | None = None
     """Logs of the fleet's replicas. None if the gateway belongs to no fleet."""
-    previewer: RoutingPreviewer | None = None
-    """Previews of routing. None if the gateway serves no model."""
-    authenticator: Authenticator | None = None
-    """Finds the senders of previewed requests."""
     check: ChangeCheck | None = None
     """Refuses changes of accounts that the caller may not make."""
 
@@ -114,53 +115,27 @@ class AdminScope:
         return None
 
     @property
-    def replicas(self) -> ReplicaAdmin:
-        """The gateway's pools and replicas. Only endpoints for the whole gateway use them."""
-        if self.replica_admin is None:
-            raise ApiError(404, "not_found", "This gateway has no pools.")
-        return self.replica_admin
-
-    @property
     def declared_fleet(self) -> FleetControl:
         """The declared fleet that the gateway belongs to."""
-        if self.fleet_control is None:
-            message = (
-                "This gateway belongs to no declared fleet. `argosy replicas list` shows its replicas, "
-                "and `argosy up` starts a fleet."
-            )
-            raise ApiError(404, "not_found", message)
-        return self.fleet_control
+        message = (
+            "This gateway belongs to no declared fleet. `argosy replicas list` shows its replicas, "
+            "and `argosy up` starts a fleet."
+        )
+        return _require(self.fleet_control, message)
 
     @property
     def replica_logs(self) -> ReplicaLogs:
         """Logs of the replicas of the gateway's fleet."""
-        if self.fleet_logs is None:
-            message = (
-                "No controller starts the replicas of this gateway. Read their logs where they run."
-            )
-            raise ApiError(404, "not_found", message)
-        return self.fleet_logs
+        message = (
+            "No controller starts the replicas of this gateway. Read their logs where they run."
+        )
+        return _require(self.fleet_logs, message)
 
     @property
     def series(self) -> SeriesQueries:
         """The time series of the gateway and the others of its store."""
-        if self.series_queries is None:
-            message = "This gateway keeps no time series. Set `series.enabled` in its settings."
-            raise ApiError(404, "not_found", message)
-        return self.series_queries
-
-    @property
-    def routing(self) -> RoutingPreviewer:
-        """Previews of routing. Only endpoints for the whole gateway use them."""
-        if self.previewer is None:
-            raise ApiError(404, "not_found", "This gateway has no pools.")
-        return self.previewer
-
-    def find_principal(self, *, key: str | None, project: str | None) -> Principal | None:
-        """Return the principal of a key or a project of the gateway, or None. Raises as the authenticator."""
-        if self.authenticator is None:
-            return None
-        return self.authenticator.find_principal(key=key, project=project)
+        message = "This gateway keeps no time series. Set `series.enabled` in its settings."
+        return _require(self.series_queries, message)
 
     @property
     def accounts(self) -> Accounts:
@@ -184,10 +159,14 @@ class AdminScope:
 
     @property
     def _store(self) -> Store:
-        if self.store is None:
-            message = "This gateway has no account store. Add 'store' to its settings."
-            raise ApiError(404, "no_store", message)
-        return self.store
+        message = "This gateway has no account store. Add 'store' to its settings."
+        return _require(self.store, message, "no_store")
+
+
+def _require(part: T | None, message: str, code: str = "not_found") -> T:
+    if part is None:
+        raise ApiError(404, code, message)
+    return part
 
 
 EndpointHandler = Callable[[AdminScope, AdminRequest], Any]

@@ -19,7 +19,7 @@ from argosy.deployment import (
 )
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import Reason
-from argosy.gateway.admin.schemas import Page, split_names
+from argosy.gateway.admin.schemas import Page, build_page, split_names
 from argosy.policy.rollout import CommandKind
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetEvent, Timestamp
@@ -136,7 +136,7 @@ def list_fleet_revisions(scope: AdminScope, request: AdminRequest) -> Page[Revis
     """List the applied declarations with their changes, newest first."""
     fleet, limit = scope.declared_fleet, request.query.limit
     found = list_revision_changes(fleet.store, fleet.name, limit + 1, request.query.before)
-    return Page(data=found[:limit], has_more=len(found) > limit, first_id=None, last_id=None)
+    return build_page(found[:limit], has_more=len(found) > limit)
 
 
 @endpoints.register("GET", "/admin/fleet/plan", "viewer", "gateway", query_type=PlanQuery)

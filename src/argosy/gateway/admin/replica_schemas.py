@@ -11,7 +11,7 @@ from msgspec import Meta
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ArithmeticIdentity, StartupProgress
-from argosy.store import Name, ReplicaState, ReplicaWeight, Timestamp
+from argosy.store import Name, ReplicaLogRun, ReplicaState, ReplicaWeight, Timestamp
 
 ReplicaNameText = Annotated[str, Meta(min_length=1, max_length=500)]
 StatusName = Annotated[str, Meta(pattern=f"^({'|'.join(ReplicaStatus)})$")]
@@ -125,35 +125,17 @@ class ReplicaEventView(
     reason: str = ""
 
 
-class ReplicaRunView(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of a replica whose log is kept."""
-
-    started_at: float
-    attempt: int
-    """Number of times that the replica was started."""
-    exited_at: float | None
-    """None while it runs."""
-    exit_status: int | None
-    """Exit status, or the negative number of the signal that ended it."""
-    reason: str
-    """Why it ended; empty while it runs."""
-    read_at: float
-    """When the controller read the log."""
-    error: str
-    """Why the log could not be read; empty otherwise."""
-
-
 class ReplicaLogView(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="replica.log"
 ):
     """End of the log of one run of a replica."""
 
     replica: str
-    run: ReplicaRunView | None
+    run: ReplicaLogRun | None
     """The run that the lines are of. None if the controller has recorded none."""
     lines: list[str]
     """The last lines. Control characters are kept, except for colours. Long lines are cut."""
-    runs: list[ReplicaRunView]
+    runs: list[ReplicaLogRun]
     """Runs whose logs are kept, the latest first."""
 
 

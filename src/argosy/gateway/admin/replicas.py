@@ -6,9 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
-
-import msgspec
 
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import (
@@ -22,20 +19,17 @@ from argosy.gateway.admin.replica_schemas import (
     ReplicaLogQuery,
     ReplicaLogView,
     ReplicaName,
-    ReplicaRunView,
     ReplicaView,
     WeighReplica,
     to_replica_view,
 )
-from argosy.gateway.admin.schemas import Page, get_given_fields, to_view
+from argosy.gateway.admin.schemas import Page, build_page, get_given_fields
 from argosy.gateway.event_loop import LoopSlices
 from argosy.gateway.model_registry import ReplicaChange
 from argosy.gateway.pool import Pool
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.store import AuditEntry, ReplicaState, Store
-
-V = TypeVar("V", bound=msgspec.Struct)
 
 endpoints = AdminEndpoints()
 
@@ -47,7 +41,7 @@ AUDIT_ACTIONS = "replica."
 @endpoints.register("GET", "/admin/pools", "viewer", "gateway", is_nonblocking=True)
 def list_pools(scope: AdminScope, request: AdminRequest) -> Page[PoolView]:  # noqa: ARG001 - lists all pools
     """List the pools, each with its replicas by status and its arithmetics."""
-    return _build_page([_build_pool_view(pool) for pool in scope.replicas.pools()])
+    return build_page([_build_pool_view(pool) for pool in scope.replicas.pools()])
 
 
 @endpoints.register(
@@ -61,7 +55,7 @@ async def list_replicas(scope: AdminScope, request: AdminRequest) -> Page[Replic
         if query.status in {None, view.status} and query.replica in {None, view.replica}:
             views.append(view)
         await slices.pause()
-    return _build_page(views)
+    return build_page(views)
 
 
 @endpoints.register(
@@ -100,7 +94,7 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
         and (query.since or 0.0) <= event.at < (query.until or math.inf)
     ]
     matching.sort(key=lambda event: event.at, reverse=True)
-    return _build_page(matching[: query.limit], has_more=len(matching) > query.limit)
+    return build_page(matching[: query.limit], has_more=len(matching) > query.limit)
 
 
 @endpoints.register(
@@ -114,19 +108,16 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
 async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaLogView:
     """Get the end of a replica's log, also after its process is gone. It may contain what users sent."""
     query, logs = request.query, scope.replica_logs
-    admin = scope.replica_admin
-    is_running = admin is not None and any(
-        replica.name == query.replica for _, replica in admin.replicas()
-    )
+    is_running = any(replica.name == query.replica for _, replica in scope.replicas.replicas())
     runs = await logs.list_runs(query.replica, is_running=is_running)
     run = next((each for each in runs if query.started_at in {None, each.started_at}), None)
     if run is None and query.started_at is not None:
         raise ApiError(404, "not_found", "The log of this run is not kept. Use one of `runs`.")
     return ReplicaLogView(
         replica=query.replica,
-        run=None if run is None else to_view(run, ReplicaRunView),
+        run=run,
         lines=[] if run is None else await logs.read_lines(query.replica, run.started_at),
-        runs=[to_view(each, ReplicaRunView) for each in runs],
+        runs=runs,
     )
 
 
@@ -217,10 +208,6 @@ def _to_event_view(entry: AuditEntry, models: Sequence[str]) -> ReplicaEventView
         weight=details.get("weight"),
         reason=details.get("reason") or "",
     )
-
-
-def _build_page(views: list[V], *, has_more: bool = False) -> Page[V]:
-    return Page(data=views, has_more=has_more, first_id=None, last_id=None)
 
 
 _DECISIONS: tuple[tuple[str, ReplicaState | None, str, type], ...] = (

@@ -34,6 +34,7 @@ from argosy.gateway.admin.schemas import (
     to_view,
 )
 from argosy.gateway.auth import check_role, has_role
+from argosy.gateway.principal import describe_principal
 from argosy.gateway.series_queries import SeriesAnswer
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
@@ -86,15 +87,8 @@ def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
 def get_caller(scope: AdminScope, request: AdminRequest) -> PrincipalView:  # noqa: ARG001 - the request suffices
     """Get the identity and role of the caller."""
     principal = request.principal
-    return PrincipalView(
-        organisation=principal.organisation or None,
-        project=principal.project or None,
-        key=principal.key or None,
-        user=principal.user or None,
-        role=principal.role,
-        scope=principal.role_scope,
-        models=None if principal.allowed_models is None else sorted(principal.allowed_models),
-    )
+    models = None if principal.allowed_models is None else sorted(principal.allowed_models)
+    return PrincipalView(**describe_principal(principal), models=models)
 
 
 @endpoints.register("GET", "/admin/me/usage", "user", query_type=OwnReportQuery)

@@ -9,7 +9,7 @@ from msgspec import Meta, Raw
 from msgspec.structs import replace
 
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
-from argosy.gateway.admin.schemas import Page
+from argosy.gateway.admin.schemas import Page, build_page
 from argosy.gateway.auth import check_role
 from argosy.gateway.pool import PrefixMap, build_prefix_map
 from argosy.gateway.principal import TIERS, Principal
@@ -93,7 +93,7 @@ async def list_prefixes(scope: AdminScope, request: AdminRequest) -> Page[Prefix
     """
     query: PrefixesQuery = request.query
     maps = [await build_prefix_map(pool, query.limit) for pool in scope.replicas.pools(query.model)]
-    return Page(data=maps, has_more=False, first_id=None, last_id=None)
+    return build_page(maps)
 
 
 def _find_sender(scope: AdminScope, body: PreviewRequest) -> Principal:
@@ -104,7 +104,7 @@ def _find_sender(scope: AdminScope, body: PreviewRequest) -> Principal:
         ApiError: 409 if it may not send requests any more.
     """
     try:
-        principal = scope.find_principal(key=body.key, project=body.project)
+        principal = scope.authenticator.find_principal(key=body.key, project=body.project)
     except ApiError as error:  # a status of 401 would be about the caller
         raise ApiError(409, error.code, error.message) from error
     if principal is None:

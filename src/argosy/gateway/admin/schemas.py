@@ -8,6 +8,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from argosy.gateway.principal import PrincipalFields
 from argosy.store import (
     AuditEntry,
     AuditVerification,
@@ -126,16 +127,9 @@ class RequestTableView(
     """End time of the oldest request that was searched or sorted for this page, if older ones were not."""
 
 
-class PrincipalView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):
+class PrincipalView(PrincipalFields, frozen=True, kw_only=True, tag_field="object", tag="caller"):
     """Identity and role of the caller. Ids are null for an anonymous caller."""
 
-    organisation: str | None
-    project: str | None
-    key: str | None
-    user: str | None
-    role: Role
-    scope: RoleScope
-    """Where the role is held."""
     models: list[str] | None
     """Models that the caller may use, or null for all."""
 
@@ -155,6 +149,11 @@ class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     first_id: str | None
     last_id: str | None
     """Id to pass as `after` to get the next page."""
+
+
+def build_page(data: list[T], *, has_more: bool = False) -> Page[T]:
+    """Return a page of records that have no ids."""
+    return Page(data=data, has_more=has_more, first_id=None, last_id=None)
 
 
 def to_view(record: msgspec.Struct, view_type: type[S], **extra: object) -> S:

@@ -11,9 +11,8 @@ import msgspec
 from argosy.deployment import GatewayConfig
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import to_replica_view
-from argosy.gateway.admin.schemas import Page
+from argosy.gateway.admin.schemas import Page, build_page
 from argosy.gateway.auth import is_loopback
-from argosy.protocol import ApiError
 
 endpoints = AdminEndpoints()
 
@@ -53,23 +52,17 @@ def list_settings(scope: AdminScope, request: AdminRequest) -> Page[SettingView]
             value=_hide_secret(path, value),
             is_default=path in defaults and defaults[path] == value,
         )
-        for path, value in _flatten(msgspec.to_builtins(_get_config(scope)), "")
+        for path, value in _flatten(msgspec.to_builtins(scope.config), "")
     ]
-    return Page(data=views, has_more=False, first_id=None, last_id=None)
+    return build_page(views)
 
 
 @endpoints.register("GET", "/admin/checks", "viewer", "gateway", is_nonblocking=True)
 def list_checks(scope: AdminScope, request: AdminRequest) -> Page[CheckView]:  # noqa: ARG001 - runs all
     """Check replicas and settings, with a remedy for each problem."""
-    config = _get_config(scope)
+    config = scope.config
     checks = [*_check_replicas(scope), *_check_access(config), *_check_records(scope, config)]
-    return Page(data=checks, has_more=False, first_id=None, last_id=None)
-
-
-def _get_config(scope: AdminScope) -> GatewayConfig:
-    if scope.config is None:
-        raise ApiError(404, "not_found", "This gateway shows no settings.")
-    return scope.config
+    return build_page(checks)
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON

@@ -17,11 +17,10 @@ from argosy.gateway.console.event_stream import ConsoleEvents
 from argosy.gateway.console.oidc_sign_in import OidcSignIn
 from argosy.gateway.console.sessions import ConsoleSessions, SignIn
 from argosy.gateway.http_route import Handler, HttpRoute
-from argosy.gateway.principal import Principal
+from argosy.gateway.principal import Principal, PrincipalFields, describe_principal
 from argosy.http_server import HttpExchange, check_json_content_type
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, parse_body
-from argosy.store import Role, RoleScope
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -43,15 +42,9 @@ _encode = msgspec.json.Encoder().encode
 ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
 
 
-class SessionView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="session"):
+class SessionView(PrincipalFields, frozen=True, kw_only=True, tag_field="object", tag="session"):
     """Identity and role of the caller, by which the application chooses what it shows."""
 
-    role: Role
-    scope: RoleScope
-    organisation: str | None
-    project: str | None
-    key: str | None
-    user: str | None
     is_local: bool
     """Whether the gateway needs no key from this machine."""
 
@@ -86,7 +79,8 @@ class Console:
         of the API below `CONSOLE_PREFIX`, by the session and from the console's own page only.
         """
         row = partial(HttpRoute, is_public=True, is_same_origin=True)
-        page, data = self._as_page, self._as_data
+        page = partial(self._guarded, self._guard.check_host)
+        data = partial(self._guarded, self._guard.check_data_request)
         sign_in = [("methods", self._list_sign_in_methods)]
         if self._oidc is not None:
             sign_in += [("start", self._oidc.start), ("callback", self._oidc.finish)]
@@ -112,24 +106,13 @@ class Console:
 
     # --- checks ----------------------------------------------------------------------------------
 
-    def _as_page(self, run: ExchangeHandler) -> Handler:
-        """Return the handler of a route that browsers may open as a page."""
+    def _guarded(self, check: Callable[[HttpExchange], None], run: ExchangeHandler) -> Handler:
+        """Return the handler of a route after a check: a page, or data for the console's own page only."""
 
         async def handle(exchange: HttpExchange, principal: Principal) -> None:
             del principal  # sessions authenticate
             exchange.extra_headers += SECURITY_HEADERS
-            self._guard.check_host(exchange)
-            await run(exchange)
-
-        return handle
-
-    def _as_data(self, run: ExchangeHandler) -> Handler:
-        """Return the handler of a route that only the console's own page may call."""
-
-        async def handle(exchange: HttpExchange, principal: Principal) -> None:
-            del principal  # sessions authenticate
-            exchange.extra_headers += SECURITY_HEADERS
-            self._guard.check_data_request(exchange)
+            check(exchange)
             await run(exchange)
 
         return handle
@@ -195,15 +178,7 @@ class Console:
 
 
 async def _send_session(exchange: HttpExchange, principal: Principal) -> None:
-    view = SessionView(
-        role=principal.role,
-        scope=principal.role_scope,
-        organisation=principal.organisation or None,
-        project=principal.project or None,
-        key=principal.key or None,
-        user=principal.user or None,
-        is_local=principal.is_anonymous,
-    )
+    view = SessionView(**describe_principal(principal), is_local=principal.is_anonymous)
     exchange.extra_headers.append((b"cache-control", b"no-store"))
     await exchange.send_response(200, _encode(view))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -22,6 +21,7 @@ from argosy.protocol.dialects import (
     encode_anthropic_error,
     encode_ollama_error,
     encode_responses_error,
+    format_timestamp,
 )
 
 Headers = list[tuple[bytes, bytes]]
@@ -39,7 +39,7 @@ def _translate_anthropic_headers(headers: Headers) -> Headers:
             field, unit = match[1], match[2]
             if field == b"reset":
                 reset_at = time.time() + _parse_duration_s(value.decode())
-                value = _format_time(reset_at).encode()  # noqa: PLW2901 - the same value in another format
+                value = format_timestamp(int(reset_at)).encode()  # noqa: PLW2901 - the same value in another format
             added.append((b"anthropic-ratelimit-%s-%s" % (unit, field), value))
     return headers + added
 
@@ -50,10 +50,6 @@ def _parse_duration_s(text: str) -> float:
     hours, minutes, seconds, milliseconds = match.groups() if match else ("0",) * 4
     total = 3600 * int(hours or 0) + 60 * int(minutes or 0) + float(seconds or 0)
     return total + int(milliseconds or 0) / 1000
-
-
-def _format_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _keep_headers(headers: Headers) -> Headers:

@@ -51,7 +51,6 @@ class OllamaHandlers:
         completion: Handler of text completions.
         embeddings: Handler of embeddings.
         refuse_unknown_fields: Whether unknown fields are errors.
-        clock: Returns seconds since the epoch.
     """
 
     def __init__(
@@ -62,31 +61,25 @@ class OllamaHandlers:
         embeddings: Handler,
         *,
         refuse_unknown_fields: bool,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._models = models
         self._chat = chat
         self._completion = completion
         self._embeddings = embeddings
         self._refuse_unknown = refuse_unknown_fields
-        self._clock = clock
 
     async def chat(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /api/chat`."""
-        body = await exchange.read_body()
-        request = translate_ollama_chat(body, self._clock, refuse_unknown=self._refuse_unknown)
-        await self._run(exchange, principal, request)
+        await self._run(exchange, principal, translate_ollama_chat)
 
     async def generate(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /api/generate`."""
-        body = await exchange.read_body()
-        request = translate_ollama_generate(body, self._clock, refuse_unknown=self._refuse_unknown)
-        await self._run(exchange, principal, request)
+        await self._run(exchange, principal, translate_ollama_generate)
 
     async def embed(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /api/embed`."""
         body = await exchange.read_body()
-        request = translate_ollama_embed(body, self._clock, refuse_unknown=self._refuse_unknown)
+        request = translate_ollama_embed(body, time.time, refuse_unknown=self._refuse_unknown)
         await self._run_embedding(exchange, principal, request)
 
     async def embeddings(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -109,8 +102,10 @@ class OllamaHandlers:
         self,
         exchange: HttpExchange,
         principal: Principal,
-        request: TranslatedRequest[OllamaOutput],
+        translate: Callable[..., TranslatedRequest[OllamaOutput]],
     ) -> None:
+        body = await exchange.read_body()
+        request = translate(body, time.time, refuse_unknown=self._refuse_unknown)
         if is_load_request(request):
             self._models.resolve_target(request.body["model"], principal, exchange.headers)
             request.output.finish_load("load")

@@ -59,29 +59,6 @@ _ENDED_NORMALLY = frozenset({"completed", "incomplete"})
 _ITEM_ID_BYTES = 16
 
 
-class LastResponse:
-    """The last response of a WebSocket, kept in memory so that the next one can continue it without a store."""
-
-    def __init__(self) -> None:
-        self._id: str | None = None
-        self._items: Sequence[JsonObject] = ()
-        """Input and output of the response and of those that it continues."""
-
-    def take(self, response_id: str | None) -> Sequence[JsonObject] | None:
-        """Return the items of the response if it has this id, and drop it.
-
-        As in OpenAI's API, it cannot be continued again if the attempt fails.
-        """
-        if response_id is None or response_id != self._id:
-            return None
-        items, self._id, self._items = self._items, None, ()
-        return items
-
-    def replace(self, response_id: str, items: Sequence[JsonObject]) -> None:
-        """Keep another response, which has ended normally."""
-        self._id, self._items = response_id, items
-
-
 class ResponsesHandlers:
     """Handlers that run responses as chats, and store them.
 
@@ -133,24 +110,26 @@ class ResponsesHandlers:
         await self._chat(exchange, principal)
 
     async def create_in_session(
-        self, exchange: HttpExchange, principal: Principal, last: LastResponse
+        self, exchange: HttpExchange, principal: Principal, last: dict[str, list[JsonObject]]
     ) -> None:
         """Handle the event `response.create` of a WebSocket.
 
         Args:
             exchange: The event.
             principal: Sender of the event.
-            last: The last response of the connection, which becomes this one.
+            last: Items of the connection's last response by its id, input and output with those that it continues.
+                As in OpenAI's API, a response cannot be continued again if the attempt fails.
         """
         body = await exchange.read_body()
         request, _ = parse_create_event(body, refuse_unknown=self._refuse_unknown)
         translated, items, history = await self._translate(
-            principal, request, last.take(request.previous_response_id)
+            principal, request, last.pop(request.previous_response_id or "", None)
         )
 
         async def save(response: dict[str, Any]) -> None:
             if response["status"] in _ENDED_NORMALLY:
-                last.replace(response["id"], [*history, *items, *response["output"]])
+                last.clear()
+                last[response["id"]] = [*history, *items, *response["output"]]
             await self._save(principal, request, items, response)
 
         if request.generate is False:
@@ -353,7 +332,8 @@ class ResponsesSession:
 
     def __init__(self, responses: ResponsesHandlers) -> None:
         self._responses = responses
-        self._last = LastResponse()
+        self._last: dict[str, list[JsonObject]] = {}
+        """Items of the last response by its id, so that the next one can continue it without a store."""
 
     async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
         """Handle one event.

@@ -89,9 +89,16 @@ class StoredResponseHandlers:
         self._state = state
         self._background = background
 
-    async def _load(self, principal: Principal, response_id: str) -> StoredResponse:
-        owner, responses = item_owner(principal), self._state.store.responses
-        return await self._state.call(responses.get, owner, response_id)
+    async def _call(
+        self, method: str, principal: Principal, response_id: str, **options: object
+    ) -> Any:  # noqa: ANN401 - the result of the method
+        """Call a method of the store of responses.
+
+        Raises:
+            ApiError: 404 if the response does not exist.
+        """
+        run = getattr(self._state.store.responses, method)
+        return await self._state.call(run, item_owner(principal), response_id, **options)
 
     async def retrieve(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /v1/responses/{id}`."""
@@ -114,7 +121,7 @@ class StoredResponseHandlers:
         Raises:
             ApiError: 404 if the response does not exist.
         """
-        response = await self._load(principal, response_id)
+        response: StoredResponse = await self._call("get", principal, response_id)
         if not is_stream:
             await exchange.send_response(200, _encode(response.render()))
             return
@@ -128,7 +135,7 @@ class StoredResponseHandlers:
                 raise DisconnectedError
             exchange.write_comment(_KEEPALIVE)
             await asyncio.sleep(POLL_INTERVAL_S)
-            response = await self._load(principal, response_id)
+            response = await self._call("get", principal, response_id)
         # The deltas of the first stream are not stored. A client that had some of them receives only the end.
         ended = response.render()
         events = render_stored_events(ended) if first == 0 else [render_end_event(ended, first)]
@@ -138,8 +145,7 @@ class StoredResponseHandlers:
     async def delete(self, exchange: HttpExchange, principal: Principal) -> None:
         """`DELETE /v1/responses/{id}`."""
         response_id = exchange.path_parameters["id"]
-        owner, responses = item_owner(principal), self._state.store.responses
-        await self._state.call(responses.delete, owner, response_id)
+        await self._call("delete", principal, response_id)
         self._background.cancel(response_id)
         deleted: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
         await exchange.send_response(200, _encode(deleted))
@@ -147,24 +153,21 @@ class StoredResponseHandlers:
     async def cancel(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses/{id}/cancel`."""
         response_id = exchange.path_parameters["id"]
-        response = await self._load(principal, response_id)
+        response = await self._call("get", principal, response_id)
         if not response.body.get("background"):
             message = (
                 "Only background responses can be cancelled. Close the connection to cancel others."
             )
             raise invalid_request(message, "response_id")
-        owner, responses = item_owner(principal), self._state.store.responses
-        response = await self._state.call(responses.cancel, owner, response_id)
+        response = await self._call("cancel", principal, response_id)
         self._background.cancel(response_id)
         await exchange.send_response(200, _encode(response.render()))
 
     async def list_input(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /v1/responses/{id}/input_items`."""
         page = parse_page_query(exchange)
-        owner, responses = item_owner(principal), self._state.store.responses
-        items = await self._state.call(
-            responses.list_input, owner, exchange.path_parameters["id"], **page.store_options()
-        )
+        response_id = exchange.path_parameters["id"]
+        items = await self._call("list_input", principal, response_id, **page.store_options())
         await exchange.send_response(200, page.build_page(items))
 
 

@@ -146,19 +146,16 @@ class _Choice(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
 
 
-class _PromptDetails(msgspec.Struct, gc=False):
+class _TokenDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
-
-
-class _OutputDetails(msgspec.Struct, gc=False):
     reasoning_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _OutputDetails | None = None
+    prompt_tokens_details: _TokenDetails | None = None
+    completion_tokens_details: _TokenDetails | None = None
 
     def to_tokens(self) -> TokenUsage:
         prompt, output = self.prompt_tokens_details, self.completion_tokens_details

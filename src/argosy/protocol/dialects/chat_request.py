@@ -15,21 +15,26 @@ DEFAULT_EFFORT = "medium"
 """Reasoning effort of a request that enables reasoning without an effort."""
 
 
-class ExtensionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of our chat request that every dialect accepts under the same name and passes on unchanged."""
+class SharedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of Argosy that every dialect accepts under the same name and passes on unchanged."""
 
-    seed: int | None = None
-    timeout_s: float | None = None
     priority: int | None = None
+    timeout_s: float | None = None
     session_id: str | None = None
     cache_salt: str | None = None
-    top_k: int | None = None
-    min_p: float | None = None
 
     def extension_fields(self) -> dict[str, Any]:
-        """Return the extension fields that are set."""
-        values = {name: getattr(self, name) for name in ExtensionFields.__struct_fields__}
-        return {name: value for name, value in values.items() if value is not None}
+        """Return those fields that are set, with those of `ExtensionFields`."""
+        values = {name: getattr(self, name, None) for name in ExtensionFields.__struct_fields__}
+        return drop_unset(values)
+
+
+class ExtensionFields(SharedFields, frozen=True, kw_only=True):
+    """The same for chats."""
+
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
 
 
 class TranslatedRequest(msgspec.Struct, Generic[OutputT_co], frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from argosy.protocol.dialects.chat_request import RenderedRequest, drop_unset
+from argosy.protocol.dialects.chat_request import RenderedRequest, SharedFields, drop_unset
 from argosy.protocol.dialects.ollama_requests import strip_tag
 from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
@@ -33,19 +33,6 @@ CohereEmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "ba
 _encode = msgspec.json.Encoder().encode
 
 
-class PooledDialectFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of Argosy that every dialect accepts and passes on unchanged."""
-
-    priority: int | None = None
-    timeout_s: float | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-
-    def extension_fields(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {name: getattr(self, name) for name in PooledDialectFields.__struct_fields__}
-
-
 class CohereContent(msgspec.Struct, gc=False):
     """Part of an input. Only texts are supported."""
 
@@ -59,7 +46,7 @@ class CohereInput(msgspec.Struct, gc=False):
     content: list[CohereContent]
 
 
-class CohereEmbedRequest(PooledDialectFields, frozen=True, kw_only=True):
+class CohereEmbedRequest(SharedFields, frozen=True, kw_only=True):
     """Body of `POST /v2/embed`."""
 
     model: str
@@ -73,7 +60,7 @@ class CohereEmbedRequest(PooledDialectFields, frozen=True, kw_only=True):
     max_tokens: PositiveInt | None = None
 
 
-class CohereRerankRequest(PooledDialectFields, frozen=True, kw_only=True):
+class CohereRerankRequest(SharedFields, frozen=True, kw_only=True):
     """Body of `POST /v2/rerank`."""
 
     model: str
@@ -83,7 +70,7 @@ class CohereRerankRequest(PooledDialectFields, frozen=True, kw_only=True):
     max_tokens_per_doc: PositiveInt | None = None
 
 
-class TeiRerankRequest(PooledDialectFields, frozen=True, kw_only=True):
+class TeiRerankRequest(SharedFields, frozen=True, kw_only=True):
     """Body of text-embeddings-inference's `POST /rerank`."""
 
     model: str | None = None
@@ -96,7 +83,7 @@ class TeiRerankRequest(PooledDialectFields, frozen=True, kw_only=True):
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
 
 
-class OllamaEmbedRequest(PooledDialectFields, frozen=True, kw_only=True):
+class OllamaEmbedRequest(SharedFields, frozen=True, kw_only=True):
     """Body of `POST /api/embed`."""
 
     model: str
@@ -108,7 +95,7 @@ class OllamaEmbedRequest(PooledDialectFields, frozen=True, kw_only=True):
     options: JsonObject | None = None
 
 
-class OllamaEmbeddingsRequest(PooledDialectFields, frozen=True, kw_only=True):
+class OllamaEmbeddingsRequest(SharedFields, frozen=True, kw_only=True):
     """Body of the older `POST /api/embeddings`, which embeds one text."""
 
     model: str

@@ -12,7 +12,6 @@ from argosy.protocol.dialects.dialect_output import OutputIdentity
 from argosy.protocol.dialects.responses_input import InputTranslator
 from argosy.protocol.dialects.responses_output import render_usage
 from argosy.protocol.dialects.responses_requests import ReasoningCipher
-from argosy.protocol.dialects.responses_tools import translate_tools
 from argosy.protocol.openai_requests import JsonObject
 
 _PROMPT = (
@@ -47,7 +46,7 @@ def translate_compact_request(
     Raises:
         ApiError: 400 if the conversation cannot be expressed as a chat.
     """
-    translator = InputTranslator(translate_tools([]), cipher.decrypt)
+    translator = InputTranslator(cipher.decrypt)
     messages = translator.translate(request.instructions, history, items)
     fields = {
         "model": request.model,

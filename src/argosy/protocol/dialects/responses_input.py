@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from argosy.protocol.dialects.chat_request import MessageList, function_call, image_part
-from argosy.protocol.dialects.responses_tools import TranslatedTools
+from argosy.protocol.dialects.responses_tools import join_name
 from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
 
@@ -103,12 +103,10 @@ class InputTranslator:
     """Translator of one request's items, which collects what it leaves out.
 
     Args:
-        tools: The request's tools, by which calls in the history get their names.
         decrypt: Decrypts reasoning; None for what this server has not encrypted.
     """
 
-    def __init__(self, tools: TranslatedTools, decrypt: Callable[[str], str | None]) -> None:
-        self._tools = tools
+    def __init__(self, decrypt: Callable[[str], str | None]) -> None:
         self._decrypt = decrypt
         self._messages = MessageList()
         self.ignored: list[str] = []
@@ -189,11 +187,11 @@ class InputTranslator:
             self._messages.add_user(images)
 
     def _call_name(self, item: JsonObject, path: str) -> str:
-        name, namespace = item.get("name"), item.get("namespace")
+        name = item.get("name")
         if not isinstance(name, str) or not name:
             message = f"Missing parameter '{path}.name'. Add it."
             raise invalid_request(message, f"{path}.name", "missing_required_parameter")
-        return self._tools.find_chat_name(name, namespace if isinstance(namespace, str) else None)
+        return join_name(item.get("namespace"), name)
 
     def _parts(self, content: object, path: str) -> list[dict[str, Any]]:
         """Translate content to parts of a chat's message. Parts without effect are noted and left out."""

@@ -161,7 +161,7 @@ def translate_responses_request(
         ApiError: 400 if the request needs what no chat can express.
     """
     tools = translate_tools(request.tools or [])
-    translator = InputTranslator(tools, cipher.decrypt)
+    translator = InputTranslator(cipher.decrypt)
     messages = translator.translate(request.instructions, history, items)
     include = request.include or ()
     text, reasoning = (

@@ -33,10 +33,6 @@ class TranslatedTools(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...]
     """Paths of tools that this server does not run, and of formats that it does not enforce."""
 
-    def find_chat_name(self, name: str, namespace: str | None) -> str:
-        """Return the name in the chat of a tool, also of one that the request does not offer any more."""
-        return name if namespace is None else _join_name(namespace, name)
-
     def get_tool(self, chat_name: str) -> ToolName:
         """Return the client's name of a tool that the model called."""
         return self.names.get(chat_name) or ToolName(chat_name)
@@ -58,7 +54,7 @@ def translate_tools(tools: Sequence[JsonObject]) -> TranslatedTools:
             ignored.append(path)
             return
         name = _require_text(tool, "name", path)
-        chat_name = name if namespace is None else _join_name(namespace, name)
+        chat_name = join_name(namespace, name)
         names[chat_name] = ToolName(name, namespace, is_custom=kind == "custom")
         if kind == "custom":
             chat_tools.append(_translate_custom(tool, chat_name, path, ignored))
@@ -120,7 +116,7 @@ def _translate_reference(reference: JsonObject, tools: TranslatedTools, path: st
     if kind not in _CALLABLE_TYPES:
         raise _unavailable_tool()
     name, namespace = _require_text(reference, "name", path), reference.get("namespace")
-    chat_name = tools.find_chat_name(name, namespace if isinstance(namespace, str) else None)
+    chat_name = join_name(namespace, name)
     if chat_name not in tools.names:
         raise _unavailable_tool()
     return {"type": kind, kind: {"name": chat_name}}
@@ -150,7 +146,10 @@ def _translate_custom(
     return {"type": "custom", "custom": custom}
 
 
-def _join_name(namespace: str, name: str) -> str:
+def join_name(namespace: object, name: str) -> str:
+    """Return the name of a tool in the chat. Only a text is a namespace."""
+    if not isinstance(namespace, str):
+        return name
     separator = "" if namespace.endswith("_") else _NAMESPACE_SEPARATOR
     return f"{namespace}{separator}{name}"
 

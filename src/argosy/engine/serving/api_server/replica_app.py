@@ -41,7 +41,6 @@ from argosy.protocol import (
     Operation,
     RerankRequest,
     RerankResponse,
-    SharedErrors,
     StatusResponse,
     TokenizeRequest,
     TokenizeResponse,
@@ -76,14 +75,12 @@ _DRAIN_ERRORS = _UTILITY_ERRORS | {
 
 
 OPERATIONS = shared_operations(
-    SharedErrors(
-        generation=_GENERATION_ERRORS,
-        utility=_UTILITY_ERRORS,
-        listing=_UNAVAILABLE,
-        status=_UNAVAILABLE,
-        liveness=_UNAVAILABLE,
-        operator={},
-    )
+    _GENERATION_ERRORS,
+    _UTILITY_ERRORS,
+    listing=_UNAVAILABLE,
+    ready=_UNAVAILABLE,
+    health=_UNAVAILABLE,
+    operator={},
 ) | {
     "/tokenizer_info": json_operation("tokenizerInfo", {"type": "object"}, _UNAVAILABLE),
     "/v2/rerank": json_operation("rerankV2", RerankResponse, _GENERATION_ERRORS, RerankRequest),
