@@ -92,267 +92,153 @@ class ErrorCode(NamedTuple):
     meaning: str
 
 
-ERROR_CODES = (
-    ErrorCode(
-        400,
-        "bad_http",
-        "The bytes are not an HTTP/1 request. HTTP/2, TLS on a plain port and the PROXY protocol are named in the"
-        " message, and so is an invalid `Host` or `Transfer-Encoding` header. The connection is closed.",
-    ),
-    ErrorCode(400, "invalid_json", "The body is not valid JSON."),
-    ErrorCode(
-        400, "missing_required_parameter", "A required parameter is missing; `param` names it."
-    ),
-    ErrorCode(400, "invalid_type", "A parameter has the wrong type; `param` names it."),
-    ErrorCode(400, "invalid_value", "A parameter is out of range or unknown; `param` names it."),
-    ErrorCode(400, "unknown_parameter", "The parameter does not exist. Remove it."),
-    ErrorCode(
-        400,
-        "unsupported_parameter",
-        "The parameter is known but not supported. Remove it.",
-    ),
-    ErrorCode(
-        400,
-        "invalid_schema",
-        "A JSON schema is not valid, exceeds a limit or is satisfied by no document. The message has the JSON pointer.",
-    ),
-    ErrorCode(
-        400,
-        "unsupported_schema",
-        "A keyword of a JSON schema cannot be enforced; the message has its JSON pointer. Change it, or set `strict` to"
-        " false.",
-    ),
-    ErrorCode(
-        400,
-        "invalid_grammar",
-        "A grammar, a regular expression, a list of choices or a structural tag does not compile.",
-    ),
-    ErrorCode(
-        400,
-        "grammar_dead_end",
-        "No token can continue the constrained output. The grammar is too complex, or `allowed_token_ids` and banned"
-        " tokens exclude everything that it allows.",
-    ),
-    ErrorCode(
-        400,
-        "grammar_failed",
-        "The engine could not compile the grammar of the request. Simplify it.",
-    ),
-    ErrorCode(
-        400,
-        "context_length_exceeded",
-        "The prompt and the requested output do not fit the model's context. Shorten the prompt, lower `max_tokens`,"
-        " or set `truncate_prompt_tokens`.",
-    ),
-    ErrorCode(
-        400,
-        "unsupported_task",
-        "The model cannot do what the path asks for; the message has what it can do. `GET /v1/models` lists the"
-        " `tasks` of each model.",
-    ),
-    ErrorCode(
-        400,
-        "no_chat_template",
-        "The model has no chat template for these messages. Use `/v1/completions`, or start the replica with"
-        " `--chat-template`.",
-    ),
-    ErrorCode(
-        400,
-        "chat_template_error",
-        "The model's chat template cannot render the messages; the message has the template's own error.",
-    ),
-    ErrorCode(
-        400,
-        "chat_template_limit_exceeded",
-        "The model's chat template was stopped because it takes too much time or memory for the messages, or produces"
-        " too long a prompt. Shorten the conversation.",
-    ),
-    ErrorCode(
-        400,
-        "invalid_idempotency_key",
-        "`Idempotency-Key` must have 1 to 255 visible ASCII characters.",
-    ),
-    ErrorCode(
-        400,
-        "previous_response_not_found",
-        "A response that the request continues is not stored any more. Send the whole conversation.",
-    ),
-    ErrorCode(
-        400,
-        "unsupported_thread",
-        "The server keeps no threads of messages. Send the whole conversation, as SDKs do after this error.",
-    ),
-    ErrorCode(401, "missing_api_key", "Send an API key as `Authorization: Bearer KEY`."),
-    ErrorCode(401, "invalid_api_key", "The API key is unknown or revoked."),
-    ErrorCode(401, "expired_api_key", "The API key has expired. Create or rotate a key."),
-    ErrorCode(401, "invalid_token", "The JWT is malformed, expired or signed by another issuer."),
-    ErrorCode(
-        401,
-        "no_keys_yet",
-        "No API key exists yet, so only direct requests from the gateway's own machine are accepted. Create a key.",
-    ),
-    ErrorCode(401, "project_archived", "The key belongs to an archived project."),
-    ErrorCode(
-        401,
-        "session_ended",
-        "The console's session has ended, or its key or user is no longer accepted. Sign in again.",
-    ),
-    ErrorCode(
-        401,
-        "sign_in_failed",
-        "The issuer refused the sign-in to the console, or answered one of another browser.",
-    ),
-    ErrorCode(401, "user_disabled", "The key or token belongs to a disabled user."),
-    ErrorCode(403, "insufficient_role", "The key's role does not permit this operation."),
-    ErrorCode(403, "model_not_allowed", "The key may not use this model."),
-    ErrorCode(403, "address_not_allowed", "The client's address is not in an allowed network."),
-    ErrorCode(
-        403,
-        "origin_not_allowed",
-        "The browser page's origin is not in `allowed_origins`. No other origin may use `/admin`, and no page may drain"
-        " a replica.",
-    ),
-    ErrorCode(
-        403,
-        "insecure_connection",
-        "Signing in to the console over plain HTTP from another machine is not allowed.",
-    ),
-    ErrorCode(403, "no_organisation", "The token names no organisation."),
-    ErrorCode(403, "unknown_organisation", "The token names an organisation that does not exist."),
-    ErrorCode(403, "no_project", "The token names no project and its user has none."),
-    ErrorCode(403, "unknown_project", "The token names a project that does not exist."),
-    ErrorCode(404, "model_not_found", "No model has this name; `GET /v1/models` lists the models."),
-    ErrorCode(404, "replica_not_found", "No replica has this name."),
-    ErrorCode(404, "not_found", "The path or resource does not exist."),
-    ErrorCode(
-        404,
-        "no_store",
-        "The gateway has no store, so there is nothing to administer and responses are not kept.",
-    ),
-    ErrorCode(
-        405, "method_not_allowed", "The path exists with other methods; see the `allow` header."
-    ),
-    ErrorCode(408, "request_timeout", "The request body did not arrive in time."),
-    ErrorCode(408, "timeout", "The request's `timeout_s` ended before the replica had a token."),
-    ErrorCode(
-        409,
-        "idempotency_key_in_use",
-        "The first request with this idempotency key is still running. Retry later.",
-    ),
-    ErrorCode(
-        409,
-        "conflict",
-        "The admin request conflicts with existing data: a name is taken, a key is revoked or a project is archived.",
-    ),
-    ErrorCode(
-        409,
-        "other_fleet",
-        "Between controller and gateway: the gateway belongs to another fleet. Check `fleet` in its settings.",
-    ),
-    ErrorCode(
-        409,
-        "stale_version",
-        "Between controller and gateway: the gateway has a later version of the pools. Another controller leads.",
-    ),
-    ErrorCode(
-        409,
-        "other_model",
-        "Between gateway and replica: the replica has another model or another arithmetic (data type, quantization,"
-        " kernels, instruction set) than the one that began the response.",
-    ),
-    ErrorCode(
-        413,
-        "request_too_large",
-        "The body is too large, the request can never fit a limit, or a non-streaming response exceeds 64 MiB.",
-    ),
-    ErrorCode(415, "unsupported_encoding", "Compressed bodies are not accepted."),
-    ErrorCode(
-        415,
-        "unsupported_media_type",
-        "A body for the admin API or `/drain` needs the header `Content-Type: application/json`.",
-    ),
-    ErrorCode(
-        421,
-        "host_not_allowed",
-        "The settings have no console under this host name. Add it to `console.allowed_hosts`.",
-    ),
-    ErrorCode(
-        422,
-        "idempotency_key_reused",
-        "The idempotency key was used with another request. Use a new key.",
-    ),
-    ErrorCode(429, "rate_limit_exceeded", "A rate limit is used up; see `Retry-After`."),
-    ErrorCode(429, "insufficient_quota", "A budget is used up. Wait for its period or raise it."),
-    ErrorCode(
-        429,
-        "too_many_failures",
-        "The credential is invalid, and this address sent 20 invalid ones within 30 s. Valid ones still work.",
-    ),
-    ErrorCode(429, "too_many_streams", "Too many windows of the console are open."),
-    ErrorCode(
-        429,
-        "too_many_connections",
-        "All connections that the client's address may have run requests; see `max_connections_per_address`. The"
-        " connection is closed.",
-    ),
-    ErrorCode(
-        429,
-        "overloaded",
-        "The queue is full for this tier, the wait was too long, or too many calls of the caller or its organisation"
-        " wait for the admin API.",
-    ),
-    ErrorCode(499, "client_closed_request", "The client disconnected."),
-    ErrorCode(499, "cancelled", "The request was cancelled."),
-    ErrorCode(500, "internal_error", "A fault of the server; its log has the details."),
-    ErrorCode(500, "engine_error", "The engine failed on this request."),
-    ErrorCode(
-        501,
-        "not_implemented",
-        "The path is that of another API's function that the gateway does not have, such as Ollama's management of"
-        " models.",
-    ),
-    ErrorCode(
-        502,
-        "upstream_failed",
-        "Every attempt at a replica failed, or a stream broke and no replica could resume it.",
-    ),
-    ErrorCode(
-        503,
-        "overloaded",
-        "More request bodies are arriving than the server keeps in memory (1 GiB; bodies up to 64 KiB always fit), or"
-        " more prompts than its render processes can take. For a read of the admin API: it waited for 10 s.",
-    ),
-    ErrorCode(
-        503,
-        "query_timeout",
-        "A read of the admin API took too long. Choose a shorter time or fewer groups.",
-    ),
-    ErrorCode(503, "no_replica", "No replica serves the model now."),
-    ErrorCode(
-        503,
-        "model_starting",
-        "The model was scaled to zero and starts. `state`, `progress` (0 to 1) and `eta_s` show how far it is; see"
-        " `Retry-After`. Stream the response to wait for it.",
-    ),
-    ErrorCode(503, "draining", "The server is shutting down."),
-    ErrorCode(
-        503,
-        "engine_unavailable",
-        "The replica is loading its model or restarting its engine, or its engine has failed.",
-    ),
-    ErrorCode(
-        503,
-        "limits_unavailable",
-        "Redis is unreachable, and the project's quota failure mode is `closed`.",
-    ),
-    ErrorCode(
-        503, "signing_keys_missing", "The keys that verify tokens have not been fetched yet."
-    ),
-    ErrorCode(503, "ledger_full", "Usage can be recorded neither in the store nor on disk."),
-    ErrorCode(
-        503, "issuer_unavailable", "The issuer for signing in to the console cannot be reached."
-    ),
-    ErrorCode(503, "store_unavailable", "The admin API cannot reach the store."),
-    ErrorCode(504, "deadline_exceeded", "`timeout_s` ended before the response began."),
+_MEANINGS = {
+    400: {
+        "bad_http": "The bytes are not an HTTP/1 request. HTTP/2, TLS on a plain port and the PROXY protocol are"
+        " named in the message, and so is an invalid `Host` or `Transfer-Encoding` header. The connection is closed.",
+        "invalid_json": "The body is not valid JSON.",
+        "missing_required_parameter": "A required parameter is missing; `param` names it.",
+        "invalid_type": "A parameter has the wrong type; `param` names it.",
+        "invalid_value": "A parameter is out of range or unknown; `param` names it.",
+        "unknown_parameter": "The parameter does not exist. Remove it.",
+        "unsupported_parameter": "The parameter is known but not supported. Remove it.",
+        "invalid_schema": "A JSON schema is not valid, exceeds a limit or is satisfied by no document. The message"
+        " has the JSON pointer.",
+        "unsupported_schema": "A keyword of a JSON schema cannot be enforced; the message has its JSON pointer."
+        " Change it, or set `strict` to false.",
+        "invalid_grammar": "A grammar, a regular expression, a list of choices or a structural tag does not compile.",
+        "grammar_dead_end": "No token can continue the constrained output. The grammar is too complex, or"
+        " `allowed_token_ids` and banned tokens exclude everything that it allows.",
+        "grammar_failed": "The engine could not compile the grammar of the request. Simplify it.",
+        "context_length_exceeded": "The prompt and the requested output do not fit the model's context. Shorten the"
+        " prompt, lower `max_tokens`, or set `truncate_prompt_tokens`.",
+        "unsupported_task": "The model cannot do what the path asks for; the message has what it can do. `GET"
+        " /v1/models` lists the `tasks` of each model.",
+        "no_chat_template": "The model has no chat template for these messages. Use `/v1/completions`, or start the"
+        " replica with `--chat-template`.",
+        "chat_template_error": "The model's chat template cannot render the messages; the message has the template's"
+        " own error.",
+        "chat_template_limit_exceeded": "The model's chat template was stopped because it takes too much time or"
+        " memory for the messages, or produces too long a prompt. Shorten the conversation.",
+        "invalid_idempotency_key": "`Idempotency-Key` must have 1 to 255 visible ASCII characters.",
+        "previous_response_not_found": "A response that the request continues is not stored any more. Send the whole"
+        " conversation.",
+        "unsupported_thread": "The server keeps no threads of messages. Send the whole conversation, as SDKs do"
+        " after this error.",
+    },
+    401: {
+        "missing_api_key": "Send an API key as `Authorization: Bearer KEY`.",
+        "invalid_api_key": "The API key is unknown or revoked.",
+        "expired_api_key": "The API key has expired. Create or rotate a key.",
+        "invalid_token": "The JWT is malformed, expired or signed by another issuer.",
+        "no_keys_yet": "No API key exists yet, so only direct requests from the gateway's own machine are accepted."
+        " Create a key.",
+        "project_archived": "The key belongs to an archived project.",
+        "session_ended": "The console's session has ended, or its key or user is no longer accepted. Sign in again.",
+        "sign_in_failed": "The issuer refused the sign-in to the console, or answered one of another browser.",
+        "user_disabled": "The key or token belongs to a disabled user.",
+    },
+    403: {
+        "insufficient_role": "The key's role does not permit this operation.",
+        "model_not_allowed": "The key may not use this model.",
+        "address_not_allowed": "The client's address is not in an allowed network.",
+        "origin_not_allowed": "The browser page's origin is not in `allowed_origins`. No other origin may use"
+        " `/admin`, and no page may drain a replica.",
+        "insecure_connection": "Signing in to the console over plain HTTP from another machine is not allowed.",
+        "no_organisation": "The token names no organisation.",
+        "unknown_organisation": "The token names an organisation that does not exist.",
+        "no_project": "The token names no project and its user has none.",
+        "unknown_project": "The token names a project that does not exist.",
+    },
+    404: {
+        "model_not_found": "No model has this name; `GET /v1/models` lists the models.",
+        "replica_not_found": "No replica has this name.",
+        "not_found": "The path or resource does not exist.",
+        "no_store": "The gateway has no store, so there is nothing to administer and responses are not kept.",
+    },
+    405: {
+        "method_not_allowed": "The path exists with other methods; see the `allow` header.",
+    },
+    408: {
+        "request_timeout": "The request body did not arrive in time.",
+        "timeout": "The request's `timeout_s` ended before the replica had a token.",
+    },
+    409: {
+        "idempotency_key_in_use": "The first request with this idempotency key is still running. Retry later.",
+        "conflict": "The admin request conflicts with existing data: a name is taken, a key is revoked or a project"
+        " is archived.",
+        "other_fleet": "Between controller and gateway: the gateway belongs to another fleet. Check `fleet` in its"
+        " settings.",
+        "stale_version": "Between controller and gateway: the gateway has a later version of the pools. Another"
+        " controller leads.",
+        "other_model": "Between gateway and replica: the replica has another model or another arithmetic (data type,"
+        " quantization, kernels, instruction set) than the one that began the response.",
+    },
+    413: {
+        "request_too_large": "The body is too large, the request can never fit a limit, or a non-streaming response"
+        " exceeds 64 MiB.",
+    },
+    415: {
+        "unsupported_encoding": "Compressed bodies are not accepted.",
+        "unsupported_media_type": "A body for the admin API or `/drain` needs the header `Content-Type:"
+        " application/json`.",
+    },
+    421: {
+        "host_not_allowed": "The settings have no console under this host name. Add it to `console.allowed_hosts`.",
+    },
+    422: {
+        "idempotency_key_reused": "The idempotency key was used with another request. Use a new key.",
+    },
+    429: {
+        "rate_limit_exceeded": "A rate limit is used up; see `Retry-After`.",
+        "insufficient_quota": "A budget is used up. Wait for its period or raise it.",
+        "too_many_failures": "The credential is invalid, and this address sent 20 invalid ones within 30 s. Valid"
+        " ones still work.",
+        "too_many_streams": "Too many windows of the console are open.",
+        "too_many_connections": "All connections that the client's address may have run requests; see"
+        " `max_connections_per_address`. The connection is closed.",
+        "overloaded": "The queue is full for this tier, the wait was too long, or too many calls of the caller or"
+        " its organisation wait for the admin API.",
+    },
+    499: {
+        "client_closed_request": "The client disconnected.",
+        "cancelled": "The request was cancelled.",
+    },
+    500: {
+        "internal_error": "A fault of the server; its log has the details.",
+        "engine_error": "The engine failed on this request.",
+    },
+    501: {
+        "not_implemented": "The path is that of another API's function that the gateway does not have, such as"
+        " Ollama's management of models.",
+    },
+    502: {
+        "upstream_failed": "Every attempt at a replica failed, or a stream broke and no replica could resume it.",
+    },
+    503: {
+        "overloaded": "More request bodies are arriving than the server keeps in memory (1 GiB; bodies up to 64 KiB"
+        " always fit), or more prompts than its render processes can take. For a read of the admin API: it waited"
+        " for 10 s.",
+        "query_timeout": "A read of the admin API took too long. Choose a shorter time or fewer groups.",
+        "no_replica": "No replica serves the model now.",
+        "model_starting": "The model was scaled to zero and starts. `state`, `progress` (0 to 1) and `eta_s` show"
+        " how far it is; see `Retry-After`. Stream the response to wait for it.",
+        "draining": "The server is shutting down.",
+        "engine_unavailable": "The replica is loading its model or restarting its engine, or its engine has failed.",
+        "limits_unavailable": "Redis is unreachable, and the project's quota failure mode is `closed`.",
+        "signing_keys_missing": "The keys that verify tokens have not been fetched yet.",
+        "ledger_full": "Usage can be recorded neither in the store nor on disk.",
+        "issuer_unavailable": "The issuer for signing in to the console cannot be reached.",
+        "store_unavailable": "The admin API cannot reach the store.",
+    },
+    504: {
+        "deadline_exceeded": "`timeout_s` ended before the response began.",
+    },
+}
+
+ERROR_CODES = tuple(
+    ErrorCode(status, code, meaning)
+    for status, meanings in _MEANINGS.items()
+    for code, meaning in meanings.items()
 )
 """Sorted by status. `refused_by_replica` is left out: it has the status of the replica's refusal (4xx)."""
