@@ -115,8 +115,8 @@ def shared_operations(
 ) -> dict[str, Operation]:
     """Return the operations that gateway and replica share, by path.
 
-    The arguments are descriptions of errors by status: of completions, of other operations on a model, of the list of
-    models, of `/ready`, of `/health`, and of `/metrics` and the document itself.
+    Each argument describes errors by status. `utility` is for other operations on a model than completions, and
+    `operator` for `/metrics` and the document itself.
     """
     operation = json_operation
     return {
