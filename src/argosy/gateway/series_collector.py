@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from argosy.deployment import GatewayConfig
@@ -199,9 +198,8 @@ def _archive_path(config: GatewayConfig) -> Path | None:
     return state_folder() / "series" / f"{address.strip('-')}.sqlite"
 
 
-class _Reading(msgspec.Struct, frozen=True):
-    report: LoadResponse
-    reported_at: float
+_Reading = tuple[LoadResponse, float]
+"""Report of a replica and its time."""
 
 
 class EngineGauges:
@@ -224,22 +222,22 @@ class EngineGauges:
         if report is None or not report.phase_s_total:
             return UNKNOWN_ENGINE
         blocks = (report.kv_blocks_used, report.kv_blocks_cached)
-        now = _Reading(report, replica.load.reported_at)
+        now = (report, replica.load.reported_at)
         last = self._last.get(replica.name)
         self._current[replica.name] = now
         return (*blocks, *(_UNKNOWN_RATES if last is None else _rates(last, now)))
 
 
 def _rates(last: _Reading, now: _Reading) -> Sequence[float]:
-    steps = now.report.step - last.report.step
-    preemptions = now.report.preemptions_total - last.report.preemptions_total
-    elapsed_s = now.reported_at - last.reported_at
+    (before, reported_before), (report, reported_at) = last, now
+    steps, elapsed_s = report.step - before.step, reported_at - reported_before
+    preemptions = report.preemptions_total - before.preemptions_total
     if steps < 0 or preemptions < 0:  # another process of the engine core
         return _UNKNOWN_RATES
     phases = [
-        (seconds - last.report.phase_s_total.get(phase, 0.0)) / steps if steps else math.nan
-        for phase, seconds in (
-            (phase, now.report.phase_s_total.get(phase, math.nan)) for phase in STEP_PHASES
-        )
+        (report.phase_s_total.get(phase, math.nan) - before.phase_s_total.get(phase, 0.0)) / steps
+        if steps
+        else math.nan
+        for phase in STEP_PHASES
     ]
     return (preemptions / elapsed_s if elapsed_s > 0 else math.nan, *phases)

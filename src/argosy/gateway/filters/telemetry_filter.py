@@ -148,7 +148,23 @@ class TelemetryFilter:
             queue_s = 0.0 if trace.queued_at is None else queue_end - trace.queued_at
             metrics.queue.observe((model,), queue_s)
         if self._series is not None:
-            self._series.record_request(_build_sample(context, now, ttft_s, queue_s))
+            error, usage = context.error, trace.tokens
+            # A reached limit is apart from an invalid request.
+            is_limited = error is not None and error.status == HTTPStatus.TOO_MANY_REQUESTS
+            sample = RequestSample(
+                model=model,
+                tenant=trace.principal.tenant,
+                replica=context.replica_name,
+                outcome="limited" if context.status == "refused" and is_limited else context.status,
+                duration_s=now - trace.arrived_at,
+                ttft_s=ttft_s,
+                queue_s=queue_s,
+                input_tokens=usage.uncached_tokens,
+                cached_tokens=usage.cached_tokens,
+                output_tokens=usage.output_tokens - context.series_tokens,
+                cost_nano_dollars=context.bill.nano_dollars,
+            )
+            self._series.record_request(sample)
         if trace.pauses:
             metrics.pauses.add((model,), len(trace.pauses))
         for previous, attempt in itertools.pairwise(trace.attempts):
@@ -168,30 +184,3 @@ class TelemetryFilter:
             metrics.failovers.add((model,))
         elif attempt.sent_at is not None:  # an unsent attempt is no retry
             metrics.retries.add((model,))
-
-
-def _build_sample(
-    context: RequestContext, now: float, ttft_s: float | None, queue_s: float | None
-) -> RequestSample:
-    """Build what the series count of an ended request."""
-    trace = context.trace
-    usage = trace.tokens
-    return RequestSample(
-        model=trace.model,
-        tenant=trace.principal.tenant,
-        replica=context.replica_name,
-        outcome=_series_outcome(context),
-        duration_s=now - trace.arrived_at,
-        ttft_s=ttft_s,
-        queue_s=queue_s,
-        input_tokens=usage.uncached_tokens,
-        cached_tokens=usage.cached_tokens,
-        output_tokens=usage.output_tokens - context.series_tokens,
-        cost_nano_dollars=context.bill.nano_dollars,
-    )
-
-
-def _series_outcome(context: RequestContext) -> str:
-    """Return the class in which the series count a request. A reached limit is apart from an invalid request."""
-    is_limited = context.error is not None and context.error.status == HTTPStatus.TOO_MANY_REQUESTS
-    return "limited" if context.status == "refused" and is_limited else context.status
