@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -38,13 +36,11 @@ from argosy.gateway.pool.pool import Pool
 from argosy.gateway.request_context import RequestContext
 from argosy.policy import LeaseGrant, LeaseRequest, calendar_bounds
 from argosy.protocol import ApiError
-from argosy.store import Limit, QuotaDemand, QuotaFailureMode, UsageReportRow, steady_clock
+from argosy.store import Clock, Limit, QuotaDemand, QuotaFailureMode, UsageReportRow, steady_clock
 from argosy.store.redis_quota_backend import RedisQuotaBackend
 from argosy.telemetry import QuotaBackendGauges
 
 WAIT_TIMEOUT_S = 30.0
-ROOT = Path(__file__).resolve().parents[3]
-LIMITS_PROCESS = "tests.support.limits_process"
 
 
 @pytest.fixture
@@ -52,6 +48,22 @@ def server() -> Iterator[RedisServer]:
     """Redis of this test alone, which the test may kill."""
     with running_redis() as server:
         yield server
+
+
+@contextlib.asynccontextmanager
+async def open_filter(
+    backend: RedisQuotaBackend,
+    *limits: Limit,
+    failure_mode: QuotaFailureMode = "open",
+    clock: Clock = steady_clock,
+) -> AsyncIterator[LimitFilter]:
+    limit_filter = LimitFilter(backend, clock)
+    limit_filter.apply_snapshot(make_snapshot(*limits, failure_mode=failure_mode))
+    await limit_filter.start()
+    try:
+        yield limit_filter
+    finally:
+        await limit_filter.close()
 
 
 @contextlib.asynccontextmanager
@@ -64,18 +76,15 @@ async def shared_filters(
     gateway_ttl_s: float = 5.0,
 ) -> AsyncIterator[list[LimitFilter]]:
     """Open one limit filter per gateway. The Redis timeout is long, because the machine may be busy."""
-    filters = [
-        LimitFilter(RedisQuotaBackend(server.url, timeout_s=timeout_s, gateway_ttl_s=gateway_ttl_s))
+    backends = [
+        RedisQuotaBackend(server.url, timeout_s=timeout_s, gateway_ttl_s=gateway_ttl_s)
         for _ in range(count)
     ]
-    for each in filters:
-        each.apply_snapshot(make_snapshot(*limits, failure_mode=failure_mode))
-        await each.start()
-    try:
-        yield filters
-    finally:
-        for each in filters:
-            await each.close()
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(open_filter(each, *limits, failure_mode=failure_mode))
+            for each in backends
+        ]
 
 
 async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -180,10 +189,8 @@ async def test_concurrency_limit_holds_over_all_gateways(server: RedisServer) ->
 async def test_slow_stream_ends_at_limit(server: RedisServer, window: str, pause_s: float) -> None:
     now = calendar_bounds("day", steady_clock())[0] + 3600.0
     backend = RedisQuotaBackend(server.url, clock=lambda: now, timeout_s=10.0)
-    limits = LimitFilter(backend, lambda: now)
-    limits.apply_snapshot(make_snapshot(make_limit("tokens", 100, window)))  # type: ignore[arg-type]
-    await limits.start()
-    try:
+    limit = make_limit("tokens", 100, window)  # type: ignore[arg-type]
+    async with open_filter(backend, limit, clock=lambda: now) as limits:
         other_meter = backend.create_meter(make_limit("requests", 100_000, "hour"))
         context = make_context(max_tokens=None)
         assert await find_rejection(limits, context) is None
@@ -193,8 +200,6 @@ async def test_slow_stream_ends_at_limit(server: RedisServer, window: str, pause
             assert await backend.acquire([(other_meter, 1)])  # waits for a reply of Redis
             now += pause_s
         assert 90 <= context.delivered.output_tokens <= 92
-    finally:
-        await limits.close()
 
 
 async def test_insufficient_grant_serves_streams_and_smaller_requests(server: RedisServer) -> None:
@@ -241,15 +246,10 @@ class ContendedBackend(RedisQuotaBackend):
 
 
 async def test_request_acquires_again_after_others_used_its_grant(server: RedisServer) -> None:
-    limits = LimitFilter(ContendedBackend(server.url, timeout_s=10.0))
-    limits.apply_snapshot(
-        make_snapshot(make_limit("tokens", 10**9, "day"), make_limit("requests", 10**9))
-    )
-    await limits.start()
-    try:
+    backend = ContendedBackend(server.url, timeout_s=10.0)
+    of_key = make_limit("tokens", 10**9, "day"), make_limit("requests", 10**9)
+    async with open_filter(backend, *of_key) as limits:
         assert await is_admitted(limits)
-    finally:
-        await limits.close()
 
 
 async def test_utility_call_acquires_request_from_redis(server: RedisServer) -> None:
@@ -264,28 +264,19 @@ async def test_utility_call_acquires_request_from_redis(server: RedisServer) -> 
 # --- gateways that come and go -------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def limits_process(server: RedisServer, num_requests: int) -> Iterator[subprocess.Popen[str]]:
-    """Run another gateway's limit filter with running requests in a process."""
-    command = [sys.executable, "-m", LIMITS_PROCESS, server.url, str(num_requests)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 async def test_concurrency_slots_of_killed_gateway_are_freed(server: RedisServer) -> None:
-    async with shared_filters(server, make_limit("concurrency", 3), count=1, gateway_ttl_s=1.0) as [
-        limits
-    ]:
-        with limits_process(server, 3) as process:
-            assert process.stdout is not None
-            assert (await asyncio.to_thread(process.stdout.readline)).strip() == "3"
-            assert not await is_admitted(limits)
-            process.kill()
+    limit, killed = make_limit("concurrency", 3), RedisQuotaBackend(server.url, timeout_s=10.0)
+    async with (
+        open_filter(killed, limit) as killed_limits,
+        shared_filters(server, limit, count=1, gateway_ttl_s=1.0) as [limits],
+    ):
+        assert await count_admitted(killed_limits, 3) == 3
+        assert not await is_admitted(limits)
+        assert killed._exchange_task is not None  # noqa: SLF001 - as SIGKILL, without a last message
+        killed._exchange_task.cancel()  # noqa: SLF001
         await wait_until(lambda: is_admitted(limits))
         assert await count_admitted(limits, 2) == 2
+        killed.is_connected = False  # it says no farewell
 
 
 async def test_stopping_gateway_returns_its_leases(server: RedisServer) -> None:
@@ -557,11 +548,9 @@ async def test_backend_follows_name_to_new_primary(server: RedisServer, tmp_path
 
 
 async def test_absent_redis_does_not_delay_requests() -> None:
-    limits = LimitFilter(RedisQuotaBackend("unix:///nowhere/redis.sock"))
-    limits.apply_snapshot(make_snapshot(make_limit("requests", 3)))
-    await limits.start()
-    assert [await is_admitted(limits) for _ in range(4)] == [True, True, True, False]
-    await limits.close()
+    backend = RedisQuotaBackend("unix:///nowhere/redis.sock")
+    async with open_filter(backend, make_limit("requests", 3)) as limits:
+        assert [await is_admitted(limits) for _ in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("password", ["wrong", None])

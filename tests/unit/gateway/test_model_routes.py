@@ -224,18 +224,6 @@ def test_routing_and_unknown_tenants_are_logged() -> None:
     assert logs == [unknown, event, unknown]
 
 
-def test_unknown_tenant_is_logged_once_at_start() -> None:
-    with capture_logs() as logs:
-        router = make_router(
-            RouteConfig(name="beta", tenants=("acem",), target_model="next"),
-            RouteConfig(name="gold", tiers=("premium",), target_model="next"),
-        )
-        assert [event["routes"] for event in logs] == [{"beta": ("acem",)}]
-        router.apply_snapshot(SNAPSHOT)
-        router.apply_snapshot(AccountSnapshot(organisations=(ACME,)))
-    assert len(logs) == 1
-
-
 def test_unknown_models_of_limits_and_prices_are_logged() -> None:
     def priced(*names: str) -> AccountSnapshot:
         prices = (Price(model=name, input=1, cached_input=1, output=1) for name in names)

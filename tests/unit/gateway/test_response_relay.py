@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -50,16 +50,20 @@ class FakeWriter(ResponseWriter):
     """A response writer that keeps the client's data."""
 
     data: bytes = b""
+    keepalives: int = 0
+    """Number of keep-alive comments."""
     is_full: bool = False
 
     def write_events(self, events: bytes) -> None:
         self.data += events
 
+    def send_keepalive(self) -> None:
+        self.keepalives += 1
+
     def discard(self) -> bool:
         return False
 
 
-T = TypeVar("T", bound=FakeWriter)
 SETTINGS = GatewayConfig(
     models=[],
     timeouts=Timeouts(first_token_timeout_s=60.0, stream_idle_timeout_s=20.0),
@@ -121,12 +125,11 @@ NATIVE_STREAM: Json = {"model": "m", "messages": [], "stream": True}
 
 
 def make_relay(
-    writer: T,
     clock: Callable[[], float],
     body: Json = NATIVE_STREAM,
     limit: TokenLimit | None = None,
     kind: BackendKind = "argosy",
-) -> tuple[T, RequestContext, ResponseRelay, UpstreamResponse]:
+) -> tuple[FakeWriter, RequestContext, ResponseRelay, UpstreamResponse]:
     """Return a writer, a request to one replica of this kind, its relay, and an upstream response that feeds it."""
     api = CHAT if "messages" in body else COMPLETION
     fields = parse_request_fields(json.dumps(body).encode(), api.prompt_fields[0])
@@ -141,7 +144,7 @@ def make_relay(
     continuation = StreamContinuation(fields, api.path, context.delivered)
     plan = continuation.plan_upstream(UpstreamTarget(get_adapter(kind), "m"))
     assert plan is not None
-    task = Mock(spec=asyncio.Task)
+    writer, task = FakeWriter(), Mock(spec=asyncio.Task)
     relay = ResponseRelay(context, writer, continuation, driver, task=task, settings=SETTINGS)
     relay.attach(call, plan.parser)
     return writer, context, relay, call
@@ -155,7 +158,7 @@ def relay_chunks(
     async def feed() -> tuple[RequestContext, FakeWriter, TokenLimit]:
         limit = TokenLimit(max_tokens)
         writer, context, relay, response = make_relay(
-            FakeWriter(), lambda: 0.0, NATIVE_STREAM | {"n": len(lengths)}, limit
+            lambda: 0.0, NATIVE_STREAM | {"n": len(lengths)}, limit
         )
         for chunk in chunks:
             response.on_body(chunk)
@@ -204,20 +207,10 @@ def test_delivered_output_equals_counted_output_at_any_limit(
     assert all(count < max_tokens for count in counts[:-1])
 
 
-@dataclass
-class KeepaliveCounter(FakeWriter):
-    """A writer that counts keep-alive comments."""
-
-    keepalives: int = 0
-
-    def send_keepalive(self) -> None:
-        self.keepalives += 1
-
-
 async def test_replica_that_sends_only_comments_times_out() -> None:
     """The client does not get the replica's comments, but keep-alive comments of the gateway."""
     now = 0.0
-    writer, context, relay, response = make_relay(KeepaliveCounter(), lambda: now)
+    writer, context, relay, response = make_relay(lambda: now)
     response.on_body(b": argosy prompt 7 3\n\n")
     keepalives = []
     for second in range(1, 61):
@@ -237,7 +230,7 @@ async def test_replica_that_sends_only_comments_times_out() -> None:
 
 async def test_client_gets_keepalives_during_failover() -> None:
     now = 0.0
-    writer, _, relay, response = make_relay(KeepaliveCounter(), lambda: now)
+    writer, _, relay, response = make_relay(lambda: now)
     response.on_body(b": argosy 0 1\n\n")
     relay.detach()
     keepalives = []
@@ -250,7 +243,7 @@ async def test_client_gets_keepalives_during_failover() -> None:
 
 async def test_tokens_without_text_prevent_timeout() -> None:
     now = 0.0
-    _, context, relay, response = make_relay(KeepaliveCounter(), lambda: now)
+    _, context, relay, response = make_relay(lambda: now)
     for second in range(1, 90):
         now = float(second)
         if second % 10 == 0:
@@ -262,7 +255,7 @@ async def test_tokens_without_text_prevent_timeout() -> None:
 
 async def test_slowdown_after_fast_start_is_measured_immediately() -> None:
     now = 0.0
-    _, context, relay, response = make_relay(FakeWriter(), lambda: now)
+    _, context, relay, response = make_relay(lambda: now)
     (load,) = context.pool.reachable_loads()
     for token in range(50):
         response.on_body(b": argosy 0 %d\n\n" % token)
@@ -281,7 +274,7 @@ async def test_slowdown_after_fast_start_is_measured_immediately() -> None:
 
 async def test_slow_client_does_not_make_replica_look_slow() -> None:
     now = 0.0
-    _, context, relay, response = make_relay(FakeWriter(), lambda: now)
+    _, context, relay, response = make_relay(lambda: now)
     (load,) = context.pool.reachable_loads()
 
     def stream_tokens() -> None:
@@ -308,7 +301,7 @@ async def test_slow_client_does_not_make_replica_look_slow() -> None:
 
 async def test_replica_is_measured_again_after_backpressure_ends() -> None:
     now = 0.0
-    _, context, relay, response = make_relay(FakeWriter(), lambda: now)
+    _, context, relay, response = make_relay(lambda: now)
     (load,) = context.pool.reachable_loads()
     response.on_body(b": argosy 0 1\n\n")
     relay.on_backpressure()
@@ -335,7 +328,7 @@ class PausableCall(UpstreamCall):
 
 
 async def test_backpressure_pauses_current_and_next_replica() -> None:
-    _, context, relay, _ = make_relay(FakeWriter(), lambda: 0.0)
+    _, context, relay, _ = make_relay(lambda: 0.0)
     relay.detach()
     assert context.placement is not None
     (attempt,) = context.placement.attempts
@@ -374,9 +367,7 @@ def counts(context: RequestContext) -> Counts:
 
 def count_stream(body: Json, *chunks: Json, kind: BackendKind, is_complete: bool) -> Counts:
     """Relay a stream of these chunks, and return its counts."""
-    _, context, relay, call = make_relay(
-        FakeWriter(), lambda: 0.0, body | {"stream": True}, kind=kind
-    )
+    _, context, relay, call = make_relay(lambda: 0.0, body | {"stream": True}, kind=kind)
     for chunk in chunks:
         call.on_body(format_event(json.dumps(chunk).encode()))
     if is_complete:
@@ -648,7 +639,7 @@ async def test_tokens_of_whole_response(
     body: Json, response: Json, prompt: tuple[int, int], output: tuple[int, int]
 ) -> None:
     """`prompt` and `output` are the least and the greatest counts that are right."""
-    _, context, relay, _ = make_relay(FakeWriter(), lambda: 0.0, body, kind="llama.cpp")
+    _, context, relay, _ = make_relay(lambda: 0.0, body, kind="llama.cpp")
     content = json.dumps(response).encode()
     buffered = BufferedResponse(200, content, b"application/json", parse_response_body(content))
     relay.record_buffered(buffered, 0.0, get_adapter("llama.cpp"))
