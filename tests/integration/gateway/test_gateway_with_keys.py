@@ -23,7 +23,6 @@ from tests.support.gateway_processes import (
     open_organisation,
     open_sdk_client,
 )
-from tests.support.javascript_sdk import run_javascript
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 from typer.testing import CliRunner
@@ -284,23 +283,6 @@ async def test_python_sdk_gets_responses_and_key_errors(url: str, tokenizer: Tok
             assert headers["x-ratelimit-remaining-requests"] == "0"
             assert headers["x-ratelimit-reset-requests"].endswith("s")
         assert len(gateway.engine.requests) == 1
-
-
-async def test_javascript_sdk_gets_responses_and_key_errors(url: str, tokenizer: Tokenizer) -> None:
-    async with run_tenant_gateway(url, tokenizer) as gateway:
-        gateway.engine.script = constant_script(reply_script(tokenizer, REPLY))
-        names = ("web", "other model", "limited", "expired")
-        keys = [gateway.keys[name] for name in names]
-        await asyncio.sleep(0.2)  # until the last key has expired
-        output = await run_javascript("gateway.mjs", f"{gateway.url}/v1", "big", *keys)
-    assert output["good"] == {"models": ["big", "largest"], "chat": REPLY, "stream": REPLY}
-    assert output["unknown"]["kind"] == output["expired"]["kind"] == "AuthenticationError"
-    assert output["unknown"]["code"] == "invalid_api_key"
-    assert output["expired"]["code"] == "expired_api_key"
-    assert output["elsewhere"]["kind"] == "PermissionDeniedError"
-    assert output["limited"]["kind"] == "RateLimitError"
-    assert output["limited"]["remaining"] == "0"
-    assert 0 < int(output["limited"]["retryAfter"]) <= MAX_RETRY_AFTER_S
 
 
 # --- accounts that change while the gateway runs ---------------------------------------------------

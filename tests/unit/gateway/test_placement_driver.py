@@ -19,7 +19,6 @@ from argosy.policy.placement import (
     PlacementPool,
     QueueLimits,
     RefusalReason,
-    RequestState,
     Selection,
     Tick,
 )
@@ -101,24 +100,6 @@ def test_configured_maximum_is_not_reduced_by_other_gateways() -> None:
     assert [replica.slot_share(tier, 0.0) for tier in range(3)] == [4, 4, 2]
     replica.update_slot_shares([])
     assert replica.slot_share(1, 0.0) == 4
-
-
-@pytest.mark.parametrize("has_failed_over", [False, True])
-async def test_end_of_request_that_was_not_sent_yet_frees_its_slot(has_failed_over: bool) -> None:
-    gateway = GatewayWithoutReplicas()
-    running = [gateway.send() for _ in range(6)]
-    replicas = set(gateway.pool.replicas.values())
-    gone = gateway.send()
-    if has_failed_over:
-        while running:
-            gateway.answer(running.pop())
-        end_attempt(gateway.driver, gone.request, AttemptEnding.LOST, None)
-        assert gone.request.state is RequestState.SENT
-    gateway.driver.end(gone.request)
-    for placed in running:
-        gateway.answer(placed)
-    assert all(not each.load.in_flight and not each.load.sent_tokens for each in replicas)
-    assert [record.outcome for record in gone.request.records] == ["ended"] * 2 * has_failed_over
 
 
 async def test_reserved_slots_do_not_end_wait_of_old_requests() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.gateway_harness import RecordingFilter
 from tests.support.placed_requests import place
 
 from argosy.deployment import BackendKind, GatewayConfig, Timeouts
@@ -42,7 +43,7 @@ from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import HttpExchange
 from argosy.policy import weighted_tokens
 from argosy.policy.placement import PlacementRequest
-from argosy.protocol import EarlyStopReason, EventParser, format_event, parse_endpoint
+from argosy.protocol import EventParser, format_event, parse_endpoint
 
 
 @dataclass
@@ -87,37 +88,16 @@ def make_native_stream(lengths: list[int]) -> bytes:
     return stream + b"data: [DONE]\n\n"
 
 
-class TokenLimit:
-    """Filter that ends the response after `max_tokens` tokens and keeps the counts."""
+def sum_charges(driver: PlacementDriver) -> list[float]:
+    """Return a list to which the driver's queue is going to add what it is charged."""
+    charges, record_progress = list[float](), driver.record_progress
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.counts = [0]
-        self.charged = 0.0
-        """Cost that the queue is charged."""
+    def record(request: PlacementRequest, output_tokens: int, service: float) -> None:
+        charges.append(service)
+        record_progress(request, output_tokens, service)
 
-    def observe(self, driver: PlacementDriver) -> None:
-        """Sum what the driver's queue is charged."""
-        record_progress = driver.record_progress
-
-        def record_and_sum(request: PlacementRequest, output_tokens: int, service: float) -> None:
-            self.charged += service
-            record_progress(request, output_tokens, service)
-
-        driver.record_progress = record_and_sum  # type: ignore[method-assign]
-
-    async def on_request(self, context: RequestContext) -> bool:
-        del context
-        return True
-
-    def on_tokens(
-        self, context: RequestContext, chunk_times: Sequence[float]
-    ) -> EarlyStopReason | None:
-        del chunk_times
-        self.counts.append(context.delivered.output_tokens)
-        return "limit" if self.counts[-1] >= self.max_tokens else None
-
-    def on_complete(self, context: RequestContext) -> None: ...
+    driver.record_progress = record  # type: ignore[method-assign]
+    return charges
 
 
 Json = dict[str, Any]
@@ -127,7 +107,6 @@ NATIVE_STREAM: Json = {"model": "m", "messages": [], "stream": True}
 def make_relay(
     clock: Callable[[], float],
     body: Json = NATIVE_STREAM,
-    limit: TokenLimit | None = None,
     kind: BackendKind = "argosy",
 ) -> tuple[FakeWriter, RequestContext, ResponseRelay, UpstreamResponse]:
     """Return a writer, a request to one replica of this kind, its relay, and an upstream response that feeds it."""
@@ -138,9 +117,6 @@ def make_relay(
     exchange = cast("HttpExchange", None)  # no client is disconnected
     context = RequestContext(exchange, fields, api, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
     driver, call = place(context, clock)
-    if limit is not None:
-        context.filters.append(limit)
-        limit.observe(driver)
     continuation = StreamContinuation(fields, api.path, context.delivered)
     plan = continuation.plan_upstream(UpstreamTarget(get_adapter(kind), "m"))
     assert plan is not None
@@ -150,24 +126,20 @@ def make_relay(
     return writer, context, relay, call
 
 
-def relay_chunks(
+async def relay_chunks(
     lengths: list[int], max_tokens: int, chunks: list[bytes]
-) -> tuple[RequestContext, FakeWriter, TokenLimit]:
-    """Relay the chunks with a limit of `max_tokens`. Also returns the writer and the limit's state."""
-
-    async def feed() -> tuple[RequestContext, FakeWriter, TokenLimit]:
-        limit = TokenLimit(max_tokens)
-        writer, context, relay, response = make_relay(
-            lambda: 0.0, NATIVE_STREAM | {"n": len(lengths)}, limit
-        )
-        for chunk in chunks:
-            response.on_body(chunk)
-        if context.end_reason is None:
-            relay.finish_upstream()
-        relay.charge_delivered()
-        return context, writer, limit
-
-    return asyncio.run(feed())
+) -> tuple[RequestContext, FakeWriter, list[int], float]:
+    """Relay chunks with a limit. Also returns the tokens at each check of it, and what the queue is charged."""
+    limit = RecordingFilter(max_tokens=max_tokens)
+    writer, context, relay, response = make_relay(lambda: 0.0, NATIVE_STREAM | {"n": len(lengths)})
+    context.filters.append(limit)
+    charges = sum_charges(relay._driver)  # noqa: SLF001 - the relay's own
+    for chunk in chunks:
+        response.on_body(chunk)
+    if context.end_reason is None:
+        relay.finish_upstream()
+    relay.charge_delivered()
+    return context, writer, [0, *limit.token_counts], sum(charges)
 
 
 @given(
@@ -181,8 +153,7 @@ def test_delivered_output_equals_counted_output_at_any_limit(
     stream = make_native_stream(lengths)
     boundaries = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
     chunks = [stream[start:end] for start, end in pairwise(boundaries)]
-    context, writer, limit = relay_chunks(lengths, max_tokens, chunks)
-    counts = limit.counts
+    context, writer, counts, charged = asyncio.run(relay_chunks(lengths, max_tokens, chunks))
     *events, done = EventParser().feed(writer.data)
     assert done == b"[DONE]"
     ids: dict[int, list[int]] = {choice: [] for choice in range(len(lengths))}
@@ -196,13 +167,13 @@ def test_delivered_output_equals_counted_output_at_any_limit(
                 finishes[choice["index"]] = choice.get("stop_reason") or "length"
     delivered = context.delivered
     assert sum(map(len, ids.values())) == delivered.output_tokens == counts[-1]
-    assert limit.charged == weighted_tokens(7 - 3, counts[-1])
+    assert charged == weighted_tokens(7 - 3, counts[-1])
     assert counts == sorted(set(counts))
     assert finishes.keys() == ids.keys()
     for choice, length in enumerate(lengths):
         assert ids[choice] == list(range(len(ids[choice])))
-        assert finishes[choice] == ("length" if len(ids[choice]) == length else "limit")
-    stopped = "limit" in finishes.values()
+        assert finishes[choice] == ("length" if len(ids[choice]) == length else "budget")
+    stopped = "budget" in finishes.values()
     assert stopped == (delivered.output_tokens < sum(lengths))
     assert all(count < max_tokens for count in counts[:-1])
 
