@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 import httpx2
 import pytest
 from tests.support.cutting_proxy import StreamCutter, cutting_proxy
-from tests.support.gateway_client import CHAT, COMPLETION, StreamResult, chunk_text, gateway
+from tests.support.gateway_client import (
+    CHAT,
+    COMPLETION,
+    StreamResult,
+    chunk_text,
+    gateway,
+    read_stream,
+)
 from tests.support.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
@@ -59,24 +67,15 @@ async def cuttable_gateway(
         yield *await stack.enter_async_context(cuttable_gateway), cutter
 
 
-async def read_stream(
+async def send(
     client: httpx2.AsyncClient,
     path: str,
     extra: dict[str, object],
-    fault: tuple[VllmServer, signal.Signals] | None = None,
+    fault: Callable[[], object] | None = None,
 ) -> StreamResult:
-    """Read a stream. Send the signal to the server after the eighth chunk."""
+    """Read a stream, with a fault after its eighth chunk."""
     body = {"model": "big", "stream": True} | GREEDY | BODIES[path] | extra
-    received = StreamResult()
-    async with client.stream("POST", path, json=body) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                received.add_event(line[6:])
-            if fault is not None and len(received.chunks) == 8:
-                fault[0].signal(fault[1])
-                fault = None
-    return received
+    return await read_stream(client, path, body, fault)
 
 
 def assert_same_stream(
@@ -135,11 +134,11 @@ async def test_greedy_stream_resumes_after_any_cut(
     servers: list[VllmServer], path: str, extra: dict[str, object]
 ) -> None:
     async with cuttable_gateway(servers) as (_, client, cutter):
-        undisturbed = await read_stream(client, path, extra)
+        undisturbed = await send(client, path, extra)
         assert (undisturbed.done_count, len(undisturbed.finish_reasons)) == (1, 1)
         for events in (0, 1, 2, 7, 13):
             cutter.events_left = events
-            assert_same_stream(await read_stream(client, path, extra), undisturbed, extra)
+            assert_same_stream(await send(client, path, extra), undisturbed, extra)
             assert cutter.events_left is None
 
 
@@ -160,7 +159,7 @@ async def test_cut_within_character_never_leaks_prompt(
                 "seed": cut,
                 "allowed_token_ids": split_character_ids,
             }
-            received = await read_stream(client, path, extra)
+            received = await send(client, path, extra)
             assert cutter.events_left is None
             assert "Zebra" not in received.text
             assert (received.done_count, received.errors, received.token_counts[0][1]) == (
@@ -176,10 +175,10 @@ async def test_resumed_seeded_stream_is_marked_in_fingerprint(
 ) -> None:
     async with cuttable_gateway(servers) as (_, client, cutter):
         extra: dict[str, object] = {"temperature": 0.9, "seed": 7}
-        undisturbed = await read_stream(client, path, extra)
-        assert (await read_stream(client, path, extra)).text == undisturbed.text
+        undisturbed = await send(client, path, extra)
+        assert (await send(client, path, extra)).text == undisturbed.text
         cutter.events_left = 9
-        received = await read_stream(client, path, extra)
+        received = await send(client, path, extra)
         marks = [chunk.get("system_fingerprint") for chunk in received.chunks]
         first = marks.index("resumed")
         text = "".join(chunk_text(chunk["choices"][0]) for chunk in received.chunks[:first])
@@ -207,7 +206,7 @@ async def test_stream_with_more_than_text_ends_with_error_after_cut(
 ) -> None:
     async with cuttable_gateway(servers) as (_, client, cutter):
         cutter.events_left = 6
-        received = await read_stream(client, path, extra)
+        received = await send(client, path, extra)
         assert [error["code"] for error in received.errors] == ["upstream_failed"]
         assert received.text
         assert not received.done_count
@@ -224,72 +223,40 @@ async def test_rejection_in_stream_keeps_breaker_closed(
 ) -> None:
     async with cuttable_gateway(servers) as (running, client, _):
         for _ in range(8):
-            received = await read_stream(client, path, extra)
+            received = await send(client, path, extra)
             assert [error["code"] for error in received.errors] == ["refused_by_replica"]
             assert (received.text, received.done_count) == ("", 0)
         assert all(replica.health.breaker.is_closed for replica in running.replicas)
 
 
-@paths
-async def test_stalled_server_fails_over(servers: list[VllmServer], path: str) -> None:
-    async with cuttable_gateway(servers) as (_, client, _):
-        undisturbed = await read_stream(client, path, {})
-        try:
-            received = await read_stream(
-                client, path, {}, (servers[1], signal.SIGSTOP)
-            )  # routing alternates between the servers
-        finally:
-            servers[1].signal(signal.SIGCONT)
-        assert_same_stream(received, undisturbed, {})
-
-
-async def keep_busy(
-    running: GatewayServer, client: httpx2.AsyncClient, body: dict[str, Any]
-) -> list[asyncio.Task[httpx2.Response]]:
-    """Send non-streamed requests until each server runs one."""
-    replicas, pending = running.replicas, list[asyncio.Task[httpx2.Response]]()
-
-    def all_dispatched() -> bool:
-        done = sum(task.done() for task in pending)
-        return sum(replica.load.in_flight for replica in replicas) + done == len(pending)
-
-    while not all(replica.load.in_flight for replica in replicas):
-        await until(lambda: all(replica.health.breaker.is_closed for replica in replicas))
-        pending.append(asyncio.create_task(client.post(COMPLETION, json=body)))
-        await until(all_dispatched)
-    return pending
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_requests_survive_end_of_server(
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
+async def test_stream_survives_signal_to_server(
     servers: list[VllmServer], number: signal.Signals
 ) -> None:
     extra: dict[str, object] = {"max_tokens": 300, "ignore_eos": True}
-    body = {"model": "big", "temperature": 0} | extra | BODIES[COMPLETION]
-    async with cuttable_gateway(servers, PATIENT) as (running, client, _):
-        undisturbed = await read_stream(client, COMPLETION, extra)
-        expected_body = (await client.post(COMPLETION, json=body)).json()
-        pending = await keep_busy(running, client, body)
+    async with cuttable_gateway(servers, BUSY if number is signal.SIGSTOP else PATIENT) as (
+        _,
+        client,
+        _,
+    ):
+        undisturbed = await send(client, COMPLETION, extra)
         try:
-            fault = (servers[1], number)
-            streams = (read_stream(client, COMPLETION, extra, each) for each in (fault, None))
-            for stream in await asyncio.gather(*streams):
-                assert_same_stream(stream, undisturbed, extra)
-            servers[1].kill()  # after SIGTERM a server may hang, so kill it as well
-            for response in await asyncio.gather(*pending):
-                assert response.json()["choices"] == expected_body["choices"]
-                assert response.json()["usage"] == expected_body["usage"]
+            # Routing alternates between the servers.
+            received = await send(client, COMPLETION, extra, partial(servers[1].signal, number))
+            assert_same_stream(received, undisturbed, extra)
         finally:
-            servers[1].kill()
-            servers[1].start()
-            await asyncio.to_thread(servers[1].wait_ready)
+            servers[1].signal(signal.SIGCONT)
+            if number is not signal.SIGSTOP:
+                servers[1].kill()  # after SIGTERM a server may hang
+                servers[1].start()
+                await asyncio.to_thread(servers[1].wait_ready)
 
 
 async def test_higher_priority_runs_first_in_vllm() -> None:
     """The server runs four requests at a time and schedules by priority. The gateway does not know the four."""
     started_numbers: list[int] = []
 
-    async def send(client: httpx2.AsyncClient, number: int, priority: int) -> None:
+    async def send_numbered(client: httpx2.AsyncClient, number: int, priority: int) -> None:
         body = {"model": "big", "stream": True, "priority": priority, "max_tokens": 60}
         body |= BODIES[COMPLETION] | {"ignore_eos": True}
         async with client.stream("POST", COMPLETION, json=body) as response:
@@ -309,7 +276,7 @@ async def test_higher_priority_runs_first_in_vllm() -> None:
             ):
                 (only,) = running.replicas
                 for number in range(16):
-                    tasks.create_task(send(client, number, 1))
+                    tasks.create_task(send_numbered(client, number, 1))
                 await until(lambda: len(started_numbers) >= 4 and only.load.in_flight == 16)
-                tasks.create_task(send(client, 16, 0))
+                tasks.create_task(send_numbered(client, 16, 0))
     assert started_numbers.index(16) < 12, "without priority scheduling it would be the last"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,6 +155,25 @@ def parse_stream(content: str) -> StreamResult:
     for line in content.splitlines():
         if line.startswith("data:"):
             result.add_event(line[5:].strip())
+    return result
+
+
+async def read_stream(
+    client: httpx2.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    after_eight_chunks: Callable[[], object] | None = None,
+) -> StreamResult:
+    """Read a stream, and call the function after its eighth chunk."""
+    result = StreamResult()
+    async with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                result.add_event(line[6:])
+            if after_eight_chunks is not None and len(result.chunks) == 8:
+                after_eight_chunks()
+                after_eight_chunks = None
     return result
 
 

@@ -33,23 +33,27 @@ class VllmServer:
 
     socket: Path
     options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=lambda: ENVIRONMENT)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
         self.socket.unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [
-                *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED_MODEL),
-                *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
-                *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
-                *("--uvicorn-log-level", "warning", *self.options),
-            ],
+            self.command(),
             cwd=self.socket.parent,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **self.environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def command(self) -> list[str | Path]:
+        return [
+            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED_MODEL),
+            *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
+            *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
+            *("--uvicorn-log-level", "warning", *self.options),
+        ]
 
     def wait_ready(self) -> None:
         while not self._is_ready():

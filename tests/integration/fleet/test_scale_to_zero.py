@@ -23,7 +23,7 @@ from argosy.deployment import ColdStartConfig
 ROOT = Path(__file__).parents[3]
 MODEL = "chat"
 BODY = BODIES[CHAT] | {"model": MODEL, "max_tokens": 4}
-NUM_CLIENTS = 11
+NUM_CLIENTS = 6
 GATED_REPLICA = 'while [ ! -e "$0" ]; do sleep 0.05; done; exec argosy replica "$@"'
 """Replica that starts once a file exists."""
 COLD_START = ColdStartConfig(non_streaming_hold_s=300.0)
