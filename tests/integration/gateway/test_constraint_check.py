@@ -75,26 +75,23 @@ async def run_native(
         yield running, upstream
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-async def test_malformed_request_is_refused_before_it_is_queued(kind: str) -> None:
-    fields, param = REFUSED[kind]
+async def test_malformed_request_is_refused_before_it_is_queued() -> None:
     recorder = RecordingFilter()
     async with run_native(recorder) as (running, upstream):
-        for _ in range(2):  # the second time from the cache
+        for fields, param in [*REFUSED.values()] * 2:  # the second time from the cache
             response = await running.client.post(CHAT, json=BODIES[CHAT] | fields)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, param)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert not upstream.requests
-    assert [context.status for context in recorder.completed] == ["refused", "refused"]
+    assert {context.status for context in recorder.completed} == {"refused"}
     assert not any(context.trace.attempts for context in recorder.completed)
 
 
-@pytest.mark.parametrize("kind", ACCEPTED)
-async def test_valid_request_reaches_replica(kind: str) -> None:
+async def test_valid_request_reaches_replica() -> None:
     async with run_native(RecordingFilter()) as (running, upstream):
-        response = await running.client.post(CHAT, json=BODIES[CHAT] | ACCEPTED[kind])
-    assert response.status_code == 200
-    assert ACCEPTED[kind].items() <= upstream.requests[0].body.items()
+        for kind, fields in ACCEPTED.items():
+            response = await running.client.post(CHAT, json=BODIES[CHAT] | fields)
+            assert response.status_code == 200, kind
+            assert fields.items() <= upstream.requests[-1].body.items(), kind
 
 
 async def test_abilities_of_other_backends_are_not_reduced() -> None:

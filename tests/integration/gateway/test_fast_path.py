@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import gc
 import itertools
 import json
 import socket
@@ -32,7 +31,6 @@ from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.filters import LimitFilter, UsageRecorder
 from argosy.gateway.proxy.fast_path import FastPath, SpliceProgress, load_fast_path
-from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.request_context import UNLIMITED_TOKENS
 from argosy.store import LocalQuotaBackend, UsageLog, UsageRecord
 
@@ -70,14 +68,22 @@ def socket_pair(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket,
         yield first, second
 
 
-def attach(
-    fast_path: FastPath, near: socket.socket, far: socket.socket, on_returned: Callable[[], None]
-) -> tuple[int, int]:
-    """Splice a stream whose first token has been delivered, without a limit. Returns its number and handle."""
-    sockets = near.fileno(), far.fileno()
-    stream = fast_path.attach(on_returned, *sockets, 1, UNLIMITED_TOKENS, None)
-    assert all(stream)
-    return stream
+@contextlib.contextmanager
+def splice_stream(
+    on_returned: Callable[[], object],
+) -> Iterator[tuple[FastPath, tuple[int, int], list[socket.socket]]]:
+    """Splice a stream whose first token has been delivered, without a limit.
+
+    Yields the fast path, the stream's number and handle, and the sockets of the replica, of the gateway towards it and
+    towards the client, and of the client.
+    """
+    fast_path = FastPath(load_fast_path())
+    with socket_pair() as (replica, near), socket_pair() as (far, client):
+        sockets = near.fileno(), far.fileno()
+        stream = fast_path.attach(on_returned, *sockets, 1, UNLIMITED_TOKENS, None)
+        assert all(stream)
+        yield fast_path, stream, [replica, near, far, client]
+    fast_path.close()
 
 
 @dataclass
@@ -256,107 +262,78 @@ def test_bytes_not_taken_by_slow_client_are_handed_back() -> None:
     assert progress.token_ids == b",".join(b"%d" % index for index in range(event_count))
 
 
-def test_disconnected_client_ends_splice() -> None:
-    async def splice_to_disconnected_client() -> SpliceProgress:
-        fast_path, ended = FastPath(load_fast_path()), asyncio.Event()
-        with socket_pair() as (replica, near), socket_pair() as (far, client):
-            client.close()
-            stream = attach(fast_path, near, far, ended.set)
-            replica.sendall(encode_chunk(make_event(4)))
-            await ended.wait()
-            progress = fast_path.detach(*stream)
-        fast_path.close()
-        return progress
-
-    progress = asyncio.run(splice_to_disconnected_client())
+async def test_disconnected_client_ends_splice() -> None:
+    ended = asyncio.Event()
+    with splice_stream(ended.set) as (fast_path, stream, (replica, _, _, client)):
+        client.close()
+        replica.sendall(encode_chunk(make_event(4)))
+        await ended.wait()
+        progress = fast_path.detach(*stream)
     assert decode_chunks(progress.unsent) == b'data: {"text":"x"}\n\n'
 
 
-def test_duplicated_descriptors_are_closed() -> None:
-    async def splice_repeatedly() -> None:
-        fast_path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
-        for _ in range(50):
-            with socket_pair() as (replica, near), socket_pair() as (far, client):
-                stream = attach(fast_path, near, far, fail)
-                near.close()
-                far.close()  # the numbers may be reused by now
-                replica.sendall(encode_chunk(make_event(4)))
-                assert await loop.sock_recv(client, 1000)
-                fast_path.detach(*stream)
-                # No other descriptor of the other ends is open.
-                assert await loop.sock_recv(client, 1000) == b""
-                assert await loop.sock_recv(replica, 1000) == b""
-        fast_path.close()
-
-    def fail() -> None:
-        raise AssertionError
-
+async def test_duplicated_descriptors_are_closed() -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    before = descriptors()
-    asyncio.run(splice_repeatedly())
+    loop, before = asyncio.get_running_loop(), descriptors()
+    for _ in range(20):
+        with splice_stream(lambda: None) as (fast_path, stream, (replica, near, far, client)):
+            near.close()
+            far.close()  # the numbers may be reused by now
+            replica.sendall(encode_chunk(make_event(4)))
+            assert await loop.sock_recv(client, 1000)
+            fast_path.detach(*stream)
+            # No other descriptor of the other ends is open.
+            assert await loop.sock_recv(client, 1000) == b""
+            assert await loop.sock_recv(replica, 1000) == b""
     assert descriptors() == before
 
 
 async def test_returned_sockets_are_released() -> None:
-    fast_path, ended = FastPath(load_fast_path()), asyncio.Event()
-    with socket_pair() as (replica, near), socket_pair() as (far, client):
-        stream = attach(fast_path, near, far, ended.set)
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    with splice_stream(ended.set) as (fast_path, stream, (replica, near, far, client)):
         near.close()
         far.close()
         replica.sendall(encode_chunk(DONE))
-        loop = asyncio.get_running_loop()
         assert await loop.sock_recv(client, 1000) == b""
         assert await loop.sock_recv(replica, 1000) == b""
         await ended.wait()
         assert fast_path.detach(*stream).unread == encode_chunk(DONE)
-    fast_path.close()
 
 
 async def test_half_received_chunk_is_handed_back() -> None:
-    fast_path = FastPath(load_fast_path())
-    with socket_pair() as (replica, near), socket_pair() as (far, client):
-        stream = attach(fast_path, near, far, lambda: None)
+    with splice_stream(lambda: None) as (fast_path, stream, (replica, _, _, client)):
         partial = encode_chunk(make_event(5))[:20]
         replica.sendall(encode_chunk(make_event(4)) + partial)
         assert await asyncio.get_running_loop().sock_recv(client, 1000)
         progress = fast_path.poll_progress(stream[1])
         assert (progress.token_ids, progress.output_tokens, progress.unread) == (b"4", 2, b"")
         assert fast_path.detach(*stream).unread == partial
-    fast_path.close()
 
 
 async def test_failing_callback_does_not_affect_other_streams() -> None:
-    fast_path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
-    failed, other_returned = asyncio.Event(), asyncio.Event()
+    loop, failed, other_returned = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_exception_handler(lambda *_: failed.set())
-
-    def fail() -> None:
-        raise RuntimeError
-
-    with socket_pair() as (replica, near), socket_pair() as (far, _client):
-        streams = [
-            attach(fast_path, near, far, on_returned) for on_returned in (fail, other_returned.set)
-        ]
+    with splice_stream(lambda: 1 / 0) as (fast_path, stream, (replica, near, far, _)):
+        other = fast_path.attach(
+            other_returned.set, near.fileno(), far.fileno(), 1, UNLIMITED_TOKENS, None
+        )
         replica.close()
         await failed.wait()
         await other_returned.wait()
-        for stream in streams:
-            fast_path.detach(*stream)
-    fast_path.close()
+        for each in (stream, other):
+            fast_path.detach(*each)
 
 
 async def test_close_hands_back_all_streams() -> None:
-    fast_path = FastPath(load_fast_path())
-    streams: list[tuple[int, int]] = []
     handed_back: list[SpliceProgress] = []
-    with socket_pair() as (_replica, near), socket_pair() as (far, _client):
-        stream = attach(
-            fast_path, near, far, lambda: handed_back.append(fast_path.detach(*streams[0]))
-        )
-        streams.append(stream)
-        fast_path.close()
+
+    def on_returned() -> None:
+        handed_back.append(fast_path.detach(*stream))
+
+    with splice_stream(on_returned) as (fast_path, stream, _):
+        pass
     assert (len(fast_path), len(handed_back)) == (0, 1)
 
 
@@ -534,18 +511,3 @@ async def test_created_limit_takes_the_stream_back_and_stops_it(tokenizer: Token
     assert json.loads(final)["choices"][0]["stop_reason"] == "limit"
     (context,) = recorder.completed
     assert 12 < context.delivered.output_tokens - tokens_at_change < 40
-
-
-@pytest.mark.exhaustive
-async def test_streams_leave_no_reference_cycles(tokenizer: Tokenizer) -> None:
-    engine = make_pausing_engine(tokenizer, None)
-    gc.collect()
-    gc.disable()
-    try:
-        async with serve(engine) as served, run_gateway([], replica_config(served)) as gateway:
-            for _ in range(5):
-                await gateway.client.post(PATH, json=BODY)
-        leaked = [each for each in gc.get_objects() if type(each) is ResponseRelay]
-    finally:
-        gc.enable()
-    assert not leaked

@@ -17,12 +17,15 @@ from tests.support.byte_server import (
     send_request,
 )
 from tests.support.certificates import Authority
+from tests.support.fake_engine import FakeEngine, Script
 from tests.support.fake_upstream import UpstreamRequest, fake_upstream
 from tests.support.gateway_client import BODIES, CHAT, gateway
 from tests.support.http_serving import run_server
+from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import stable_value, until
 
 from argosy.deployment import ReplicaConfig
+from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.upstream import UpstreamResponse
@@ -110,6 +113,18 @@ async def test_closed_upstream_connections_are_freed(tmp_path: Path, tls: bool) 
     assert (
         await stable_value(lambda: count_objects(upstream_connection.UpstreamConnection)) <= before
     )
+
+
+async def test_spliced_streams_are_freed(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer, lambda _: Script(list(range(100, 160)), finish="length"))
+    before = count_objects(ResponseRelay)
+    async with (
+        serve(engine) as served,
+        gateway(ReplicaConfig(url=served.url, model=MODEL)) as (_, client),
+    ):
+        for _ in range(5):
+            await client.post(CHAT, json=BODIES[CHAT] | {"stream": True, "max_tokens": 60})
+        await until(lambda: count_objects(ResponseRelay) <= before)
 
 
 @pytest.mark.parametrize(
