@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing.cursor import (
@@ -24,6 +24,10 @@ from argosy.engine.serving.output_parsing.json_text import (
 )
 from argosy.engine.serving.output_parsing.sink import EventSink
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Syntax = TypeVar("Syntax", bound="DataclassInstance")
 _NAME = re.compile(r"[^\s\"'{}<>()\ud800-\udfff]{1,256}")
 
 
@@ -53,6 +57,18 @@ class CallContext:
     codec: MarkerCodec
     sink: EventSink
     tools: Mapping[str, Tool]
+
+    def encode_syntax(self, syntax: Syntax) -> Syntax:
+        """Return a syntax, a dataclass, in whose texts special tokens are characters of the codec."""
+        encode = self.codec.encode
+        encoded: dict[str, object] = {}
+        for each in fields(syntax):
+            value = getattr(syntax, each.name)
+            if isinstance(value, str):
+                encoded[each.name] = encode(value)
+            elif isinstance(value, tuple):
+                encoded[each.name] = tuple(map(encode, value))
+        return replace(syntax, **encoded)
 
     def check_name(self, text: str | None, *, must_exist: bool = False) -> str:
         """Return a valid name of a tool.

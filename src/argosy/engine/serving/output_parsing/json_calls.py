@@ -204,29 +204,23 @@ class NamedJsonCallReader:
     """Parser of `NamedJsonSyntax`."""
 
     def __init__(self, context: CallContext, syntax: NamedJsonSyntax) -> None:
-        encode = context.codec.encode
         self._context = context
         self._cursor = context.cursor
-        self._syntax = syntax
-        self._section_open = encode(syntax.section_open)
-        self._section_close = encode(syntax.section_close)
-        self._call_open = encode(syntax.call_open)
-        self._call_close = encode(syntax.call_close)
-        self._name_prefix = encode(syntax.name_prefix)
-        self._id_open = encode(syntax.id_open)
-        self._name_ends = tuple(map(encode, syntax.name_end))
-        self._name_stops = LiteralSet((*self._name_ends, self._id_open, "{", self._call_close))
-        self._id_stops = LiteralSet(self._name_ends)
-        self._call_stops = LiteralSet((self._call_close, self._call_open, self._section_close))
-        self._section_stops = LiteralSet((self._call_open, self._section_close))
-        self.triggers = tuple(filter(None, (self._section_open, self._call_open)))
+        self._syntax = syntax = context.encode_syntax(syntax)
+        self._name_stops = LiteralSet((*syntax.name_end, syntax.id_open, "{", syntax.call_close))
+        self._id_stops = LiteralSet(syntax.name_end)
+        self._call_stops = LiteralSet((syntax.call_close, syntax.call_open, syntax.section_close))
+        self._section_stops = LiteralSet((syntax.call_open, syntax.section_close))
+        self.triggers = tuple(filter(None, (syntax.section_open, syntax.call_open)))
         self.start_triggers: tuple[str, ...] = ()
 
     def read(self) -> Reading[None]:
         """Read a section of calls, or one call without a section."""
         context, cursor = self._context, self._cursor
         calls = context.sink.calls
-        if not self._section_open or not (yield from cursor.accept(self._section_open)):
+        if not self._syntax.section_open or not (
+            yield from cursor.accept(self._syntax.section_open)
+        ):
             yield from self._read_call()
             return
         has_noise = False
@@ -236,7 +230,7 @@ class NamedJsonCallReader:
             else:
                 noise, _ = yield from cursor.read_until(self._section_stops)
                 has_noise = has_noise or (not noise.isspace() and bool(noise))
-            if (yield from cursor.accept(self._section_close)):
+            if (yield from cursor.accept(self._syntax.section_close)):
                 if context.sink.calls == calls and has_noise:
                     raise NotACallError
                 return
@@ -244,20 +238,20 @@ class NamedJsonCallReader:
 
     def _read_call(self) -> Reading[None]:
         context, cursor, syntax = self._context, self._cursor, self._syntax
-        yield from cursor.expect(self._call_open)
+        yield from cursor.expect(self._syntax.call_open)
         yield from cursor.skip()
         if (yield from cursor.match("[", "{")):
             yield from self._read_objects()
             return
-        if self._name_prefix:
-            yield from cursor.expect(self._name_prefix)
+        if self._syntax.name_prefix:
+            yield from cursor.expect(self._syntax.name_prefix)
         text, stop = yield from cursor.read_until(self._name_stops)
         if syntax.has_index:
             text = _ID_SUFFIX.sub("", text.strip())
         name = context.check_name(text.strip().removeprefix(syntax.optional_prefix))
-        if stop == self._id_open and stop:
+        if stop == self._syntax.id_open and stop:
             yield from cursor.read_until(self._id_stops)
-        yield from cursor.accept(*self._name_ends)
+        yield from cursor.accept(*self._syntax.name_end)
         if syntax.arguments_open:
             yield from context.accept_after_space(syntax.arguments_open)
         yield from cursor.skip()
@@ -266,15 +260,15 @@ class NamedJsonCallReader:
         is_well_formed = True
         if char == "{":
             is_well_formed = yield from context.stream_arguments(self._call_stops)
-        elif self._call_close and (yield from cursor.match(self._call_close)):
+        elif self._syntax.call_close and (yield from cursor.match(self._syntax.call_close)):
             context.sink.write_arguments("{}")
         else:
             yield from context.write_rest(self._call_stops)
         if is_well_formed:
             yield from context.accept_after_space(syntax.arguments_close)
-        if self._call_close:
+        if self._syntax.call_close:
             yield from context.skip_until(self._call_stops)
-            yield from cursor.accept(self._call_close)
+            yield from cursor.accept(self._syntax.call_close)
         context.sink.end_call()
 
     def _read_objects(self) -> Reading[None]:

@@ -68,52 +68,41 @@ class MappingCallReader:
         name = context.check_name(name)
         context.sink.start_call(name)
         try:
-            yield from self._read_mapping(1)
+            yield from self._read_collection(1)
         except NotACallError:
             yield from context.write_rest(self._call_stops)
         yield from context.skip_until(self._call_stops)
         yield from cursor.accept(self._close)
         context.sink.end_call()
 
-    def _read_mapping(self, depth: int) -> Reading[None]:
+    def _read_collection(self, depth: int) -> Reading[None]:
+        """Read a mapping or a list behind its opening bracket."""
         cursor, sink = self._cursor, self._context.sink
+        closer = {"{": "}", "[": "]"}[cursor.text[cursor.position]]
+        sink.write_arguments(cursor.text[cursor.position])
         cursor.position += 1
-        sink.write_arguments("{")
         is_first = True
         while True:
             yield from cursor.skip()
-            if (yield from cursor.accept("}")):
+            if (yield from cursor.accept(closer)):
                 break
             if not is_first and (yield from cursor.accept(",")):
                 continue
-            key, stop = yield from cursor.read_until(self._key_stops)
-            key = key.replace(self._quote, "").strip().strip('"')
-            if stop != ":":
-                raise NotACallError
-            cursor.position += 1
-            sink.write_arguments('"' if is_first else ', "')
-            is_first = False
-            sink.write_string(key)
-            sink.write_arguments('": ')
-            yield from self._read_value(depth)
-        sink.write_arguments("}")
-
-    def _read_list(self, depth: int) -> Reading[None]:
-        cursor, sink = self._cursor, self._context.sink
-        cursor.position += 1
-        sink.write_arguments("[")
-        is_first = True
-        while True:
-            yield from cursor.skip()
-            if (yield from cursor.accept("]")):
-                break
-            if not is_first and (yield from cursor.accept(",")):
-                continue
+            key = ""
+            if closer == "}":
+                key, stop = yield from cursor.read_until(self._key_stops)
+                if stop != ":":
+                    raise NotACallError
+                cursor.position += 1
             if not is_first:
                 sink.write_arguments(", ")
             is_first = False
+            if closer == "}":
+                sink.write_arguments('"')
+                sink.write_string(key.replace(self._quote, "").strip().strip('"'))
+                sink.write_arguments('": ')
             yield from self._read_value(depth)
-        sink.write_arguments("]")
+        sink.write_arguments(closer)
 
     def _read_value(self, depth: int) -> Reading[None]:
         context, cursor = self._context, self._cursor
@@ -130,7 +119,7 @@ class MappingCallReader:
         elif char in "{[":
             if depth >= _MAX_DEPTH:
                 raise NotACallError
-            yield from self._read_mapping(depth + 1) if char == "{" else self._read_list(depth + 1)
+            yield from self._read_collection(depth + 1)
         else:
             text, _ = yield from cursor.read_until(self._scalar_stops)
             context.sink.write_arguments(convert_value(context.codec.decode(text.strip()), ()))

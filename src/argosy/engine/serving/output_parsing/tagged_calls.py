@@ -77,80 +77,67 @@ class TaggedCallReader:
     """Parser of `TagSyntax`."""
 
     def __init__(self, context: CallContext, syntax: TagSyntax) -> None:
-        encode = context.codec.encode
         self._context = context
         self._cursor = context.cursor
-        self._syntax = syntax
-        self._section_open = encode(syntax.section_open)
-        self._section_close = encode(syntax.section_close)
-        self._wrapper_open = encode(syntax.wrapper_open)
-        self._wrapper_close = encode(syntax.wrapper_close)
-        self._name_open = encode(syntax.name_open)
-        self._name_close = encode(syntax.name_close)
-        self._call_close = encode(syntax.call_close)
-        self._key_open = encode(syntax.key_open)
-        self._key_close = encode(syntax.key_close)
-        self._value_open = encode(syntax.value_open)
-        self._value_close = encode(syntax.value_close)
-        self._tag_end = encode(syntax.tag_end)
-        self._tag_stops = LiteralSet((self._tag_end,))
-        self._key_stops = LiteralSet((self._key_close,))
-        self._first_call = self._wrapper_open or self._name_open
-        closers = (self._call_close, self._wrapper_close)
+        self._syntax = syntax = context.encode_syntax(syntax)
+        self._tag_stops = LiteralSet((syntax.tag_end,))
+        self._key_stops = LiteralSet((syntax.key_close,))
+        self._first_call = syntax.wrapper_open or syntax.name_open
+        closers = (syntax.call_close, syntax.wrapper_close)
         self._closers = tuple(filter(None, closers))
-        self._element_stops = LiteralSet((self._key_open, *closers, self._section_close))
-        self._section_stops = LiteralSet((self._first_call, self._section_close))
-        names: tuple[str, ...] = (self._name_close,)
-        if not self._name_open:
-            names = ("\n", self._key_open, self._wrapper_close)
+        self._element_stops = LiteralSet((syntax.key_open, *closers, syntax.section_close))
+        self._section_stops = LiteralSet((self._first_call, syntax.section_close))
+        names: tuple[str, ...] = (syntax.name_close,)
+        if not syntax.name_open:
+            names = ("\n", syntax.key_open, syntax.wrapper_close)
         self._name_stops = LiteralSet(names)
-        value_stops = [self._value_close]
+        value_stops = [syntax.value_close]
         if syntax.has_line_breaks:
-            value_stops += [self._key_open, self._call_close]
-        elif not self._call_close:
-            value_stops += [self._wrapper_close]
+            value_stops += [syntax.key_open, syntax.call_close]
+        elif not syntax.call_close:
+            value_stops += [syntax.wrapper_close]
         self._value_stops = LiteralSet(value_stops)
-        bare = self._name_open if syntax.has_bare_calls else ""
+        bare = syntax.name_open if syntax.has_bare_calls else ""
         self.triggers = tuple(
-            dict.fromkeys(filter(None, (self._section_open, self._wrapper_open, bare)))
-        ) or (self._name_open,)
+            dict.fromkeys(filter(None, (syntax.section_open, syntax.wrapper_open, bare)))
+        ) or (syntax.name_open,)
         self.start_triggers: tuple[str, ...] = ()
 
     def read(self) -> Reading[None]:
         """Read a section of calls, or one call without a section."""
         context, cursor = self._context, self._cursor
         calls = context.sink.calls
-        if not self._section_open:
+        if not self._syntax.section_open:
             yield from self._read_call()
             return
-        yield from cursor.expect(self._section_open)
+        yield from cursor.expect(self._syntax.section_open)
         while True:
             if context.sink.calls > calls:
                 yield from context.skip_until(self._section_stops)
             else:
                 yield from cursor.skip()
-            if (yield from cursor.accept(self._section_close)):
+            if (yield from cursor.accept(self._syntax.section_close)):
                 return
             yield from self._read_call()
 
     def _read_call(self) -> Reading[None]:
         context, cursor = self._context, self._cursor
-        is_wrapped = bool(self._wrapper_open) and bool(
-            (yield from cursor.accept(self._wrapper_open))
+        is_wrapped = bool(self._syntax.wrapper_open) and bool(
+            (yield from cursor.accept(self._syntax.wrapper_open))
         )
         if is_wrapped:
             yield from cursor.skip()
-        if self._name_open:
-            yield from cursor.expect(self._name_open)
+        if self._syntax.name_open:
+            yield from cursor.expect(self._syntax.name_open)
         text, _ = yield from cursor.read_until(self._name_stops)
         must_exist = self._syntax.has_bare_calls and not is_wrapped
         name = context.check_name(self._unescape(text), must_exist=must_exist)
-        if self._name_open:
-            yield from cursor.accept(self._name_close)
+        if self._syntax.name_open:
+            yield from cursor.accept(self._syntax.name_close)
         is_empty = False
-        if self._tag_end:
+        if self._syntax.tag_end:
             attributes, _ = yield from cursor.read_until(self._tag_stops)
-            yield from cursor.accept(self._tag_end)
+            yield from cursor.accept(self._syntax.tag_end)
             is_empty = attributes.rstrip().endswith("/")
         context.sink.start_call(name)
         if is_empty:
@@ -167,7 +154,7 @@ class TaggedCallReader:
         keys: set[str] = set()
         while True:
             yield from context.skip_until(self._element_stops)
-            if not (yield from cursor.accept(self._key_open)):
+            if not (yield from cursor.accept(self._syntax.key_open)):
                 break
             key, declared = yield from self._read_key()
             if key in keys:
@@ -186,11 +173,11 @@ class TaggedCallReader:
                 types.get(key, frozenset()) if declared is None else declared,
             )
             yield from self._read_value(writer, types.keys() - keys)
-        if self._call_close and (yield from cursor.accept(self._call_close)):
-            if self._wrapper_close:
-                yield from context.accept_after_space(self._wrapper_close)
-        elif self._wrapper_close:
-            yield from cursor.accept(self._wrapper_close)
+        if self._syntax.call_close and (yield from cursor.accept(self._syntax.call_close)):
+            if self._syntax.wrapper_close:
+                yield from context.accept_after_space(self._syntax.wrapper_close)
+        elif self._syntax.wrapper_close:
+            yield from cursor.accept(self._syntax.wrapper_close)
         context.sink.write_arguments("}" if keys else "{}")
         context.sink.end_call()
 
@@ -198,17 +185,17 @@ class TaggedCallReader:
         """Read the name of an argument, and its declared type if the tag has one, up to the value."""
         cursor, syntax = self._cursor, self._syntax
         key, _ = yield from cursor.read_until(self._key_stops)
-        yield from cursor.accept(self._key_close)
+        yield from cursor.accept(self._syntax.key_close)
         declared: frozenset[str] | None = None
         attributes = ""
-        if self._tag_end:
+        if self._syntax.tag_end:
             attributes, _ = yield from cursor.read_until(self._tag_stops)
-            yield from cursor.accept(self._tag_end)
+            yield from cursor.accept(self._syntax.tag_end)
         if syntax.type_attribute:
             value = dict(_ATTRIBUTE.findall(attributes)).get(syntax.type_attribute, "")
             declared = frozenset({"string"} if value in ("true", "string") else {"value"})
-        if self._value_open:
-            yield from self._context.accept_after_space(self._value_open)
+        if self._syntax.value_open:
+            yield from self._context.accept_after_space(self._syntax.value_open)
         return self._unescape(self._context.codec.decode(key.strip())), declared
 
     def _unescape(self, text: str) -> str:
@@ -243,7 +230,7 @@ class TaggedCallReader:
             ends = yield from self._ends_value(literal, other_keys, is_line=is_line)
             if ends:
                 writer.end()
-                if literal != self._value_close:
+                if literal != self._syntax.value_close:
                     cursor.position -= len(literal)
                 return
             writer.write(held + literal)
@@ -252,13 +239,13 @@ class TaggedCallReader:
     def _ends_value(self, literal: str, other_keys: set[str], *, is_line: bool) -> Reading[bool]:
         """Return whether a tag that has just been read ends a value."""
         cursor = self._cursor
-        if literal == self._value_close:
+        if literal == self._syntax.value_close:
             if is_line:
                 return True
-            return (yield from self._is_followed_by(self._key_open, self._call_close))
-        if not is_line and literal != self._wrapper_close:
+            return (yield from self._is_followed_by(self._syntax.key_open, self._syntax.call_close))
+        if not is_line and literal != self._syntax.wrapper_close:
             return False
-        if literal == self._key_open:
+        if literal == self._syntax.key_open:
             start = cursor.position
             try:
                 key, _ = yield from cursor.read_until(self._key_stops, limit=256)
@@ -266,9 +253,9 @@ class TaggedCallReader:
                 key = ""
             cursor.position = start
             return key.strip() in other_keys
-        if literal == self._call_close:
-            return (yield from self._is_followed_by(self._wrapper_close, ""))
-        return (yield from self._is_followed_by(self._wrapper_open, ""))
+        if literal == self._syntax.call_close:
+            return (yield from self._is_followed_by(self._syntax.wrapper_close, ""))
+        return (yield from self._is_followed_by(self._syntax.wrapper_open, ""))
 
     def _is_followed_by(self, *literals: str) -> Reading[bool]:
         """Return whether one of `literals` follows after white space. An empty one stands for the end of the output."""
