@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from argosy.engine.engine_config import EngineConfig
@@ -61,12 +60,7 @@ class AsyncLLM:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self._client.close()
 
     async def generate(

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self, TypeVar, Unpack
 
 from argosy.engine.engine_config import EngineConfig
@@ -114,12 +113,7 @@ class LLM(PoolingCalls):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -60,12 +59,7 @@ class Generation:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._close_streams()
 
     @property

@@ -29,34 +29,28 @@ MAX_NAMES_PER_EVENT = 8192
 _encode = msgspec.json.Encoder().encode
 
 
-class KvEventsHandler:
-    """Handler of `GET /kv_events`."""
-
-    def __init__(self, replica: ReplicaState) -> None:
-        self._replica = replica
-
-    async def stream_events(self, exchange: HttpExchange) -> None:
-        """Stream events until the client disconnects or the replica drains."""
-        model = self._replica.require_ready()
-        tokenization_key = TokenizationKey(
-            tokenizer=model.processor.tokenization_digest, block_size=model.ready.block_size
-        )
-        with self._replica.engine.kv_cache_view.subscribe() as reader:
-            watch = exchange.listen_for_disconnect(reader.close)
-            try:
-                await exchange.start_stream()
-                # a response to HEAD has no body
-                while not reader.is_closed and exchange.method != "HEAD":
-                    update = await reader.next_update(self._replica.config.sse_keepalive_interval_s)
-                    if update is None:
-                        await exchange.write(KEEP_ALIVE_COMMENT)
-                        continue
-                    for event in _to_events(update, tokenization_key):
-                        await exchange.write(format_event(_encode(event)))
-                        await asyncio.sleep(0)  # let other streams run between events
-                await exchange.end_stream()
-            finally:
-                watch.cancel()
+async def stream_kv_events(replica: ReplicaState, exchange: HttpExchange) -> None:
+    """Handle `GET /kv_events`: stream events until the client disconnects or the replica drains."""
+    model = replica.require_ready()
+    tokenization_key = TokenizationKey(
+        tokenizer=model.processor.tokenization_digest, block_size=model.ready.block_size
+    )
+    with replica.engine.kv_cache_view.subscribe() as reader:
+        watch = exchange.listen_for_disconnect(reader.close)
+        try:
+            await exchange.start_stream()
+            # a response to HEAD has no body
+            while not reader.is_closed and exchange.method != "HEAD":
+                update = await reader.next_update(replica.config.sse_keepalive_interval_s)
+                if update is None:
+                    await exchange.write(KEEP_ALIVE_COMMENT)
+                    continue
+                for event in _to_events(update, tokenization_key):
+                    await exchange.write(format_event(_encode(event)))
+                    await asyncio.sleep(0)  # let other streams run between events
+            await exchange.end_stream()
+        finally:
+            watch.cancel()
 
 
 def _to_events(update: KvUpdate, tokenization_key: TokenizationKey) -> Iterator[KvEvent]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from argosy.engine.serving.api_server.headers import (
     refuses_unknown_fields,
     report_ignored_fields,
 )
-from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
+from argosy.engine.serving.api_server.kv_events_handler import stream_kv_events
 from argosy.engine.serving.api_server.pooling_handlers import ReplicaPoolingHandlers
 from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
 from argosy.http_server import (
@@ -124,7 +125,7 @@ class ReplicaApp:
             ("GET", "/health", self._health),
             ("GET", "/ready", self._ready),
             ("GET", "/load", self._load),
-            ("GET", "/kv_events", KvEventsHandler(replica).stream_events),
+            ("GET", "/kv_events", partial(stream_kv_events, replica)),
             ("GET", "/version", self._version),
             ("GET", "/metrics", self._metrics),
             ("POST", "/drain", self._drain),

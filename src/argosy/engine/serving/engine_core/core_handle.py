@@ -14,12 +14,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import FromCore, ToCore
 from argosy.engine.serving.engine_core.core_process import CoreLaunchSpec
 from argosy.engine.serving.engine_core.core_start import start_core_process
 from argosy.process import create_socket_folder
-from argosy.telemetry import LogFormat
 
 FINAL_MESSAGE_WAIT_S = 0.1
 """Wait after the process exits for its last messages to arrive."""
@@ -36,21 +34,16 @@ class CoreHandle:
 
     def __init__(
         self,
-        engine_config: EngineConfig,
-        core_factory: str,
+        spec: CoreLaunchSpec,
         *,
-        heartbeat_interval_s: float,
-        log_format: LogFormat,
-        log_level: str,
-        log_name: str,
         on_message: MessageCallback,
         on_exit: Callable[[int], None],
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        """Start the process and send it its launch spec.
+        """Start the process and send it its launch spec with the addresses of this handle's sockets.
 
         Calls `on_message` with each message. Calls `on_exit` once after the last message with the exit status (negative
-        if a signal ended the process). If `process` is given, it must already run the same `core_factory`.
+        if a signal ended the process). If `process` is given, it must already run the same core factory.
 
         Raises:
             OSError: The process cannot be started.
@@ -65,20 +58,15 @@ class CoreHandle:
         self._message_socket = self._bind(zmq.DEALER, "core")
         self._heartbeat_socket = self._bind(zmq.PULL, "beats")
         self._unconnected_sockets = {self._message_socket, self._heartbeat_socket}
-        self._process = process or start_core_process(core_factory)
-        self._send_launch_spec(
-            CoreLaunchSpec(
-                engine_config=engine_config,
-                core_factory=core_factory,
-                message_address=self._address("core"),
-                heartbeat_address=self._address("beats"),
-                heartbeat_interval_s=heartbeat_interval_s,
-                log_format=log_format,
-                log_level=log_level,
-                log_name=log_name,
-                parent_pid=os.getpid(),
-            )
+        self._process = process or start_core_process(spec.core_factory)
+        spec = msgspec.structs.replace(
+            spec,
+            message_address=self._address("core"),
+            heartbeat_address=self._address("beats"),
         )
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        with self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(spec))
         for socket in (self._message_socket, self._heartbeat_socket):
             self._loop.add_reader(socket.fileno(), self._receive_from, socket)
         threading.Thread(target=self._wait_for_exit, name=f"core-{self.pid}", daemon=True).start()
@@ -117,11 +105,6 @@ class CoreHandle:
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(self._address(name))
         return socket
-
-    def _send_launch_spec(self, spec: CoreLaunchSpec) -> None:
-        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
-        with self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(spec))
 
     def _receive_from(self, socket: zmq.Socket[bytes]) -> None:
         while not socket.closed and socket.poll(0, zmq.POLLIN):

@@ -70,9 +70,9 @@ class CoreLaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine_config: EngineConfig
     core_factory: str
     """Factory of the core as `module:name`, called as `CoreFactory`."""
-    message_address: str
+    message_address: str = ""
     """ZeroMQ address of the parent's DEALER socket for `ToCore` and `FromCore` messages."""
-    heartbeat_address: str
+    heartbeat_address: str = ""
     """ZeroMQ address of the parent's PULL socket for the heartbeat."""
     heartbeat_interval_s: float
     log_format: LogFormat

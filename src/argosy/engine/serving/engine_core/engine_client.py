@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from argosy.engine.serving.core_messages import (
     ToCore,
 )
 from argosy.engine.serving.engine_core.core_handle import CoreHandle
-from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE
+from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE, CoreLaunchSpec
 from argosy.engine.serving.engine_core.core_start import DEFAULT_CORE_FACTORY, PrestartedCore
 from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy, HeartbeatMonitor
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream, InFlightRequests
@@ -84,14 +85,14 @@ class EngineClient:
         """Latest start-up progress of the core; None before the first report and while the core serves."""
         self.kv_cache_view = KvCacheView()
         """KV blocks in the core's prefix cache."""
-        self._start_core = partial(
-            CoreHandle,
-            config,
-            core_factory,
+        self._launch_spec = CoreLaunchSpec(
+            engine_config=config,
+            core_factory=core_factory,
             heartbeat_interval_s=self._heartbeat_interval_s,
             log_format=log_format,
             log_level=log_level,
             log_name=log_name,
+            parent_pid=os.getpid(),
         )
         self.state: EngineState = "starting"
         """State of the core. Requests are accepted only if it is `ready`."""
@@ -199,7 +200,8 @@ class EngineClient:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._exit_message = ""
         try:
-            self._core = self._start_core(
+            self._core = CoreHandle(
+                self._launch_spec,
                 on_message=partial(self._on_message, monitor),
                 on_exit=exited.set_result,
                 process=self._prestarted_core.take_process() if self._prestarted_core else None,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -43,20 +42,12 @@ _MESSAGE_TOOLS = re.compile(r"""['"]tools['"] in message|message\[['"]tools['"]\
 """Reads the tools from the system message, as the templates of Phi-4 do."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TemplateSources:
-    """Jinja sources of a model's chat templates."""
+def _read_template_sources(
+    path: Path, override: str | None = None
+) -> tuple[str, str | None, str | None]:
+    """Return the origin of a checkpoint's chat templates for messages, and their sources without and with tools.
 
-    origin: str
-    """File or folder of the templates for messages and logs, or `none`."""
-    default: str | None = None
-    """Source for conversations without tools. None if the model cannot take them."""
-    tool_use: str | None = None
-    """Source for conversations with tools. None means `default`."""
-
-
-def _read_template_sources(path: Path, override: str | None = None) -> _TemplateSources:
-    """Read the chat templates of a checkpoint.
+    A source is None without a template for such conversations.
 
     `chat_template.jinja` and `additional_chat_templates/` come first, as in transformers, then `chat_template` in
     tokenizer_config.json, then the `chat_template.json` of a processor.
@@ -71,15 +62,15 @@ def _read_template_sources(path: Path, override: str | None = None) -> _Template
     origin, templates = _read_gguf_templates(path) if path.is_file() else _find_templates(path)
     if override is not None:
         if override in templates:
-            return _TemplateSources(f"{origin} ({override})", templates[override])
-        return _TemplateSources(override, _read_text(Path(override)))
+            return f"{origin} ({override})", templates[override], None
+        return override, _read_text(Path(override)), None
     default, tool_use = templates.get(DEFAULT_NAME), templates.get(TOOL_NAME)
     if templates and default is None and tool_use is None:
         raise ValueError(
             f"{origin} has the chat templates {', '.join(sorted(templates))} and no default; "
             "select one with --chat-template"
         )
-    return _TemplateSources(origin, default, tool_use)
+    return origin, default, tool_use
 
 
 def _find_templates(path: Path) -> tuple[str, Mapping[str, str]]:
@@ -197,20 +188,16 @@ class ChatTemplate:
         Raises:
             ValueError: The template cannot be read or compiled. The message includes the remedy.
         """
-        sources = _read_template_sources(path, override)
+        origin, source, tool_source = _read_template_sources(path, override)
+        special_tokens = read_special_tokens(path)
         try:
-            return cls(
-                sources.default,
-                read_special_tokens(path),
-                tool_source=sources.tool_use,
-                origin=sources.origin,
-            )
+            return cls(source, special_tokens, tool_source=tool_source, origin=origin)
         except TemplateSyntaxError as error:
             problem = f"is not valid Jinja ({error})"
         except (TemplateLimitError, TemplateFailedError) as error:
             problem = f"cannot be compiled: {error}"
         raise ValueError(
-            f"the chat template of {sources.origin} {problem}; "
+            f"the chat template of {origin} {problem}; "
             "correct it or select another one with --chat-template"
         )
 
