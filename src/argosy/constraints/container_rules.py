@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from argosy.constraints.limits import MAX_PROPERTIES
 from argosy.constraints.pattern_translator import PatternError
 from argosy.constraints.schema_normalizer import SchemaNode
-from argosy.constraints.schema_references import SchemaLocation
 from argosy.constraints.schema_vocabulary import ANNOTATIONS, DRAFT_2019
 from argosy.constraints.string_rules import FORMAT_PATTERNS, translate_schema_pattern
 from argosy.constraints.string_rules import compile_string_schema as compile_schema
@@ -87,7 +87,7 @@ def normalize_unevaluated_items(node: SchemaNode, keyword: str, value: Any) -> N
 def normalize_properties(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa: ANN401 - JSON value
     """Rewrite the schemas of declared properties."""
     node.require_object(keyword, value)
-    node.normalizer.count_properties(len(value), node.pointer(keyword))
+    node.normalizer.count("properties", len(value), MAX_PROPERTIES, node.pointer(keyword))
     node.output[keyword] = {
         name: node.normalize(schema, keyword, name) for name, schema in value.items()
     }
@@ -185,7 +185,7 @@ def finish_property_names(node: SchemaNode) -> None:
         return
     schema = node.normalizer.share(node.output.get("additionalProperties", {}))
     if names is not None:
-        node.normalizer.count_properties(len(names), node.pointer(keyword))
+        node.normalizer.count("properties", len(names), MAX_PROPERTIES, node.pointer(keyword))
         node.output["properties"] = dict.fromkeys(names, schema)
     elif pattern is not None:
         node.normalizer.count_pattern(pattern, node.pointer(keyword))
@@ -204,14 +204,10 @@ def _find_target(node: SchemaNode, keyword: str, value: Any) -> Any:  # noqa: AN
         if not isinstance(reference, str) or set(schema) - ANNOTATIONS != {"$ref"}:
             return schema
         try:
-            location = _resolve(node, reference, location)
+            location = node.normalizer.references.resolve(reference, location)
         except LookupError:
             return schema
     return {}
-
-
-def _resolve(node: SchemaNode, reference: str, location: SchemaLocation) -> SchemaLocation:
-    return node.normalizer.references.resolve(reference, location)
 
 
 def _is_any_name(condition: dict[str, Any]) -> bool:

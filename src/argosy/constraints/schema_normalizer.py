@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 
 from argosy.constraints.limits import (
     MAX_COMPILED_DEPTH,
-    MAX_ENUM_VALUES,
     MAX_PATTERNS,
-    MAX_PROPERTIES,
     MAX_SUBSCHEMAS,
 )
 from argosy.constraints.output_constraint import Relaxation
@@ -233,14 +231,6 @@ class SchemaNormalizer:
             raise invalid_schema(
                 f"The schema has more than {maximum} {what}. Simplify it.", self.param, pointer
             )
-
-    def count_properties(self, number: int, pointer: str) -> None:
-        """Count declared properties."""
-        self.count("properties", number, MAX_PROPERTIES, pointer)
-
-    def count_enum_values(self, number: int, pointer: str) -> None:
-        """Count values of enumerations."""
-        self.count("enum values", number, MAX_ENUM_VALUES, pointer)
 
     def count_pattern(self, pattern: str, pointer: str) -> None:
         """Count a regular expression, if it is new."""

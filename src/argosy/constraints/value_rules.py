@@ -7,6 +7,7 @@ from typing import Any
 
 from argosy.constraints.limits import (
     MAX_COUNT,
+    MAX_ENUM_VALUES,
     MAX_EXACT_EXPONENT,
     MAX_EXACT_INTEGER,
     MAX_MULTIPLE,
@@ -34,7 +35,7 @@ def normalize_enum(node: SchemaNode, keyword: str, value: Any) -> None:  # noqa:
     """Keep values that the library writes exactly."""
     if not isinstance(value, list) or not value:
         node.reject("The value must be a list with at least one item.", keyword)
-    node.normalizer.count_enum_values(len(value), node.pointer(keyword))
+    node.normalizer.count("enum values", len(value), MAX_ENUM_VALUES, node.pointer(keyword))
     values = _exact_values(node, keyword, value)
     if values is not None:
         node.output[keyword] = values
