@@ -32,11 +32,8 @@ def ignore_bytes(count: int) -> None:
 class VerifiedFile(msgspec.Struct, frozen=True, kw_only=True):
     """State of a file when its SHA-256 was computed."""
 
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
+    identity: tuple[int, int, int, int, int]
+    """Device, inode, size, and times of the last changes of content and of state, in ns."""
     sha256: str
 
 
@@ -115,21 +112,12 @@ class FileHashes:
             known = msgspec.json.decode(self._file_of(state).read_bytes(), type=VerifiedFile)
         except (OSError, msgspec.MsgspecError):
             return None
-        remembered = (known.device, known.inode, known.size, known.mtime_ns, known.ctime_ns)
-        return known.sha256 if remembered == _identity(state) else None
+        return known.sha256 if known.identity == _identity(state) else None
 
     def _remember(self, state: os.stat_result, digest: str) -> None:
         if self._folder is None:
             return
-        device, inode, size, mtime_ns, ctime_ns = _identity(state)
-        verified = VerifiedFile(
-            device=device,
-            inode=inode,
-            size=size,
-            mtime_ns=mtime_ns,
-            ctime_ns=ctime_ns,
-            sha256=digest,
-        )
+        verified = VerifiedFile(identity=_identity(state), sha256=digest)
         with contextlib.suppress(OSError):  # it will be computed again
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self._file_of(state), msgspec.json.encode(verified))

@@ -140,9 +140,6 @@ class ModelArchitecture(Architecture):
     longrope's factors, depend on `max_model_len`.
     """
 
-    bos_token_id: int | None
-    dtype: str
-    """Dtype that the checkpoint names, or float32 if it names none."""
     activation: Activation
     norm_kind: NormKind
     norm_eps: float

@@ -36,19 +36,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_TOP_LEVEL_KEYS = (
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "quantization_config",
-    "tie_word_embeddings",
-)
+_TOP_LEVEL_KEYS = ("eos_token_id", "quantization_config", "tie_word_embeddings")
 """Keys that a multimodal model may have next to its `text_config`."""
 MAX_CONV_WIDTH = 8
 """Largest accepted width of a causal convolution."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_DTYPES = {"float32", "float16", "bfloat16"}
 
 
 def read_architecture(
@@ -133,7 +125,6 @@ def _build_architecture(
     moe = parse_moe(family, config)
     layer_architectures = _build_layers(family, config, ropes, has_moe=moe is not None)
     has_attention_bias = family.attention_bias == "stated" and config.flag("attention_bias")
-    dtype = config.string("dtype") or config.string("torch_dtype") or "float32"
     return ModelArchitecture(
         family=architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
         architecture=architecture,
@@ -146,8 +137,6 @@ def _build_architecture(
         vocab_size=config.integer("vocab_size"),
         max_model_len=max_supported_len(config, ropes),
         eos_token_ids=eos_token_ids,
-        bos_token_id=config.optional_integer("bos_token_id", minimum=0),
-        dtype=dtype if dtype in _DTYPES else "float32",
         activation=_activation(family, config),
         norm_kind=family.norm_kind,
         norm_eps=config.number("rms_norm_eps", exclusive=False),

@@ -34,8 +34,6 @@ class ClassifierArchitecture:
 class EncoderArchitecture(Architecture):
     """Architecture of a transformer whose tokens attend in both directions."""
 
-    dtype: str
-    """Dtype that the checkpoint names, or float32 if it names none."""
     activation: EncoderActivation
     norm_eps: float
     has_norm_bias: bool
@@ -120,7 +118,6 @@ def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArch
         tied_embeddings=True,
         is_causal=False,
         has_head=False,
-        dtype=config.string("dtype") or config.string("torch_dtype") or "float32",
         activation=_activation(
             config, "hidden_activation" if family.is_modern else "hidden_act", "gelu"
         ),

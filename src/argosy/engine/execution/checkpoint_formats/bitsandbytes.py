@@ -29,11 +29,6 @@ class Bnb4Tensor(GroupedTensor):
     """Matrix of 4-bit codes in blocks of the flattened matrix, with a table of values."""
 
     def __init__(self, prefix: str, source: TensorSource) -> None:
-        """Read the description of the matrix and check it.
-
-        Raises:
-            ValueError: The stored tensors do not belong together.
-        """
         self._values = f"{prefix}.weight"
         state_prefix = f"{self._values}.{QUANT_STATE_PREFIX}"
         self._state_name = next(name for name in source.files if name.startswith(state_prefix))
@@ -56,7 +51,8 @@ class Bnb4Tensor(GroupedTensor):
                 f"{source.files[self._state_name]}: {self._state_name} is not a description of a matrix "
                 f"({type(error).__name__}: {error}); the checkpoint is damaged, fetch it again"
             ) from error
-        super().__init__(self._values, source, (outs, cols))
+        names = (self._values, self._scales, self._table, *self._nested, self._state_name)
+        super().__init__(self._values, source, (outs, cols), names)
         if (
             not 0 < outs < _MAX_DIMENSION
             or not 0 < cols < _MAX_DIMENSION
@@ -74,10 +70,6 @@ class Bnb4Tensor(GroupedTensor):
                     f"describes {size} elements of {name}, which has shape {list(stored)}",
                 )
         self.check_shape(self._table, (_CODES,))
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return (self._values, self._scales, self._table, *self._nested, self._state_name)
 
     @cached_property
     def _table_values(self) -> Tensor:
@@ -131,26 +123,17 @@ class Bnb8Tensor(GroupedTensor):
     """Matrix of 8-bit integers with the largest magnitude of each row."""
 
     def __init__(self, prefix: str, source: TensorSource) -> None:
-        """Check the shapes of the stored tensors.
-
-        Raises:
-            ValueError: They do not belong together.
-        """
         name = f"{prefix}.weight"
         self._scales, self._layout = f"{prefix}.SCB", f"{prefix}.weight_format"
-        super().__init__(name, source, source.shape(name))
+        layout = [self._layout] if self._layout in source.files else []
+        super().__init__(name, source, source.shape(name), (name, self._scales, *layout))
         if len(self.shape) != 2:
             raise self.error(name, f"has shape {list(self.shape)} and should be a matrix")
         self.check_shape(self._scales, self.shape[:1])
         if source.dtype(name) != torch.int8:
             raise self.error(name, f"is stored as {source.dtype(name)} and should be int8")
-        if self._layout in source.files and bool(source.read(self._layout).any()):
+        if layout and bool(source.read(self._layout).any()):
             raise self.error(self._layout, "is not 0; save the model in the row layout")
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        layout = [self._layout] if self._layout in self._source.files else []
-        return (self.name, self._scales, *layout)
 
     @property
     def group_format(self) -> GroupFormat:

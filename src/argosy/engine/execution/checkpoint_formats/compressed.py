@@ -8,10 +8,14 @@ from torch import Tensor
 from argosy.engine.execution.checkpoint_formats.encoded import (
     EncodedTensor,
     TensorSource,
+    matrix_shape,
     unpack_integers,
 )
 from argosy.engine.execution.checkpoint_formats.float_formats import Fp8Tensor
-from argosy.engine.execution.checkpoint_formats.integer_formats import ZeroPointTensor
+from argosy.engine.execution.checkpoint_formats.integer_formats import (
+    ZeroPointTensor,
+    group_size_of,
+)
 from argosy.engine.execution.checkpoint_formats.quantization_config import QuantizationConfig
 
 _WORD_BITS = 32
@@ -38,11 +42,6 @@ class CompressedTensor(ZeroPointTensor):
     def __init__(
         self, prefix: str, source: TensorSource, config: QuantizationConfig, *, is_packed: bool
     ) -> None:
-        """Check the shapes of the stored tensors.
-
-        Raises:
-            ValueError: They do not belong together.
-        """
         self._values = f"{prefix}.weight_packed" if is_packed else f"{prefix}.weight"
         self._scales = f"{prefix}.weight_scale"
         self._is_packed = is_packed
@@ -51,12 +50,7 @@ class CompressedTensor(ZeroPointTensor):
             for part in ("weight_shape", "weight_zero_point", "weight_g_idx")
             if f"{prefix}.{part}" in source.files
         }
-        stored_shape = source.shape(self._values)
-        if len(stored_shape) != 2 or 0 in stored_shape:
-            raise ValueError(
-                f"{source.files[self._values]}: {self._values} has shape {list(stored_shape)} and should be a matrix; "
-                "the checkpoint is damaged, fetch it again"
-            )
+        stored_shape = matrix_shape(source, self._values)
         outs, cols = stored_shape
         bits = 8
         if is_packed:
@@ -66,13 +60,13 @@ class CompressedTensor(ZeroPointTensor):
                 bits = 4
         scale_shape = source.shape(self._scales)
         groups = scale_shape[1] if len(scale_shape) == 2 else 1
-        size = config.group_size or cols
         super().__init__(
             f"{prefix}.weight",
             source,
             (outs, cols),
+            (self._values, self._scales, *self._optional_names.values()),
             bits,
-            size if groups == -(-cols // size) else max(-(-cols // max(groups, 1)), 1),
+            group_size_of(config, cols, max(groups, 1)),
         )
         if is_packed and stored_shape[1] != -(-cols * bits // _WORD_BITS):
             raise self.error(
@@ -99,10 +93,6 @@ class CompressedTensor(ZeroPointTensor):
                 "the checkpoint is damaged, fetch it again"
             )
         return int(shape[1])
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return (self._values, self._scales, *self._optional_names.values())
 
     def read_codes(self) -> Tensor:
         stored = self._source.read(self._values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -43,22 +43,24 @@ class TensorSource(Protocol):
 
 
 class EncodedTensor(ABC):
-    """Matrix [N, K], or 3-D tensor [E, N, K] of matrices, that several stored tensors encode together."""
+    """Matrix [N, K], or 3-D tensor [E, N, K] of matrices, that several stored tensors encode together.
 
-    def __init__(self, name: str, source: TensorSource, shape: tuple[int, ...]) -> None:
+    Constructors raise a ValueError if the stored tensors do not belong together.
+    """
+
+    def __init__(
+        self, name: str, source: TensorSource, shape: tuple[int, ...], stored_names: Sequence[str]
+    ) -> None:
         self.name = name
         self.shape = shape
+        self.stored_names = tuple(stored_names)
+        """Names of the stored tensors, that of the values first."""
         self._source = source
 
     @property
     def file(self) -> Path:
         """File with the values."""
         return self._source.files[self.stored_names[0]]
-
-    @property
-    @abstractmethod
-    def stored_names(self) -> tuple[str, ...]:
-        """Names of the stored tensors, that of the values first."""
 
     @abstractmethod
     def dequantize(self, entry: int | None = None) -> Tensor:
@@ -129,6 +131,21 @@ class GroupedTensor(EncodedTensor):
             return torch.stack([self.dequantize(index) for index in range(self.shape[0])])
         weight = self.read_grouped(entry).dequantize()
         return weight.mT.contiguous() if self.is_transposed else weight
+
+
+def matrix_shape(source: TensorSource, name: str) -> tuple[int, int]:
+    """Return the shape of a matrix with at least one element.
+
+    Raises:
+        ValueError: There is no such tensor, or it is not a matrix.
+    """
+    shape = source.shape(name)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"{source.files[name]}: {name} has shape {list(shape)} and should be a matrix; "
+            "the checkpoint is damaged, fetch it again"
+        )
+    return shape
 
 
 def unpack_integers(packed: Tensor, bits: int) -> Tensor:

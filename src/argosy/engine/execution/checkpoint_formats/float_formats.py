@@ -32,13 +32,8 @@ class Fp8Tensor(EncodedTensor):
         source: TensorSource,
         block_size: tuple[int, int] | None,
     ) -> None:
-        """Check the shapes of the stored tensors.
-
-        Raises:
-            ValueError: They do not belong together.
-        """
         self._scale_name = scale_name
-        super().__init__(name, source, source.shape(name))
+        super().__init__(name, source, source.shape(name), (name, scale_name))
         if source.dtype(name) != torch.float8_e4m3fn:
             raise self.error(
                 name,
@@ -54,10 +49,6 @@ class Fp8Tensor(EncodedTensor):
             () if block_size else ((), (1,), (outs,), experts, (*experts, 1, 1), (*experts, outs))
         )
         self.check_shape(scale_name, (*experts, *blocks), *plain)
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return (self.name, self._scale_name)
 
     def dequantize(self, entry: int | None = None) -> Tensor:
         values = self._source.read(self.name, entry).float()
@@ -87,15 +78,11 @@ class Mxfp4Tensor(GroupedTensor):
     is_transposed = True
 
     def __init__(self, name: str, source: TensorSource) -> None:
-        """Check the shapes of the stored tensors.
-
-        Raises:
-            ValueError: They do not belong together.
-        """
         self._blocks, self._scales = f"{name}_blocks", f"{name}_scales"
         shape = source.shape(self._blocks)
         groups = shape[-2] if len(shape) == 4 else 0
-        super().__init__(name, source, (*shape[:1], groups * _MXFP4_GROUP, *shape[1:2]))
+        full_shape = (*shape[:1], groups * _MXFP4_GROUP, *shape[1:2])
+        super().__init__(name, source, full_shape, (self._blocks, self._scales))
         if len(shape) != 4 or shape[-1] != _MXFP4_GROUP // 2 or 0 in shape:
             raise self.error(
                 self._blocks,
@@ -107,10 +94,6 @@ class Mxfp4Tensor(GroupedTensor):
                 raise self.error(
                     stored_name, f"is stored as {source.dtype(stored_name)} and should be uint8"
                 )
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return (self._blocks, self._scales)
 
     @property
     def group_format(self) -> GroupFormat:

@@ -112,7 +112,7 @@ class BlockTensor(GroupedTensor):
         self, name: str, tensor: GgufTensor, expert: int | None, row_order: Tensor | None
     ) -> None:
         shape = tensor.shape if expert is None else tensor.shape[1:]
-        self.name, self.shape = name, shape
+        self.name, self.shape, self.stored_names = name, shape, ()
         self._tensor = tensor
         self._expert = expert
         self._row_order = row_order
@@ -121,10 +121,6 @@ class BlockTensor(GroupedTensor):
     @property
     def file(self) -> Path:
         return self._tensor.file
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def group_format(self) -> GroupFormat:

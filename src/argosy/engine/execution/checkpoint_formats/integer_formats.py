@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from argosy.engine.execution.checkpoint_formats.encoded import (
     GroupedTensor,
     TensorSource,
+    matrix_shape,
     unpack_integers,
 )
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
@@ -35,12 +37,22 @@ class ZeroPointTensor(GroupedTensor):
         name: str,
         source: TensorSource,
         shape: tuple[int, int],
+        stored_names: Sequence[str],
         bits: int,
         stored_group_size: int,
     ) -> None:
-        super().__init__(name, source, shape)
+        super().__init__(name, source, shape, stored_names)
         self._bits = bits
         self._stored_group_size = stored_group_size
+
+    def check_words(self, values: str, zeros: str, scales: str) -> None:
+        """Check the number of groups, and that codes and zero points are packed in 32-bit words."""
+        groups, cols = self._source.shape(scales)[0], self.shape[1]
+        if groups != -(-cols // self._stored_group_size):
+            raise self.error(scales, f"has {groups} groups for {cols} columns")
+        for name in (values, zeros):
+            if (dtype := self._source.dtype(name)) != torch.int32:
+                raise self.error(name, f"is stored as {dtype} and should be int32")
 
     @abstractmethod
     def read_codes(self) -> Tensor:
@@ -115,17 +127,12 @@ class GptqTensor(ZeroPointTensor):
     """Matrix as GPTQ stores it, in words along K, with a group for each column if there is a `g_idx`."""
 
     def __init__(self, prefix: str, source: TensorSource, config: QuantizationConfig) -> None:
-        """Check the shapes of the stored tensors.
-
-        Raises:
-            ValueError: They do not belong together.
-        """
         self._prefix = prefix
         self._names = [f"{prefix}.{part}" for part in ("qweight", "qzeros", "scales")]
         values, zeros, scales = self._names
         self._group_index_name = f"{prefix}.g_idx" if f"{prefix}.g_idx" in source.files else None
-        word_rows, outs = _matrix_shape(source, values)
-        groups, _ = _matrix_shape(source, scales)
+        word_rows, outs = matrix_shape(source, values)
+        groups, _ = matrix_shape(source, scales)
         bits = config.bits or 4
         if self._group_index_name is not None and word_rows:
             (cols,) = source.shape(self._group_index_name) or (0,)
@@ -135,23 +142,16 @@ class GptqTensor(ZeroPointTensor):
             f"{prefix}.weight",
             source,
             (outs, cols),
+            [*self._names, *([self._group_index_name] if self._group_index_name else [])],
             bits,
-            _stored_group_size(config, cols, groups),
+            group_size_of(config, cols, groups),
         )
         if cols == 0:
             raise self.error(values, f"has shape {[word_rows, outs]}, which fits no number of bits")
         self._zero_point_shift = config.zero_point_shift
         self.check_shape(scales, (groups, outs))
         self.check_shape(zeros, (groups, -(-outs * bits // _WORD_BITS)))
-        if groups != -(-cols // self._stored_group_size):
-            raise self.error(scales, f"has {groups} groups for {cols} columns")
-        for name in (values, zeros):
-            if source.dtype(name) != torch.int32:
-                raise self.error(name, f"is stored as {source.dtype(name)} and should be int32")
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return (*self._names, *([self._group_index_name] if self._group_index_name else []))
+        self.check_words(values, zeros, scales)
 
     def read_codes(self) -> Tensor:
         packed = self._source.read(self._names[0])
@@ -196,30 +196,16 @@ class AwqTensor(ZeroPointTensor):
     """Matrix as AWQ's gemm layout stores it, in words of eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
     def __init__(self, prefix: str, source: TensorSource, config: QuantizationConfig) -> None:
-        """Check the shapes of the stored tensors.
-
-        Raises:
-            ValueError: They do not belong together.
-        """
         self._names = [f"{prefix}.{part}" for part in ("qweight", "qzeros", "scales")]
         values, zeros, scales = self._names
-        cols, words = _matrix_shape(source, values)
-        groups, outs = _matrix_shape(source, scales)
-        super().__init__(
-            f"{prefix}.weight", source, (outs, cols), 4, _stored_group_size(config, cols, groups)
-        )
+        cols, words = matrix_shape(source, values)
+        groups, outs = matrix_shape(source, scales)
+        group_size = group_size_of(config, cols, groups)
+        super().__init__(f"{prefix}.weight", source, (outs, cols), self._names, 4, group_size)
         if words * 8 != outs:
             raise self.error(values, f"has {words} words for {outs} outputs")
         self.check_shape(zeros, (groups, words))
-        if groups != -(-cols // self._stored_group_size):
-            raise self.error(scales, f"has {groups} groups for {cols} columns")
-        for name in (values, zeros):
-            if source.dtype(name) != torch.int32:
-                raise self.error(name, f"is stored as {source.dtype(name)} and should be int32")
-
-    @property
-    def stored_names(self) -> tuple[str, ...]:
-        return tuple(self._names)
+        self.check_words(values, zeros, scales)
 
     def read_codes(self) -> Tensor:
         return self._unpack(self._names[0]).T.contiguous()
@@ -236,22 +222,7 @@ class AwqTensor(ZeroPointTensor):
         return ordered.flatten(1)
 
 
-def _matrix_shape(source: TensorSource, name: str) -> tuple[int, int]:
-    """Return the shape of a matrix with at least one element.
-
-    Raises:
-        ValueError: There is no such tensor, or it is not a matrix.
-    """
-    shape = source.shape(name)
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(
-            f"{source.files[name]}: {name} has shape {list(shape)} and should be a matrix; "
-            "the checkpoint is damaged, fetch it again"
-        )
-    return shape
-
-
-def _stored_group_size(config: QuantizationConfig, cols: int, groups: int) -> int:
+def group_size_of(config: QuantizationConfig, cols: int, groups: int) -> int:
     """Return the elements that share a scale. The shapes decide if single matrices have another size."""
     size = config.group_size or cols
     if groups == -(-cols // max(size, 1)):

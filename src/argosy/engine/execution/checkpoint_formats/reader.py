@@ -127,8 +127,8 @@ class CheckpointReader:
         plain = open_tensor_source(path)
         quantization = read_quantization(path)
         if quantization is not None:
-            found = find_encoded_tensors(plain, quantization)
-            self._encoded, self.ignored = found.by_name, found.ignored
+            self._encoded = find_encoded_tensors(plain, quantization)
+            self.ignored = tuple(sorted(filter(_ACTIVATION_SCALES.fullmatch, plain.files)))
             self.stored_format = quantization.describe()
         return plain
 
@@ -271,18 +271,10 @@ _ACTIVATION_SCALES = re.compile(
 """Scales of inputs and of the KV cache, which are computed instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTensors:
-    """Encoded matrices of a checkpoint."""
-
-    by_name: dict[str, EncodedTensor]
-    """Matrix by the name that it has in full precision."""
-    ignored: tuple[str, ...]
-    """Stored tensors that are not needed, such as scales of inputs."""
-
-
-def find_encoded_tensors(source: TensorSource, config: QuantizationConfig) -> EncodedTensors:
-    """Find the matrices that are stored as `config` says.
+def find_encoded_tensors(
+    source: TensorSource, config: QuantizationConfig
+) -> dict[str, EncodedTensor]:
+    """Find the matrices that are stored as `config` says, by the names that they have in full precision.
 
     Raises:
         ValueError: There are none, or stored tensors do not belong together. The message names file and tensor.
@@ -293,8 +285,7 @@ def find_encoded_tensors(source: TensorSource, config: QuantizationConfig) -> En
             f"config.json says that the weights are quantized ({config.describe()}), but no stored tensor is; "
             "remove quantization_config from config.json, or fetch the weights that belong to it"
         )
-    ignored = tuple(sorted(name for name in source.files if _ACTIVATION_SCALES.fullmatch(name)))
-    return EncodedTensors(found, ignored)
+    return found
 
 
 def _find(source: TensorSource, config: QuantizationConfig) -> Iterable[EncodedTensor]:

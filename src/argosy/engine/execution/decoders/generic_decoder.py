@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from argosy.engine.execution.decoders.generic_trace import ModelTrace
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider
 from argosy.engine.execution.layers.model import Model
 
 
@@ -35,26 +35,12 @@ class GenericModel:
     trace: ModelTrace
 
 
-class _LayerAttention:
-    """Attention of one layer, bound to the batch that its decoder computes."""
-
-    def __init__(self, decoder: GenericDecoder, params: AttentionParams) -> None:
-        self._decoder = decoder
-        self._params = params
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with tensors [1, heads, T, head_dim], and return [1, T, heads, head_dim]."""
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        batch, attention = self._decoder.current_step
-        return attention(q, k, v, batch, self._params, None)[None]
-
-
 class GenericDecoder(Model):
     """Decoder that runs a model of transformers."""
 
     def __init__(self, model: GenericModel, device: Device, dtype: torch.dtype) -> None:
         self.architecture: GenericArchitecture = model.architecture
-        self.current_step: tuple[Batch, Attention]
+        self._current_step: tuple[Batch, Attention]
         """Batch and attention of the step that is being computed."""
         self._model = model
         self._device = device
@@ -62,15 +48,21 @@ class GenericDecoder(Model):
         places = model.architecture.kv_layout.places
         for layer, place in zip(model.trace.layers, places, strict=True):
             params = replace(layer.params, layer=place.layer, group=place.group)
-            layer.module.argosy_attention = _LayerAttention(self, params)
+            layer.module.argosy_attention = partial(self._attend, params)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        self.current_step = batch, attention
+        self._current_step = batch, attention
         logits = run_model(self._model.module, batch.token_ids, batch.positions, batch.logit_index)
         if not self._model.trace.selects_logits:
             logits = logits.index_select(0, batch.logit_index)
         return logits.float()
+
+    def _attend(self, params: AttentionParams, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with tensors [1, heads, T, head_dim] of the step, and return [1, T, heads, head_dim]."""
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        batch, attention = self._current_step
+        return attention(q, k, v, batch, params, None)[None]
 
 
 def run_model(
@@ -121,13 +113,8 @@ class PackedLinear(nn.Module):
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._num_outputs)
 
 
-class PackedExperts:
-    """Projections of all experts of one module, which `compute_experts` uses."""
-
-    def __init__(self) -> None:
-        self.up: list[Callable[[Tensor], Tensor]] = []
-        """Projection of each expert to gate and up values, or only to up values if the module has no gate."""
-        self.down: list[Callable[[Tensor], Tensor]] = []
+PackedExperts = tuple[list[Callable[[Tensor], Tensor]], list[Callable[[Tensor], Tensor]]]
+"""Projection of each expert to gate and up values, or only to up values if the module has no gate, and down."""
 
 
 def pack_experts(
@@ -142,11 +129,9 @@ def pack_experts(
         read: Returns the part of a parameter that belongs to one expert, a matrix or a bias.
         pack: Packs a weight [N, K] with its bias, under the given name.
     """
-    packed = PackedExperts()
-    for target, name in (
-        (packed.up, "gate_up_proj" if experts.has_gate else "up_proj"),
-        (packed.down, "down_proj"),
-    ):
+    packed: PackedExperts = ([], [])
+    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    for target, name in zip(packed, names, strict=True):
         for expert in range(len(getattr(experts, name))):
             weight = read(name, expert)
             weight = weight.mT if experts.is_transposed else weight
@@ -169,16 +154,16 @@ def compute_experts(
         expert_ids: Ids of each token's experts, [T, choices].
         expert_weights: Their weights, [T, choices].
     """
-    packed: PackedExperts = experts.packed_experts
+    up, down = experts.packed_experts
     num_choices = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)
-    counts = expert_ids.flatten().bincount(minlength=len(packed.up)).tolist()
+    counts = expert_ids.flatten().bincount(minlength=len(up)).tolist()
     outputs = []
     for expert, rows in enumerate(x.index_select(0, order // num_choices).split(counts)):
         if len(rows):
-            hidden = packed.up[expert](rows)
+            hidden = up[expert](rows)
             hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)  # noqa: SLF001 - the module's documented extension point
-            outputs.append(packed.down[expert](hidden))
+            outputs.append(down[expert](hidden))
     pair_outputs = torch.empty(order.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     pair_outputs.index_copy_(0, order, torch.cat(outputs))
     choices = pair_outputs.view(len(x), num_choices, -1)
@@ -200,15 +185,3 @@ def weight_format_of(
     if name.rpartition(".")[2] in UNQUANTIZED_NAMES:
         return None
     return "int8" if is_head and quantize == "int4" else quantize
-
-
-def create_packed_linear(
-    device: Device,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_format: WeightFormat | None,
-    get_packed: PackedWeightProvider,
-) -> PackedLinear:
-    """Pack weight [N, K] and bias [N] into a linear layer."""
-    linear = device.create_linear(weight, bias, weight_format, get_packed)
-    return PackedLinear(linear, weight.shape[0])

@@ -18,7 +18,7 @@ from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, 
 from argosy.engine.execution.decoders.generic_decoder import (
     GenericDecoder,
     GenericModel,
-    create_packed_linear,
+    PackedLinear,
     pack_experts,
     weight_format_of,
 )
@@ -253,14 +253,12 @@ class _Loader:
             weight_format = weight_format_of(
                 module_name, self._quantize, is_head=module is self._head
             )
-            packed = create_packed_linear(
-                self._device,
-                weight,
-                tensors.get("bias"),
-                weight_format,
-                partial(self._pack_cache.get, f"{module_name}.weight"),
+            get_packed = partial(self._pack_cache.get, f"{module_name}.weight")
+            linear = self._device.create_linear(
+                weight, tensors.get("bias"), weight_format, get_packed
             )
             parent, _, name = module_name.rpartition(".")
+            packed = PackedLinear(linear, weight.shape[0])
             setattr(self._model.module.get_submodule(parent), name, packed)
             return
         for name, tensor in tensors.items():

@@ -7,9 +7,7 @@ must give the same logits. A model that fails is served, but marked, because its
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import torch
@@ -19,7 +17,7 @@ from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import StepPlan
-from argosy.folders import cache_folder
+from argosy.folders import cache_folder, replace_file
 
 BLOCK_SIZE = 16
 SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
@@ -241,18 +239,11 @@ def find_or_run(arithmetic_id: str, run: Callable[[], SelfTestResult]) -> SelfTe
         stored = (cache_folder() / "self-test" / name).read_bytes()
         return msgspec.json.decode(stored, type=SelfTestResult)
     result = run()
-    with contextlib.suppress(
-        OSError
-    ):  # without a cache folder, the test is repeated at the next start
-        _store(cache_folder() / "self-test" / name, result)
+    with contextlib.suppress(OSError):  # the test is repeated at the next start
+        folder = cache_folder() / "self-test"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(folder / name, msgspec.json.encode(result))
+        results = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        for old in results[:-MAX_STORED_RESULTS]:
+            old.unlink(missing_ok=True)
     return result
-
-
-def _store(file: Path, result: SelfTestResult) -> None:
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(msgspec.json.encode(result))
-    partial.replace(file)
-    stored = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    for old in stored[:-MAX_STORED_RESULTS]:
-        old.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_linear
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
-from argosy.folders import cache_folder
+from argosy.folders import cache_folder, replace_file
 
 MEMORY_MARGIN_BYTES = 512 << 20
 """Memory kept free beside the largest step, because captured decode steps have their own pool."""
@@ -274,9 +273,7 @@ def write_memory_profile(key: str, working_bytes: int) -> None:
     try:
         path = _profile_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(MemoryProfile(key, working_bytes)))
-        Path(file.name).replace(path)
+        replace_file(path, msgspec.json.encode(MemoryProfile(key, working_bytes)))
     except OSError as error:
         log.warning("memory_profile_not_saved", reason=str(error))
 
