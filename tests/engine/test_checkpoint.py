@@ -24,7 +24,6 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
     checkpoint_digest,
     resolve_model_path,
 )
-from argosy.engine.execution.loading.model_selection import summarize_model
 from tests.engine.decoder_driver import load_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -288,10 +287,10 @@ PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_te
 def test_published_models_have_their_sizes(tmp_path: Path, name: str) -> None:
     published = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(published["config"]))
-    summary = summarize_model(read_architecture(tmp_path), dtype_bytes=2)
-    assert round(summary.num_parameters / 1e9, 2) == published["billion_parameters"]
-    assert round(summary.num_active_parameters / 1e9, 2) == published["billion_active_parameters"]
-    assert summary.kv_bytes_per_token == published["kv_bytes_per_token"]
+    model = read_architecture(tmp_path)
+    assert round(model.num_parameters / 1e9, 2) == published["billion_parameters"]
+    assert round(model.num_active_parameters / 1e9, 2) == published["billion_active_parameters"]
+    assert model.kv_bytes_per_token(2) == published["kv_bytes_per_token"]
 
 
 def test_configs_are_read_without_torch() -> None:

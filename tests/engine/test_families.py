@@ -18,7 +18,6 @@ from torch import Tensor
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
-from argosy.engine.execution.loading.model_selection import summarize_model
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference
@@ -171,7 +170,7 @@ def assert_logits_match(
         assert_close(driver.logits_in_one_chunk(prompt), reference.logits(prompt))
 
 
-def assert_summary_matches(reference: Reference) -> None:
+def assert_sizes_match(reference: Reference) -> None:
     num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
     num_parameters += sum(
         buffer.numel()
@@ -179,20 +178,18 @@ def assert_summary_matches(reference: Reference) -> None:
         if key.endswith("e_score_correction_bias")
     )
     architecture = read_architecture(reference.path)
-    summary = summarize_model(architecture, dtype_bytes=2)
-    assert summary.num_parameters == num_parameters
-    assert summary.weight_bytes == 2 * num_parameters
+    assert architecture.num_parameters == num_parameters
     experts = sum(p.numel() for key, p in reference.model.named_parameters() if ".experts." in key)
     share = (
         architecture.moe.num_experts_per_token / architecture.moe.num_experts
         if architecture.moe
         else 1.0
     )
-    assert summary.num_active_parameters == num_parameters - experts * (1 - share)
+    assert architecture.num_active_parameters == num_parameters - experts * (1 - share)
     cached = architecture.num_kv_heads * architecture.head_dim
     parts = 1 if architecture.latent else 2
     num_cached = sum(not layer.is_recurrent for layer in architecture.layer_architectures)
-    assert summary.kv_bytes_per_token == parts * num_cached * cached * 2
+    assert architecture.kv_bytes_per_token(2) == parts * num_cached * cached * 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -221,7 +218,7 @@ def test_family_matches_transformers(create_reference: Callable[..., Reference],
     assert driver.greedy(some_prompts, 24, chunk=5) == outputs
     if not reference.model.config.tie_word_embeddings:  # tied random models repeat themselves
         assert len({token for tokens in outputs for token in tokens}) > 5
-    assert_summary_matches(reference)
+    assert_sizes_match(reference)
     batch = replace(driver.batch([("no logits", [1, 2])]), logit_index=torch.empty(0).long())
     assert decoder(batch, decoder.create_attention(1024, 16)).shape == (0, VOCAB)
 

@@ -25,7 +25,6 @@ from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.model_selection import (
     build_transformers_model,
     select_implementation,
-    summarize_model,
 )
 from argosy.engine.execution.loading.self_test import (
     MAX_MEDIAN_DIFFERENCE,
@@ -102,7 +101,7 @@ def test_family_matches_transformers(create_reference: Callable[..., Reference],
     batch = replace(driver.batch([("no logits", [1, 2])]), logit_index=torch.empty(0).long())
     assert decoder.forward(batch, decoder.create_attention(128, 16)).shape == (0, VOCAB)
     num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
-    assert summarize_model(decoder.architecture, 2).num_parameters == num_parameters
+    assert decoder.architecture.num_parameters == num_parameters
 
 
 @pytest.mark.parametrize("name", ["nemotron", "qwen 2 moe"])

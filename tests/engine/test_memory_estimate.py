@@ -22,7 +22,6 @@ from argosy.engine.execution.loading.memory import (
     resolve_limits,
     step_limits,
 )
-from argosy.engine.execution.loading.model_selection import summarize_model
 from argosy.models import BUNDLED_MODEL
 
 GIB = 1 << 30
@@ -104,8 +103,7 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
     """Bytes of 16 tokens in a layer."""
     assert needs(windowed).estimate().kv_bytes == 16 * (1024 // 16 + 128 // 16 + 2) * per_layer
     assert needs(windowed, num_blocks=10).estimate().kv_bytes == 10 * 16 * per_layer
-    summary = summarize_model(windowed, 2)
-    assert summary.kv_bytes_per_sequence == 16 * (131_072 // 16 + 128 // 16 + 2) * per_layer
+    assert windowed.kv_bytes_per_sequence(2) == 16 * (131_072 // 16 + 128 // 16 + 2) * per_layer
 
     def max_model_len(architecture: ModelArchitecture) -> int:
         layout = architecture.kv_layout

@@ -131,42 +131,38 @@ def compute_model_fit(
     """
     import psutil
 
-    from argosy.engine import (
-        DEFAULT_KV_MEMORY_FRACTION,
-        read_pooling_layout,
-        summarize_model,
-        weight_files,
-    )
+    from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, read_pooling_layout, weight_files
 
     planned_dtype = dtype if dtype != "auto" else "bfloat16"
-    sizes = summarize_model(spec, DTYPE_BYTES[planned_dtype])
+    dtype_bytes = DTYPE_BYTES[planned_dtype]
+    sequence_bytes = spec.kv_bytes_per_sequence(dtype_bytes)
     free = int(psutil.virtual_memory().available) if memory_bytes is None else memory_bytes
-    weight_bytes = sizes.weight_bytes
+    weight_bytes = spec.num_parameters * dtype_bytes
     if stored is not None:
-        weight_bytes += stored.num_bytes - stored.num_weights * DTYPE_BYTES[planned_dtype]
+        weight_bytes += stored.num_bytes - stored.num_weights * dtype_bytes
     cache, full_sequences = 0, 0.0
-    if sizes.kv_bytes_per_sequence:  # encoders have no KV cache
+    if sequence_bytes:  # encoders have no KV cache
         cache = max(int((free - weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
-        full_sequences = cache / sizes.kv_bytes_per_sequence
+        full_sequences = cache / sequence_bytes
     layout = read_pooling_layout(path)
     return ModelFit(
         path=str(path),
         family=spec.family,
         architecture=spec.architecture,
         output="text" if layout is None else layout.describe(),
-        parameters=sizes.num_parameters,
-        active_parameters=sizes.num_active_parameters,
+        parameters=spec.num_parameters,
+        active_parameters=spec.num_active_parameters,
         vocab_size=spec.vocab_size,
-        max_model_len=sizes.max_model_len,
+        max_model_len=spec.max_model_len,
         dtype=planned_dtype,
         stored_format="" if stored is None else stored.description,
         weight_bytes=weight_bytes,
         checkpoint_bytes=sum(file.stat().st_size for file in weight_files(path)),
-        kv_bytes_per_token=sizes.kv_bytes_per_token,
-        kv_bytes_per_sequence=sizes.kv_bytes_per_sequence,
+        kv_bytes_per_token=spec.kv_bytes_per_token(dtype_bytes),
+        kv_bytes_per_sequence=sequence_bytes,
         free_bytes=free,
         kv_cache_bytes=cache,
-        kv_tokens=int(full_sequences * sizes.max_model_len),
+        kv_tokens=int(full_sequences * spec.max_model_len),
         full_sequences=int(full_sequences),
     )
 

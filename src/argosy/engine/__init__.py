@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from argosy.engine.execution.kernels.cpu.native_kernels import prebuild_kernels
     from argosy.engine.execution.loading.model_selection import (
         AnyArchitecture,
-        ModelSummary,
         find_stored_integers,
         read_any_architecture,
-        summarize_model,
     )
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
@@ -53,7 +51,6 @@ __all__ = [
     "EngineConfig",
     "EngineFailedError",
     "EngineRequest",
-    "ModelSummary",
     "PrestartedCore",
     "ReplicaServerConfig",
     "RequestOutput",
@@ -65,7 +62,6 @@ __all__ = [
     "read_pooling_layout",
     "resolve_model_path",
     "serve_replica",
-    "summarize_model",
     "tool_format_names",
     "weight_files",
 ]
@@ -76,7 +72,6 @@ _MODULE_BY_NAME = {
     "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
-    "ModelSummary": "execution.loading.model_selection",
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
@@ -85,7 +80,6 @@ _MODULE_BY_NAME = {
     "RequestOutput": "outputs",
     "build_replica_settings": "serving.api_server.replica_server_config",
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
-    "summarize_model": "execution.loading.model_selection",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",
     "StoredIntegers": "execution.checkpoint_formats.reader",
     "find_stored_integers": "execution.loading.model_selection",

@@ -25,6 +25,8 @@ IGNORED_PATTERNS = (
 """Patterns of other files: weights in other layouts, and folders except those of templates and modules."""
 MAX_LISTED_FILES = 8
 """Maximum number of files that an error lists."""
+MAX_PARTS = 10_000
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _PART_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)|[-.]imatrix\.gguf$")
 """GGUF files beside a model: projectors of images, and statistics for quantization."""
@@ -87,6 +89,16 @@ def group_gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
         if file.endswith(".gguf") and not _NO_MODEL.search(file):
             models.setdefault(_PART_SUFFIX.sub("", file), []).append(file)
     return models
+
+
+def gguf_part_names(file: str) -> list[str]:
+    """Return the names of all parts of the GGUF model of which `file` is the only or any part."""
+    match = _PART.fullmatch(file)
+    count = 0 if match is None else min(int(match["count"]), MAX_PARTS)
+    if match is None or count == 0:
+        return [file]
+    suffix = f"of-{match['count']}.gguf"
+    return [f"{match['stem']}-{number:05}-{suffix}" for number in range(1, count + 1)]
 
 
 def select_gguf_parts(file: str, siblings: Iterable[str]) -> list[str]:

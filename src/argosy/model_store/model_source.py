@@ -25,7 +25,11 @@ from argosy.model_store.manifest import (
     ModelStoreError,
     parse_manifest,
 )
-from argosy.model_store.model_files import list_model_files, select_model_files
+from argosy.model_store.model_files import (
+    gguf_part_names,
+    list_model_files,
+    select_model_files,
+)
 from argosy.models import BUNDLED_MODELS
 
 if TYPE_CHECKING:
@@ -42,7 +46,6 @@ _STATE_KEYS = (
     *("LastModified", "mtime", "updated", "created"),
 )
 """Names of the tag of a file's content in different file systems, then those of the time of its last change."""
-_GGUF_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +259,7 @@ def _list_files(file_system: AbstractFileSystem, root: str) -> dict[str, dict[st
     root = root.rstrip("/")
     if root.endswith(".gguf"):
         folder, _, name = root.rpartition("/")
-        paths = {part: f"{folder}/{part}" for part in _gguf_parts(name)}
+        paths = {part: f"{folder}/{part}" for part in gguf_part_names(name)}
         return {part: file_system.info(path) | {"name": path} for part, path in paths.items()}
     found = file_system.find(root, maxdepth=2, detail=True)
     details = {
@@ -267,15 +270,6 @@ def _list_files(file_system: AbstractFileSystem, root: str) -> dict[str, dict[st
     if not details:
         raise ModelStoreError(f"{root} does not exist, or is empty. Check the URL.")
     return details
-
-
-def _gguf_parts(name: str) -> list[str]:
-    """Return the names of all parts of a GGUF model, of which one is given."""
-    match = _GGUF_PART.fullmatch(name)
-    if match is None:
-        return [name]
-    count = int(match["count"])
-    return [f"{match['stem']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
 
 
 def _remote_file(

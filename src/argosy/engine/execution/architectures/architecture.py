@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
+from argosy.engine.scheduling import KvCacheGroups
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -157,6 +160,13 @@ class Architecture:
             return 0
         parts = 2 if self.value_dim is None else 1
         return parts * len(self.cached_windows) * self.num_kv_heads * self.head_dim * dtype_bytes
+
+    def kv_bytes_per_sequence(self, dtype_bytes: int) -> int:
+        """Return the bytes of the KV cache and of the recurrent state of a sequence of `max_model_len` tokens."""
+        layout = self.kv_layout
+        groups = KvCacheGroups(layout.windows, DEFAULT_BLOCK_SIZE)
+        block_bytes = layout.block_bytes(self.kv_bytes_per_token(dtype_bytes), DEFAULT_BLOCK_SIZE)
+        return groups.count_blocks(self.max_model_len) * block_bytes + self.state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

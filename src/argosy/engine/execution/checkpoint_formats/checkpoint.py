@@ -20,6 +20,7 @@ from argosy.model_store import (
     download_model,
     group_gguf_models,
     hub_commit,
+    is_gguf_only,
     is_url,
     open_model_store,
     pull_model,
@@ -106,7 +107,9 @@ def _find_checkpoint(folder: Path) -> Path:
     Raises:
         ValueError: The directory holds no model that can be served.
     """
-    if (folder / CONFIG_FILE).is_file() and not _holds_only_gguf(folder):
+    if (folder / CONFIG_FILE).is_file() and not is_gguf_only(
+        file.name for file in folder.iterdir()
+    ):
         return folder
     if (folder / ADAPTER_FILE).is_file():
         base = read_json(folder / ADAPTER_FILE).get("base_model_name_or_path")
@@ -119,12 +122,6 @@ def _find_checkpoint(folder: Path) -> Path:
     raise ValueError(
         f"{folder} has no config.json; give a directory in Hugging Face layout, or a GGUF file"
     )
-
-
-def _holds_only_gguf(folder: Path) -> bool:
-    """Return whether a directory has GGUF files, and no weights in the form to which config.json belongs."""
-    weights = (pattern for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin"))
-    return any(folder.glob("*.gguf")) and not any(any(folder.glob(each)) for each in weights)
 
 
 def _find_gguf(folder: Path) -> Path:

@@ -7,13 +7,14 @@ reader. Every length is checked against the size of the file before it is used.
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from argosy.model_store import gguf_part_names
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -35,7 +36,6 @@ _NUMBER_TYPES = {
     11: "<i8",
     12: "<f8",
 }
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +131,11 @@ def gguf_parts(path: Path) -> list[Path]:
     Raises:
         ValueError: A part is missing.
     """
-    match = _SHARD.fullmatch(path.name)
-    count = 0 if match is None else int(match["count"])
-    if match is None or count == 0:
-        return [path]
-    parts = [
-        path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
-        for number in range(1, min(count, 10_000) + 1)
-    ]
-    missing = [part.name for part in parts if not part.is_file()]
+    parts = [path.with_name(name) for name in gguf_part_names(path.name)]
+    missing = [part.name for part in parts if part != path and not part.is_file()]
     if missing:
         raise ValueError(
-            f"{path.parent} lacks {missing[0]}, a part of {path.name}; fetch all {count} parts"
+            f"{path.parent} lacks {missing[0]}, a part of {path.name}; fetch all {len(parts)} parts"
         )
     return parts
 

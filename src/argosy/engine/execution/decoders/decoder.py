@@ -24,6 +24,7 @@ from argosy.engine.execution.layers.modules import (
     Mlp,
     Projection,
     RmsNorm,
+    weight_format_for,
 )
 from argosy.engine.execution.layers.moe import MixtureOfExperts
 from argosy.engine.execution.layers.self_attention import SelfAttention
@@ -89,7 +90,7 @@ class Decoder(nn.Module, Model):
             )
         for name, module in self.named_modules():
             if isinstance(module, Projection):
-                module.weight_format = weight_format_for(name, quantize)
+                module.weight_format = weight_format_for(name, quantize, is_head=name == "head")
         self._rope_tables = [
             build_rope_table(rope, architecture.max_model_len).to(device.torch_device)
             for rope in architecture.ropes
@@ -120,18 +121,6 @@ class Decoder(nn.Module, Model):
         logits = self.head.forward(last).float()
         softcap = self.architecture.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
-
-
-def weight_format_for(module_name: str, quantize: WeightFormat | None) -> WeightFormat | None:
-    """Return the weight format of the projection `module_name` in a model quantized to `quantize`.
-
-    The head keeps 8 bits, since each of its errors is an error of a logit. Routers, the gates of shared experts and the
-    factors of delta nets are not quantized, because they are small and each of their outputs decides much. The
-    embedding is not quantized either, because a token reads only one of its rows, which are mapped from the checkpoint.
-    """
-    if module_name.endswith(("router", "shared_gate", "attention.factors")):
-        return None
-    return "int8" if module_name == "head" and quantize == "int4" else quantize
 
 
 def _build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.architecture import AttentionParams, GenericArchitecture
 from argosy.engine.execution.decoders.generic_trace import ModelTrace
 from argosy.engine.execution.kernels.attention import Attention
@@ -96,10 +95,6 @@ def attend(
     return module.argosy_attention(query, key, value), None
 
 
-UNQUANTIZED_NAMES = {"gate", "router", "shared_expert_gate"}
-"""Last names of linear layers that select experts. They are small, and are never quantized."""
-
-
 class PackedLinear(nn.Module):
     """Linear layer x @ weight.T + bias, packed by the device."""
 
@@ -173,15 +168,3 @@ def compute_experts(
     for choice in range(1, num_choices):
         total = total + choices[:, choice] * expert_weights[:, choice : choice + 1]
     return total.to(x.dtype)
-
-
-def weight_format_of(
-    name: str, quantize: WeightFormat | None, *, is_head: bool
-) -> WeightFormat | None:
-    """Return the weight format of the linear layer `name` in a model quantized to `quantize`.
-
-    The rules are those of `decoder.weight_format_for`.
-    """
-    if name.rpartition(".")[2] in UNQUANTIZED_NAMES:
-        return None
-    return "int8" if is_head and quantize == "int4" else quantize

@@ -20,7 +20,6 @@ from argosy.engine.execution.decoders.generic_decoder import (
     GenericModel,
     PackedLinear,
     pack_experts,
-    weight_format_of,
 )
 from argosy.engine.execution.decoders.transformers_library import (
     TensorEntry,
@@ -34,6 +33,7 @@ from argosy.engine.execution.decoders.transformers_library import (
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.kernels.torch.rowwise_ops import use_rowwise_ops
+from argosy.engine.execution.layers.modules import weight_format_for
 
 _UNUSED_BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.(original_)?inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
@@ -250,7 +250,7 @@ class _Loader:
             weight = tensors["weight"]
             if is_transposed_linear(module):
                 weight = weight.mT
-            weight_format = weight_format_of(
+            weight_format = weight_format_for(
                 module_name, self._quantize, is_head=module is self._head
             )
             get_packed = partial(self._pack_cache.get, f"{module_name}.weight")

@@ -100,12 +100,33 @@ class Sampler:
         self._penalties.record_output(rows, tokens)
         return tokens, self._sampled_logprobs(logits, rows, tokens)
 
-    def compute_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprob]:
-        """Compute log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `num_top` likeliest."""
-        logit_rows = np.arange(len(tokens))
-        return compute_logprobs(
-            self._ops, logits, logit_rows, tokens, np.full(len(logit_rows), num_top, np.int64)
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        logit_rows: NDArray[np.int64],
+        tokens: Tensor,
+        top_counts: NDArray[np.int64],
+    ) -> list[Logprob]:
+        """Compute the log-probability and rank of `tokens[i]` under `logits[logit_rows[i]]`.
+
+        Each result also has the `top_counts[i]` likeliest tokens.
+        """
+        result = self._ops.compute_logprobs(logits, logit_rows, tokens, top_counts)
+        rows = zip(
+            tokens.tolist(),
+            result.token_logprobs.tolist(),
+            result.ranks.tolist(),
+            result.top_ids.tolist(),
+            result.top_logprobs.tolist(),
+            top_counts.tolist(),
+            strict=True,
         )
+        return [
+            Logprob(
+                token, logprob, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True))
+            )
+            for token, logprob, rank, top_ids, top_logprobs, count in rows
+        ]
 
     def _build_metadata(
         self, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
@@ -165,8 +186,8 @@ class Sampler:
         if not requested.size:
             return {}
         top_counts = self._top_logprobs[batch_rows[requested]]
-        logprobs = compute_logprobs(
-            self._ops, logits, requested, tokens[self._to_device(requested)], top_counts
+        logprobs = self.compute_logprobs(
+            logits, requested, tokens[self._to_device(requested)], top_counts
         )
         return dict(zip(requested.tolist(), logprobs, strict=True))
 
@@ -181,33 +202,6 @@ def create_sampling_ops(device: torch.device) -> SamplingOps:
     from argosy.engine.execution.kernels.gpu.sampling import TritonSamplingOps
 
     return TritonSamplingOps()
-
-
-def compute_logprobs(
-    ops: SamplingOps,
-    logits: Tensor,
-    logit_rows: NDArray[np.int64],
-    tokens: Tensor,
-    top_counts: NDArray[np.int64],
-) -> list[Logprob]:
-    """Compute the log-probability and rank of `tokens[i]` under `logits[logit_rows[i]]`.
-
-    Each result also has the `top_counts[i]` likeliest tokens.
-    """
-    result = ops.compute_logprobs(logits, logit_rows, tokens, top_counts)
-    rows = zip(
-        tokens.tolist(),
-        result.token_logprobs.tolist(),
-        result.ranks.tolist(),
-        result.top_ids.tolist(),
-        result.top_logprobs.tolist(),
-        top_counts.tolist(),
-        strict=True,
-    )
-    return [
-        Logprob(token, logprob, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
-        for token, logprob, rank, top_ids, top_logprobs, count in rows
-    ]
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

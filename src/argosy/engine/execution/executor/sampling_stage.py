@@ -163,8 +163,10 @@ class SamplingStage:
             row = step.plan.rows[chunk]
             first = int(np.searchsorted(step.packed.logit_index, flat))
             next_tokens = self._persistent_batch.tokens[row, start + 1 : start + 1 + count]
+            logit_rows = np.arange(first, first + count)
+            num_top = np.full(count, self._prompt_logprob_counts[row], np.int64)
             logprobs[chunk] = self._sampler.compute_logprobs(
-                step.outputs[first : first + count], next_tokens, self._prompt_logprob_counts[row]
+                step.outputs, logit_rows, next_tokens, num_top
             )
         return logprobs
 

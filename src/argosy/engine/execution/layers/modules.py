@@ -24,6 +24,23 @@ from argosy.engine.execution.kernels.operations import Norm
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.engine.execution.kernels.rope import RopeRotation
 
+UNQUANTIZED_NAMES = {"router", "gate", "shared_gate", "shared_expert_gate", "factors"}
+"""Last names of linear layers that select experts, or decide how much of a state decays."""
+
+
+def weight_format_for(
+    module_name: str, quantize: WeightFormat | None, *, is_head: bool
+) -> WeightFormat | None:
+    """Return the weight format of a linear layer in a model quantized to `quantize`.
+
+    The head keeps 8 bits, since each of its errors is an error of a logit. Routers, the gates of shared experts and the
+    factors of delta nets are not quantized, because they are small and each of their outputs decides much. The
+    embedding is not quantized either, because a token reads only one of its rows, which are mapped from the checkpoint.
+    """
+    if module_name.rpartition(".")[2] in UNQUANTIZED_NAMES:
+        return None
+    return "int8" if is_head and quantize == "int4" else quantize
+
 
 class LoadableModule(nn.Module):
     """Module whose own parameters are declared on `meta` and assigned by the loader.

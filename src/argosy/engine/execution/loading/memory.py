@@ -146,8 +146,8 @@ class MemoryNeeds:
 
 def check_memory(
     needs: MemoryNeeds, free_bytes: int, weight_formats: Sequence[WeightFormat]
-) -> MemoryEstimate:
-    """Return the estimate if the model fits into the free memory.
+) -> None:
+    """Check that the model fits into the free memory.
 
     Args:
         needs: What the model needs.
@@ -159,7 +159,7 @@ def check_memory(
     """
     estimate = needs.estimate()
     if estimate.total_bytes <= free_bytes:
-        return estimate
+        return
     fitting = [
         f"{options} ({_format_size(total_bytes)})"
         for options, total_bytes in _alternatives(needs, weight_formats)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import structlog
 import torch
@@ -30,17 +29,10 @@ class ComputeThreads:
     sets its own number before its steps.
     """
 
-    def __init__(
-        self,
-        max_threads: int,
-        *,
-        is_fixed: bool,
-        read_times: Callable[[], CpuTimes | None],
-    ) -> None:
+    def __init__(self, max_threads: int, *, is_fixed: bool) -> None:
         """Create the threads. If `is_fixed`, their number never changes."""
         self.count = max_threads
         self.max_threads = max_threads
-        self._read_times = read_times
         self._policy = (
             None
             if is_fixed or max_threads == 1
@@ -59,7 +51,7 @@ class ComputeThreads:
             torch.set_num_threads(self.count)
 
     def _measure(self, policy: ThreadCountPolicy) -> None:
-        times, earlier = self._read_times(), self._earlier
+        times, earlier = read_cpu_times(), self._earlier
         self._earlier = times
         if times is None or earlier is None or times.at_s - earlier.at_s > MAX_MEASURE_S:
             return
@@ -88,9 +80,9 @@ def create_compute_threads(threads: int | None, colocated_replicas: int) -> Comp
         raise ValueError(f"threads is {threads}; set it to 1 or more, or remove it")
     fixed = _threads_from_environment() if threads is None else threads
     if fixed is not None:
-        return ComputeThreads(fixed, is_fixed=True, read_times=read_cpu_times)
+        return ComputeThreads(fixed, is_fixed=True)
     max_threads = max(1, resources.usable_cpus() // (1 + colocated_replicas))
-    return ComputeThreads(max_threads, is_fixed=False, read_times=read_cpu_times)
+    return ComputeThreads(max_threads, is_fixed=False)
 
 
 def _threads_from_environment() -> int | None:
