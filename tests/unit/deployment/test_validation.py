@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.deployment import (
+    ExpectedText,
     FleetConfig,
     load_config,
     load_fleet,
@@ -49,6 +50,7 @@ DIGEST = "sha256:" + "0" * 64
         ("rollout: {steps: [50%, 0.05]}", "pools[0].rollout: shares of the steps must not fall"),
         ("rollout: {steps: [0%]}", "pools[0].rollout: share of a step must be between 0 and 1"),
         ("rollout: {gate: {metrics: {ttft: {margin: 1}}}}", "pools[0].rollout: margin and tight_margin must be"),
+        (r"rollout: {prompts: [{prompt: a, expect: {regex: '(a)\1'}}]}", "regex is invalid"),
         ("rollout: {max_surge: 1}", "$.pools[0].rollout.max_surge"),
         ("rollout: {prompts: [{max_tokens: 1}]}", "a pinned prompt needs either `prompt` or `messages`"),
         ("autoscaling: {schedules: [{min_replicas: 1, start: 18:00, end: 20:00}]}", "Set `mode` to on, or remove them"),
@@ -264,3 +266,15 @@ def test_fleet_without_pools_gets_none_that_it_never_had(old: FleetConfig) -> No
     emptied = "models: [{name: chat, source: owner/chat}]\ngateways: 0\n"
     with pytest.raises(ValueError, match="store: it decides"):
         parse_remote_change(emptied, "sent", old)
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "matches"),
+    [
+        (r"4|four", "It is four.", True),
+        (r"^(?:[\s\S]+)+\x00$", "a" * 200, False),  # backtracking would take ages
+        (r"b$", "half a \ud83d pair, b", True),
+    ],
+)
+def test_expected_answer_is_matched_in_linear_time(regex: str, text: str, matches: bool) -> None:
+    assert ExpectedText(regex=regex).matches(text) is matches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -44,15 +43,27 @@ class ExpectedText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     contains: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)] | None = None
     """Text that the answer contains."""
     regex: Annotated[str, Meta(min_length=1, max_length=1000)] | None = None
-    """Regular expression in Python's syntax that matches a part of the answer."""
+    """Regular expression in RE2's syntax that matches a part of the answer. It has no look-arounds and no references to
+    groups, so that no expression can hold up the controller."""
 
     def __post_init__(self) -> None:
         if self.contains is None and self.regex is None:
             raise ValueError("expect needs `contains`, `regex` or both")
+        self.matches("")
+
+    def matches(self, text: str) -> bool:
+        """Return whether a text matches the regular expression, or there is none. Takes time linear in the text."""
+        import re2
+
+        options = re2.Options()
+        options.log_errors = False  # it would write to stderr
+        text = text.encode(errors="replace").decode()  # JSON may contain half of a surrogate pair
         try:
-            re.compile(self.regex or "")
-        except re.error as error:
-            raise ValueError(f"regex is invalid: {error}") from None
+            return re2.compile(self.regex or "", options=options).search(text) is not None
+        except re2.error as error:
+            reason = error.args[0]
+            reason = reason.decode(errors="replace") if isinstance(reason, bytes) else reason
+            raise ValueError(f"regex is invalid: {reason}") from None
 
 
 class PinnedMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

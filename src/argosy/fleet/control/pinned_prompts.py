@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -129,7 +128,7 @@ def _find_problem(
 def _find_missing_text(expect: ExpectedText, answer: _Answer) -> str:
     if expect.contains is not None and expect.contains not in answer.text:
         return f"expected an answer with {_shorten(expect.contains)}, got {answer}"
-    if expect.regex is not None and not re.search(expect.regex, answer.text):
+    if expect.regex is not None and not expect.matches(answer.text):
         return f"expected an answer that matches {_shorten(expect.regex)}, got {answer}"
     return ""
 
