@@ -69,11 +69,7 @@ def parse_length_distribution(text: str) -> LengthDistribution:
 
 
 class ArrivalProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Arrival process with gamma-distributed gaps.
-
-    Raises:
-        BenchError: A parameter is out of range.
-    """
+    """Arrival process with gamma-distributed gaps. Raises BenchError if a parameter is out of range."""
 
     rate: float | None
     """Requests per second on average; None sends all at once."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,12 @@ def _parse_trace(path: Path, first_line: str, lines: Iterable[str]) -> Iterator[
     names = {name.strip().strip('"') for name in first_line.split(",")}
     if first_line.lstrip().startswith("{"):
         return _parse_mooncake(path, lines)
-    if {"Timestamp", "Request tokens", "Response tokens"} <= names:
-        return _parse_csv(path, lines, _parse_burstgpt_row)
-    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        return _parse_csv(path, lines, _parse_azure_row)
+    for columns, parse_time in (
+        (("Timestamp", "Request tokens", "Response tokens"), float),
+        (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _parse_azure_timestamp),
+    ):
+        if names.issuperset(columns):
+            return _parse_csv(path, lines, columns, parse_time)
     raise BenchError(
         f"{path} is not a known trace: its first line is neither a JSON object (Mooncake)"
         " nor the header of BurstGPT or of the Azure LLM inference traces."
@@ -161,11 +163,16 @@ def _parse_mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 
 def _parse_csv(
-    path: Path, lines: Iterable[str], parse_row: Callable[[dict[str, str]], TraceRequest]
+    path: Path, lines: Iterable[str], columns: Sequence[str], parse_time: Callable[[str], float]
 ) -> Iterator[TraceRequest]:
     for number, row in enumerate(csv.DictReader(lines, skipinitialspace=True), 2):
         try:
-            request = parse_row(row)
+            at, input_tokens, output_tokens = (row[name].strip() for name in columns)
+            request = TraceRequest(
+                at_s=parse_time(at),
+                input_tokens=int(input_tokens),
+                output_tokens=int(output_tokens),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BenchError(f"{path}, line {number}: a column is missing or malformed.") from error
         _validate_row(path, number, request)
@@ -177,22 +184,6 @@ def _validate_row(path: Path, number: int, row: TraceRequest) -> None:
         raise BenchError(
             f"{path}, line {number}: times must be finite and lengths must not be negative."
         )
-
-
-def _parse_burstgpt_row(row: dict[str, str]) -> TraceRequest:
-    return TraceRequest(
-        at_s=float(row["Timestamp"]),
-        input_tokens=int(row["Request tokens"]),
-        output_tokens=int(row["Response tokens"]),
-    )
-
-
-def _parse_azure_row(row: dict[str, str]) -> TraceRequest:
-    return TraceRequest(
-        at_s=_parse_azure_timestamp(row["TIMESTAMP"].strip()),
-        input_tokens=int(row["ContextTokens"]),
-        output_tokens=int(row["GeneratedTokens"]),
-    )
 
 
 def _parse_azure_timestamp(text: str) -> float:

@@ -105,11 +105,7 @@ def _processor_name() -> str:
 
 
 def save_result(result: BenchResult, path: Path) -> None:
-    """Write the result as JSON.
-
-    Raises:
-        BenchError: The file cannot be written.
-    """
+    """Write the result as JSON. Raises BenchError if the file cannot be written."""
     write_file(path, msgspec.json.encode(result))
 
 

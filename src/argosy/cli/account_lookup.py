@@ -54,11 +54,7 @@ _PROJECT_REMEDY = "one that `argosy tenants list` shows (with --scope gateway a 
 
 @contextmanager
 def open_existing_store(url: str | None) -> Iterator[Store]:
-    """Open and migrate a store that exists. A ValueError ends the command with its message.
-
-    Args:
-        url: URL of the store, or None for the default store.
-    """
+    """Open and migrate a store that exists, by default the default store. A ValueError ends the command."""
     from argosy.store import open_existing_store
 
     with _open_migrated(open_existing_store, url) as store:
@@ -67,11 +63,9 @@ def open_existing_store(url: str | None) -> Iterator[Store]:
 
 @contextmanager
 def open_or_create_store(url: str | None, *, is_expected: bool = False) -> Iterator[Store]:
-    """Open and migrate a store, like `open_existing_store`, and create it if it does not exist.
+    """Open a store like `open_existing_store`, and create it if it does not exist.
 
-    Args:
-        url: URL of the store, or None for the default store.
-        is_expected: Whether the caller expects a new store. Otherwise a new SQLite store is announced.
+    A new SQLite store is announced unless the caller expects one.
     """
     from argosy.store import open_store
 
@@ -185,10 +179,7 @@ def resolve_organisation(
 ) -> Organisation:
     """Return the organisation. The default organisation is created if no organisation exists.
 
-    Args:
-        store: Store with the accounts.
-        reference: Id or name.
-        alternative: Options that the error message recommends if no default organisation exists.
+    The error message recommends the options `alternative` if there are only others.
     """
     organisations = store.accounts.list_organisations()
     if reference == DEFAULT_NAME and not organisations:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,19 +27,6 @@ HELP_TEXT = "/quit exits, /clear starts a new conversation, Ctrl-C interrupts an
 MAX_TOOL_ROUNDS = 20
 """Number of answers with tool calls after which a question is given up."""
 Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatSettings:
-    """Parameters of every request of a conversation."""
-
-    model: str
-    options: dict[str, Any]
-    """Fields of the request body besides model and messages."""
-
-    def build_body(self, messages: list[Message]) -> dict[str, Any]:
-        """Return the body of `POST /v1/chat/completions`."""
-        return {"model": self.model, "messages": messages, "stream": True, **self.options}
 
 
 def chat(
@@ -76,11 +62,11 @@ def chat(
     initial_messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with open_client(url, api_key) as client, fail_without_server(url):
         try:
-            settings = ChatSettings(model or _fetch_default_model(client), options)
+            request = {"model": model or _fetch_default_model(client), "stream": True, **options}
             if question is not None:
-                _answer(client, settings, [*initial_messages, _user_message(question)])
+                _answer(client, request, [*initial_messages, _user_message(question)])
             else:
-                _run_conversation(client, settings, initial_messages)
+                _run_conversation(client, request, initial_messages)
         except ChatFailedError as error:
             fail(str(error))
 
@@ -131,10 +117,10 @@ def _user_message(text: str) -> Message:
 
 
 def _run_conversation(
-    client: httpx2.Client, settings: ChatSettings, initial_messages: list[Message]
+    client: httpx2.Client, request: dict[str, Any], initial_messages: list[Message]
 ) -> None:
     """Read messages from the terminal and print the answers, until end of input or `/quit`."""
-    typer.secho(f"Chatting with {settings.model}. {HELP_TEXT}", err=True, dim=True)
+    typer.secho(f"Chatting with {request['model']}. {HELP_TEXT}", err=True, dim=True)
     history = list(initial_messages)
     while True:
         try:
@@ -154,20 +140,20 @@ def _run_conversation(
                 typer.secho(HELP_TEXT, err=True, dim=True)
                 continue
         try:
-            history = _answer(client, settings, [*history, _user_message(line)])
+            history = _answer(client, request, [*history, _user_message(line)])
         except ChatFailedError as error:
             typer.secho(str(error), err=True, fg=typer.colors.RED)
 
 
 def _answer(
-    client: httpx2.Client, settings: ChatSettings, messages: list[Message]
+    client: httpx2.Client, request: dict[str, Any], messages: list[Message]
 ) -> list[Message]:
     """Print the answer to a conversation, and return the conversation with it.
 
     The user is asked for the result of each tool call, and the model continues with it.
     """
     for _ in range(MAX_TOOL_ROUNDS):
-        message = AnswerPrinter().print_answer(client, settings.build_body(messages))
+        message = AnswerPrinter().print_answer(client, {**request, "messages": messages})
         messages = [*messages, message]
         calls = message.get("tool_calls")
         if not calls:

@@ -24,6 +24,7 @@ from argosy.cli.fleet_target import (
     created_folder,
     open_declared,
     open_fleet,
+    operator_name,
     parse_revision,
 )
 from argosy.cli.output import JsonOutput, print_json, print_records
@@ -273,6 +274,8 @@ def _apply(
 
     `asks` says when to ask for confirmation on a terminal: before any change, or before a pool is removed.
     """
+    from argosy.deployment import apply_declaration
+
     check_launchers(target, config)
     latest = target.latest()
     fleet_plan = _plan(target, latest, config)
@@ -289,8 +292,14 @@ def _apply(
     is_asked = asks == "always" or (asks == "removal" and bool(removed))
     if is_asked and sys.stdin.isatty() and not typer.confirm(_format_question(target, removed)):
         raise typer.Exit(EXIT_FAILURE)
-    revision = target.apply(
-        config, reason, after=0 if latest is None else latest.number, rollback_of=rollback_of
+    revision = apply_declaration(
+        target.store.fleets,
+        target.name,
+        config,
+        author=operator_name(),
+        reason=reason,
+        rollback_of=rollback_of,
+        after=0 if latest is None else latest.number,
     )
     if not quiet:
         typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)

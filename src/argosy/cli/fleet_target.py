@@ -76,22 +76,6 @@ class FleetTarget:
 
         return read_fleet_status(self.store.fleets, self.name)
 
-    def apply(
-        self, config: FleetConfig, reason: str, *, after: int, rollback_of: int | None = None
-    ) -> FleetRevision:
-        """Add a revision, unless another one was added after the revision `after`."""
-        from argosy.deployment import apply_declaration
-
-        return apply_declaration(
-            self.store.fleets,
-            self.name,
-            config,
-            author=operator_name(),
-            reason=reason,
-            rollback_of=rollback_of,
-            after=after,
-        )
-
 
 def operator_name() -> str:
     """Return the user and machine that a change is recorded with."""

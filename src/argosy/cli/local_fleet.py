@@ -151,15 +151,9 @@ class LocalFleet:
             await keep_task
 
     async def _prepare_auth(self) -> bool:
-        """Prepare the store and show the key that was created.
+        """Prepare the store and show the key that was created, while the model loads, which may take long or fail.
 
-        Runs while the model loads, which may take long or fail.
-
-        Returns:
-            False if `stop` was called meanwhile.
-
-        Raises:
-            ValueError: The store cannot be used; the message contains the remedy.
+        Returns False if `stop` was called meanwhile. Raises ValueError if the store cannot be used.
         """
         store_task = asyncio.create_task(run_in_daemon_thread(self.auth_bootstrap.prepare_store))
         stop_task = asyncio.create_task(self._stop_requested.wait())
@@ -178,11 +172,7 @@ class LocalFleet:
     async def _wait_for_replicas(self, fleet: ReplicaFleet, keep_task: asyncio.Task[None]) -> bool:
         """Show the progress until each model has a replica that is ready.
 
-        Returns:
-            False if `stop` was called meanwhile.
-
-        Raises:
-            FleetFailedError: No replica of a model is left that can be started.
+        Returns False if `stop` was called meanwhile. Raises FleetFailedError like `serve`.
         """
         stop_task = asyncio.create_task(self._stop_requested.wait())
         try:

@@ -120,15 +120,7 @@ def compute_model_fit(
     memory_bytes: int | None,
     stored: StoredIntegers | None = None,
 ) -> ModelFit:
-    """Compute the memory that the model takes.
-
-    Args:
-        path: Directory of the checkpoint.
-        spec: Architecture of the model.
-        dtype: Data type of weights and KV cache; `auto` is bfloat16.
-        memory_bytes: Memory to plan for, or None for the free memory.
-        stored: Integers of a quantized checkpoint that a CPU computes with.
-    """
+    """Compute the memory that the model takes. `auto` is bfloat16, and the default memory is what is free."""
     import psutil
 
     from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, read_pooling_layout, weight_files

@@ -31,16 +31,9 @@ def print_records(
     *,
     json: JsonOutput,
 ) -> None:
-    """Print the records as a table, or as JSON.
+    """Print the records as a table, or as JSON. `format_row` returns the cells of a record.
 
     A terminal that is too narrow for the table gets a list with one field per line.
-
-    Args:
-        records: Records to print.
-        columns: Headings.
-        format_row: Returns the cells of a record.
-        empty_message: Sentence that replaces an empty table.
-        json: Whether to print JSON.
     """
     if json:
         print_json(records)
@@ -101,12 +94,7 @@ def print_result(record: object, message: str, *, json: JsonOutput) -> None:
 
 
 def print_json(value: Any, **more: str) -> None:  # noqa: ANN401 - a record or a list of records
-    """Print a record or a list of records as JSON, without key digests.
-
-    Args:
-        value: Record or list of records.
-        more: Additional fields of a single record.
-    """
+    """Print a record, with more fields if given, or a list of records as JSON, without key digests."""
     import msgspec
 
     builtins = msgspec.to_builtins(value)

@@ -65,13 +65,7 @@ def plan_pools(
 ) -> list[ServePool]:
     """Return the pools of a model by its groups of replicas, and one for each embedding model, which runs on the CPU.
 
-    Args:
-        model: The model.
-        embedding_models: Embedding models beside it.
-        groups: Groups of replicas of the model.
-        drain_deadline_s: Time that running requests have to finish.
-        options: Options on the command line, by name.
-        environment: Variables of all replicas.
+    `options` are those on the command line, by name, and `environment` has variables of all replicas.
     """
 
     def plan(

@@ -39,11 +39,9 @@ GatewayApiKey = Annotated[
 
 
 def open_client(url: str, api_key: str | None) -> httpx2.Client:
-    """Return a client of the server at `url`. An invalid URL or key ends the command.
+    """Return a client of the server at an HTTP URL, with or without `/v1`, or `unix:PATH`.
 
-    Args:
-        url: HTTP URL, with or without `/v1`, or `unix:PATH`.
-        api_key: API key for the `Authorization` header.
+    An invalid URL or key ends the command.
     """
     import ssl
 
@@ -115,17 +113,7 @@ def call_admin_api(
     parameters: Mapping[str, object] | None = None,
     connect_remedy: str = "check --url",
 ) -> dict[str, Any]:
-    """Call the admin API and return its JSON. Failures end the command.
-
-    Args:
-        url: URL of the gateway, or `unix:PATH`.
-        api_key: API key for the `Authorization` header.
-        method: HTTP method.
-        path: Path of the endpoint.
-        body: JSON body; None without.
-        parameters: Parameters of the query. Those that are None are not sent.
-        connect_remedy: What to do if no gateway answers.
-    """
+    """Call the admin API and return its JSON. Parameters that are None are not sent. Failures end the command."""
     given = {name: str(value) for name, value in (parameters or {}).items() if value is not None}
     with (
         open_client(url, api_key) as client,

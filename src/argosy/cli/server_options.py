@@ -41,11 +41,7 @@ ConsoleInsecureHttp = Annotated[
 
 
 def build_tls_config(cert: str | None, key: str | None, client_ca: str | None) -> TlsConfig | None:
-    """Return the TLS settings, or None without TLS.
-
-    Raises:
-        ValueError: The certificate or its key is missing.
-    """
+    """Return the TLS settings, or None without TLS. Raises ValueError if the certificate or its key is missing."""
     from argosy.http_server import TlsConfig
 
     if cert is not None and key is not None:

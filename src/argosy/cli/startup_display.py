@@ -49,14 +49,7 @@ class StartupDisplay(ProgressBar):
     ) -> None:
         """Replace the bar by a panel with the address, and print commands that send a request.
 
-        Args:
-            url: URL at which the server listens.
-            model: Public name of the model.
-            embedding_models: Public names of the embedding models beside it.
-            key_required: Whether requests need an API key.
-            tls: TLS settings of the server.
-            store_url: Store URL, unless it is the default.
-            has_console: Whether the server has a console for browsers.
+        `url` is where the server listens, and `store_url` its store unless it is the default one.
         """
         from rich.panel import Panel
         from rich.text import Text
@@ -120,11 +113,7 @@ def program_command() -> str:
 def usage_hint(url: str, model: str, *, key_required: bool, tls: TlsConfig | None = None) -> str:
     """Return commands that send a request to the server. They read an API key from `ARGOSY_API_KEY`.
 
-    Args:
-        url: URL for clients, from `client_url`.
-        model: Public name of the model.
-        key_required: Whether requests need an API key.
-        tls: TLS settings of the server.
+    `url` is that for clients, from `client_url`.
     """
     lines = []
     needs_certificate = tls is not None and tls.client_ca is not None
@@ -145,11 +134,7 @@ def usage_hint(url: str, model: str, *, key_required: bool, tls: TlsConfig | Non
 
 
 def key_hint(store_url: str | None) -> str:
-    """Return how to get an API key into `ARGOSY_API_KEY`.
-
-    Args:
-        store_url: URL of the store if it is not the default one. URLs that may contain a password are not printed.
-    """
+    """Return how to get an API key into `ARGOSY_API_KEY`. URLs that may contain a password are not printed."""
     known = store_url is None or store_url == os.environ.get("ARGOSY_STORE")
     if not known and "@" in (store_url or ""):
         return "API key:      set ARGOSY_API_KEY to one of your keys"

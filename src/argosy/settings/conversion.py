@@ -145,13 +145,7 @@ def _describe_value(problem: str, path: SettingPath, value: object) -> str:
 
 
 def _suggest_fix(problem: str, path: Sequence[str | int], settings_type: type) -> str:
-    """Return a remedy to append to the problem: the intended key or the valid values. Empty if none is known.
-
-    Args:
-        problem: Message of a msgspec.ValidationError, without its path.
-        path: Path of the setting.
-        settings_type: The msgspec struct of the settings.
-    """
+    """Return a remedy to append to a problem at a path: the intended key or the valid values. Empty if unknown."""
     unknown = _find_unknown_field(problem)
     if unknown is None and not problem.startswith("Invalid enum value"):
         return ""

@@ -23,11 +23,7 @@ Size = (
 
 
 def parse_size(size: str | int) -> int:
-    """Return the size in bytes: `1GiB` is 2**30, `1GB` is 10**9.
-
-    Raises:
-        ValueError: `size` is not a size.
-    """
+    """Return the size in bytes: `1GiB` is 2**30, `1GB` is 10**9. Raises ValueError if `size` is not a size."""
     match = _SIZE_PATTERN.fullmatch(str(size))
     if match is None:
         raise ValueError(f"{size!r} is not a size; write it like 8GiB or 500MB")

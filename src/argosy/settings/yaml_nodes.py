@@ -101,11 +101,7 @@ def dump_yaml(document: object) -> str:
 
 
 def read_settings_file(path: Path) -> bytes:
-    """Return the content of a settings file.
-
-    Raises:
-        ValueError: The file cannot be read, or is too large.
-    """
+    """Return the content of a settings file. Raises ValueError if the file cannot be read, or is too large."""
     try:
         with open(path, "rb", opener=_open_without_waiting) as file:
             poll = select.poll()
@@ -188,16 +184,8 @@ def find_child(node: yaml.Node, key: str | int) -> yaml.Node | None:
 def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
     """Reject duplicate keys, which PyYAML resolves to the last value, and resolve merge keys.
 
-    Args:
-        node: The node to check.
-        loader: The loader that parsed it.
-        sizes: Size by id of each node that was checked before, and 0 of those that contain this node.
-
-    Returns:
-        The number of values in the node, where a value counts once for each alias of it.
-
-    Raises:
-        ValueError: A key is not text or defined twice, a value contains itself, or there are too many values.
+    `sizes` has the size by id of each node that was checked before, and 0 of those that contain this node. Returns the
+    number of values in the node, where a value counts once for each alias of it.
     """
     known = sizes.get(id(node))
     if known == 0:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from typing import Any
 
 import msgspec
 
 from argosy.store.errors import ConflictError
 from argosy.store.record_tables import AccountTransaction
-from argosy.store.records import Key, Limit, Project, Role, RoleScope, User
+from argosy.store.records import Key, Limit, Project, User
 from argosy.store.validation import is_key_valid
 
 _ID_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -31,20 +32,11 @@ def create_key(
     transaction: AccountTransaction,
     *,
     project: str,
-    name: str,
     user: str | None = None,
-    role: Role = "user",
-    scope: RoleScope = "organisation",
-    models: tuple[str, ...] = (),
-    networks: tuple[str, ...] = (),
-    flags: tuple[str, ...] = (),
     expires_at: float | None = None,
+    **fields: Any,  # noqa: ANN401 - other fields of a key
 ) -> tuple[Key, str]:
-    """Create a key. Raises the errors that `Accounts` documents.
-
-    Returns:
-        The stored key and the plain key.
-    """
+    """Create a key. Raises the errors that `Accounts` documents. Returns the stored key and the plain key."""
     transaction.check_same_organisation(
         transaction.get_active_record(Project, project).organisation, User, user
     )
@@ -54,16 +46,11 @@ def create_key(
         id="",
         project=project,
         user=user,
-        name=name,
         prefix="",
         digest=b"",
-        role=role,
-        scope=scope,
-        models=models,
-        networks=networks,
-        flags=flags,
         created_at=transaction.now,
         expires_at=expires_at,
+        **fields,
     )
     key, plain_key = _issue_key(draft)
     return transaction.create_record(key), plain_key

@@ -71,13 +71,8 @@ class AuditLog:
     ) -> list[AuditEntry]:
         """List entries, newest first.
 
-        Args:
-            subject: Id of a record, to list only entries about it.
-            action_prefix: Beginnings of the actions to list, such as `replica.`. Empty for all.
-            before: Only entries with lower numbers.
-            since: Only entries at this time or later, in seconds since the epoch.
-            until: Only entries before this time.
-            limit: Maximum number of entries.
+        The arguments select entries: about one record, whose actions begin so, such as `replica.`, with numbers below
+        `before`, and from `since` to before `until`, in seconds since the epoch.
         """
         query = select(schema.audit).order_by(schema.audit.c.entry.desc()).limit(limit)
         if self._organisation_id is not None:

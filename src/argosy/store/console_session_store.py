@@ -41,11 +41,8 @@ class ConsoleSessionStore:
 
     def create(self, *, key_digest: bytes | None = None, claims: bytes | None = None) -> str:
         """Open a session and return its id. Removes the sessions that have ended."""
-        session_id, now, table = (
-            secrets.token_urlsafe(_SESSION_ID_BYTES),
-            self._clock(),
-            schema.console_sessions,
-        )
+        now, table = self._clock(), schema.console_sessions
+        session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
         session = ConsoleSession(
             digest=hash_key(session_id),
             key_digest=key_digest,
@@ -63,12 +60,7 @@ class ConsoleSessionStore:
         return session_id
 
     def find(self, session_id: str, *, is_use: bool = True) -> ConsoleSession | None:
-        """Return the session with this id. None if there is none, or it has ended.
-
-        Args:
-            session_id: Id that the browser sent.
-            is_use: Whether this counts as use, which begins the idle timeout again.
-        """
+        """Return the session with this id. None if there is none, or it has ended. A use restarts the idle timeout."""
         now, table, digest = self._clock(), schema.console_sessions, hash_key(session_id)
         with self._database.read_transaction() as connection:
             row = connection.execute(select(table).where(table.c.digest == digest)).one_or_none()

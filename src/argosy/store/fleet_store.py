@@ -207,11 +207,7 @@ class FleetStore:
             return self._read_latest(connection, fleet)
 
     def get_revision(self, fleet: str, number: int) -> FleetRevision:
-        """Return one revision.
-
-        Raises:
-            NotFoundError: The fleet has no such revision.
-        """
+        """Return one revision. Raises NotFoundError if the fleet has no such revision."""
         query = select(schema.fleet_revisions).where(
             _revisions.fleet == fleet, _revisions.number == number
         )
@@ -253,14 +249,9 @@ class FleetStore:
         return _decode_lease(row, fleet)
 
     def acquire_lease(self, holder: str, expired: FleetLease) -> FleetLease | None:
-        """Take the lease over, with the next epoch.
+        """Take the lease over, with the next epoch. Returns None if it was renewed or taken over meanwhile.
 
-        Args:
-            holder: Name of the controller.
-            expired: The lease whose renewal the holder has waited for, without success.
-
-        Returns:
-            None if it was renewed or taken over meanwhile.
+        `expired` is the lease whose renewal the holder has waited for, without success.
         """
         fleet = expired.fleet
         with self._write_transaction() as connection:
@@ -276,11 +267,7 @@ class FleetStore:
         return lease
 
     def renew_lease(self, lease: FleetLease) -> FleetLease:
-        """Renew the lease.
-
-        Raises:
-            DeposedError: Another controller has taken it over.
-        """
+        """Renew the lease. Raises DeposedError if another controller has taken it over."""
         with self._write_transaction() as connection:
             require_leader(connection, lease)
             renewed = connection.execute(
@@ -318,11 +305,7 @@ class FleetStore:
             return {row.name: bytes(row.record) for row in connection.execute(query)}
 
     def save_records(self, lease: FleetLease, records: Mapping[str, bytes | None]) -> None:
-        """Replace records. None deletes one.
-
-        Raises:
-            DeposedError: Another controller leads by now. Nothing was saved.
-        """
+        """Replace records. None deletes one. Raises DeposedError, and saves nothing, if another controller leads."""
         if not records:
             return
         with self._write_transaction() as connection:
@@ -393,11 +376,7 @@ class FleetStore:
     # --- events ----------------------------------------------------------------------------------
 
     def append_events(self, lease: FleetLease, events: Sequence[FleetEvent]) -> None:
-        """Append events of the leading controller.
-
-        Raises:
-            DeposedError: Another controller leads by now. Nothing was appended.
-        """
+        """Append events. Raises DeposedError, and appends nothing, if another controller leads by now."""
         if not events:
             return
         with self._write_transaction() as connection:
@@ -422,18 +401,10 @@ class FleetStore:
         since: float | None = None,
         until: float | None = None,
     ) -> list[FleetEvent]:
-        """Return events with numbers above `after`, oldest first; with `after` 0 the latest ones.
+        """Return at most `limit` events with numbers above `after`, oldest first; with `after` 0 the latest ones.
 
-        Args:
-            fleet: Name of the fleet.
-            after: Number of the last event that the caller has.
-            limit: Maximum number of events.
-            replica: Only events of this replica.
-            pool: Only events of this pool.
-            kinds: Only events of these kinds. Empty for all.
-            outcome: Only events with this outcome.
-            since: Only events at this time or later, in seconds since the epoch.
-            until: Only events before this time.
+        The other arguments select events. Times are in seconds since the epoch, `until` is exclusive, and no kinds mean
+        all.
         """
         is_of_fleet = _events.fleet == fleet
         query = select(schema.fleet_events).where(is_of_fleet, _events.number > after)
@@ -455,15 +426,9 @@ class FleetStore:
         return events if after else events[::-1]
 
     def prune_events(self, lease: FleetLease, *, keep_s: float, max_count: int) -> int:
-        """Delete old events, and return how many.
+        """Delete events that are older than `keep_s` or more than `max_count`, and return how many.
 
-        Args:
-            lease: Lease of the leading controller.
-            keep_s: Age from which events are deleted, in seconds.
-            max_count: Number of events from which the oldest are deleted.
-
-        Raises:
-            DeposedError: Another controller leads by now. Nothing was deleted.
+        Raises DeposedError, and deletes nothing, if another controller leads by now.
         """
         with self._write_transaction() as connection:
             last = require_leader(connection, lease)

@@ -78,15 +78,9 @@ def read_items(
     limit: int = ALL_ITEMS,
     is_descending: bool = False,
 ) -> list[Item]:
-    """Read the items of a response or conversation in their order.
+    """Read the items of a response or conversation in their order, or only its input or output.
 
-    Args:
-        connection: The connection.
-        parent: Id of the response or conversation.
-        is_output: Read only input items or only output items; None for both.
-        after: Id of the item after which to start. No item follows one that does not exist.
-        limit: Maximum number of items.
-        is_descending: Read from the last to the first.
+    No item follows one, `after`, that does not exist.
     """
     position = _columns.position
     query = select(_columns.body).where(_columns.parent == parent)

@@ -275,13 +275,7 @@ class Ledger:
         The usage of a key includes that of the keys that it replaced by rotation. Requests that are not charged are not
         counted, see `_CHARGED_REQUESTS`.
 
-        Args:
-            owner_kind: Kind of the owners.
-            owners: Ids of the owners.
-            since: Start of the time range, in seconds since the epoch.
-
-        Returns:
-            Rows by model for each owner id. Owners without usage are left out.
+        Returns rows by model for each owner id. Owners without usage are left out.
         """
         lineages = (
             self._find_rotated_keys(owners, since)
@@ -333,14 +327,7 @@ class Ledger:
         """Return single records, latest end first.
 
         At most `MAX_SCANNED_ROWS` records are searched, so a page may have less than `limit` records, or none, although
-        there are older ones.
-
-        Args:
-            where: Filter.
-            status: Only records with this status.
-            min_duration_s: Only requests that took at least this long.
-            before: End time and id of a request. Only those that come after it in the list are returned.
-            limit: Maximum number of records.
+        there are older ones. Only those are returned that come after the end time and id `before` in the list.
         """
         scanned, found, conditions = self._select_latest(where, status, min_duration_s, before)
         query = _latest_first(select(found).where(*conditions), found.c) if conditions else scanned
@@ -367,14 +354,7 @@ class Ledger:
     ) -> SortedRecords:
         """Return single records, sorted by a quantity. No more than the latest `MAX_SCANNED_ROWS` records are sorted.
 
-        Args:
-            where: Filter.
-            order: Quantity to sort by. Equal ones are sorted by their end and id.
-            is_descending: Whether the largest comes first.
-            status: Only records with this status.
-            min_duration_s: Only requests that took at least this long.
-            after: Last record of the page before.
-            limit: Maximum number of records.
+        Records with an equal quantity are sorted by their end and id. `after` is the last record of the page before.
         """
         _, found, conditions = self._select_latest(where, status, min_duration_s, None)
         value = found.c.ended_at - found.c.started_at if order == "duration_s" else found.c[order]
@@ -421,11 +401,7 @@ class Ledger:
         return scanned, found, conditions
 
     def find_record(self, requests: Sequence[str]) -> UsageRecord | None:
-        """Return the record of the first request that has one. None if none has, or its day was rolled up.
-
-        Args:
-            requests: Ids of requests.
-        """
+        """Return the record of the first request that has one. None if none has, or its day was rolled up."""
         table = schema.usage
         query = select(*_RECORD_COLUMNS).where(
             table.c.request.in_(requests), *self._owner_conditions(table, ALL_USAGE)
@@ -434,12 +410,9 @@ class Ledger:
             return next(iter(_to_records(connection.execute(query.limit(1)))), None)
 
     def count_recent(self, model: str, since: float, max_records: int) -> dict[str, int]:
-        """Count recent requests of a model by their status.
+        """Count requests of a model that ended at `since` or later, by their status.
 
-        Args:
-            model: Public name of the model.
-            since: Only requests that ended at this time or later, in seconds since the epoch.
-            max_records: Number of records of all models that are read, latest first. It bounds the time.
+        At most `max_records` of all models are read, latest first, which bounds the time.
         """
         table = schema.usage
         recent = (

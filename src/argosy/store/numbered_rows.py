@@ -16,15 +16,7 @@ def in_time_range(
     """Return conditions for rows from `since` to before `until`, which need no index of the times.
 
     Clocks of several machines differ, so rows at the ends of the range may be missing that were written within this
-    difference of each other.
-
-    Args:
-        connection: Connection in a read transaction.
-        number: Number of a row. It has an index, after the columns of `conditions`.
-        at: Time of a row.
-        since: Earliest time; None for any.
-        until: Time after the last one; None for any.
-        conditions: Conditions that all rows of the log meet.
+    difference of each other. All rows of the log meet `conditions`, after whose columns `number` has an index.
     """
     limits = list(conditions)
     if since is not None:

@@ -94,18 +94,10 @@ def find_records(
     page: PageRequest = ALL_RECORDS,
     **fields: object,
 ) -> list[RecordT]:
-    """Find records in sort order.
+    """Find records of one organisation, or of all for None, in sort order.
 
-    Args:
-        connection: Connection with an open transaction.
-        record_type: Type of the records.
-        organisation_id: Id of the organisation to restrict the records to, or None for all. Prices belong to the whole
-            gateway and are visible to every organisation; replica settings are visible to none.
-        page: Page of the list to return.
-        fields: Field values to match. A set matches any of its values.
-
-    Raises:
-        ValueError: The record that the page continues after is not in the list.
+    Prices belong to the whole gateway and are visible to every organisation; replica settings are visible to none. A
+    set in `fields` matches any of its values. Raises ValueError if the page continues after a record of another list.
     """
     table = _TABLES[record_type]
     sort_columns = [table.c[name] for name in sort_fields(record_type)]
@@ -128,9 +120,6 @@ def _find_sort_position(
     """Return the sort key of the record with this id in the list that `query` selects.
 
     Lists in the order of ids, such as those of limits, can also continue after a deleted record.
-
-    Raises:
-        ValueError: The record is not in the list.
     """
     table, names = _TABLES[record_type], sort_fields(record_type)
     if (
@@ -150,12 +139,9 @@ def _find_sort_position(
 def get_record(
     connection: Connection, record_type: type[RecordT], organisation_id: str | None, record_id: str
 ) -> RecordT:
-    """Return the record with this id, in one organisation or in any.
+    """Return the record with this id, in one organisation or in any, or raise NotFoundError.
 
     Ids that are not printable are not looked up, because PostgreSQL rejects NUL characters.
-
-    Raises:
-        NotFoundError: No record has this id.
     """
     found = (
         find_records(connection, record_type, organisation_id, id=record_id)
@@ -252,16 +238,7 @@ class AccountTransaction:
         return record
 
     def update_record(self, record: RecordT, action: str, **fields: object) -> RecordT:
-        """Set the fields that are not UNSET. Raises like `create_record`.
-
-        Args:
-            record: Record as stored.
-            action: Verb for the audit log, such as `change`.
-            fields: New values by field name.
-
-        Returns:
-            The updated record.
-        """
+        """Set the fields of a stored record that are not UNSET, and return it. Raises like `create_record`."""
         given = {name: value for name, value in fields.items() if value is not UNSET}
         after = validate_record(msgspec.structs.replace(record, **given))
         self._check_permission(record, after)
@@ -311,11 +288,9 @@ class AccountTransaction:
 
     def _check_unique(self, record: AccountRecord) -> None:
         fields = {name: getattr(record, name) for name in UNIQUE_FIELDS.get(type(record), ())}
-        for other in (
-            find_records(self.connection, type(record), None, ALL_RECORDS, **fields)
-            if fields
-            else ()
-        ):
+        if not fields:
+            return
+        for other in find_records(self.connection, type(record), None, ALL_RECORDS, **fields):
             if other.id != record.id and is_active(other, self.now):
                 taken = list(fields.values())[-1]
                 raise ConflictError(
@@ -326,11 +301,8 @@ class AccountTransaction:
         record_type = type(record)
         if record_type not in MAX_RECORDS_PER_ORGANISATION:
             return
-        max_records, organisation, table = (
-            MAX_RECORDS_PER_ORGANISATION[record_type],
-            self._find_organisation_id(record),
-            _TABLES[record_type],
-        )
+        max_records, table = MAX_RECORDS_PER_ORGANISATION[record_type], _TABLES[record_type]
+        organisation = self._find_organisation_id(record)
         query = select(func.count()).select_from(table).where(*active_conditions(table, self.now))
         query = query.where(ORGANISATION_COLUMNS[record_type] == organisation)
         if self.connection.execute(query).scalar_one() > max_records:
@@ -340,13 +312,7 @@ class AccountTransaction:
             raise ConflictError(f"{problem}. End some that are no longer needed.")
 
     def append_decision(self, action: str, subject: str, details: dict[str, Any]) -> None:
-        """Add an audit entry about something of the whole gateway that is no account record.
-
-        Args:
-            action: Kind of the subject and verb, such as `pool.scale`.
-            subject: What the decision is about.
-            details: What was decided.
-        """
+        """Add an audit entry, such as `pool.scale`, about something that is no account record."""
         self._append_audit_entry(action, subject, None, details)
 
     def _append_record_entry(

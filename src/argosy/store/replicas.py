@@ -37,20 +37,9 @@ class ReplicaSettings(RecordTables):
         reason: str = "",
         actor: str,
     ) -> ReplicaSetting:
-        """Change the setting of a replica, or create it.
+        """Change the setting of a replica, which need not exist at the moment, or create it.
 
-        Args:
-            model: Public name of the model.
-            replica: Name of the replica. It need not exist at the moment.
-            action: Verb for the audit log, such as `drain`.
-            state: New state.
-            weight: New weight.
-            grace_s: How long streams may continue on a draining replica.
-            reason: Why.
-            actor: Who.
-
-        Raises:
-            ValueError: A field is invalid. The message names it.
+        `action` is the verb for the audit log, such as `drain`. Raises ValueError that names an invalid field.
         """
         with self._begin_transaction(actor) as transaction:
             setting_id = f"{model}/{replica}"
@@ -96,8 +85,7 @@ class ReplicaLogStore:
     def save(self, lease: FleetLease, replica: str, run: ReplicaLogRun, log: bytes) -> None:
         """Save a run of a replica with the end of its log, or replace it. Its older runs are deleted.
 
-        Raises:
-            DeposedError: Another controller leads by now. Nothing was saved.
+        Raises DeposedError, and saves nothing, if another controller leads by now.
         """
         of_replica = (_logs.fleet == lease.fleet) & (_logs.replica == replica)
         oldest = (
@@ -140,8 +128,7 @@ class ReplicaLogStore:
     def prune(self, lease: FleetLease, *, keep_s: float) -> int:
         """Delete the runs of a fleet whose logs are older than `keep_s` or too many, and return how many.
 
-        Raises:
-            DeposedError: Another controller leads by now. Nothing was deleted.
+        Raises DeposedError, and deletes nothing, if another controller leads by now.
         """
         oldest = (
             select(_logs.read_at)

@@ -56,16 +56,10 @@ def read_snapshot(
     read_at: float,
     expired_before: float,
 ) -> AccountSnapshot:
-    """Read all accounts as of one version.
+    """Read all accounts as of one version, of which a previous snapshot has a part.
 
-    Args:
-        connection: Connection in a read transaction.
-        previous: Snapshot to update, or None.
-        read_at: Time when reading began, on the monotonic clock.
-        expired_before: Time in seconds since the epoch. Revoked keys and keys that expired before it are left out.
-
-    Raises:
-        StoreUnavailableError: A backup is being restored into the database.
+    Revoked keys and keys that expired before a time are left out. Raises StoreUnavailableError while a backup is
+    restored into the database.
     """
     _check_not_restoring(connection)
     state = connection.execute(select(schema.state)).one()

@@ -90,17 +90,29 @@ class Store:
         migrate(self._database)
 
     def copy_to(self, other: Store) -> int:
-        """Copy all rows, as of one moment, into an empty store.
+        """Copy all rows, as of one moment, into an empty store, and return their number.
 
-        Registered gateways, console sessions and logs of replicas are left out.
-
-        Returns:
-            The number of copied rows.
-
-        Raises:
-            ConflictError: The other store is not empty.
+        Registered gateways, console sessions and logs of replicas are left out. Raises ConflictError if the other store
+        is not empty. Both must have the newest tables.
         """
-        return _copy_database(self._database, other._database)
+        source, target = self._database, other._database
+        with (
+            source.read_transaction() as source_connection,
+            target.write_transaction() as target_connection,
+        ):
+            if not _is_empty(target_connection):
+                raise ConflictError(
+                    f"{target.display_name} is not empty. Give a new or empty database."
+                )
+            target_connection.execute(delete(schema.state))  # creating the table inserted a row
+            copied = 0
+            for table in schema.metadata.sorted_tables:
+                if table in _PASSING_TABLES:
+                    continue
+                for batch in _read_batches(source, source_connection, table):
+                    target_connection.execute(insert(table), batch)
+                    copied += len(batch)
+            return copied
 
     def close(self) -> None:
         """Close all connections."""
@@ -185,36 +197,6 @@ def usage_log_folder(url: str) -> Path:
         return state_folder() / "usage" / name
     except FileNotFoundError as error:
         raise StoreError(f"There is no folder for the usage log: {error}.") from error
-
-
-def _copy_database(source: Database, target: Database) -> int:
-    """Copy all rows in one transaction. Both databases must have the newest tables.
-
-    Reads see one state of the source, unaffected by concurrent writes.
-
-    Returns:
-        The number of copied rows.
-
-    Raises:
-        ConflictError: The target is not empty.
-    """
-    with (
-        source.read_transaction() as source_connection,
-        target.write_transaction() as target_connection,
-    ):
-        if not _is_empty(target_connection):
-            raise ConflictError(
-                f"{target.display_name} is not empty. Give a new or empty database."
-            )
-        target_connection.execute(delete(schema.state))  # creating the table inserted a row
-        copied = 0
-        for table in schema.metadata.sorted_tables:
-            if table in _PASSING_TABLES:
-                continue
-            for batch in _read_batches(source, source_connection, table):
-                target_connection.execute(insert(table), batch)
-                copied += len(batch)
-        return copied
 
 
 def _read_batches(

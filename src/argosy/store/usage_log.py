@@ -105,15 +105,7 @@ class UsageLog:
             )
 
     def allocate_slot(self, record: UsageRecord, rates: Rates = NO_CHARGE) -> UsageSlot:
-        """Allocate a slot for an admitted request and mark it running.
-
-        Args:
-            record: Owners, model, route and start time of the request.
-            rates: Prices to charge.
-
-        Raises:
-            UsageLogFullError: Neither the disk nor memory has room.
-        """
+        """Allocate a slot for an admitted request and mark it running. Raises UsageLogFullError without any room."""
         slot = self._take_free_slot()
         slot.begin(record, rates)
         return slot
@@ -141,15 +133,10 @@ class UsageLog:
         return interrupted
 
     def drain(self, write_records: Callable[[list[UsageRecord]], object]) -> int:
-        """Write ended records in batches and free their slots.
+        """Write ended records in batches, free their slots, and return their number.
 
-        If `write_records` raises, the exception propagates and the records stay for the next call.
-
-        Args:
-            write_records: Function that stores records and ignores those whose request it already has.
-
-        Returns:
-            The number of written records.
+        `write_records` ignores records whose request it already has. If it raises, the exception propagates and the
+        records stay for the next call.
         """
         self._maintain_tables()
         written, pending = 0, len(self._ended_slots)
@@ -301,13 +288,9 @@ def _create_file(path: Path) -> UsageSlotTable:
 
 
 def _open_abandoned_file(path: Path) -> UsageSlotTable | None:
-    """Open the table in the file of a dead process.
+    """Open the table in the file of a dead process. Raises UsageLogError for an unknown format.
 
-    Returns:
-        The table, or None if the owner is alive or died before the table was initialized.
-
-    Raises:
-        UsageLogError: The file has an unknown format.
+    Returns None if the owner is alive or died before the table was initialized.
     """
     with contextlib.ExitStack() as cleanup:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

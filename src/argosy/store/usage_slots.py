@@ -127,12 +127,11 @@ class UsageSlot:
         return (
             FREE <= words[base + STATE_WORD] < ENDED + len(USAGE_STATUSES)
             and all(
-                is_valid_time(self.table.times[base + word])
-                for word in (STARTED_AT_WORD, ENDED_AT_WORD)
+                map(is_valid_time, self.table.times[base + STARTED_AT_WORD : base + CHECKSUM_WORD])
             )
             and all(
-                0 <= words[base + word] <= MAX_COUNT
-                for word in range(INPUT_WORD, OUTPUT_RATE_WORD + 1)
+                0 <= count <= MAX_COUNT
+                for count in words[base + INPUT_WORD : base + STARTED_AT_WORD]
             )
             and words[base + TEXT_SIZE_WORD] > 0
             and zlib.crc32(self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD))
