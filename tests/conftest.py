@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -111,6 +112,11 @@ def _cached_commands() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _default_logging() -> Iterator[None]:
-    """Restore the logging configuration, which `argosy.LLM` changes."""
+    """Restore the logging configuration, which `argosy.LLM` and commands that run a server change."""
     yield
     structlog.reset_defaults()
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for handler in [*root.handlers]:
+        if isinstance(handler.formatter, structlog.stdlib.ProcessorFormatter):
+            root.removeHandler(handler)  # its stream may be that of a command that has ended
