@@ -1,20 +1,23 @@
-"""Commands that need no server: messages about missing parts, and `argosy models`."""
+"""Commands that need no server: messages about missing parts, signals, and `argosy models`."""
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from tests.support.waiting import until
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
+from argosy.cli.quantities import format_count, format_size
 from argosy.models import BUNDLED_MODEL
 
 runner = CliRunner()
@@ -89,6 +92,35 @@ def test_sigint_during_imports_ends_silently(loaded: str) -> None:
     assert all(line.startswith("import time:") for line in lines)
 
 
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+async def test_sigterm_ends_process_one_before_a_server_handles_it() -> None:
+    probe = await asyncio.create_subprocess_exec(*NAMESPACE, "true")
+    if await probe.wait():
+        pytest.skip("no permission for a process namespace (unshare --user --pid)")
+    # The command waits for its standard input, and handles no signals itself.
+    process = await asyncio.create_subprocess_exec(
+        *(*NAMESPACE, sys.executable, "-m", "argosy.cli", "embed"), stdin=asyncio.subprocess.PIPE
+    )
+
+    def ends_after_sigterm() -> bool:
+        if process.returncode is not None:
+            return True
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            for child in children.split():
+                os.kill(int(child), signal.SIGTERM)
+        return False
+
+    try:
+        await until(ends_after_sigterm)
+        assert process.returncode == 128 + signal.SIGTERM
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
 @pytest.mark.parametrize("command", ["serve", "replica"])
 def test_missing_model_is_one_error_line(command: str) -> None:
     result = runner.invoke(app, [command, "/no/such/model", "--port", "0"])
@@ -153,7 +185,7 @@ def test_explain_with_invalid_option_is_one_error_line(
     assert "some-id" not in result.output
 
 
-@contextmanager
+@contextlib.contextmanager
 def answer_once(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
     """Run a server that answers one request. Yields its URL and the paths of requests."""
     paths: list[str] = []
@@ -224,3 +256,8 @@ def test_models_plans_for_given_memory() -> None:
     assert small["kv_tokens"] * small["kv_bytes_per_token"] <= 2**30 - small["weight_bytes"]
     assert large["kv_tokens"] > 60 * small["kv_tokens"]
     assert (none["kv_tokens"], none["full_sequences"]) == (0, 0)
+
+
+def test_sizes_and_counts_are_formatted() -> None:
+    assert [format_size(n) for n in (512, 4096, 3 * 2**30)] == ["512 B", "4 KiB", "3 GiB"]
+    assert [format_count(n) for n in (12, 8_130_000, 7e9)] == ["12", "8.13 M", "7 B"]

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shlex
-import shutil
 import sqlite3
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.migrated_store import open_migrated_store
 from tests.support.usage_rows import usage_row
 from typer.testing import CliRunner
 
@@ -37,11 +37,12 @@ def new_store_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store_url(new_store_path: Path, migrated: Path) -> str:
+def store_url(new_store_path: Path) -> str:
     """URL of a store without accounts. The commands use it by default."""
     new_store_path.parent.mkdir()
-    shutil.copy(migrated, new_store_path)
-    return f"sqlite:///{new_store_path}"
+    url = f"sqlite:///{new_store_path}"
+    open_migrated_store(url).close()
+    return url
 
 
 @pytest.fixture
@@ -340,17 +341,14 @@ def test_usage_of_archived_and_new_projects_of_one_name_is_separate(store: Store
         (("keys", "rotate", "absent"), "there is no key 'absent'; see `argosy keys list --all`"),
         (("keys", "create", "--expires", "soon"), "'soon' is not a date or time"),
         (("keys", "create", "--expires", "9999999d"), "within the years"),
-        (("keys", "rotate", "app", "--overlap", "99999999999d"), "expires_at"),
         (("keys", "create", "--role", "king"), "king"),
         (("keys", "create", ""), "length >= 1 - at `$.name`"),
         (("keys", "list", "--store", "mysql://x"), "sqlite:///path"),
         (("tenants", "create", "x", "-o", "absent"), "there is no organisation 'absent'"),
         (("tenants", "change", "web"), "nothing to change"),
-        (("tenants", "change", "web", "--name", ""), "length >= 1 - at `$.name`"),
         (("tenants", "change", "web", "--network", "::/0", "--clear-networks"), "not both"),
         (("tenants", "change", "web", "--flag", "new", "--clear-flags"), "not both"),
         (("tenants", "users", "change", "ann@acme.test"), "nothing to change"),
-        (("tenants", "users", "change", "ann@acme.test", "--email", ""), "at `$.email`"),
         (("tenants", "limits", "set", "tokens", "many", "-p", "default"), "'many' is not a whole"),
         (("tenants", "limits", "set", "dollars", "x", "-p", "default"), "12.50"),
         (("tenants", "limits", "set", "dollars", "1e10", "-p", "default"), "at most 9,223,372,036"),

@@ -353,21 +353,6 @@ def test_snapshot_omits_revoked_keys_at_once_and_expired_keys_after_30_days(
     assert [key.id for key in store.accounts.list_keys()] == [revoked.id, expired.id]
 
 
-@RULES
-def test_bootstrap_creates_default_records_and_an_admin_key_once(store: Store) -> None:
-    created = store.accounts.bootstrap(actor="serve")
-    assert created is not None
-    key, plain = created
-    snapshot = store.load_snapshot()
-    assert snapshot.version == 2
-    assert [organisation.name for organisation in snapshot.organisations] == ["default"]
-    assert [project.name for project in snapshot.projects] == ["default"]
-    assert snapshot.keys == (key,)
-    assert (key.role, key.scope, key.digest) == ("admin", "gateway", hash_key(plain))
-    assert key.project == snapshot.projects[0].id
-    assert store.accounts.bootstrap(actor="serve") is None
-
-
 # --- limits, prices and the snapshot -------------------------------------------------------------
 
 
@@ -407,6 +392,7 @@ def test_prices_have_a_history(store: Store) -> None:
     assert terms.list_prices()[1] == later
 
 
+@RULES
 def test_snapshot_under_concurrent_writes_has_one_version(store: Store) -> None:
     """Each change adds one organisation, so that the version implies their number."""
     failures: list[BaseException] = []
@@ -434,6 +420,7 @@ def test_snapshot_under_concurrent_writes_has_one_version(store: Store) -> None:
 # --- organisation scopes and maximum numbers -----------------------------------------------------
 
 
+@RULES
 def test_scoped_lists_hold_records_of_one_organisation(
     store: Store, organisation: Organisation, project: Project, user: User
 ) -> None:

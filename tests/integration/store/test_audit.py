@@ -85,6 +85,7 @@ def test_every_change_adds_an_entry(store: Store) -> None:
     assert store.audit_log.for_organisation(other.id).list_entries(subject=project.id) == []
 
 
+@RULES
 def test_entries_are_listed_by_page_and_by_subject(store: Store) -> None:
     add_five_entries(store)
     newest = store.audit_log.list_entries(limit=2)
@@ -162,6 +163,7 @@ def test_unreadable_entry_is_reported_with_a_remedy(
         store.audit_log.list_entries()
 
 
+@RULES
 def test_missing_state_row_is_reported(store: Store, database: Database) -> None:
     snapshot = store.load_snapshot()
     execute(database, "DELETE FROM state")
@@ -170,6 +172,7 @@ def test_missing_state_row_is_reported(store: Store, database: Database) -> None
             call()
 
 
+@RULES
 def test_verification_finds_a_forged_chain(
     store: Store, database: Database, database_kind: str
 ) -> None:

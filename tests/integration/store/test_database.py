@@ -27,6 +27,7 @@ from argosy.store import (
     StoreError,
     database,
     default_store_url,
+    hash_key,
     limit_query_time,
     open_existing_store,
     open_store,
@@ -299,12 +300,17 @@ def test_open_existing_store_creates_nothing(empty_url: str) -> None:
     store.close()
 
 
-def test_concurrent_bootstraps_create_one_key(
+def test_concurrent_bootstraps_create_default_records_and_one_admin_key(
     store: Store, url: str, store_processes: store_process.StoreProcesses
 ) -> None:
-    keys = [key for key in store_processes.run(store_process.bootstrap, url) if key]
-    assert len(keys) == 1
-    assert len(store.load_snapshot().keys) == 1
+    (plain,) = filter(None, store_processes.run(store_process.bootstrap, url))
+    snapshot = store.load_snapshot()
+    assert snapshot.version == 2
+    assert [organisation.name for organisation in snapshot.organisations] == ["default"]
+    assert [project.name for project in snapshot.projects] == ["default"]
+    (key,) = snapshot.keys
+    assert (key.role, key.scope, key.digest) == ("admin", "gateway", hash_key(plain))
+    assert key.project == snapshot.projects[0].id
 
 
 def test_query_that_exceeds_its_time_limit_is_ended_and_later_ones_run(url: str) -> None:

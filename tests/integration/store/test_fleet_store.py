@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 from sqlalchemy import Connection, Engine, event
+from tests.integration.store.conftest import RULES
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
@@ -180,6 +181,7 @@ def test_only_the_leader_writes(store: Store, clock: FakeClock) -> None:
     assert not store.fleets.list_events("other", since=0.0)
 
 
+@RULES
 def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock) -> None:
     lease = lead(store, "first")
     for _ in range(6):
@@ -204,6 +206,7 @@ def test_old_events_are_deleted_by_age_and_count(store: Store, clock: FakeClock)
         prune(0.0, 1)
 
 
+@RULES
 def test_latest_logs_of_replicas_are_kept(store: Store, clock: FakeClock) -> None:
     lease, logs = lead(store, "first"), store.replica_logs
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, event
-from tests.integration.store.conftest import ACTOR, START
+from tests.integration.store.conftest import ACTOR, RULES, START
 from tests.support import store_process
 from tests.support.database_work import count_rows_read
 from tests.support.fake_clock import FakeClock
@@ -164,6 +164,7 @@ def test_unusual_text_rejects_no_record(store: Store, text: str) -> None:
     assert store.ledger.report()[0].requests == 2
 
 
+@RULES
 def test_scoped_ledger_holds_one_organisations_usage(store: Store) -> None:
     later = MIDNIGHT + DAY + 1
     rows = [usage_row(f"r{n}", organisation=name) for n, name in enumerate("aabc")]
@@ -181,6 +182,7 @@ def test_scoped_ledger_holds_one_organisations_usage(store: Store) -> None:
     assert len("".join(scoped.export_csv(UsageFilter(organisation="b"))).splitlines()) == 1
 
 
+@RULES
 def test_report_with_more_rows_than_the_maximum_is_rejected(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +336,7 @@ def test_more_owners_than_fit_a_query_are_summed(
     assert {key: sum_cost(rows) for key, rows in sums.items()} == dict.fromkeys(keys, 1)
 
 
+@RULES
 def test_requests_without_a_result_are_not_charged(store: Store) -> None:
     empty: dict[str, Any] = {"key": "k", "input_tokens": 0, "output_tokens": 0}
     store.ledger.add_records(
@@ -353,6 +356,7 @@ def test_requests_without_a_result_are_not_charged(store: Store) -> None:
         store.ledger.roll_up(START + DAY)
 
 
+@RULES
 def test_key_usage_includes_the_keys_it_was_rotated_from(
     store: Store, clock: FakeClock, project: Project
 ) -> None:
@@ -382,6 +386,7 @@ def export(store: Store, where: UsageFilter = ledger.ALL_USAGE) -> list[dict[str
     return list(csv.DictReader(io.StringIO("".join(store.ledger.export_csv(where)), newline="")))
 
 
+@RULES
 def test_csv_cells_are_neither_formulas_nor_line_ends(store: Store) -> None:
     cells = {user: f"'{user}" for user in ("=1+2", "+49", "-1", "@SUM(A1)", "\t=1")}
     cells["a\rb"] = "a b"

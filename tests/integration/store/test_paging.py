@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
-from tests.integration.store.conftest import ACTOR
+from tests.integration.store.conftest import ACTOR, RULES
 from tests.support.database_work import count_rows_read, fill
 from tests.support.fake_clock import FakeClock
 
@@ -45,6 +45,7 @@ def test_page_of_a_long_list_reads_few_more_rows_than_it_returns(store: Store, u
             assert sum(rows_read) < 6 * PAGE_SIZE, (scope, name, start, rows_read)
 
 
+@RULES
 def test_pages_of_any_size_form_the_whole_list(
     store: Store, clock: FakeClock, project: Project
 ) -> None:
@@ -71,6 +72,7 @@ def list_in_pages(list_page: ListFunction, store: Store, size: int) -> Sequence[
             return records
 
 
+@RULES
 def test_changes_between_pages_move_no_other_record(
     store: Store, clock: FakeClock, project: Project
 ) -> None:

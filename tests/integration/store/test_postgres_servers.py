@@ -1,19 +1,34 @@
-"""PostgreSQL with other settings, rights and encodings than the default ones, as a standby, and behind PgBouncer."""
+"""PostgreSQL with other settings than the default ones, as a standby, behind PgBouncer, and during a restore."""
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg import sql
-from tests.integration.store.conftest import migrate
-from tests.support.services import PostgresServer, running_pgbouncer, running_standby
+from tests.integration.store.conftest import ACTOR, migrate
+from tests.support.fake_clock import FakeClock
+from tests.support.services import (
+    PostgresServer,
+    find_program,
+    running_pgbouncer,
+    running_standby,
+)
 from tests.support.usage_rows import usage_row
 
-from argosy.store import Store, StoreError, StoreUnavailableError, open_existing_store, open_store
+from argosy.store import (
+    AccountSnapshot,
+    Store,
+    StoreError,
+    StoreUnavailableError,
+    open_existing_store,
+    open_store,
+)
 
 NAME = "café 日本 \N{SAILBOAT}"
 REPETITIONS = 8
@@ -30,40 +45,27 @@ def database_name(url: str) -> str:
     return url.partition("@/")[2].partition("?")[0]
 
 
-def create_database(administrator: psycopg.Connection, encoding: str) -> str:
-    """Create a database with an encoding. Returns its name."""
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_text_is_stored_as_it_is_or_rejected_with_a_remedy(
+    postgres: PostgresServer, administrator: psycopg.Connection, encoding: str
+) -> None:
+    """`initdb` creates databases without an encoding (SQL_ASCII) under the C locale."""
     name = f"in_{encoding.lower()}"
     administrator.execute(
         sql.SQL("CREATE DATABASE {} ENCODING {} LOCALE 'C' TEMPLATE template0").format(
             sql.Identifier(name), encoding
         )
     )
-    return name
-
-
-def test_database_without_an_encoding_stores_every_text(
-    postgres: PostgresServer, administrator: psycopg.Connection
-) -> None:
-    """`initdb` creates such databases under the C locale."""
-    store = open_store(postgres.url(create_database(administrator, "SQL_ASCII")))
-    store.migrate()
-    store.accounts.create_organisation(NAME, actor="test")
-    store.ledger.add_records([usage_row("r", model=NAME)])
-    assert [organisation.name for organisation in store.load_snapshot().organisations] == [NAME]
-    assert [row.model for row in store.ledger.report(["model"])] == [NAME]
-    store.close()
-
-
-def test_text_outside_the_encoding_is_rejected_with_a_remedy(
-    postgres: PostgresServer, administrator: psycopg.Connection
-) -> None:
-    store = open_store(postgres.url(create_database(administrator, "LATIN1")))
-    store.migrate()
-    with pytest.raises(StoreError, match=r"no equivalent in encoding.* ENCODING 'UTF8'"):
-        store.ledger.add_records([usage_row("r", model=NAME)])
-    assert store.ledger.add_records([usage_row("r", model="café")]) == 1
-    assert [row.model for row in store.ledger.report(["model"])] == ["café"]
-    store.close()
+    with closing(open_store(postgres.url(name))) as store:
+        store.migrate()
+        if encoding == "LATIN1":
+            with pytest.raises(StoreError, match=r"no equivalent in encoding.* ENCODING 'UTF8'"):
+                store.ledger.add_records([usage_row("r", model=NAME)])
+        text = NAME if encoding == "SQL_ASCII" else "café"
+        store.accounts.create_organisation(text, actor="test")
+        assert store.ledger.add_records([usage_row("r", model=text)]) == 1
+        assert [each.name for each in store.load_snapshot().organisations] == [text]
+        assert [row.model for row in store.ledger.report(["model"])] == [text]
 
 
 @pytest.mark.parametrize("migrated", [False, True])
@@ -79,24 +81,6 @@ def test_missing_rights_are_reported_with_a_remedy(
         store = open_store(url.replace("//postgres@", "//unprivileged@"))
         with pytest.raises(StoreError, match=r"permission denied for .* GRANT"):
             store.migrate()
-        store.close()
-
-
-def test_read_only_database_is_not_reported_as_a_standby_alone(
-    postgres: PostgresServer, administrator: psycopg.Connection
-) -> None:
-    """Providers make a database read-only when its disk is full."""
-    with postgres.database() as url:
-        migrate(url)
-        name = database_name(url)
-        administrator.execute(
-            sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(
-                sql.Identifier(name)
-            )
-        )
-        store = open_store(url)
-        with pytest.raises(StoreError, match="default_transaction_read_only"):
-            store.accounts.create_organisation("acme", actor="test")
         store.close()
 
 
@@ -245,3 +229,53 @@ def test_exhausted_pool_is_temporary(postgres: PostgresServer, pgbouncer: Postgr
                 store.migrate()
         store.migrate()
         store.close()
+
+
+# --- restore -------------------------------------------------------------------------------------
+
+
+def run(program: str, *arguments: str | Path) -> None:
+    command = [find_program(program, "postgresql"), *map(str, arguments)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
+def records(snapshot: AccountSnapshot) -> tuple[object, ...]:
+    return snapshot.organisations, snapshot.projects, snapshot.users, snapshot.keys
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"])
+@pytest.mark.parametrize("known", ["nothing", "less", "more"])
+def test_accounts_are_read_only_after_a_complete_restore(
+    store: Store, url: str, clock: FakeClock, tmp_path: Path, known: str
+) -> None:
+    """pg_restore creates the tables, loads them one by one and adds the primary keys at the end."""
+    reader = open_store(url, clock=clock)
+    home = store.accounts.create_organisation("acme", actor=ACTOR).id
+    if known == "less":
+        reader.load_snapshot()
+    user = store.accounts.create_user(home, "ann@acme.org", actor=ACTOR)
+    project = store.accounts.create_project(home, "web", actor=ACTOR)
+    store.accounts.create_key(project.id, "k", user=user.id, actor=ACTOR)
+    store.ledger.add_records([usage_row("before")])
+    expected = store.load_snapshot()
+    run("pg_dump", "--format=custom", "--file", tmp_path / "dump", url)
+    if known == "more":
+        store.accounts.create_organisation("zeta", actor=ACTOR)
+        reader.load_snapshot()
+    with psycopg.connect(url) as connection:
+        connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+
+    def restore(section: str) -> None:
+        run("pg_restore", "--section", section, "--dbname", url, tmp_path / "dump")
+
+    restore("pre-data")
+    with pytest.raises(StoreUnavailableError, match="being restored"):
+        reader.ledger.add_records([usage_row("meanwhile")])
+    restore("data")
+    with pytest.raises(StoreUnavailableError, match=r"being restored.*users"):
+        reader.load_snapshot()
+    restore("post-data")
+    assert records(reader.load_snapshot()) == records(expected)
+    assert reader.ledger.add_records([usage_row("meanwhile"), usage_row("before")]) == 1
+    reader.close()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.integration.store.conftest import START
+from tests.integration.store.conftest import RULES, START
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
@@ -70,6 +70,7 @@ def test_response_is_stored_with_its_history(store: Store) -> None:
     }
 
 
+@RULES
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_tenants_have_no_access(store: Store, other: ItemOwner) -> None:
     create(store, response(1, status="in_progress", is_background=True))
@@ -101,6 +102,7 @@ def test_other_tenants_have_no_access(store: Store, other: ItemOwner) -> None:
     assert conversations.list_items(OWNER, conversation) == [message("m")]
 
 
+@RULES
 def test_deleted_response_is_gone_with_its_items(store: Store) -> None:
     create(store, response(1), response(2, 1))
     store.responses.delete(OWNER, "resp_1")
@@ -112,6 +114,7 @@ def test_deleted_response_is_gone_with_its_items(store: Store) -> None:
     assert store.responses.get(OWNER, "resp_2").output == [message("out_2")]
 
 
+@RULES
 def test_responses_and_conversations_expire_after_their_last_use(
     store: Store, clock: FakeClock
 ) -> None:
@@ -212,6 +215,7 @@ def test_unprintable_ids_are_not_found(store: Store) -> None:
     assert responses.find_items(OWNER, ["in_1\0", "in_1"]) == {"in_1": message("in_1")}
 
 
+@RULES
 def test_history_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     create(store, response(1), response(2, 1))
     items = [message("a"), message("b"), message("c")]

@@ -26,10 +26,10 @@ from argosy.store import (
 )
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def target_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a database without tables."""
-    if request.param == "sqlite":
+@pytest.fixture
+def other_url(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of a database of the other kind, without tables."""
+    if database_kind == "postgresql":
         return f"sqlite:///{tmp_path}/target.db"
     return str(request.getfixturevalue("postgres_url"))
 
@@ -39,8 +39,8 @@ def load_accounts(store: Store) -> AccountSnapshot:
     return msgspec.structs.replace(store.load_snapshot(), read_at=0.0)
 
 
-def test_copy_holds_everything_and_accepts_changes(
-    store: Store, clock: FakeClock, project: Project, user: User, target_url: str
+def test_copy_into_the_other_kind_holds_everything_and_accepts_changes(
+    store: Store, clock: FakeClock, project: Project, user: User, other_url: str
 ) -> None:
     key, _ = store.accounts.create_key(
         project.id, "k", user=user.id, models=["m"], networks=["10.0.0.0/8"], actor=ACTOR
@@ -54,7 +54,7 @@ def test_copy_holds_everything_and_accepts_changes(
     old_row = usage_row("old", asked="next", ended_at=rows[0].ended_at - 3 * 86_400)
     store.ledger.add_records([*rows, old_row])
     assert store.ledger.roll_up(rows[0].ended_at - 2 * 86_400) == 1
-    target = open_store(target_url, clock=clock)
+    target = open_store(other_url, clock=clock)
     target.migrate()
     assert store.copy_to(target) > len(rows)
     assert target.is_current(store.load_snapshot())

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import NO_CHARGE, Rates
-from argosy.protocol import TokenUsage
 from argosy.store import Price, PriceList
 
 NANO = st.integers(0, 10**7)
@@ -35,8 +34,3 @@ def test_newest_valid_price_applies_and_tier_price_goes_first(
     price = max(tier_prices or general_prices, key=lambda price: price.since, default=None)
     expected = NO_CHARGE if price is None else Rates(price.input, price.cached_input, price.output)
     assert PriceList(prices).rates_at(model, tier, now) == expected
-
-
-def test_model_without_a_price_is_free() -> None:
-    rates = PriceList().rates_at("any", "standard", 1.0)
-    assert rates.cost_nano_dollars(TokenUsage(10, 2, 10)) == 0
