@@ -25,7 +25,7 @@ from argosy.gateway import GatewayServer
 from argosy.store import StoreConfig
 
 STREAMS = 6
-MAX_WAITING = 20
+MAX_WAITING = 6
 """Limit on requests during an outage, so that the returning replica can serve all of them."""
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 

@@ -517,15 +517,3 @@ def test_first_owner_of_ambiguous_name_wins(
 ) -> None:
     """Otherwise an organisation could take another one's tokens with a rename."""
     assert resolve_organisation(make_owners(renamed, ours=ours, theirs=theirs)) == winner
-
-
-def test_archived_owner_comes_last() -> None:
-    snapshot = make_owners({"theirs": 9}, ours=5, theirs=1)
-    ours, theirs = snapshot.projects[1], snapshot.projects[0]
-    ann, other = snapshot.users[1], snapshot.users[0]
-    ended = msgspec.structs.replace(
-        snapshot,
-        projects=(theirs, msgspec.structs.replace(ours, archived_at=6.0)),
-        users=(other, msgspec.structs.replace(ann, disabled_at=6.0)),
-    )
-    assert resolve_organisation(ended) == "theirs"
