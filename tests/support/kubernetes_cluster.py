@@ -16,12 +16,11 @@ import itertools
 import json
 import os
 import re
-import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.support.kubernetes_api import KubernetesApiServer, Object, matches, now
 
@@ -67,8 +66,8 @@ class KubernetesCluster:
         self._addresses: dict[str, str] = {}
         self._kubelets: dict[str, asyncio.Task[None]] = {}
         """Tasks that run pods, by UID."""
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._wakes: dict[str, asyncio.Event] = {}
+        self._deletions: dict[str, asyncio.Event] = {}
+        """Events that are set once a pod is being deleted, by UID."""
         api.read_log = self._read_log
         for node in nodes:
             labels = {ZONE: node.zone, **node.labels}
@@ -111,8 +110,13 @@ class KubernetesCluster:
                 self._control_deployment(deployment)
             for pod in list(self.api.objects["pods"].values()):
                 self._schedule(pod)
-            for wake in self._wakes.values():
-                wake.set()
+            active = {
+                pod["metadata"]["uid"]
+                for pod in self.api.objects["pods"].values()
+                if "deletionTimestamp" not in pod["metadata"]
+            }
+            for uid in self._deletions.keys() - active:
+                self._deletions[uid].set()
             await self.api.changed.wait()
 
     def _control_deployment(self, deployment: Object) -> None:
@@ -187,9 +191,8 @@ class KubernetesCluster:
             "conditions": [{"type": "PodScheduled", "status": "True"}],
         }
         placed = self.api.update("pods", placed)
-        uid = metadata["uid"]
-        self._wakes[uid] = asyncio.Event()
-        self._kubelets[uid] = asyncio.create_task(self._run_pod(placed))
+        deleted = self._deletions[metadata["uid"]] = asyncio.Event()
+        self._kubelets[metadata["uid"]] = asyncio.create_task(self._run_pod(placed, deleted))
 
     def _fits(self, spec: Object, node: Node) -> bool:
         if node.name in self._lost:
@@ -216,12 +219,12 @@ class KubernetesCluster:
 
     # --- nodes -----------------------------------------------------------------------------------
 
-    async def _run_pod(self, pod: Object) -> None:
+    async def _run_pod(self, pod: Object, deleted: asyncio.Event) -> None:
         """Run the container of a pod until the pod is deleted, as a kubelet does.
 
-        Kubernetes reads a text from left to right. See https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/.
+        See https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/.
         """
-        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        name, image = pod["metadata"]["name"], pod["spec"]["containers"][0]["image"]
         status = copy.deepcopy(pod["status"]) | {"podIP": self._address_of(pod)}
         restarts = 0
         last_state: Object = {}
@@ -229,7 +232,7 @@ class KubernetesCluster:
         def report(state: Object) -> None:
             container = {
                 "name": "replica",
-                "image": pod["spec"]["containers"][0]["image"],
+                "image": image,
                 "imageID": "",
                 "ready": "running" in state,
                 "restartCount": restarts,
@@ -240,46 +243,31 @@ class KubernetesCluster:
             status["phase"] = "Running" if "running" in state or restarts else "Pending"
             self.api.set_status("pods", name, copy.deepcopy(status))
 
-        try:
-            while True:
-                if pod["spec"]["containers"][0]["image"] in self.missing_images:
-                    message = "Back-off pulling image"
-                    report({"waiting": {"reason": "ImagePullBackOff", "message": message}})
-                    await self._wait_for_deletion(name, uid)
-                    break
-                started_at = now()
-                log = self._log_path(name, restarts)
-                exited, is_deleted = await self._run_container(
-                    pod,
-                    log,
-                    lambda started_at=started_at: report({"running": {"startedAt": started_at}}),
-                )
-                terminated = {"startedAt": started_at, "finishedAt": now(), **exited}
-                report({"terminated": terminated})
-                if is_deleted:
-                    break
+        if image in self.missing_images:
+            message = "Back-off pulling image"
+            report({"waiting": {"reason": "ImagePullBackOff", "message": message}})
+            await deleted.wait()
+        while not deleted.is_set():
+            started_at = now()
+            running = {"running": {"startedAt": started_at}}
+            log = self._log_path(name, restarts)
+            exited = await self._run_container(pod, log, deleted, partial(report, running))
+            terminated = {"startedAt": started_at, "finishedAt": now(), **exited}
+            report({"terminated": terminated})
+            if not deleted.is_set():
                 last_state = {"terminated": terminated}
                 report({"waiting": {"reason": "CrashLoopBackOff"}})
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.restart_delay_s):
-                        await self._wait_for_deletion(name, uid)
-                    break
+                await asyncio.wait(
+                    {asyncio.create_task(deleted.wait())}, timeout=self.restart_delay_s
+                )
                 restarts += 1
+        if name in self.api.objects["pods"]:
             self.api.forget("pods", name)
-        finally:
-            process = self._processes.pop(uid, None)
-            if process is not None and process.returncode is None:
-                process.kill()
-                await process.wait()
 
     async def _run_container(
-        self,
-        pod: Object,
-        log: Path,
-        on_started: Any,  # noqa: ANN401 - a callback
-    ) -> tuple[Object, bool]:
-        """Run a process to its end. Returns its state, and whether the pod is being deleted."""
-        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        self, pod: Object, log: Path, deleted: asyncio.Event, on_started: Callable[[], None]
+    ) -> Object:
+        """Run a process until it exits, or is killed because its pod is deleted. Returns its state."""
         variables = dict(self._read_environment(pod))
         command = [expand(part, variables) for part in pod["spec"]["containers"][0]["command"]]
         with log.open("wb") as output:
@@ -289,54 +277,27 @@ class KubernetesCluster:
                 )
             except FileNotFoundError:
                 message = f'exec: "{command[0]}": executable file not found in $PATH'
-                return {"exitCode": 128, "reason": "StartError", "message": message}, False
-        self._processes[uid] = process
+                return {"exitCode": 128, "reason": "StartError", "message": message}
         on_started()
-        exit_task = asyncio.create_task(process.wait())
-        deletion = asyncio.create_task(self._wait_for_deletion(name, uid))
-        await asyncio.wait({exit_task, deletion}, return_when=asyncio.FIRST_COMPLETED)
-        is_deleted = deletion.done()
-        if is_deleted:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-            await self._wait_for_grace(name, uid, exit_task)
+        exit_task, deletion = map(asyncio.ensure_future, (process.wait(), deleted.wait()))
+        try:
+            await asyncio.wait({exit_task, deletion}, return_when=asyncio.FIRST_COMPLETED)
+            if not exit_task.done():
+                process.terminate()
+                known = self.api.objects["pods"].get(pod["metadata"]["name"], {"metadata": {}})
+                grace_s = known["metadata"].get("deletionGracePeriodSeconds", 0)
+                await asyncio.wait({exit_task}, timeout=grace_s)
+        finally:
+            deletion.cancel()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        deletion.cancel()
-        code = await exit_task
+            code = await exit_task
         text = log.read_text()[-2048:]  # noqa: ASYNC240 - a small file; terminationMessagePolicy: FallbackToLogsOnError
         state: Object = {
             "exitCode": 128 - code if code < 0 else code,
             "reason": "Error" if code else "Completed",
         }
-        return state | ({"message": text} if code and text else {}), is_deleted
-
-    async def _wait_for_deletion(self, name: str, uid: str) -> None:
-        while self._deletion_grace_s(name, uid) is None:
-            self._wakes[uid].clear()
-            await self._wakes[uid].wait()
-
-    async def _wait_for_grace(self, name: str, uid: str, exit_task: asyncio.Task[int]) -> None:
-        """Wait for the exit, at most for the grace period, which may be shortened meanwhile."""
-        loop = asyncio.get_running_loop()
-        started_at = loop.time()
-        while not exit_task.done():
-            left_s = started_at + (self._deletion_grace_s(name, uid) or 0) - loop.time()
-            if left_s <= 0:
-                return
-            self._wakes[uid].clear()
-            woken = asyncio.create_task(self._wakes[uid].wait())
-            await asyncio.wait(
-                {exit_task, woken}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            woken.cancel()
-
-    def _deletion_grace_s(self, name: str, uid: str) -> float | None:
-        pod = self.api.objects["pods"].get(name)
-        if pod is None or pod["metadata"]["uid"] != uid:
-            return 0.0
-        grace_s: float | None = pod["metadata"].get("deletionGracePeriodSeconds")
-        return grace_s
+        return state | ({"message": text} if code and text else {})
 
     def _address_of(self, pod: Object) -> str:
         replica = pod["metadata"]["ownerReferences"][0]["name"]

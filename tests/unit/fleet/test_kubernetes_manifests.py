@@ -11,8 +11,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.kubernetes_api import LATEST_VERSION, find_error
 from tests.support.kubernetes_cluster import expand
-from tests.support.kubernetes_schemas import LATEST_VERSION, find_error
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
