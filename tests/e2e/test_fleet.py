@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import os
 import socket
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +15,13 @@ import httpx2
 import msgspec
 import psutil
 import pytest
-from tests.support.console_browser import (
-    CHROMIUM,
-    launch_chromium,
-    load_playwright,
-    show_screen,
-    sign_in,
-)
 from tests.support.state_processes import kill_processes, list_processes
-from tests.support.waiting import until
+from tests.support.waiting import wait_for
+from typer.testing import CliRunner
+
+from argosy.cli.app import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-USERS = 40
-ROLLOUT_TIMEOUT_MS = 120_000
-SCAN_INTERVAL_S = 0.2
-"""Pause between scans of all processes of this machine."""
 CHAT = {
     "messages": [{"role": "user", "content": "Count to three."}],
     "max_tokens": 8,
@@ -60,28 +49,28 @@ class Commands:
     def declare(self, **settings: object) -> None:
         self.overlay.write_bytes(msgspec.json.encode({"port": self.port} | settings))
 
-    def run(self, *command: str, status: int = 0) -> str:
+    def run(self, *command: str) -> str:
+        """Run a command in a process of its own."""
+        files = ["-f", str(self.example), "-f", str(self.overlay)]
         result = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "argosy.cli",
-                *command,
-                "-f",
-                str(self.example),
-                "-f",
-                str(self.overlay),
-            ],
+            [sys.executable, "-m", "argosy.cli", *command, *files],
             env=self._environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        assert result.returncode == status, result.stderr
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def inspect(self, *command: str, status: int = 0) -> str:
+        """Run a command that only reads in this process."""
+        files = ["-f", str(self.example), "-f", str(self.overlay)]
+        result = CliRunner().invoke(app, [*command, *files], env=self._environment)
+        assert result.exit_code == status, result.output
         return result.stdout
 
     def status(self) -> dict[str, Any]:
-        return msgspec.json.decode(self.run("status", "--json"), type=dict[str, Any])
+        return msgspec.json.decode(self.inspect("status", "--json"), type=dict[str, Any])
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return controller, gateway and replica by the subcommand that runs them."""
@@ -110,34 +99,12 @@ class Commands:
         return f"http://127.0.0.1:{self.port}"
 
     def chat(self) -> str:
+        """Return the answer of the served model."""
+        (model,) = httpx2.get(f"{self.url}/v1/models", timeout=60).json()["data"]
         url = f"{self.url}/v1/chat/completions"
-        response = httpx2.post(url, json=CHAT | {"model": self.model}, timeout=60)
+        response = httpx2.post(url, json=CHAT | {"model": model["id"]}, timeout=60)
         text: str = response.raise_for_status().json()["choices"][0]["message"]["content"]
         return text
-
-    @contextlib.asynccontextmanager
-    async def chatting(self) -> AsyncIterator[Counter[str]]:
-        """Send requests of changing users. Yields the number of responses by version."""
-        versions: Counter[str] = Counter()
-
-        async def send() -> None:
-            async with httpx2.AsyncClient(base_url=self.url, timeout=60) as client:
-                for number in itertools.count():
-                    body = CHAT | {"model": "chat", "user": f"user-{number % USERS}"}
-                    response = await client.post("/v1/chat/completions", json=body)
-                    response.raise_for_status()
-                    versions[response.headers["x-argosy-version"]] += 1
-
-        async with asyncio.TaskGroup() as tasks:
-            sending = tasks.create_task(send())
-            yield versions
-            sending.cancel()
-
-    @property
-    def model(self) -> str:
-        models = httpx2.get(f"{self.url}/v1/models", timeout=60).json()
-        model: str = models["data"][0]["id"]
-        return model
 
 
 @pytest.fixture
@@ -148,80 +115,26 @@ def fleet(tmp_path: Path) -> Iterator[Commands]:
     kill_processes(tmp_path)
 
 
-async def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
-    fleet.run("diff", status=1)
+def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
+    fleet.inspect("diff", status=1)
     fleet.run("up", "--reason", "first")
-    fleet.run("diff")
+    fleet.inspect("diff")
     text = fleet.chat()
     before = fleet.processes()
     assert before.keys() == {"controller", "gateway", "replica"}
     for process in before.values():
         process.kill()
-    await until(
-        lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before),
-        SCAN_INTERVAL_S,
+    wait_for(
+        lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before), 0.2
     )
     fleet.run("up")  # applies nothing, and waits
     assert fleet.chat() == text
-    url = f"http://127.0.0.1:{fleet.port}"
-    shown = httpx2.get(f"{url}/admin/fleet", timeout=60).json()
-    assert shown["url"] == url
+    shown = httpx2.get(f"{fleet.url}/admin/fleet", timeout=60).json()
+    assert shown["url"] == fleet.url
     assert without_measurements(fleet.status()) == without_measurements(shown)
-    (revision,) = msgspec.json.decode(fleet.run("history", "--json"))
+    (revision,) = msgspec.json.decode(fleet.inspect("history", "--json"))
     assert (revision["revision"], revision["reason"]) == (1, "first")
     fleet.kill_controller()
     fleet.run("down")
-    await until(lambda: not fleet.processes(), SCAN_INTERVAL_S)
+    wait_for(lambda: not fleet.processes(), 0.2)
     assert fleet.status()["replicas"] == []
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: make services")
-@pytest.mark.exhaustive
-class TestConsole:
-    async def test_shows_a_new_version_arrive(self, fleet: Commands) -> None:
-        """A page that is open during the change shows the new replica, and what the controller did."""
-        fleet.run("up", "--reason", "first")
-        async with launch_chromium() as browser:
-            page = await sign_in(browser, fleet.url)
-            await show_screen(page, "#/models", "Models and replicas")
-            replicas = page.get_by_role("region", name="Replicas", exact=True)
-            old = await replicas.get_by_role("link").inner_text()
-            fleet.declare(pools=[{"name": "chat", "options": {"max_seqs": 8}}])
-            await asyncio.to_thread(fleet.run, "up", "--reason", "fewer sequences")
-            await replicas.get_by_role("link", name=old, exact=True).wait_for(state="detached")
-            await replicas.get_by_text("0 / 8").wait_for()
-            events = page.get_by_role("region", name="Events of the fleet")
-            await events.get_by_text(old).first.wait_for()
-        fleet.run("down")
-
-    async def test_shows_a_canary_and_aborts_it(self, fleet: Commands) -> None:
-        """The gate fills with what requests measured, and an abort sends all users back to the old version."""
-        fleet.example = EXAMPLES / "rollout.yaml"
-        plan = {"steps": ["50%"], "shadow": 0, "min_step_s": 3600}
-        fleet.declare(pools=[{"name": "chat", "rollout": plan}])
-        fleet.run("up")
-        fleet.declare(pools=[{"name": "chat", "rollout": plan, "options": {"max_seqs": 8}}])
-        expect = load_playwright().expect
-        async with launch_chromium() as browser:
-            page = await sign_in(browser, fleet.url)
-            await show_screen(page, "#/models", "Models and replicas")
-            async with fleet.chatting() as versions:
-                await asyncio.to_thread(fleet.run, "apply")
-                evidence = page.get_by_role("meter", name="Errors: no worse")
-                await evidence.wait_for(timeout=ROLLOUT_TIMEOUT_MS)
-                await expect(evidence).not_to_have_attribute("aria-valuenow", "0")
-                passed = page.get_by_role("row", name="Errors").get_by_text("passed")
-                await passed.wait_for(timeout=ROLLOUT_TIMEOUT_MS)
-                assert len(versions) == 2
-                await page.get_by_role("button", name="Abort").click()
-                dialog = page.get_by_role("dialog")
-                await dialog.get_by_label("Why").fill("a test")
-                await dialog.get_by_role("button", name="Abort").click()
-                await page.locator(".pill", has_text="aborted").first.wait_for()
-                versions.clear()
-                await until(lambda: versions.total() >= USERS)
-                assert len(versions) == 1
-            replicas = page.get_by_role("region", name="Replicas", exact=True)
-            await expect(replicas.get_by_role("link")).to_have_count(2)
-        fleet.run("down")

@@ -18,12 +18,12 @@ async def until(condition: Callable[[], object], interval_s: float = 0.01) -> No
         await asyncio.sleep(interval_s)
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], object], interval_s: float = 0.02) -> None:
     """Wait in a thread until a condition holds. Fails after a minute."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, condition
-        time.sleep(0.02)
+        time.sleep(interval_s)
 
 
 async def stable_value(read_value: Callable[[], int]) -> int:
