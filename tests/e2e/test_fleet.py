@@ -124,9 +124,7 @@ def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
     assert before.keys() == {"controller", "gateway", "replica"}
     for process in before.values():
         process.kill()
-    wait_for(
-        lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before), 0.2
-    )
+    wait_for(lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before), 0.2)
     fleet.run("up")  # applies nothing, and waits
     assert fleet.chat() == text
     shown = httpx2.get(f"{fleet.url}/admin/fleet", timeout=60).json()

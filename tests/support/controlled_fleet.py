@@ -24,7 +24,7 @@ from argosy.deployment import (
 )
 from argosy.fleet.control import Controller, FleetContext, open_launcher
 from argosy.fleet.launchers import LocalProcessLauncher
-from argosy.store import FleetEvent, StoreConfig, open_store
+from argosy.store import FleetEvent, FleetRevision, StoreConfig, open_store
 from tests.support.gateway_client import run_gateway_server
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
@@ -74,8 +74,8 @@ class Fleet:
         self.url = self.url or f"sqlite:///{self.folder / 'argosy.db'}"
         self.store = open_migrated_store(self.url)
 
-    def apply(self, config: FleetConfig) -> None:
-        self.store.fleets.apply(
+    def apply(self, config: FleetConfig) -> FleetRevision:
+        return self.store.fleets.apply(
             FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
         )
 

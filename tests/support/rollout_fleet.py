@@ -21,8 +21,6 @@ import pytest
 from argosy.deployment import (
     FleetConfig,
     append_command,
-    dump_fleet,
-    parse_fleet,
     pool_digests,
     read_rollout_documents,
     roll_back_route,
@@ -63,12 +61,11 @@ from argosy.policy.rollout import (
     RolloutState,
 )
 from argosy.policy.traffic import PoolRoute
-from argosy.store import FleetEvent, GatewayRecord
+from argosy.store import FleetRevision, GatewayRecord
+from tests.support.controlled_fleet import FLEET, Fleet, build_fleet
 from tests.support.fake_clock import FakeClock
-from tests.support.migrated_store import open_migrated_store
 from tests.support.simulated_cluster import SimulatedBehaviour, SimulatedCluster, SimulatedLauncher
 
-FLEET = "demo"
 POOL = "chat"
 PLAN: dict[str, object] = {
     "steps": [0.25],
@@ -85,25 +82,16 @@ CONDITION_INTERVAL_S = 0.02
 
 def declare(mode: str = "v1", *, replicas: int | None = 2, **pool: object) -> FleetConfig:
     """Return a fleet of one pool with rollouts. Another mode is another version."""
-    document = {
-        "fleet": FLEET,
-        "gateways": 0,
-        "models": [{"name": "chat", "source": "owner/chat"}],
-        "engines": {"server": {"command": ["server", "{port}"], "kind": "openai"}},
-        "pools": [
-            {
-                "name": POOL,
-                "model": "chat",
-                "engine": "server",
-                "replicas": replicas,
-                "warm_up": False,
-                "environment": {"MODE": mode},
-                "rollout": PLAN,
-            }
-            | pool
-        ],
+    settings: dict[str, object] = {
+        "name": POOL,
+        "model": "chat",
+        "engine": "scripted",
+        "replicas": replicas,
+        "warm_up": False,
+        "environment": {"MODE": mode},
+        "rollout": PLAN,
     }
-    return parse_fleet(msgspec.json.encode(document))
+    return build_fleet(["server", "{port}"], settings | pool)
 
 
 @cache
@@ -215,22 +203,20 @@ class ScriptedGateways:
         return OutcomeReport(gateway=gateway.id, batches=[batch])
 
 
-class RolloutFleet:
+class RolloutFleet(Fleet):
     """A fleet with its store, and one controller at a time."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(folder)
         self.clock = FakeClock(1_000_000.0)
         behaviour = SimulatedBehaviour(
             provisioning_s=(0.0, 0.0), loading_s=(4.0, 5.0), drain_s=(0.0, 1.0)
         )
         self.cluster = SimulatedCluster(self.clock, behaviour=behaviour)
         self.gateways = ScriptedGateways(self.clock)
-        self.url = f"sqlite:///{folder / 'argosy.db'}"
-        self.store = open_migrated_store(self.url)
         self.store.gateways.record_heartbeat(
             GatewayRecord(id="gateway", url="http://127.0.0.1:9", secret="x")
         )
-        self._folder = folder
         self._task: asyncio.Task[None] | None = None
         self._generations: dict[str, int] = {}
         """Generation of each version by its digest."""
@@ -248,21 +234,21 @@ class RolloutFleet:
             fleet_observer, "ReplicaMonitor", lambda *_: SimulatedMonitor(self.cluster)
         )
 
-    def apply(self, config: FleetConfig) -> None:
-        revision = self.store.fleets.apply(
-            FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
-        )
+    def apply(self, config: FleetConfig) -> FleetRevision:
+        revision = super().apply(config)
         for generation in revision.generations.values():
             self._generations[generation.digest] = generation.generation
+        return revision
 
-    def start_controller(self) -> None:
+    def lead(self) -> None:
+        """Start a controller."""
         self.num_controllers += 1
         context = FleetContext(
             store=self.store,
             store_url=self.url,
             fleet=FLEET,
             create_launcher=lambda _: SimulatedLauncher(self.cluster),
-            folder=self._folder,
+            folder=self.folder,
             clock=self.clock,
             on_reconciled=self._on_reconciled,
         )
@@ -284,7 +270,7 @@ class RolloutFleet:
     async def take_over(self) -> None:
         """Replace the controller by one that knows only what is stored."""
         await self.stop_controller()
-        self.start_controller()
+        self.lead()
 
     async def close(self) -> None:
         await self.stop_controller()
@@ -320,7 +306,7 @@ class RolloutFleet:
     async def deploy(self, config: FleetConfig | None = None) -> None:
         """Deploy the first version, and wait until it serves."""
         self.apply(config or declare())
-        self.start_controller()
+        self.lead()
         await self.until(lambda: self.ready("v1") == 2)
 
     # --- state -----------------------------------------------------------------------------------
@@ -371,10 +357,6 @@ class RolloutFleet:
         """Return the number of published replicas of the stable version that serve."""
         replicas = [each for model in self.gateways.pools.models for each in model.replicas]
         return sum(self.cluster.check_health(each.name or "").is_serving for each in replicas)
-
-    def events(self, kind: str) -> list[FleetEvent]:
-        events = self.store.fleets.list_events(FLEET, limit=10_000)
-        return [event for event in events if event.kind == kind]
 
     def states(self) -> list[str]:
         """Return the recorded states of rollouts, oldest first."""

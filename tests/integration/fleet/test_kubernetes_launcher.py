@@ -6,8 +6,8 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 from tests.integration.fleet.launcher_suite import (
     LauncherSuite,
@@ -35,14 +35,9 @@ from argosy.fleet.launchers import (
 IMAGE = "registry.internal/replica:1"
 
 
-def to_pod_spec(launched: LaunchSpec) -> LaunchSpec:
+def pod_spec(*behaviours: str, **fields: Any) -> LaunchSpec:  # noqa: ANN401 - of the spec
     """Return a spec whose replica listens on an address of its pod, from an image."""
-    command = tuple(part.replace("{socket}", "{host}:{port}") for part in launched.command)
-    return msgspec.structs.replace(launched, command=command, image=launched.image or IMAGE)
-
-
-def pod_spec(*behaviours: str, **fields: object) -> LaunchSpec:
-    return to_pod_spec(spec(*behaviours, **fields))  # type: ignore[arg-type]
+    return spec(*behaviours, **{"address": "{host}:{port}", "image": IMAGE} | fields)
 
 
 def is_placed(replica: LaunchedReplica) -> bool:
@@ -53,7 +48,7 @@ class WaitingLauncher(KubernetesLauncher):
     """Launcher for the contract, whose replicas are processes that run when `start` returns."""
 
     async def start(self, spec: LaunchSpec, epoch: int) -> None:
-        await super().start(to_pod_spec(spec), epoch)
+        await super().start(spec, epoch)
         await wait_for(self, is_placed, spec.name)
 
 
@@ -91,16 +86,18 @@ async def launcher(environment: KubernetesEnvironment) -> AsyncIterator[Kubernet
 class TestContract(LauncherSuite):
     """The shared contract, where Kubernetes can keep it."""
 
+    spec = staticmethod(pod_spec)
+
     async def test_refuses_what_cannot_be_started(self, launcher: Launcher) -> None:
         """Only the node finds out that the image has no such program."""
-        await launcher.start(spec(command=("no-such-program",)), 1)
+        await launcher.start(pod_spec(command=("no-such-program",)), 1)
         failed = await wait_for(launcher, has_exited)
         assert failed.reason.startswith('StartError: exec: "no-such-program"')
 
     async def test_reports_reason_of_crash_and_keeps_log(self, launcher: Launcher) -> None:
         """The log ends with the pod, and the next start replaces the pod."""
         for attempt, status in ((1, 3), (2, 4)):
-            await launcher.start(spec(f"crash={status}"), 1)
+            await launcher.start(pod_spec(f"crash={status}"), 1)
             crashed = await wait_for(launcher, has_exited)
             assert (crashed.attempt, crashed.exit_status) == (attempt, status)
             assert crashed.reason.endswith("; its last output: cannot open the model")
@@ -304,7 +301,9 @@ async def test_deposed_leader_cannot_finish_what_it_had_begun(
 
     environment.api.before_write = depose
     with pytest.raises(StaleEpochError):
-        await (old_leader.drain("a-1-0", 6) if method == "PATCH" else old_leader.start(spec(), 6))
+        await (
+            old_leader.drain("a-1-0", 6) if method == "PATCH" else old_leader.start(pod_spec(), 6)
+        )
     await old_leader.close()
     replicas = await launcher.list_replicas()
     if method == "PATCH":

@@ -125,7 +125,7 @@ async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet)
     nodes = {each.node for each in fleet.replicas("v2")}
     for node in nodes:
         fleet.cluster.lose_node(node)
-    fleet.start_controller()
+    fleet.lead()
     await fleet.until_state(RolloutState.ABORTED)
     await fleet.until(lambda: fleet.ready("v1") == 2)
     later = sorted(fleet.events("replica_start"), key=lambda event: event.number)[num_starts:]
@@ -199,7 +199,7 @@ async def test_lost_document_does_not_stop_the_stable_version(
     before, version = {each.name for each in fleet.replicas("v1")}, fleet.route.version
     fleet.lose_document(document)
     fleet.apply(declare("v1"))
-    fleet.start_controller()
+    fleet.lead()
     await fleet.until(lambda: not fleet.replicas("v2") and fleet.route.version > version)
     assert {each.name for each in fleet.replicas("v1")} == before
     assert fleet.route.stable == digest_of("v1")

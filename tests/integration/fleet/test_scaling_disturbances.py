@@ -36,7 +36,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     fleet = RolloutFleet(tmp_path, monkeypatch)
     fleet.gateways.tokens_per_s = HIGH
     fleet.apply(declare_scaled())
-    fleet.start_controller()
+    fleet.lead()
     await fleet.until(lambda: fleet.ready("v1") == 4)
     fleet.round_s = 5.0
     yield fleet
