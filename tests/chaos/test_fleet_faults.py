@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from tests.support.gateway_client import chunk_text, parse_stream
 from tests.support.gateway_processes import (
     GatewayProcess,
     OrganisationAccounts,
@@ -69,15 +70,14 @@ def parse_response(content: str) -> Output:
         body = json.loads(content)
         texts = {each["index"]: each["message"]["content"] for each in body["choices"]}
         return texts, body["usage"]["completion_tokens"]
-    stream_texts, tokens = defaultdict[int, str](str), 0
-    events = [line.removeprefix("data: ") for line in content.split("\n\n") if line[:1] == "d"]
-    if events[-1:] != ["[DONE]"]:
+    stream = parse_stream(content)
+    if not stream.done_count:
         raise ConnectionError(content[-200:])
-    for chunk in map(json.loads, events[:-1]):
-        for choice in chunk["choices"]:
-            stream_texts[choice["index"]] += choice["delta"].get("content") or ""
-        tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-    return dict(stream_texts), tokens
+    assert stream.is_complete, content
+    stream_texts = defaultdict[int, str](str)
+    for choice in (choice for chunk in stream.chunks for choice in chunk["choices"]):
+        stream_texts[choice["index"]] += chunk_text(choice)
+    return dict(stream_texts), stream.token_counts[-1][1]
 
 
 @dataclass
@@ -145,7 +145,7 @@ async def run_fleet(
             models=[ModelConfig(name=MODEL, replicas=replica_configs)],
             store=StoreConfig(url=url),
             limits=LimitsConfig(redis=redis.url),
-            timeouts=Timeouts(stream_idle_timeout_s=4.0, first_token_timeout_s=20.0),
+            timeouts=Timeouts(stream_idle_timeout_s=2.0, first_token_timeout_s=8.0),
         )
         with open_organisation(url) as store:
             project = store.project("web")

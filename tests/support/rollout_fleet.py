@@ -309,6 +309,12 @@ class RolloutFleet(Fleet):
         self.lead()
         await self.until(lambda: self.ready("v1") == 2)
 
+    async def start_rollout(self, state: RolloutState = RolloutState.STEP, **plan: object) -> None:
+        """Deploy the first version, and roll the second one out until the rollout is in a state."""
+        await self.deploy(declare(rollout=PLAN | plan))
+        self.apply(declare("v2", rollout=PLAN | plan))
+        await self.until_state(state)
+
     # --- state -----------------------------------------------------------------------------------
 
     @property

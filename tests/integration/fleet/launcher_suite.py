@@ -79,6 +79,15 @@ async def wait_for(
         await launcher.changed.wait()
 
 
+async def end(*launchers: Launcher) -> None:
+    """Kill all replicas of launchers, and close them."""
+    for launcher in launchers:
+        for name in await launcher.list_replicas():
+            await launcher.stop(name, 1_000_000)
+            await launcher.remove(name, 1_000_000)
+        await launcher.close()
+
+
 def has_exited(replica: LaunchedReplica) -> bool:
     return replica.state == LaunchState.EXITED
 
@@ -97,9 +106,7 @@ class LauncherSuite:
     async def launcher(self, environment: LauncherEnvironment) -> AsyncIterator[Launcher]:
         launcher = environment.create_launcher()
         yield launcher
-        for name in await launcher.list_replicas():
-            await launcher.stop(name, 1_000)
-        await launcher.close()
+        await end(launcher)
 
     async def test_starts_once_and_again_after_exit(
         self, launcher: Launcher, environment: LauncherEnvironment

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from tests.integration.fleet.launcher_suite import (
     LauncherSuite,
+    end,
     has_exited,
     read_pid,
     spec,
@@ -53,9 +54,7 @@ class TestContract(LauncherSuite):
 async def launcher(environment: LocalEnvironment) -> AsyncIterator[LocalProcessLauncher]:
     launcher = environment.create_launcher(shutdown_grace_s=0.0)
     yield launcher
-    for name in await launcher.list_replicas():
-        await launcher.stop(name, 1_000)
-    await launcher.close()
+    await end(launcher)
 
 
 @pytest.fixture
@@ -207,9 +206,7 @@ async def test_replica_waits_for_a_gpu_until_another_exits(
     assert (await launcher.list_replicas())["a-1-1"].state == LaunchState.EXITED
     with pytest.raises(LaunchError, match="3 GPUs, but this machine has 2"):
         await launcher.start(spec(name="b-1-0", resources=LaunchResources(accelerators=3)), 1)
-    for name in await launcher.list_replicas():
-        await launcher.stop(name, 1)
-    await launcher.close()
+    await end(launcher)
 
 
 async def test_fleets_of_one_machine_share_its_gpus(
@@ -233,10 +230,7 @@ async def test_fleets_of_one_machine_share_its_gpus(
     adopter = LocalProcessLauncher(tmp_path / "a", count_gpus=lambda: 2, gpu_reservations=gpus)
     await wait_for(adopter, has_exited)  # it ends what the killed monitor left
     await wait_for(second, lambda replica: replica.state == LaunchState.RUNNING, "b-1-0")
-    for launcher in (adopter, second, third):
-        for name in await launcher.list_replicas():
-            await launcher.stop(name, 1)
-        await launcher.close()
+    await end(adopter, second, third)
 
 
 async def test_limits_cpus_and_memory(

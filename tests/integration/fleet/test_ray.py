@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-import httpx2
-import msgspec
 import psutil
 import pytest
-from tests.e2e.test_fleet import Commands
 from tests.integration.fleet.launcher_suite import (
     LauncherSuite,
+    end,
     has_exited,
     read_pid,
     spec,
@@ -21,7 +18,6 @@ from tests.integration.fleet.launcher_suite import (
     wait_for,
 )
 from tests.support.ray_nodes import RayNodes, network_namespace
-from tests.support.state_processes import kill_processes
 from tests.support.waiting import until
 
 from argosy.deployment import LaunchResources
@@ -33,7 +29,6 @@ from argosy.fleet.launchers import (
     StaleEpochError,
 )
 
-NUM_STREAMS = 32
 ADDRESS = "{port}"
 
 pytestmark = [pytest.mark.ray, pytest.mark.exhaustive]
@@ -76,10 +71,7 @@ class TestContract(LauncherSuite):
 async def launcher(environment: RayEnvironment) -> AsyncIterator[RayLauncher]:
     launcher = environment.create_launcher()
     yield launcher
-    for name in await launcher.list_replicas():
-        await launcher.stop(name, 1_000)
-        await launcher.remove(name, 1_000)
-    await launcher.close()
+    await end(launcher)
 
 
 async def test_spreads_over_zones_and_waits_for_a_gpu(launcher: RayLauncher) -> None:
@@ -155,74 +147,17 @@ async def list_when_connected(launcher: RayLauncher) -> Mapping[str, LaunchedRep
             await asyncio.sleep(0.1)
 
 
-@pytest.fixture
-def fleet(nodes: RayNodes, tmp_path: Path) -> Iterator[Commands]:
-    fleet = Commands(tmp_path, "ray-three-nodes.yaml")
-    fleet.declare(ray={"address": nodes.address})
-    yield fleet
-    kill_processes(tmp_path)
-
-
-@pytest.mark.timeout(600)
-async def test_streams_survive_the_loss_of_a_node(nodes: RayNodes, fleet: Commands) -> None:
-    fleet.run("up")
-    zones = Counter(replica["zone"] for replica in list_replicas(fleet))
-    assert zones == {"a": 2, "b": 1, "c": 1}
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{fleet.port}", timeout=300) as client:
-        started = [asyncio.Event() for _ in range(NUM_STREAMS)]
-        undisturbed = await asyncio.gather(
-            *(stream(client, n, started[n]) for n in range(NUM_STREAMS))
-        )
-        for event in started:
-            event.clear()
-        streams = [asyncio.create_task(stream(client, n, started[n])) for n in range(NUM_STREAMS)]
-        await asyncio.gather(*(event.wait() for event in started))
-        assert not any(task.done() for task in streams)
-        await asyncio.to_thread(nodes.remove_node, 2)
-        try:
-            assert await asyncio.gather(*streams) == undisturbed
-            await until(lambda: is_complete_without(fleet, "c"))
-        finally:
-            await asyncio.to_thread(nodes.add_node, 2)
-    fleet.run("down")
-
-
-def list_replicas(fleet: Commands) -> list[dict[str, str]]:
-    """Return the replicas that have a node of the cluster."""
-    return [replica for replica in fleet.status()["replicas"] if replica.get("zone")]
-
-
-def is_complete_without(fleet: Commands, zone: str) -> bool:
-    running = list_replicas(fleet)
-    return (
-        all(replica["phase"] == "ready" and replica["zone"] != zone for replica in running)
-        and len(running) == 4
-    )
-
-
-async def stream(client: httpx2.AsyncClient, number: int, started: asyncio.Event) -> str:
-    """Return the text of a stream that has ended properly."""
-    body = {
-        "model": "chat",
-        "messages": [{"role": "user", "content": f"Tell story number {number}."}],
-        "max_tokens": 256,
-        "ignore_eos": True,
-        "temperature": 0.8,
-        "seed": number,
-        "stream": True,
-    }
-    text = ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return text
-            if line.startswith("data: "):
-                started.set()
-                text += delta(line.removeprefix("data: "))
-    raise AssertionError(f"the stream ended early: {text!r}")
-
-
-def delta(event: str) -> str:
-    choices = msgspec.json.decode(event)["choices"]
-    return choices[0]["delta"].get("content") or "" if choices else ""
+async def test_replica_of_a_lost_node_starts_on_another(
+    nodes: RayNodes, launcher: RayLauncher
+) -> None:
+    lost = spec(address=ADDRESS, resources=LaunchResources(zones=("c",)))
+    await start(launcher, lost, 7)
+    await asyncio.to_thread(nodes.remove_node, 2)
+    try:
+        exited = await wait_for(launcher, has_exited)
+        assert exited.reason.endswith(" left the cluster")
+        await start(launcher, spec(address=ADDRESS, resources=LaunchResources(zones=("b",))), 7)
+        replica = (await launcher.list_replicas())["a-1-0"]
+        assert (replica.zone, replica.attempt) == ("b", 2)
+    finally:
+        await asyncio.to_thread(nodes.add_node, 2)

@@ -87,9 +87,7 @@ async def test_worse_version_is_rolled_back(fleet: RolloutFleet) -> None:
 
 
 async def test_version_that_crashes_again_and_again_is_rolled_back(fleet: RolloutFleet) -> None:
-    await fleet.deploy(declare(rollout=PLAN | {"auto_promote": False}))
-    fleet.apply(declare("v2", rollout=PLAN | {"auto_promote": False}))
-    await fleet.until_state(RolloutState.STEP)
+    await fleet.start_rollout(auto_promote=False)
     for _ in range(3):
         await fleet.until(lambda: fleet.ready("v2"))
         assert fleet.rollouts.current is not None
@@ -100,9 +98,7 @@ async def test_version_that_crashes_again_and_again_is_rolled_back(fleet: Rollou
 
 
 async def test_version_that_all_gateways_eject_is_rolled_back(fleet: RolloutFleet) -> None:
-    await fleet.deploy(declare(rollout=PLAN | {"auto_promote": False}))
-    fleet.apply(declare("v2", rollout=PLAN | {"auto_promote": False}))
-    await fleet.until_state(RolloutState.STEP)
+    await fleet.start_rollout(auto_promote=False)
     await fleet.until(lambda: fleet.ready("v2"))
     fleet.gateways.ejected_generation = 2
     await fleet.wait(5.0)
@@ -115,9 +111,7 @@ async def test_version_that_all_gateways_eject_is_rolled_back(fleet: RolloutFlee
 
 
 async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet) -> None:
-    await fleet.deploy()
-    fleet.apply(declare("v2"))
-    await fleet.until_state(RolloutState.STEP)
+    await fleet.start_rollout()
     await fleet.stop_controller()
     num_starts = len(fleet.events("replica_start"))
     fleet.abort()
@@ -191,9 +185,7 @@ async def test_next_controller_continues_in_every_state(fleet: RolloutFleet) -> 
 async def test_lost_document_does_not_stop_the_stable_version(
     fleet: RolloutFleet, document: str
 ) -> None:
-    await fleet.deploy()
-    fleet.apply(declare("v2"))
-    await fleet.until_state(RolloutState.STEP)
+    await fleet.start_rollout()
     await fleet.until(lambda: fleet.route.variants and fleet.follows_route)
     await fleet.stop_controller()
     before, version = {each.name for each in fleet.replicas("v1")}, fleet.route.version
@@ -210,9 +202,7 @@ async def test_lost_document_does_not_stop_the_stable_version(
     ["without-rollouts", pytest.param("without-pool", marks=pytest.mark.exhaustive), "down"],
 )
 async def test_declaration_without_rollouts_ends_them(fleet: RolloutFleet, change: str) -> None:
-    await fleet.deploy()
-    fleet.apply(declare("v2"))
-    await fleet.until_state(RolloutState.STEP)
+    await fleet.start_rollout()
     await fleet.until(lambda: fleet.route.variants and fleet.follows_route)
     version = fleet.route.version
     if change == "without-rollouts":
