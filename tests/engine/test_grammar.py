@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
+import weakref
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.executor.logit_edits import TokenMasks
@@ -258,6 +262,27 @@ def test_equal_grammars_are_compiled_once() -> None:
     assert grammars[0] is grammars[1] is grammars[2]
     assert (compiler.compiles, compiler.cache_hits) == (1, 2)
     assert compiler.compile_s > 0
+
+
+def test_memory_of_a_grammar_that_grew_too_large_is_released() -> None:
+    compiler = GrammarCompiler(lambda: build_grammar_tokenizer(tokenizer(), VOCAB_SIZE))
+    pattern = "((.*[a-m].{20})|(.*[g-q].{21})|(.*[h-z].{22}))qN"
+    grammar = compiler.submit(LLMatcher.grammar_from_regex(pattern)).result()
+    rng, matcher = random.Random(1), grammar.create_matcher()
+    mask = allocate_token_bitmask(1, grammar.tokenizer.native.vocab_size)
+    for _ in range(30):
+        fill_next_token_bitmask(matcher, mask)
+        if matcher.is_error():
+            break
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
+        matcher.consume_token(int(rng.choice(allowed[allowed < VOCAB_SIZE])))
+    assert "too many states" in matcher.get_error()
+    grammar.create_unshared_matcher()
+    released = weakref.ref(grammar)
+    del grammar, matcher
+    compiler.submit(AB).result()
+    gc.collect()
+    assert released() is None
 
 
 def test_grammar_in_use_outlives_its_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from argosy.engine.grammar.token_mask import build_mask
 
 COMPILE_THREADS = 2
 """Threads that compile. With two, a slow grammar does not block the next one."""
-MAX_CACHED_GRAMMARS = 256
+MAX_LEXER_STATES = 20_000
+"""States to which the outputs of one grammar may grow its lexer. This many take 6 MB, and are kept with the grammar."""
+MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_BYTES = 16 << 20
 """Largest total length of the cached grammar texts."""
 MAX_UNSHARED_COMPILE_S = 0.1
@@ -34,7 +36,7 @@ LIMITS = LLParserLimits(
     step_max_items=20_000,
     initial_lexer_fuel=300_000,
     step_lexer_fuel=200_000,
-    max_lexer_states=100_000,
+    max_lexer_states=MAX_LEXER_STATES,
     max_grammar_size=100_000,
     verbose_errors=False,
 )
@@ -139,6 +141,10 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _evict(self) -> None:
+        exhausted = [text for text, future in self._cache.items() if not _is_reusable(future)]
+        for text in exhausted:  # each holds the memory of a full lexer
+            del self._cache[text]
+            self._cached_bytes -= len(text)
         while len(self._cache) > 1 and (
             len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES
         ):
