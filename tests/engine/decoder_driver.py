@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +15,14 @@ from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.weight_loader import load_decoder
+from argosy.engine.scheduling import AdmittedSequence, StepPlan
+from argosy.protocol import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_SEQUENCES = 256
@@ -55,12 +59,17 @@ class DecoderDriver:
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE)
         self._free = list(range(num_blocks))
         random.Random(7).shuffle(self._free)
-        self._blocks: dict[str, list[list[int]]] = {}
-        """Blocks of each sequence in order. Each is a block in every KV cache group."""
-        self._lengths: dict[str, int] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        """Blocks of each sequence in each KV cache group."""
+        self._tokens: dict[str, list[int]] = {}
+        self._num_names = 0
         self._free_rows = list(range(MAX_SEQUENCES))
         self._rows: dict[str, int] = {}
         self._states = decoder.create_states(MAX_SEQUENCES, 0)
+        max_len = decoder.architecture.max_model_len
+        num_groups = len(self._windows)
+        device = torch.device("cpu")
+        self._batch = PersistentBatch(MAX_SEQUENCES, max_len, BLOCK_SIZE, num_groups, device)
 
     def forward(self, chunks: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
         """Append each chunk's tokens to its sequence, and return the logits [tokens, vocab] of each chunk."""
@@ -69,14 +78,14 @@ class DecoderDriver:
 
     def logits_in_one_chunk(self, tokens: list[int]) -> Tensor:
         """Return the logits of every position of a new sequence, computed in one chunk."""
-        name = f"one chunk {len(self._lengths)}"
+        name = self._new_name()
         (logits,) = self.forward([(name, tokens)])
         self.release(name)
         return logits
 
     def greedy(self, prompts: list[list[int]], steps: int, chunk: int = 10_000) -> list[list[int]]:
         """Generate greedily from all prompts together, with at most `chunk` prompt tokens per step."""
-        names = [f"greedy {index} {len(self._lengths)}" for index in range(len(prompts))]
+        names = [self._new_name() for _ in prompts]
         pending = {name: list(prompt) for name, prompt in zip(names, prompts, strict=True)}
         outputs: dict[str, list[int]] = {name: [] for name in names}
         while pending:
@@ -93,52 +102,36 @@ class DecoderDriver:
             self.release(name)
         return [outputs[name] for name in names]
 
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"sequence {self._num_names}"
+
     def release(self, name: str) -> None:
         """Remove a sequence. Its blocks are reused without being cleared."""
-        for blocks in self._blocks.pop(name):
+        for blocks in self._tables.pop(name):
             self._free.extend(blocks)
         self._free_rows.append(self._rows.pop(name))
-        del self._lengths[name]
-        self._lengths[f"released {name}"] = 0
+        del self._tokens[name]
 
     def batch(self, chunks: Sequence[tuple[str, list[int]]]) -> Batch:
         """Append the chunks to their sequences and return the batch."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[list[int]] = []
-        ends = [0]
-        for name, tokens in chunks:
-            start = self._lengths.get(name, 0)
-            blocks = self._blocks.setdefault(name, [])
-            length = start + len(tokens)
-            while len(blocks) * BLOCK_SIZE < length:
-                blocks.append([self._free.pop() for _ in self._windows])
-            ids += tokens
-            positions += range(start, length)
-            slots += [
-                [
-                    block * BLOCK_SIZE + position % BLOCK_SIZE
-                    for block in blocks[position // BLOCK_SIZE]
-                ]
-                for position in range(start, length)
-            ]
-            ends.append(len(ids))
-            self._lengths[name] = length
-        names = [name for name, _ in chunks]
-        for name in names:
+        plan = StepPlan(0, sample_flags=[False] * len(chunks))
+        for name, new_tokens in chunks:
             if name not in self._rows:
                 self._rows[name] = self._free_rows.pop()
-        width = max(len(self._blocks[name]) for name in names)
-        unused = [[0] * len(self._windows)]
-        tables = [self._blocks[name] + unused * (width - len(self._blocks[name])) for name in names]
-        batch = Batch(
-            token_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            query_start_loc=torch.tensor(ends, dtype=torch.int32),
-            seq_lens=torch.tensor([self._lengths[name] for name in names], dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32).permute(2, 0, 1).contiguous(),
-            slot_mappings=torch.tensor(slots).T.contiguous(),
-            rows=torch.tensor([self._rows[name] for name in names]),
-            logit_index=torch.arange(len(ids)),
-        )
+            tokens = self._tokens.setdefault(name, [])
+            plan.rows.append(self._rows[name])
+            plan.starts.append(len(tokens))
+            plan.counts.append(len(new_tokens))
+            tokens += new_tokens
+            tables = self._tables.setdefault(name, [[] for _ in self._windows])
+            while len(tables[0]) * BLOCK_SIZE < len(tokens):
+                for table in tables:
+                    table.append(self._free.pop())
+            admission = AdmittedSequence(
+                self._rows[name], tokens, len(tokens), SamplingParams(), tables
+            )
+            self._batch.admit(admission)
+        packed = self._batch.pack_step(plan, np.arange(plan.total_tokens))
+        batch, _ = self._batch.gather_batch(packed.buffer, packed.shape)
         return batch if self._states is None else self._states.attach(batch)

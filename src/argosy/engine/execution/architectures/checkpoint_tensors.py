@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
@@ -26,28 +25,16 @@ _UNUSED_BUFFERS = r"(.*\.)?rotary_emb\.(original_)?inv_freq$"
 """Frequencies of the rotary embedding, which older checkpoints store and config.json determines."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorAssignment:
-    """Stored parts of each parameter, and the stored tensors that the model does not need."""
-
-    parts: Mapping[str, tuple[StoredPart, ...]]
-    """Parameter of the model -> parts whose concatenated rows are the parameter."""
-    unused: tuple[str, ...]
-
-
 def assign_tensors(
     path: Path,
     files: Mapping[str, Path],
     architecture: OwnArchitecture,
     parameters: Iterable[str],
-) -> TensorAssignment:
-    """Find the stored tensors of each parameter.
+) -> tuple[dict[str, tuple[StoredPart, ...]], list[str]]:
+    """Find the stored tensors of each parameter of a model.
 
-    Args:
-        path: Directory of the checkpoint.
-        files: File of each stored tensor.
-        architecture: Architecture of the model.
-        parameters: Names of the model's parameters.
+    Returns:
+        The parts whose concatenated rows are each parameter, and the stored tensors that the model does not need.
 
     Raises:
         ValueError: A tensor is missing, or a stored tensor would not be read although it may change the results.
@@ -67,7 +54,7 @@ def assign_tensors(
         )
     if unread > unused:
         _raise_unread(path, files, architecture, sorted(unread - unused))
-    return TensorAssignment(parts, tuple(sorted(unused)))
+    return parts, sorted(unused)
 
 
 def find_parts(

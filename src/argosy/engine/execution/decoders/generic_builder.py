@@ -50,12 +50,8 @@ def build_generic_model(
 ) -> GenericModel:
     """Build the model in the directory `path` on `meta`, and find out how it attends.
 
-    Args:
-        path: Directory of the checkpoint.
-        dtype: Dtype of weights and activations.
-        eos_token_ids: Function of the vocabulary size that returns the end-of-sequence tokens.
-        max_model_len: Limit of the context, which longrope's factors depend on.
-        trust_remote_code: Whether code in the checkpoint may be run.
+    `eos_token_ids` maps the vocabulary size to the end-of-sequence tokens. The limit of the context decides which of
+    longrope's factors are used. `trust_remote_code` allows to run code of the checkpoint.
 
     Raises:
         ValueError: Argosy cannot serve the model. The message gives the reason.

@@ -119,10 +119,7 @@ def pack_experts(
 ) -> PackedExperts:
     """Pack the 3-D parameters of an experts module of transformers, one expert after the other.
 
-    Args:
-        experts: The module, whose class is decorated with `use_experts_implementation`.
-        read: Returns the part of a parameter that belongs to one expert, a matrix or a bias.
-        pack: Packs a weight [N, K] with its bias, under the given name.
+    `read` returns an expert's matrix or bias of a parameter, and `pack` packs a weight [N, K] with its bias.
     """
     packed: PackedExperts = ([], [])
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
@@ -141,14 +138,7 @@ def compute_experts(
     expert_ids: Tensor,
     expert_weights: Tensor,
 ) -> Tensor:
-    """Map x [T, hidden] to the weighted sum of each token's experts, in the order of its choices.
-
-    Args:
-        experts: Experts module of transformers with `packed_experts`.
-        x: Rows of the tokens.
-        expert_ids: Ids of each token's experts, [T, choices].
-        expert_weights: Their weights, [T, choices].
-    """
+    """Map x [T, hidden] to the weighted sum of each token's experts [T, choices], in the order of its choices."""
     up, down = experts.packed_experts
     num_choices = expert_ids.shape[1]
     order = expert_ids.flatten().argsort(stable=True)

@@ -149,13 +149,10 @@ def trace_model(
     run: Callable[..., Tensor],
     is_packed: Callable[[nn.Module], bool],
 ) -> ModelTrace:
-    """Run the model on `meta`.
+    """Run the model, whose attention, masks and experts are those of `tracer`, on `meta`.
 
-    Args:
-        module: The model, whose attention, masks and experts are those of `tracer`.
-        tracer: Tracer that has recorded nothing yet.
-        run: Function of (module, token ids [T], positions [T], logit index, attention_mask) that returns logits.
-        is_packed: Whether a module will be replaced by a packed linear layer.
+    `run` maps (module, token ids [T], positions [T], logit index, attention_mask) to logits, and `is_packed` says
+    whether a module will be replaced by a packed linear layer.
 
     Raises:
         UnsupportedModelError: The model cannot be served.

@@ -158,12 +158,9 @@ class Pooler:
         *,
         reads_all_tokens: bool,
     ) -> None:
-        """Create the pooler.
+        """Create the pooler of reductions, whose vectors [N, size] the stages map to the results, one by one.
 
-        Args:
-            modes: Reductions, whose vectors are concatenated.
-            stages: Functions that map the vectors [N, size] to the results, one after the other.
-            reads_all_tokens: Whether a reduction needs other tokens than the last one.
+        `reads_all_tokens` says whether a reduction needs other tokens than the last one.
         """
         self._modes = modes
         self._stages = stages

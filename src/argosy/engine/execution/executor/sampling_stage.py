@@ -49,16 +49,7 @@ class SamplingStage:
         eos_token_ids: list[int],
         find_grammar: Callable[[str], CompiledGrammar] | None = None,
     ) -> None:
-        """Create the stage.
-
-        Args:
-            persistent_batch: Persistent batch of the executor.
-            device: Device of the logits.
-            max_seqs: Number of rows.
-            vocab_size: Number of logits.
-            eos_token_ids: Tokens that end a sequence.
-            find_grammar: Returns the compiled grammar of an admitted sequence. None if no sequence will have one.
-        """
+        """Create the stage. `find_grammar` returns the compiled grammar of an admitted sequence that has one."""
         self._persistent_batch = persistent_batch
         self._device = device
         self._max_seqs = max_seqs

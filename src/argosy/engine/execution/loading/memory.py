@@ -149,10 +149,7 @@ def check_memory(
 ) -> None:
     """Check that the model fits into the free memory.
 
-    Args:
-        needs: What the model needs.
-        free_bytes: Bytes that may still be allocated.
-        weight_formats: Formats to which the device can quantize weights, from the largest on.
+    `weight_formats` are those to which the device can quantize weights, from the largest on.
 
     Raises:
         ValueError: The model does not fit. The message names the settings with which it would.
@@ -239,12 +236,8 @@ def step_limits(
 ) -> SchedulerLimits:
     """Return the limits of steps, with a single KV block.
 
-    Args:
-        config: The settings.
-        max_model_len: Context length.
-        kv_windows: Sliding window of each KV cache group.
-        ridge_tokens: Number of tokens whose computation takes as long as reading the weights.
-        generates: Whether the model generates text, and does not compute vectors.
+    `kv_windows` are those of the KV cache groups. Computing `ridge_tokens` tokens takes as long
+    as reading the weights. A model that does not generate computes vectors.
     """
     # Without a KV cache, a sequence is computed in one step.
     min_step_tokens = config.max_seqs if kv_windows else max(config.max_seqs, max_model_len)
@@ -273,15 +266,9 @@ def resolve_limits(
     free_bytes: int,
     kv_memory_fraction: float,
 ) -> SchedulerLimits:
-    """Size the KV cache.
+    """Size the KV cache, given the limits of steps and the device memory that is free after loading the weights.
 
-    Args:
-        config: The settings.
-        limits: Limits of steps, with the context length of the model.
-        block_bytes: Bytes of a KV block.
-        state_bytes: Bytes of the recurrent state of a sequence, 0 without one.
-        free_bytes: Device memory after loading the weights.
-        kv_memory_fraction: Default fraction of `free_bytes`.
+    `state_bytes` are those of the recurrent state of a sequence.
 
     Raises:
         ValueError: The settings cannot be met. The message says what to change.

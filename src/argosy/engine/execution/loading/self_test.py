@@ -10,14 +10,16 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.layers.model import Model
-from argosy.engine.scheduling import StepPlan
+from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.folders import cache_folder, replace_file
+from argosy.protocol import SamplingParams
 
 BLOCK_SIZE = 16
 SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
@@ -56,7 +58,7 @@ def run_self_test(
     """Compute a few sequences in all ways, and compare their logits."""
     probe = _Probe(decoder, device, max_model_len, kv_dtype)
     names = list(probe.tokens)
-    expected = {name: probe.compute_alone(name) for name in names}
+    expected = {name: probe.compute_together([name])[name] for name in names}
     cases: dict[str, Callable[[], dict[str, Tensor]]] = {
         "batched": lambda: probe.compute_together(names),
     }
@@ -104,14 +106,12 @@ class _Probe:
         self._attention.ensure_block(num_blocks - 1)
         self._states = decoder.create_states(len(lengths), len(lengths))
         self._rows = {name: row for row, name in enumerate(self.tokens)}
+        self._batch = PersistentBatch(
+            len(lengths), max(lengths), BLOCK_SIZE, self._num_groups, device.torch_device
+        )
         self._free = list(range(num_blocks))
         self._blocks: dict[str, list[list[int]]] = {}
         """Blocks of each sequence in order. Each is a block in every KV cache group."""
-
-    def compute_alone(self, name: str) -> Tensor:
-        """Compute a sequence in one chunk, without others."""
-        self._allocate([name])
-        return self._run([(name, 0, len(self.tokens[name]))])[name]
 
     def compute_together(self, names: list[str]) -> dict[str, Tensor]:
         """Compute all sequences in one batch."""
@@ -168,65 +168,44 @@ class _Probe:
 
     def _run(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         """Compute chunks in one batch, and return the logits of the watched positions in each."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[list[int]] = []
-        """Slots of each token in all KV cache groups."""
         watched: list[int] = []
         counts: list[int] = []
-        ends = [0]
+        flat = 0
         for name, start, end in chunks:
             tokens, blocks = self.tokens[name], self._blocks[name]
+            tables = [[block[group] for block in blocks] for group in range(self._num_groups)]
+            self._batch.admit(
+                AdmittedSequence(self._rows[name], tokens, len(tokens), SamplingParams(), tables)
+            )
             first_watched = max(start, len(tokens) - NUM_WATCHED)
-            watched += range(len(ids) + first_watched - start, len(ids) + end - start)
+            watched += range(flat + first_watched - start, flat + end - start)
             counts.append(max(0, end - first_watched))
-            ids += tokens[start:end]
-            positions += range(start, end)
-            slots += [
-                [
-                    block * BLOCK_SIZE + position % BLOCK_SIZE
-                    for block in blocks[position // BLOCK_SIZE]
-                ]
-                for position in range(start, end)
-            ]
-            ends.append(len(ids))
-        width = max(len(self._blocks[name]) for name, _, _ in chunks)
-        unused = [[0] * self._num_groups]
-        table = [
-            self._blocks[name] + unused * (width - len(self._blocks[name])) for name, _, _ in chunks
-        ]
-        batch = Batch(
-            token_ids=self._tensor(ids, torch.int64),
-            positions=self._tensor(positions, torch.int64),
-            query_start_loc=self._tensor(ends, torch.int32),
-            seq_lens=self._tensor([end for _, _, end in chunks], torch.int32),
-            block_tables=self._tensor(table, torch.int32).permute(2, 0, 1).contiguous(),
-            slot_mappings=self._tensor(slots, torch.int64).T.contiguous(),
-            rows=self._tensor([self._rows[name] for name, _, _ in chunks], torch.int64),
-            logit_index=self._tensor(watched, torch.int64),
-        )
+            flat += end - start
+        plan = self._plan(chunks)
+        packed = self._batch.pack_step(plan, np.array(watched, np.int64))
+        buffer = self._device.to_device(packed.buffer)
+        batch, _ = self._batch.gather_batch(buffer, packed.shape)
         if self._states is not None:
-            batch = self._states.attach(batch, self._plan_snapshots(chunks))
+            batch = self._states.attach(batch, plan)
         with torch.inference_mode():
             logits = self._decoder.forward(batch, self._attention)
         names = [name for name, _, _ in chunks]
         return dict(zip(names, logits.cpu().split(counts), strict=True))
 
-    def _plan_snapshots(self, chunks: Sequence[Chunk]) -> StepPlan:
-        """Plan to save the state of each sequence at the end of its prefix, in the snapshot of its row."""
-        saves = [
-            (index, self._prefix_len(name), self._rows[name])
-            for index, (name, start, end) in enumerate(chunks)
-            if start < self._prefix_len(name) <= end
-        ]
-        starts, counts = (
-            [start for _, start, _ in chunks],
-            [end - start for _, start, end in chunks],
+    def _plan(self, chunks: Sequence[Chunk]) -> StepPlan:
+        """Plan the chunks, and save a sequence's state at the end of its prefix, in the snapshot of its row."""
+        return StepPlan(
+            0,
+            rows=[self._rows[name] for name, _, _ in chunks],
+            starts=[start for _, start, _ in chunks],
+            counts=[end - start for _, start, end in chunks],
+            sample_flags=[False] * len(chunks),
+            snapshot_saves=[
+                (index, self._prefix_len(name), self._rows[name])
+                for index, (name, start, end) in enumerate(chunks)
+                if start < self._prefix_len(name) <= end
+            ],
         )
-        return StepPlan(0, starts=starts, counts=counts, snapshot_saves=saves)
-
-    def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        return self._device.to_device(torch.tensor(values, dtype=dtype))
 
 
 # --- stored results ---------------------------------------------------------------------------------

@@ -57,15 +57,8 @@ def load_decoder(
     Weights that the pack cache has are not read. Peak memory is the packed weights plus one matrix. The embedding stays
     mapped from the file if it is stored in `dtype`.
 
-    Args:
-        checkpoint: Reader of the checkpoint.
-        architecture: Architecture of the model.
-        device: Compute device.
-        dtype: Dtype of weights and activations.
-        progress: Called with the finished fraction, 0 to 1.
-        quantize: Weight format. None computes with quantized weights as they are stored, and keeps others in `dtype`.
-            "none" dequantizes them to `dtype`.
-        pack_cache: Cache of packed weights. None packs in memory.
+    `progress` is called with the finished fraction. `quantize` None computes with quantized weights as they are stored,
+    and keeps others in `dtype`, and "none" dequantizes them. Without a `pack_cache`, weights are packed in memory.
 
     Raises:
         ValueError: A tensor is missing, damaged, not finite or of the wrong shape, or would not be read. The message
@@ -137,8 +130,8 @@ class _Loader:
         """Load all modules. `progress` is called with the finished fraction, 0 to 1. `head` describes the head."""
         checkpoint = self.checkpoint
         parameters = [name for name, _ in model.named_parameters()]
-        assignment = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
-        self.parts.update(assignment.parts)
+        parts, unused = assign_tensors(checkpoint.path, checkpoint.files, architecture, parameters)
+        self.parts.update(parts)
         num_total = sum(parameter.numel() for parameter in model.parameters())
         num_done = 0
         progress(0.0)
@@ -155,7 +148,7 @@ class _Loader:
             head=head,
             stored_format=checkpoint.stored_format,
             matrices=dict(self.formats),
-            unused_tensors=[*assignment.unused, *checkpoint.ignored],
+            unused_tensors=[*unused, *checkpoint.ignored],
             ropes=[rope.describe(architecture.max_model_len) for rope in architecture.ropes],
             eos_token_ids=list(architecture.eos_token_ids),
         )
@@ -248,17 +241,8 @@ def create_encoded_linear(
 ) -> tuple[Callable[[Tensor], Tensor], list[str]]:
     """Create a linear layer whose rows are those of the parts, with the integers that the checkpoint stores.
 
-    Neighbouring parts of the same format are one matrix. Parts that the kernels cannot use as stored are dequantized.
-
-    Args:
-        checkpoint: The checkpoint.
-        parts: Parts whose rows are the outputs.
-        bias: Bias of all rows, in the order of the checkpoint.
-        device: Compute device, which computes with grouped weights.
-        dtype: Dtype of matrices that are not quantized.
-        pack_cache: Cache of packed weights.
-        pack_key: Key of the layer in the cache.
-        row_order: Row in the checkpoint of each output. None is the same order.
+    Neighbouring parts of the same format are one matrix. Parts that the kernels cannot use are dequantized to `dtype`.
+    The bias is in the order of the checkpoint, in which `row_order` has the row of each output.
 
     Returns:
         Function that maps x [T, K] to [T, N], and the format of each run of rows, such as `int4 per 128`.

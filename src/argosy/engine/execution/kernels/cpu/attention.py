@@ -33,11 +33,7 @@ def create_cpu_attention(
 ) -> Attention:
     """Allocate a paged KV cache and select, create and log the attention over it.
 
-    Args:
-        shape: Sizes of the KV cache.
-        threads: CPU threads.
-        backend: "auto" falls back to torch if the native kernel cannot be used.
-        kernels: Loader of the kernels.
+    The backend "auto" falls back to torch if the native kernel cannot be used.
 
     Raises:
         NativeUnavailableError: `backend` is "native" and the native kernel cannot be used.
