@@ -218,6 +218,13 @@ def test_generation_config_overrides_eos_token_ids(
     assert read_architecture(tmp_path).eos_token_ids == ids
 
 
+def test_generation_config_hides_no_invalid_eos_token_id(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": [10**30]}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    with pytest.raises(ValueError, match="eos_token_id is"):
+        read_architecture(tmp_path)
+
+
 def test_generation_config_of_another_folder_has_the_eos_token_ids(tmp_path: Path) -> None:
     write_config(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')

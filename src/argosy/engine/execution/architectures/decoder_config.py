@@ -105,9 +105,9 @@ def read_eos_token_ids(
     path: Path, config: CheckpointConfig, vocab_size: int, generation_config: str = "auto"
 ) -> tuple[int, ...]:
     """Return the end-of-sequence token ids of the generation config, or else of config.json."""
-    return read_generation_config(path, generation_config).token_ids(
-        "eos_token_id", vocab_size
-    ) or config.token_ids("eos_token_id", vocab_size)
+    declared = config.token_ids("eos_token_id", vocab_size)  # invalid ones are refused anyway
+    preferred = read_generation_config(path, generation_config)
+    return preferred.token_ids("eos_token_id", vocab_size) or declared
 
 
 def _build_architecture(
