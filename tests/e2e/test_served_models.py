@@ -24,7 +24,9 @@ from tests.unit.serving.test_tokenizer_files import (
     write_tekken,
     write_tiktoken,
 )
+from typer.testing import CliRunner
 
+from argosy.cli.app import app
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -139,7 +141,9 @@ def test_stored_model_has_its_digest_and_is_refused_when_damaged(
 ) -> None:
     monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
     store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    pulled = run_argosy("models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json")
+    pulled = CliRunner().invoke(
+        app, ["models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json"]
+    )
     digest = json.loads(pulled.stdout)["digest"]
     with run_serve("store:mini", *store) as server, server.client() as client:
         cards = client.models.list().data
@@ -149,7 +153,8 @@ def test_stored_model_has_its_digest_and_is_refused_when_damaged(
         client.completions.create(model="mini", prompt="Say", max_tokens=3)
         server.process.terminate()
         server.process.wait()
-    rows = list(csv.DictReader(io.StringIO(run_argosy("usage", "--csv", "-", *store).stdout)))
+    usage = CliRunner().invoke(app, ["usage", "--csv", "-", *store]).stdout
+    rows = list(csv.DictReader(io.StringIO(usage)))
     assert [row["digest"] for row in rows] == [digest]
     (weights,) = (tmp_path / "models").rglob("model.safetensors")
     weights.chmod(0o600)

@@ -142,7 +142,9 @@ def test_out_of_memory_shrinks_steps_and_loses_nothing(
     assert 1 <= stats.step_token_budget <= limit
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
 def test_changing_thread_count_does_not_change_outputs(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

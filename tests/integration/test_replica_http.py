@@ -188,20 +188,17 @@ async def test_chat_stream_shape(replica_server: RunningReplica) -> None:
     assert reasons[-1] == "stop"
 
 
-async def test_include_usage_adds_last_chunk(replica_server: RunningReplica) -> None:
-    body = chat(stream_options={"include_usage": True})
-    complete = (await post(replica_server, "/v1/chat/completions", chat())).json()
-    *chunks, last = await stream_chunks(replica_server, "/v1/chat/completions", body)
+async def test_usage_ascends_and_the_last_chunk_has_that_of_the_response(
+    replica_server: RunningReplica,
+) -> None:
+    path, body = "/v1/completions", completion()
+    complete = (await post(replica_server, path, body)).json()
+    options: dict[str, bool] = {"include_usage": True}
+    *chunks, last = await stream_chunks(replica_server, path, body | {"stream_options": options})
     assert all(chunk["usage"] is None for chunk in chunks)
-    assert last["choices"] == []
-    assert last["usage"] == complete["usage"]
-
-
-async def test_continuous_usage_ascends(replica_server: RunningReplica) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = await stream_chunks(
-        replica_server, "/v1/completions", completion(stream_options=options)
-    )
+    assert (last["choices"], last["usage"]) == ([], complete["usage"])
+    options = options | {"continuous_usage_stats": True}
+    chunks = await stream_chunks(replica_server, path, body | {"stream_options": options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[0] >= 1
@@ -272,24 +269,16 @@ async def test_paused_stream_gets_keepalive_comments(
     assert events(received)[-1] == b"[DONE]"
 
 
-async def test_error_before_first_token_is_500(
+async def test_engine_error_is_500_or_the_last_event(
     replica_server: RunningReplica, engine: FakeEngine
 ) -> None:
-    engine.script = constant_script(Script([], finish="error", error="a row failed"))
-    response = await post(replica_server, "/v1/chat/completions", chat(stream=True))
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "engine_error"
-
-
-async def test_error_in_stream_is_last_event(
-    replica_server: RunningReplica, engine: FakeEngine
-) -> None:
-    engine.script = constant_script(Script([100, 101, 102], finish="error", error="a row failed"))
-    response = await post(replica_server, "/v1/chat/completions", chat(stream=True))
-    assert response.status_code == 200
-    last = json.loads(events(response.content)[-1])
-    assert last["error"]["code"] == "engine_error"
-    assert "a row failed" in last["error"]["message"]
+    for tokens in ([], [100, 101, 102]):
+        engine.script = constant_script(Script(tokens, finish="error", error="a row failed"))
+        response = await post(replica_server, "/v1/chat/completions", chat(stream=True))
+        assert response.status_code == (200 if tokens else 500)
+        body = json.loads(events(response.content)[-1]) if tokens else response.json()
+        assert body["error"]["code"] == "engine_error"
+        assert "a row failed" in body["error"]["message"]
 
 
 async def test_timeout_returns_partial_output(
@@ -303,14 +292,13 @@ async def test_timeout_returns_partial_output(
     assert response.json()["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("stream", [True, False])
 async def test_timeout_without_a_token_is_408(
-    replica_server: RunningReplica, engine: FakeEngine, stream: bool
+    replica_server: RunningReplica, engine: FakeEngine
 ) -> None:
     engine.script = constant_script(Script([], finish="timeout"))
-    response = await post(replica_server, "/v1/chat/completions", chat(stream=stream))
-    assert response.status_code == 408
-    assert response.json()["error"]["code"] == "timeout"
+    for stream in (True, False):
+        response = await post(replica_server, "/v1/chat/completions", chat(stream=stream))
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
 
 
 async def test_unexpected_exception_is_500_without_details(
@@ -322,16 +310,6 @@ async def test_unexpected_exception_is_500_without_details(
     assert response.json()["error"]["code"] == "internal_error"
     assert "secret" not in response.text
     assert (await replica_server.client.get("/health")).status_code == 200
-
-
-async def test_unavailable_engine_is_503_with_retry_after(
-    replica_server: RunningReplica, engine: FakeEngine
-) -> None:
-    engine.rejection = ApiError(503, "engine_unavailable", "restarting", retry_after_s=1.5)
-    response = await post(replica_server, "/v1/chat/completions", chat())
-    assert response.status_code == 503
-    assert response.headers["retry-after"] == "2"
-    assert response.headers["retry-after-ms"] == "1500"
 
 
 # --- headers and other endpoints -----------------------------------------------------------------
@@ -363,17 +341,16 @@ async def test_trusted_headers_reach_the_engine(
     assert (request.tier, request.weight) == (0, 2.5)
 
 
-@pytest.mark.parametrize(
-    "headers", [{"x-argosy-tier": "1.5"}, {"x-argosy-weight": "nan"}, {"x-argosy-weight": "0"}]
-)
-async def test_invalid_trusted_header_is_400(
-    replica_server: RunningReplica, headers: dict[str, str]
-) -> None:
-    response = await replica_server.client.post(
-        "/v1/chat/completions", json=chat(), headers=headers
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == next(iter(headers))
+async def test_invalid_trusted_header_is_400(replica_server: RunningReplica) -> None:
+    for name, value in (
+        ("x-argosy-tier", "1.5"),
+        ("x-argosy-weight", "nan"),
+        ("x-argosy-weight", "0"),
+    ):
+        response = await replica_server.client.post(
+            "/v1/chat/completions", json=chat(), headers={name: value}
+        )
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 async def test_models_are_listed_and_found(replica_server: RunningReplica) -> None:
@@ -417,15 +394,13 @@ async def test_hostile_chat_template_stops_only_its_own_requests(engine: FakeEng
 async def test_tokenize_and_detokenize(
     replica_server: RunningReplica, tokenizer: Tokenizer
 ) -> None:
-    response = (
-        await post(replica_server, "/tokenize", {"prompt": "The cat", "return_token_strs": True})
-    ).json()
+    body = {"prompt": "The cat", "return_token_strs": True}
+    response = (await post(replica_server, "/tokenize", body)).json()
     assert response["tokens"] == tokenizer.encode("The cat")
     assert response["count"] == len(response["tokens"]) == len(response["token_strs"])
     tokens = tokenizer.encode("The cat", add_special_tokens=False)
-    assert (await post(replica_server, "/detokenize", {"tokens": tokens})).json() == {
-        "prompt": "The cat"
-    }
+    detokenized = await post(replica_server, "/detokenize", {"tokens": tokens})
+    assert detokenized.json() == {"prompt": "The cat"}
 
 
 async def test_load_reports_capacity_and_what_the_replica_is(engine: FakeEngine) -> None:
@@ -466,14 +441,13 @@ async def test_wrong_method_and_path_have_error_codes(replica_server: RunningRep
     assert "/v1 exactly once" in error["message"]
 
 
-async def test_unknown_field_is_named(replica_server: RunningReplica) -> None:
-    response = await post(replica_server, "/v1/chat/completions", chat(guided_json=1))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "guided_json"
-
-
 async def test_restarting_engine_is_not_ready_but_healthy(engine: FakeEngine) -> None:
     async with serve(engine) as replica_server:
+        engine.rejection = ApiError(503, "engine_unavailable", "restarting", retry_after_s=1.5)
+        rejected = await post(replica_server, "/v1/chat/completions", chat())
+        assert rejected.status_code == 503
+        assert rejected.headers["retry-after"] == "2"
+        assert rejected.headers["retry-after-ms"] == "1500"
         engine.state = "restarting"
         assert (await replica_server.client.get("/ready")).status_code == 503
         rejected = await post(replica_server, "/v1/chat/completions", chat())

@@ -149,25 +149,15 @@ def behind_reasoning(fixture: Fixture) -> list[Piece]:
         return pieces
     is_open = prompt_opens_reasoning(output_format, prompt_of(fixture))
     for block in output_format.thinking:
-        closer = CallRenderer(output_format).syntax(block.close)
-        text = [*map(_text, pieces)]
         has_opener = any(_text(piece) == block.open for piece in pieces)
         if not (is_open or has_opener or fixture.raw_output.startswith(block.open)):
             continue
-        length = len("".join(map(_text, closer)))
-        position = "".join(text).find(block.close)
-        if position < 0:
-            continue
-        rest: list[Piece] = []
-        offset = 0
-        for piece in pieces:
-            end = offset + len(_text(piece))
-            if offset >= position + length:
-                rest.append(piece)
-            elif end > position + length:
-                rest.append(_text(piece)[position + length - offset :])
-            offset = end
-        return rest
+        text = ""
+        for index, piece in enumerate(pieces):
+            text += _text(piece)
+            _, closer, rest = text.partition(block.close)
+            if closer:
+                return [*filter(None, [rest]), *pieces[index + 1 :]]
     return pieces
 
 
