@@ -92,33 +92,6 @@ async def test_rejected_request_has_error_code_in_trace_and_metrics() -> None:
     assert value(text, "argosy_gateway_request_errors_total", code="rate_limit_exceeded") == 1
 
 
-async def test_running_request_has_trace() -> None:
-    received, may_respond = asyncio.Event(), asyncio.Event()
-
-    async def respond_later(request: UpstreamRequest) -> None:
-        received.set()
-        await may_respond.wait()
-        request.start_stream()
-        request.send_text("late", "stop")
-        request.end_stream()
-
-    async with (
-        fake_upstream(respond_later) as upstream,
-        run_gateway([], ReplicaConfig(url=upstream.url, kind="openai")) as running,
-    ):
-        pending = asyncio.create_task(
-            running.client.post(
-                "/v1/completions", json=BODY | {"stream": True}, headers={"x-request-id": "now"}
-            )
-        )
-        await received.wait()
-        trace = running.traces.find("now")
-        assert trace is not None
-        assert trace.to_dict()["status"] == "running"
-        may_respond.set()
-        await pending
-
-
 async def test_gateway_metrics_pass_promtool() -> None:
     promtool = find_program("promtool", "prometheus")
     async with (

@@ -25,7 +25,6 @@ from tests.support.fake_upstream import (
     respond_500,
     respond_with_tokens,
 )
-from tests.support.gateway_client import parse_stream
 from tests.support.gateway_harness import (
     FAST_TIMEOUTS,
     GatewayHarness,
@@ -34,7 +33,6 @@ from tests.support.gateway_harness import (
     run_gateway,
 )
 from tests.support.replica_servers import MODEL, completion, serve
-from tests.support.waiting import until
 
 from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
@@ -70,65 +68,7 @@ async def send(gateway: GatewayHarness, tokens: int = 3, prompt: str = "Once") -
     return response.status_code, response.text
 
 
-# --- failing replicas beside healthy ones --------------------------------------------------------
-
-
-async def test_healthy_replica_gets_all_requests_of_mostly_ejected_pool() -> None:
-    async with gateway_with(respond_500, respond_500, respond_with_tokens) as (gateway, upstreams):
-        for replica in gateway.replicas[:2]:
-            open_breaker(replica)
-        for _ in range(12):
-            assert (await send(gateway))[0] == 200
-        assert [len(upstream.requests) for upstream in upstreams] == [0, 0, 12]
-
-
-async def test_ejected_replicas_are_used_when_others_are_busy() -> None:
-    may_end = asyncio.Event()
-
-    async def wait_for_end(request: UpstreamRequest) -> None:
-        await may_end.wait()
-        await respond_with_tokens(request)
-
-    async with gateway_with(
-        respond_with_tokens, respond_with_tokens, wait_for_end, max_requests=1
-    ) as (gateway, upstreams):
-        for replica in gateway.replicas[:2]:
-            open_breaker(replica)
-        waiting = asyncio.create_task(send(gateway))
-        await until(lambda: upstreams[2].requests)
-        assert (await send(gateway))[0] == 200
-        may_end.set()
-        assert (await waiting)[0] == 200
-        assert len(upstreams[2].requests) == 1
-
-
 # --- retry budget --------------------------------------------------------------------------------
-
-
-class InitiallySpentBudget(RetryBudget):
-    """Retry budget that rejects the first three retries."""
-
-    rejections = 3
-
-    def try_acquire(self, now: float) -> bool:
-        self.rejections -= 1
-        return self.rejections < 0 and super().try_acquire(now)
-
-
-async def test_request_of_failing_replica_waits_for_retry_budget() -> None:
-    scripts = iter((reset_connection, reset_connection, respond_with_tokens))
-
-    async def reset_twice(request: UpstreamRequest) -> None:  # the first on a reused connection
-        await next(scripts)(request)
-
-    async with gateway_with(reset_twice, timeouts=Timeouts(failover_timeout_s=30.0)) as (
-        gateway,
-        _,
-    ):
-        open_breaker(gateway.replicas[0])
-        (pool,) = gateway.models.pools
-        pool.retry_budget = InitiallySpentBudget()
-        assert (await send(gateway))[0] == 200
 
 
 async def test_failover_to_healthy_replica_needs_no_retry_budget() -> None:
@@ -146,49 +86,7 @@ async def test_failover_to_healthy_replica_needs_no_retry_budget() -> None:
         assert len(upstreams[1].requests) == 1
 
 
-@pytest.mark.parametrize("script", [reset_connection, hang])
-async def test_retries_between_failing_replicas_stay_within_budget(script: UpstreamScript) -> None:
-    count = 40
-    timeouts = Timeouts(first_token_timeout_s=0.1, failover_timeout_s=1.0)
-    async with gateway_with(script, script, timeouts=timeouts) as (gateway, upstreams):
-        for replica in gateway.replicas:
-            open_breaker(replica)
-        results = await asyncio.gather(*(send(gateway) for _ in range(count)))
-        assert {status for status, _ in results} == {502}
-        assert sum(len(upstream.requests) for upstream in upstreams) <= 1.1 * count + 6
-
-
 # --- requests that replicas fail with ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("tokens_per_attempt", "completes"), [(1, False), (5, True)])
-async def test_request_survives_failures_while_it_makes_progress(
-    tokens_per_attempt: int, completes: bool
-) -> None:
-    """A token per attempt is no progress, because a failure for each token would cost too many attempts."""
-
-    async def disconnect_early(request: UpstreamRequest) -> None:
-        request.start_stream()
-        tokens_left = request.body["max_tokens"]
-        for _ in range(min(tokens_per_attempt, tokens_left)):
-            request.send_text(" more")
-        if tokens_left <= tokens_per_attempt:
-            request.send_text("", "length")
-            request.end_stream()
-        await request.writer.drain()
-        request.writer.close()
-
-    async with gateway_with(*[disconnect_early] * 3, kind="llama.cpp") as (gateway, upstreams):
-        status, content = await send(gateway, tokens=60)
-        attempts = sum(len(upstream.requests) for upstream in upstreams)
-    result = parse_stream(content)
-    assert status == 200
-    if completes:
-        assert content.rstrip().endswith("data: [DONE]")
-        assert attempts == 60 // tokens_per_attempt
-    else:
-        assert result.errors[-1]["code"] == "upstream_failed"
-        assert attempts == 4
 
 
 async def test_poison_request_gets_fewer_attempts_when_repeated(

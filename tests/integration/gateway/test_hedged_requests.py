@@ -28,11 +28,10 @@ from tests.support.placed_requests import placement_of
 from tests.support.replica_servers import MODEL, completion, events, serve
 from tests.support.waiting import until
 
-from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
+from argosy.deployment import ReplicaConfig, Timeouts
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
-from argosy.policy.retries import HEDGE_RATIO, HEDGE_RESERVE
 from argosy.protocol import format_event
 from argosy.telemetry import GatewayGauges
 
@@ -124,49 +123,42 @@ def token_ids(content: bytes, stream: bool) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "stream"), [(PATHS[0], True), (PATHS[1], False)])
 async def test_hedge_replaces_silent_replica(tokenizer: Tokenizer, path: str, stream: bool) -> None:
-    async with hedged_pair(tokenizer, Script(list(TOKENS), finish="length")) as pair_of_replicas:
+    async with hedged_pair(tokenizer, Script(list(TOKENS), finish="length")) as pair:
         request_body = body(path, stream=stream, return_token_ids=True)
-        response = await pair_of_replicas.gateway.client.post(path, json=request_body)
+        response = await pair.gateway.client.post(path, json=request_body)
         assert response.status_code == 200, response.text
         assert token_ids(response.content, stream) == TOKENS
         silent_engine, fast_engine = (
-            pair_of_replicas.engines[pair_of_replicas.first],
-            pair_of_replicas.engines[pair_of_replicas.second],
+            pair.engines[pair.first],
+            pair.engines[pair.second],
         )
         await silent_engine.wait_idle()
         assert silent_engine.aborted
         assert not fast_engine.aborted
-    (context,) = pair_of_replicas.recorder.completed
+    (context,) = pair.recorder.completed
     assert context.status == "completed"
-    assert pair_of_replicas.recorder.token_counts == sorted(
-        set(pair_of_replicas.recorder.token_counts)
-    )
+    assert pair.recorder.token_counts == sorted(set(pair.recorder.token_counts))
     assert context.delivered.output_tokens == 12
-    assert context.replica_name == pair_of_replicas.second
-    assert attempt_outcomes(pair_of_replicas.gateway, context) == [
+    assert context.replica_name == pair.second
+    assert attempt_outcomes(pair.gateway, context) == [
         (False, "ended"),
         (True, "success"),
     ]
-    assert count_hedges(pair_of_replicas.gateway) == {"true": 1}
+    assert count_hedges(pair.gateway) == {"true": 1}
     assert all(replica.health.breaker.is_closed for replica in context.pool.replicas.values())
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_first_replica_may_still_win(tokenizer: Tokenizer, stream: bool) -> None:
-    async with hedged_pair(
-        tokenizer, Script(list(TOKENS), finish="length", pause_after=0)
-    ) as pair_of_replicas:
+    async with hedged_pair(tokenizer, Script(list(TOKENS), finish="length", pause_after=0)) as pair:
         request_body = body(PATHS[1], stream=stream, return_token_ids=True)
-        task = asyncio.create_task(
-            pair_of_replicas.gateway.client.post(PATHS[1], json=request_body)
-        )
-        await pair_of_replicas.hedge_sent.wait()
+        task = asyncio.create_task(pair.gateway.client.post(PATHS[1], json=request_body))
+        await pair.hedge_sent.wait()
         first, second = (
-            pair_of_replicas.engines[pair_of_replicas.first],
-            pair_of_replicas.engines[pair_of_replicas.second],
+            pair.engines[pair.first],
+            pair.engines[pair.second],
         )
         first.may_continue.set()
         response = await task
@@ -174,30 +166,28 @@ async def test_first_replica_may_still_win(tokenizer: Tokenizer, stream: bool) -
         await second.wait_idle()
         assert second.aborted
         assert not first.aborted
-    (context,) = pair_of_replicas.recorder.completed
-    assert context.replica_name == pair_of_replicas.first
+    (context,) = pair.recorder.completed
+    assert context.replica_name == pair.first
     assert context.delivered.output_tokens == 12
-    assert attempt_outcomes(pair_of_replicas.gateway, context) == [
+    assert attempt_outcomes(pair.gateway, context) == [
         (False, "success"),
         (True, "ended"),
     ]
-    assert count_hedges(pair_of_replicas.gateway) == {"false": 1}
+    assert count_hedges(pair.gateway) == {"false": 1}
 
 
 async def test_disconnect_cancels_both_attempts(tokenizer: Tokenizer) -> None:
-    async with hedged_pair(tokenizer, Script(list(TOKENS), pause_after=0)) as pair_of_replicas:
+    async with hedged_pair(tokenizer, Script(list(TOKENS), pause_after=0)) as pair:
         request_body = body(PATHS[0], stream=True)
-        task = asyncio.create_task(
-            pair_of_replicas.gateway.client.post(PATHS[0], json=request_body)
-        )
-        await pair_of_replicas.hedge_sent.wait()
+        task = asyncio.create_task(pair.gateway.client.post(PATHS[0], json=request_body))
+        await pair.hedge_sent.wait()
         task.cancel()
-        for engine in pair_of_replicas.engines.values():
+        for engine in pair.engines.values():
             await engine.wait_idle()
-        await pair_of_replicas.recorder.completions.acquire()
-    (context,) = pair_of_replicas.recorder.completed
+        await pair.recorder.completions.acquire()
+    (context,) = pair.recorder.completed
     assert context.status == "cancelled"
-    assert attempt_outcomes(pair_of_replicas.gateway, context) == [
+    assert attempt_outcomes(pair.gateway, context) == [
         (False, "ended"),
         (True, "ended"),
     ]
@@ -210,7 +200,6 @@ async def scripted_pair(
     second: UpstreamScript,
     *,
     later_script: UpstreamScript = respond_with_tokens,
-    kind: BackendKind = "openai",
     timeouts: Timeouts = FAST_TIMEOUTS,
 ) -> AsyncIterator[tuple[GatewayHarness, list[FakeUpstream]]]:
     """Run a gateway in front of two OpenAI-compatible servers. The one that gets the request first runs `first`."""
@@ -226,7 +215,7 @@ async def scripted_pair(
     async with fake_upstream(script) as a, fake_upstream(script) as b:
         servers += (a, b)
         replica_configs = [
-            ReplicaConfig(url=server.url, kind=kind, model="rough") for server in servers
+            ReplicaConfig(url=server.url, kind="openai", model="rough") for server in servers
         ]
         async with run_gateway(
             [recorder], *replica_configs, timeouts=timeouts, hedge_after_s=HEDGE_AFTER_S
@@ -290,146 +279,88 @@ async def test_streams_without_content_time_out() -> None:
     assert attempt_outcomes(gateway, context)[:2] == [(False, "failure"), (True, "failure")]
 
 
-@pytest.mark.parametrize("kind", ["openai", "vllm"])
-async def test_first_replica_of_other_engine_may_still_win(kind: BackendKind) -> None:
-    recorder, hedge_sent, release = RecordingFilter(), asyncio.Event(), asyncio.Event()
+class Race:
+    """Scripts of the replica that gets the request first, and of the one that gets its hedge."""
 
-    async def first(request: UpstreamRequest) -> None:
-        await hedge_sent.wait()
+    def __init__(self) -> None:
+        self.recorder = RecordingFilter()
+        self.hedge_sent = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def run(self, first: str, second: str) -> tuple[GatewayHarness, list[bytes]]:
+        """Send a streaming request, and return the events of its response."""
+
+        async def run_second(request: UpstreamRequest) -> None:
+            self.hedge_sent.set()
+            await getattr(self, second)(request)
+
+        async with scripted_pair(self.recorder, getattr(self, first), run_second) as (gateway, _):
+            response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+            self.release.set()
+        return gateway, events(response.content)
+
+    async def respond(self, request: UpstreamRequest) -> None:
+        await self.hedge_sent.wait()
         await respond_with_tokens(request)
 
-    async def second(_: UpstreamRequest) -> None:
-        hedge_sent.set()
-        await release.wait()
+    async def respond_last(self, request: UpstreamRequest) -> None:
+        await self._wait_until_alone()
+        await respond_with_tokens(request)
 
-    async with scripted_pair(recorder, first, second, kind=kind) as (gateway, _):
-        request_body = body(PATHS[1], stream=True, stream_options={"include_usage": True})
-        response = await gateway.client.post(PATHS[1], json=request_body)
-        release.set()
-    chunks = [json.loads(chunk) for chunk in events(response.content)[:-1]]
-    assert chunks[-1]["usage"]["completion_tokens"] == 12
-    assert recorder.completed[0].delivered.output_tokens == 12
-    assert count_hedges(gateway) == {"false": 1}
+    async def fail(self, request: UpstreamRequest) -> None:
+        request.start_stream()
+        await self.hedge_sent.wait()
+        request.writer.close()
 
+    async def fail_last(self, request: UpstreamRequest) -> None:
+        await self._wait_until_alone()
+        await self.fail(request)
 
-async def test_content_is_not_repeated_if_winner_fails() -> None:
-    recorder, hedge_sent, release = RecordingFilter(), asyncio.Event(), asyncio.Event()
-
-    async def first(request: UpstreamRequest) -> None:
-        await hedge_sent.wait()
+    async def fail_after_text(self, request: UpstreamRequest) -> None:
+        await self.hedge_sent.wait()
         request.start_stream()
         request.send_text(" once", None)
         request.writer.close()
 
-    async def second(_: UpstreamRequest) -> None:
-        hedge_sent.set()
-        await release.wait()
+    async def reject(self, request: UpstreamRequest) -> None:
+        request.send_json(503, {"error": {"message": "full"}})
 
-    async with scripted_pair(recorder, first, second) as (gateway, _):
-        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-        release.set()
-    once, error = map(json.loads, events(response.content))
+    async def hang(self, _: UpstreamRequest) -> None:
+        await self.release.wait()
+
+    async def _wait_until_alone(self) -> None:
+        await self.hedge_sent.wait()
+        await until(lambda: in_flight(self.recorder) == 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "outcomes", "won", "losses"),
+    [
+        ("respond", "hang", [(False, "success"), (True, "ended")], "false", (0, 0)),
+        ("fail", "respond_last", [(False, "failure"), (True, "success")], "true", (0, 1)),
+        ("respond_last", "reject", [(False, "success"), (True, "backpressure")], "false", (0, 0)),
+        (
+            *("fail", "fail_last", [(False, "failure"), (True, "failure"), (False, "success")]),
+            *("false", (1, 2)),
+        ),
+    ],
+)
+async def test_request_completes_whichever_attempt_fails(
+    first: str, second: str, outcomes: list[tuple[bool, str]], won: str, losses: tuple[int, int]
+) -> None:
+    race = Race()
+    gateway, response = await race.run(first, second)
+    assert response[-1] == b"[DONE]"
+    (context,) = race.recorder.completed
+    assert context.delivered.output_tokens == 12
+    assert attempt_outcomes(gateway, context) == outcomes
+    assert count_hedges(gateway) == {won: 1}
+    placement = placement_of(context)
+    assert (placement.failed_attempts, placement.replica_losses) == losses
+
+
+async def test_content_is_not_repeated_if_winner_fails() -> None:
+    _, response = await Race().run("fail_after_text", "hang")
+    once, error = map(json.loads, response)
     assert once["choices"][0]["text"] == " once"
     assert error["error"]["code"] == "upstream_failed"
-
-
-async def test_failure_of_first_replica_leaves_request_to_hedge() -> None:
-    recorder, hedge_sent = RecordingFilter(), asyncio.Event()
-
-    async def fail(request: UpstreamRequest) -> None:
-        request.start_stream()
-        await hedge_sent.wait()
-        request.writer.close()
-
-    async def respond_late(request: UpstreamRequest) -> None:
-        hedge_sent.set()
-        await until(lambda: in_flight(recorder) == 1)
-        await respond_with_tokens(request)
-
-    async with scripted_pair(recorder, fail, respond_late) as (gateway, _):
-        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-    assert events(response.content)[-1] == b"[DONE]"
-    (context,) = recorder.completed
-    assert attempt_outcomes(gateway, context) == [(False, "failure"), (True, "success")]
-    assert (placement_of(context).failed_attempts, context.delivered.output_tokens) == (0, 12)
-    assert count_hedges(gateway) == {"true": 1}
-
-
-async def test_rejected_hedge_leaves_first_attempt_running() -> None:
-    recorder, hedge_sent = RecordingFilter(), asyncio.Event()
-
-    async def respond_late(request: UpstreamRequest) -> None:
-        await hedge_sent.wait()
-        await until(lambda: in_flight(recorder) == 1)
-        await respond_with_tokens(request)
-
-    async def reject(request: UpstreamRequest) -> None:
-        request.send_json(503, {"error": {"message": "full"}})
-        hedge_sent.set()
-
-    async with scripted_pair(recorder, respond_late, reject) as (gateway, _):
-        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-    assert events(response.content)[-1] == b"[DONE]"
-    (context,) = recorder.completed
-    assert attempt_outcomes(gateway, context) == [(False, "success"), (True, "backpressure")]
-    assert count_hedges(gateway) == {"false": 1}
-    assert placement_of(context).replica_losses == 0
-
-
-async def test_request_is_retried_after_both_attempts_fail() -> None:
-    recorder, hedge_sent = RecordingFilter(), asyncio.Event()
-
-    async def fail(request: UpstreamRequest) -> None:
-        request.start_stream()
-        await hedge_sent.wait()
-        request.writer.close()
-
-    async def fail_second(request: UpstreamRequest) -> None:
-        hedge_sent.set()
-        await until(lambda: in_flight(recorder) == 1)
-        request.start_stream()
-        request.writer.close()
-
-    async with scripted_pair(recorder, fail, fail_second) as (gateway, _):
-        response = await gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-    assert events(response.content)[-1] == b"[DONE]"
-    (context,) = recorder.completed
-    outcomes = [(False, "failure"), (True, "failure"), (False, "success")]
-    assert attempt_outcomes(gateway, context) == outcomes
-    assert placement_of(context).replica_losses == 2
-
-
-async def test_hedges_of_many_stuck_requests_are_limited_by_budget() -> None:
-    recorder, release = RecordingFilter(), asyncio.Event()
-    count = 30
-
-    async def respond_late(request: UpstreamRequest) -> None:
-        await release.wait()
-        await respond_with_tokens(request)
-
-    async def release_after_hedge() -> None:
-        await until(lambda: sum(hedges_per_request(recorder)) > 0)
-        release.set()
-
-    async with scripted_pair(recorder, respond_late, respond_late, later_script=respond_late) as (
-        gateway,
-        servers,
-    ):
-        requests = [
-            gateway.client.post(PATHS[1], json=body(PATHS[1], stream=True)) for _ in range(count)
-        ]
-        release_task = asyncio.create_task(release_after_hedge())
-        responses = await asyncio.gather(*requests)
-        await release_task
-        assert all(events(response.content)[-1] == b"[DONE]" for response in responses)
-        request_count = sum(len(server.requests) for server in servers)
-    hedge_count = sum(hedges_per_request(recorder))
-    assert sum(count_hedges(gateway).values()) == hedge_count
-    assert 0 < hedge_count <= HEDGE_RESERVE + HEDGE_RATIO * count
-    assert count <= request_count <= count + hedge_count
-
-
-def hedges_per_request(recorder: RecordingFilter) -> list[int]:
-    return [
-        sum(attempt.is_hedge for attempt in context.trace.attempts) for context in recorder.started
-    ]

@@ -150,24 +150,6 @@ async def test_reported_cache_miss_corrects_cache_estimate(
         assert await estimate_cached_prompts(9) == 3
 
 
-async def test_prompts_sent_count_as_cached_without_report() -> None:
-    recorder = RecordingFilter()
-    async with (
-        fake_upstream() as server,
-        run_gateway(
-            [recorder], ReplicaConfig(url=server.url, kind="openai", model="rough")
-        ) as gateway,
-    ):
-        for number in (1, 2, 3, 1):
-            prompt = f"{number}: " + "and so on " * 100
-            body = completion(prompt, model="big", max_tokens=3, stream=True)
-            assert (await gateway.client.post("/v1/completions", json=body)).is_success
-        (replica,) = recorder.completed[-1].pool.replicas.values()
-        assert len(replica.prefix_index) == 3 * (
-            len(recorder.completed[-1].fields.raw_prompt) // BLOCK_BYTES
-        )
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_finished_requests_do_not_count_as_waiting(stream: bool) -> None:
     recorder, release = RecordingFilter(), asyncio.Event()

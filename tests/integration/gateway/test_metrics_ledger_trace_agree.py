@@ -75,28 +75,6 @@ async def test_restarted_whole_response_counts_as_retry(
 # --- times ---------------------------------------------------------------------------------------
 
 
-async def test_times_of_whole_response_are_in_order(tmp_path: Path) -> None:
-    backend = Vllm()
-    async with serve_backends(backend), run_metered_gateway(tmp_path, backend.url) as metered:
-        await metered.post()
-        trace = metered.trace_dict(await metered.assert_consistent())
-        times_ms, (attempt,) = trace["ms"], trace["attempts"]
-        sequence_ms = [
-            times_ms["read"],
-            times_ms["admitted"],
-            attempt["chosen_ms"],
-            attempt["sent_ms"],
-        ]
-        sequence_ms += [
-            times_ms["first_token"],
-            times_ms["last_token"],
-            attempt["ended_ms"],
-            times_ms["ended"],
-        ]
-        assert sequence_ms == sorted(sequence_ms)
-        assert attempt["first_token_ms"] == times_ms["first_token"]
-
-
 async def test_request_starts_at_first_byte_of_slow_body(tmp_path: Path) -> None:
     body_delay_s = 0.3
 
@@ -237,22 +215,7 @@ async def test_deadline_at_replica_is_status_stopped(
         )
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_resumed_tokens_are_not_billed_as_output(
-    tmp_path: Path, tokenizer: Tokenizer, stream: bool
-) -> None:
-    engine = FakeEngine(tokenizer, constant_script(Script([*range(100, 108)], finish="length")))
-    async with (
-        serve(engine) as server,
-        run_gateway_before(tmp_path, ReplicaConfig(url=server.url, model=MODEL)) as metered,
-    ):
-        resume = {"token_ids": [*range(100, 105)]}
-        await metered.post(stream=stream, resume=resume, max_tokens=8)
-        assert (await metered.assert_consistent()).output_tokens == 3
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("stream", "n"), [(True, 1), (False, 2)])
 async def test_resumed_tokens_are_billed_as_prompt(
     tmp_path: Path, tokenizer: Tokenizer, stream: bool, n: int
 ) -> None:
@@ -426,6 +389,8 @@ async def test_usage_metrics_and_traces_agree_for_random_requests(
                     cost=record.nano_dollars,
                     **{trace_dict["status"]: 1},
                 )
+                times_ms = [time_ms for time_ms in trace_dict["ms"].values() if time_ms is not None]
+                assert times_ms == sorted(times_ms)
                 tokens = record.input_tokens, record.cached_tokens, record.output_tokens
                 # Reasoning tokens follow where the model may reason. They are part of the output.
                 assert tuple(trace_dict["tokens"].values())[:3] == tokens

@@ -51,31 +51,35 @@ def make_stuck_engine(tokenizer: Tokenizer, after: int) -> FakeEngine:
     return FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length", pause_after=after))
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_response_ends_at_deadline_with_tokens_so_far(
-    tokenizer: Tokenizer, stream: bool
-) -> None:
+async def test_response_ends_at_deadline_with_tokens_so_far(tokenizer: Tokenizer) -> None:
     engine, recorder = make_stuck_engine(tokenizer, 40), RecordingFilter()
+    stream_options = {"stream": True, "stream_options": {"include_usage": True}}
     async with (
         serve(engine) as served,
         run_gateway([recorder], ReplicaConfig(url=served.url, model=MODEL)) as gateway,
     ):
-        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        request_body = make_body(DEADLINE_S, return_token_ids=True, **options)
-        response = await gateway.client.post(CHAT, json=request_body)
+        responses = await asyncio.gather(
+            *(
+                gateway.client.post(
+                    CHAT, json=make_body(DEADLINE_S, return_token_ids=True, **options)
+                )
+                for options in (stream_options, {})
+            )
+        )
         await engine.wait_idle()  # the replica is notified of the cancellation
-    assert response.status_code == 200, response.text
-    chunks = parse_chunks(response.content) if stream else [response.json()]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [i for choice in choices for i in choice.get("token_ids") or ()] == TOKENS[:40]
-    assert read_end(choices[-1]) == DEADLINE_END
-    assert chunks[-1]["usage"]["completion_tokens"] == 40
-    (context,) = recorder.completed
-    assert (context.status, context.delivered.output_tokens) == ("stopped", 40)
+    for response, chunks in zip(
+        responses, [parse_chunks(responses[0].content), [responses[1].json()]], strict=True
+    ):
+        assert response.status_code == 200, response.text
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert [i for choice in choices for i in choice.get("token_ids") or ()] == TOKENS[:40]
+        assert read_end(choices[-1]) == DEADLINE_END
+        assert chunks[-1]["usage"]["completion_tokens"] == 40
+    for context in recorder.completed:
+        assert (context.status, context.delivered.output_tokens) == ("stopped", 40)
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_choice_without_tokens_at_deadline_is_empty(tokenizer: Tokenizer, path: str) -> None:
+async def test_choice_without_tokens_at_deadline_is_empty(tokenizer: Tokenizer) -> None:
     def generate_first_choice(request: EngineRequest) -> Script:
         return Script(list(TOKENS), pause_after=0 if request.parent_id else 5)
 
@@ -83,14 +87,16 @@ async def test_choice_without_tokens_at_deadline_is_empty(tokenizer: Tokenizer, 
         serve(FakeEngine(tokenizer, generate_first_choice)) as served,
         run_gateway([], ReplicaConfig(url=served.url, model=MODEL)) as gateway,
     ):
-        request_body = make_body(DEADLINE_S, n=2, return_token_ids=True)
-        if path != CHAT:
-            request_body = {**request_body, "prompt": "Hi"}
-            del request_body["messages"]
-        response = await gateway.client.post(path, json=request_body)
-    choices = response.json()["choices"]
-    assert list(map(read_end, choices)) == [DEADLINE_END, DEADLINE_END]
-    assert [choice.get("token_ids") for choice in choices] == [TOKENS[:5], []]
+        chat = make_body(DEADLINE_S, n=2, return_token_ids=True)
+        completion = {"prompt": "Hi"} | {k: v for k, v in chat.items() if k != "messages"}
+        responses = await asyncio.gather(
+            gateway.client.post(CHAT, json=chat),
+            gateway.client.post("/v1/completions", json=completion),
+        )
+    for response in responses:
+        choices = response.json()["choices"]
+        assert list(map(read_end, choices)) == [DEADLINE_END, DEADLINE_END]
+        assert [choice.get("token_ids") for choice in choices] == [TOKENS[:5], []]
 
 
 async def test_stream_on_fast_path_ends_at_deadline(tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from argosy.policy.placement import (
     AttemptEnding,
     GivingWay,
     PlacementLimits,
+    PlacementReplica,
     QueueLimits,
     RequestState,
 )
@@ -167,6 +168,60 @@ def test_stream_does_not_pause(reason: str) -> None:
     run_for(world, 1.5 if reason == "fresh" else 6.0)
     assert late.state is RequestState.WAITING
     assert not world.counts["paused"]
+
+
+def eject(world: PlacementWorld, *replicas: PlacementReplica) -> None:
+    for replica in replicas:
+        for _ in range(3):
+            replica.health.on_attempt_ended(AttemptOutcome.FAILURE, 0, world.now)
+        assert replica.health.is_ejected
+
+
+def test_ejected_replicas_are_used_only_while_the_others_are_busy() -> None:
+    world = make_world(3)
+    eject(world, *world.replicas[:2])
+    fill(world, "t", SLOTS + 1)
+    assert sorted(replica.load.in_flight for replica in world.replicas) == [0, 1, SLOTS]
+    assert world.replicas[2].load.in_flight == SLOTS
+
+
+def test_retries_between_failing_replicas_stay_within_their_budget() -> None:
+    """Each waits for budget, and the others fail at the timeout."""
+    world = PlacementWorld(2, 40, 0, limits=PlacementLimits(failover_timeout_s=1.0))
+    eject(world, *world.replicas)
+    requests = [world.arrive("t", 1, 10) for _ in range(40)]
+    for _ in range(20):
+        for request in requests:
+            if request.attempts:
+                world.end(request, request.attempts[0], AttemptEnding.LOST)
+        world.advance(0.1)
+    assert world.counts["refused: UPSTREAM_FAILED"] == 40
+    assert 40 < sum(len(each.request.records) for each in world.ended) <= 1.1 * 40 + 6
+
+
+def test_request_of_a_failing_replica_waits_for_budget() -> None:
+    world = PlacementWorld(1, SLOTS, 0, limits=PlacementLimits(failover_timeout_s=30.0))
+    eject(world, *world.replicas)
+    while world.pool.retry_budget.try_acquire(0.0):
+        pass
+    request = world.arrive("t", 1, 10)
+    world.end(request, request.attempts[0], AttemptEnding.LOST)
+    world.advance(1.0)
+    assert not request.attempts
+    world.advance(20.0)
+    assert request.attempts
+
+
+def test_a_token_per_attempt_is_no_progress() -> None:
+    """A failure for each token would cost too many attempts."""
+    world = make_world(8)
+    request = world.arrive("t", 1, 10_000)
+    while request in world.requests:
+        world.answer(request, request.attempts[0])
+        world.end(request, request.attempts[0], AttemptEnding.LOST)
+        world.advance(1.0)
+    assert world.counts["refused: QUARANTINED"] == 1
+    assert len(request.records) == 4
 
 
 def test_hedges_of_many_silent_requests_stay_within_their_budget() -> None:
