@@ -95,8 +95,6 @@ from argosy.policy.retries import Hedging, PoisonRequestTracker, RetryBudget, ba
 from argosy.policy.routing import (
     ROUTING_POLICIES,
     BoundedHash,
-    LeastCost,
-    PowerOfTwo,
     ReplicaLoad,
     RoundRobin,
     RoutingCandidate,

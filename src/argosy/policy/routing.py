@@ -105,8 +105,8 @@ class RoutingPolicy(Protocol):
     A selection replaces the values of attributes and never changes them in place, so a shallow copy is independent.
     """
 
-    def select(
-        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    def __call__(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float, /
     ) -> RoutingCandidate:
         """Select a candidate.
 
@@ -138,23 +138,18 @@ def estimate_cost(
     )
 
 
-class LeastCost:
-    """Policy that selects the lowest total cost; `draw` decides between equals."""
-
-    def select(
-        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
-    ) -> RoutingCandidate:
-        del affinity_key, now
-        if len(candidates) == 1:
-            return candidates[0]
-        totals = [candidate.cost.total_s for candidate in candidates]
-        threshold = min(totals) + 1e-9
-        cheapest = [
-            candidate
-            for candidate, total in zip(candidates, totals, strict=True)
-            if total <= threshold
-        ]
-        return cheapest[int(draw * len(cheapest))]
+def select_least_cost(
+    candidates: Sequence[RoutingCandidate], _affinity_key: str, draw: float, _now: float
+) -> RoutingCandidate:
+    """Select the lowest total cost; `draw` decides between equals."""
+    if len(candidates) == 1:
+        return candidates[0]
+    totals = [candidate.cost.total_s for candidate in candidates]
+    threshold = min(totals) + 1e-9
+    cheapest = [
+        candidate for candidate, total in zip(candidates, totals, strict=True) if total <= threshold
+    ]
+    return cheapest[int(draw * len(cheapest))]
 
 
 class RoundRobin:
@@ -168,10 +163,9 @@ class RoundRobin:
         self._credits: dict[str, float] = {}
         """Credit of each candidate of the last request; empty while all weights are equal."""
 
-    def select(
-        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    def __call__(
+        self, candidates: Sequence[RoutingCandidate], _affinity_key: str, _draw: float, _now: float
     ) -> RoutingCandidate:
-        del affinity_key, draw, now
         ordered = sorted(candidates, key=lambda candidate: candidate.load.name)
         if len({candidate.load.weight for candidate in ordered}) > 1:
             return self._select_weighted(ordered)
@@ -195,40 +189,34 @@ class RoundRobin:
         return selected
 
 
-class PowerOfTwo:
-    """Policy that selects the less loaded of two random candidates (Mitzenmacher 2001)."""
-
-    def select(
-        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
-    ) -> RoutingCandidate:
-        del affinity_key, now
-        count = len(candidates)
-        if count == 1:
-            return candidates[0]
-        pair = int(draw * count * (count - 1))
-        first, second = divmod(pair, count - 1)
-        second += second >= first
-        return min(candidates[first], candidates[second], key=_weighted_in_flight)
+def select_power_of_two(
+    candidates: Sequence[RoutingCandidate], _affinity_key: str, draw: float, _now: float
+) -> RoutingCandidate:
+    """Select the less loaded of two random candidates (Mitzenmacher 2001)."""
+    count = len(candidates)
+    if count == 1:
+        return candidates[0]
+    pair = int(draw * count * (count - 1))
+    first, second = divmod(pair, count - 1)
+    second += second >= first
+    return min(candidates[first], candidates[second], key=_weighted_in_flight)
 
 
-class LatencyAware:
-    """Policy that selects the lowest product of smoothed time to first token and load (as Finagle's balancer).
+def select_latency_aware(
+    candidates: Sequence[RoutingCandidate], _affinity_key: str, _draw: float, now: float
+) -> RoutingCandidate:
+    """Select the lowest product of smoothed time to first token and load (as Finagle's balancer).
 
     A replica without a measurement gets one request. While that request runs, its latency counts as the slowest.
     """
+    slowest_s = max(candidate.load.ttft.value(now) for candidate in candidates)
 
-    def select(
-        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
-    ) -> RoutingCandidate:
-        del affinity_key, draw
-        slowest_s = max(candidate.load.ttft.value(now) for candidate in candidates)
+    def rank(candidate: RoutingCandidate) -> tuple[float, int]:
+        in_flight = candidate.load.in_flight
+        latency_s = candidate.load.ttft.value(now) or (slowest_s if in_flight else 0.0)
+        return latency_s * _weighted_in_flight(candidate), in_flight
 
-        def rank(candidate: RoutingCandidate) -> tuple[float, int]:
-            in_flight = candidate.load.in_flight
-            latency_s = candidate.load.ttft.value(now) or (slowest_s if in_flight else 0.0)
-            return latency_s * _weighted_in_flight(candidate), in_flight
-
-        return min(candidates, key=rank)
+    return min(candidates, key=rank)
 
 
 class BoundedHash:
@@ -247,10 +235,9 @@ class BoundedHash:
         self._names: frozenset[str] = frozenset()
         self._ring: list[tuple[int, str]] = []
 
-    def select(
-        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    def __call__(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, _now: float
     ) -> RoutingCandidate:
-        del now
         by_name = {candidate.load.name: candidate for candidate in candidates}
         self._rebuild_ring(frozenset(by_name))
         total_in_flight = sum(candidate.load.in_flight for candidate in candidates) + 1
@@ -298,9 +285,9 @@ FULL_SCAN_POLICIES: frozenset[RoutingPolicyName] = frozenset({"round-robin", "ha
 """Policies that need all candidates. The others find a good replica in a sample of a large pool."""
 
 ROUTING_POLICIES: dict[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
-    "least-cost": LeastCost,
+    "least-cost": lambda: select_least_cost,
     "round-robin": RoundRobin,
-    "power-of-two": PowerOfTwo,
-    "latency": LatencyAware,
+    "power-of-two": lambda: select_power_of_two,
+    "latency": lambda: select_latency_aware,
     "hash": BoundedHash,
 }

@@ -93,7 +93,7 @@ def _read_ring(
 ) -> SeriesFrame:
     """Read a part of a ring: its step, the start, and the number of steps."""
     step_s, start, steps = part
-    rings = recorder.find_scope(scope)
+    rings = recorder.scopes.get(scope)
     for ring in () if rings is None else rings.rings:
         if ring.step_s == step_s:
             return ring.read(start, steps, histograms)

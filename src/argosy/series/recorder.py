@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -37,8 +38,6 @@ MAX_CLOCK_STEP_S = 60
 
 _TENANT_STEP_S = TENANT_RINGS[0][0]
 MINUTE_S = 60
-_HISTOGRAMS = SCHEMAS["model"].histograms
-
 
 _SUMMED_COUNTERS = ("input_tokens", "cached_tokens", "output_tokens", "cost_nano_dollars")
 """Counters that are sums of a field of `RequestSample`."""
@@ -110,14 +109,11 @@ class Ring:
             values,
             np.where(is_known, self._covered_s[slots].astype(np.float64), 0.0),
             {
-                name: self._read_histogram(self._schema.histograms.index(name), kept)
-                for name in histograms
+                name: [b"" if step is None else step[index] for step in kept]
+                for index, name in enumerate(self._schema.histograms)
+                if name in histograms
             },
         )
-
-    @staticmethod
-    def _read_histogram(index: int, steps: Sequence[Histograms | None]) -> list[bytes]:
-        return [b"" if step is None else step[index] for step in steps]
 
 
 class ScopeRings:
@@ -230,14 +226,8 @@ class _Counts:
         ]
 
 
-def _new_model_counts() -> _Counts:
-    return _Counts(_MODEL_DURATIONS)
-
-
-def _new_tenant_counts() -> _Counts:
-    return _Counts(_TENANT_DURATIONS)
-
-
+_new_model_counts = partial(_Counts, _MODEL_DURATIONS)
+_new_tenant_counts = partial(_Counts, _TENANT_DURATIONS)
 _IDLE = _Counts()
 """Counts of a scope without requests. Never changed."""
 
@@ -256,12 +246,13 @@ class SeriesRecorder:
     """Series of a gateway, its models, replicas and tenants. Not thread-safe: use it from one event loop."""
 
     def __init__(self) -> None:
-        self._scopes: dict[str, ScopeRings] = {}
+        self.scopes: dict[str, ScopeRings] = {}
+        """Rings of each scope in which something was recorded."""
         self._models = defaultdict[str, _Counts](_new_model_counts)
         self._replicas = defaultdict[str, _Counts](_Counts)
         self._tenants = defaultdict[str, _Counts](_new_tenant_counts)
-        self._last_second = 0
-        """Last complete second, in seconds since the epoch."""
+        self.last_second = 0
+        """Last complete second, in seconds since the epoch; 0 before the first one."""
 
     # --- recording ------------------------------------------------------------------------------
 
@@ -284,15 +275,6 @@ class SeriesRecorder:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    @property
-    def last_second(self) -> int:
-        """Last complete second, in seconds since the epoch; 0 before the first one."""
-        return self._last_second
-
-    def find_scope(self, scope: str) -> ScopeRings | None:
-        """Return the rings of a scope; None if nothing was recorded."""
-        return self._scopes.get(scope)
-
     def close_second(self, second: int, readings: Readings) -> Iterator[MinuteRow | None]:
         """Close the second that begins at `second`, in pieces.
 
@@ -302,11 +284,11 @@ class SeriesRecorder:
         Yields:
             After each piece of work a complete minute, or None.
         """
-        if second <= self._last_second:
-            if second > self._last_second - MAX_CLOCK_STEP_S:
+        if second <= self.last_second:
+            if second > self.last_second - MAX_CLOCK_STEP_S:
                 return
-            self._scopes.clear()
-        last, self._last_second = self._last_second or second - 1, second
+            self.scopes.clear()
+        last, self.last_second = self.last_second or second - 1, second
         models, self._models = self._models, defaultdict(_new_model_counts)
         replicas, self._replicas = self._replicas, defaultdict(_Counts)
         yield None
@@ -317,15 +299,15 @@ class SeriesRecorder:
         ends = _step_ends(last, second, _TENANT_STEP_S)
         for end in ends:
             yield from self._write_tenants(end - _TENANT_STEP_S, readings)
-        for scope, rings in list(self._scopes.items()) if ends else ():
+        for scope, rings in list(self.scopes.items()) if ends else ():
             yield from self._roll_up(scope, rings, last, second)
             yield None
 
     def sum_up_open_minute(self) -> list[MinuteRow]:
         """Return what is known of the minute that is not complete, when the process ends."""
-        start = (self._last_second + 1) // MINUTE_S * MINUTE_S
-        list(self._write_tenants(self._last_second // _TENANT_STEP_S * _TENANT_STEP_S, Readings()))
-        steps = ((scope, rings.sum_up(0, start, MINUTE_S)) for scope, rings in self._scopes.items())
+        start = (self.last_second + 1) // MINUTE_S * MINUTE_S
+        list(self._write_tenants(self.last_second // _TENANT_STEP_S * _TENANT_STEP_S, Readings()))
+        steps = ((scope, rings.sum_up(0, start, MINUTE_S)) for scope, rings in self.scopes.items())
         return [MinuteRow(scope, start, step) for scope, step in steps if step is not None]
 
     def _write_second(
@@ -356,10 +338,10 @@ class SeriesRecorder:
     def _write_tenants(self, step: int, readings: Readings) -> Iterator[None]:
         """Write the tenants of the 10 seconds from `step` on that had requests, and forget those of 6 hours ago."""
         tenants, self._tenants = self._tenants, defaultdict(_new_tenant_counts)
-        known = sum(scope.startswith("tenant:") for scope in self._scopes)
+        known = sum(scope.startswith("tenant:") for scope in self.scopes)
         for tenant in tenants.keys() | readings.tenants.keys():
             scope = f"tenant:{tenant}"
-            if scope not in self._scopes:
+            if scope not in self.scopes:
                 if known >= MAX_TENANTS:
                     continue
                 known += 1
@@ -370,10 +352,10 @@ class SeriesRecorder:
     def _write(
         self, scope: str, second: int, counts: _Counts | None, gauges: Sequence[float]
     ) -> None:
-        rings = self._scopes.get(scope)
+        rings = self.scopes.get(scope)
         if rings is None:
             kind = scope_kind(scope)
-            rings = self._scopes[scope] = ScopeRings(SCHEMAS[kind], ring_sizes(kind))
+            rings = self.scopes[scope] = ScopeRings(SCHEMAS[kind], ring_sizes(kind))
         schema, counts = rings.schema, counts or _IDLE
         counts.count_requests()
         row = [*(counts.counters[name] for name in schema.counters), *gauges]
@@ -391,7 +373,7 @@ class SeriesRecorder:
                     yield MinuteRow(scope, end - MINUTE_S, minute) if is_minute else None
         coarsest = rings.rings[-1]
         if rings.written_at < second - coarsest.step_s * coarsest.length:
-            del self._scopes[scope]
+            del self.scopes[scope]
 
 
 def _step_ends(last: int, second: int, step_s: int) -> list[int]:

@@ -27,9 +27,7 @@ _request_context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request
 
 
 def _add_request_context(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    context = _request_context.get()
-    if context is not None:
-        event.update(context)
+    event.update(_request_context.get() or {})
     return event
 
 
@@ -87,10 +85,6 @@ def _escape_unprintable(_logger: WrappedLogger, _method: str, event: EventDict) 
         if isinstance(value, str) and not value.isprintable() and name not in _MULTILINE_FIELDS:
             event[name] = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
     return event
-
-
-def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    return _encode_event(event).decode()
 
 
 def _encode_line(_logger: WrappedLogger, _method: str, line: EventDict | str) -> bytes:
@@ -163,7 +157,10 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
     shared = [*_SHARED_PROCESSORS, _add_replica_name(replica)] if replica else _SHARED_PROCESSORS
     if log_format == "json":
         own_processors: list[Processor] = [_make_json_processor(replica)]
-        library_processors: list[Processor] = [structlog.processors.format_exc_info, _render_json]
+        library_processors: list[Processor] = [
+            structlog.processors.format_exc_info,
+            lambda _logger, _method, event: _encode_event(event).decode(),
+        ]
     else:
         # Pretty tracebacks would print local variables, which contain what users wrote.
         render: Processor = structlog.dev.ConsoleRenderer(

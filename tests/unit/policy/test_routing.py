@@ -13,8 +13,6 @@ from argosy.policy import (
     ROUTING_POLICIES,
     BoundedHash,
     EstimatedPrefixIndex,
-    LeastCost,
-    PowerOfTwo,
     ReplicaLoad,
     RoundRobin,
     RoutingCandidate,
@@ -23,6 +21,7 @@ from argosy.policy import (
     compute_prefix_keys,
     estimate_cost,
 )
+from argosy.policy.routing import select_least_cost, select_power_of_two
 
 
 def load(name: str, **known: float) -> ReplicaLoad:
@@ -39,7 +38,7 @@ def select_replica(
     candidates = [
         RoutingCandidate(replica, 1000, estimate_cost(replica, 1000, 10, now)) for replica in loads
     ]
-    return policy.select(candidates, key, draw, now).load
+    return policy(candidates, key, draw, now).load
 
 
 @pytest.mark.parametrize("policy", ROUTING_POLICIES)
@@ -84,7 +83,7 @@ def test_least_cost_prefers_warm_replica_until_its_queue_costs_more() -> None:
                 (load("warm", queued_tokens=queued), 40),
             )
         ]
-        assert LeastCost().select(candidates, "", 0.0, 0.0).load.name == expected
+        assert select_least_cost(candidates, "", 0.0, 0.0).load.name == expected
 
 
 def test_cost_is_the_sum_of_its_terms() -> None:
@@ -135,7 +134,7 @@ def test_costs_are_not_negative_and_dominated_replica_is_never_selected(
         for replica_terms in terms.values()
         for term in replica_terms
     )
-    chosen = LeastCost().select(candidates, "", draw, 100.0).load.name
+    chosen = select_least_cost(candidates, "", draw, 100.0).load.name
     for other in terms.values():
         assert not all(a > b + 1e-8 for a, b in zip(terms[chosen], other, strict=True))
 
@@ -143,7 +142,7 @@ def test_costs_are_not_negative_and_dominated_replica_is_never_selected(
 def test_equal_replicas_are_selected_by_the_draw() -> None:
     candidates = [load(name) for name in "abcd"]
     chosen = Counter(
-        select_replica(LeastCost(), candidates, number / 100).name for number in range(100)
+        select_replica(select_least_cost, candidates, number / 100).name for number in range(100)
     )
     assert chosen == dict.fromkeys("abcd", 25)
 
@@ -157,7 +156,7 @@ def test_round_robin_stays_even_when_a_replica_leaves() -> None:
 def test_power_of_two_selects_the_less_loaded_of_each_pair() -> None:
     candidates = [load("busy", in_flight=9), load("idle"), load("half", in_flight=5)]
     chosen = Counter(
-        select_replica(PowerOfTwo(), candidates, number / 600).name for number in range(600)
+        select_replica(select_power_of_two, candidates, number / 600).name for number in range(600)
     )
     assert chosen == {"idle": 400, "half": 200}
 

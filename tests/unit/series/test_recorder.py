@@ -196,7 +196,7 @@ def test_archive_keeps_days_and_deletes_older_ones(tmp_path: Path) -> None:
     archive = SeriesArchive(tmp_path / "folder" / "s.sqlite", keep_days=1)
     gateway = Gateway()
     gateway.run(range(START, START + 130))
-    step = gateway.recorder.find_scope("fleet").sum_up(0, START, 60)  # type: ignore[union-attr]
+    step = gateway.recorder.scopes["fleet"].sum_up(0, START, 60)
     assert step is not None
     for hour in range(50):
         archive.write([MinuteRow("fleet", START // 3600 * 3600 + hour * 3600 + 60, step)])

@@ -325,7 +325,7 @@ class PlacementPool(Generic[R]):
             cost = estimate_cost(replica.load, uncached, output_tokens, now)
             candidates.append(RoutingCandidate(replica.load, uncached, cost, match))
         affinity_key = request.session_id or (keys[0].hex() if keys else "")
-        chosen = policy.select(candidates, affinity_key, random_source.random(), now)
+        chosen = policy(candidates, affinity_key, random_source.random(), now)
         return Selection(self.replicas[chosen.load.name], chosen, candidates)
 
     def _selectable_replicas(

@@ -78,11 +78,6 @@ class GateSettings(GateLimits, frozen=True, kw_only=True):
     """Part of the requests of a step without valid measurements from which the step is inconclusive."""
 
     def __post_init__(self) -> None:
-        for name in ("max_false_rollbacks", "max_false_promotions"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be between 0 and 1")
-        if self.max_miss_rate is not None and not 0.0 < self.max_miss_rate < 1.0:
-            raise ValueError("max_miss_rate must be between 0 and 1; leave it out for none")
         if not self.ratios or not all(1.0 < ratio < float("inf") for ratio in self.ratios):
             raise ValueError("ratios must contain at least one number, and only numbers above 1")
         if not self.rules:
