@@ -430,6 +430,10 @@ class PlacementSimulation(PlacementWorld):
             num_stable_replicas=num_stable,
         )
         self.on_send = self._serve
+        self.leave_share = 0.05
+        """Part of the clients that leave within 5 s."""
+        self.fault_interval_s = 4.0
+        """Longest time between two faults."""
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._down: set[PlacementReplica] = set()
@@ -455,6 +459,8 @@ class PlacementSimulation(PlacementWorld):
         assert len(self.ended) == self._num_requests
         assert not self.core.requests
         assert not self.in_flight.total()
+        for queue in self.core.queues.values():
+            self._check_sums(queue)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (self.now + seconds, next(self._order), action))
@@ -476,7 +482,7 @@ class PlacementSimulation(PlacementWorld):
         )
         if draw() < 0.005:
             self._poison.add(request.id)
-        if request in self.requests and draw() < 0.05:
+        if request in self.requests and draw() < self.leave_share:
             self._later(draw() * 5.0, partial(self._leave, request))
         self._later(draw() * (0.03 if self._is_busy else 0.12), self._next_arrival)
 
@@ -487,7 +493,7 @@ class PlacementSimulation(PlacementWorld):
 
     def _flood(self) -> None:
         """Let one tenant take all slots with long streams, if no others run."""
-        for _ in range(min(120, self._to_come)):
+        for _ in range(min(120, self._to_come // 3)):
             self._to_come -= 1
             self.arrive("flood", 2, 1500)
 
@@ -519,7 +525,7 @@ class PlacementSimulation(PlacementWorld):
             self.report_state(replica, "draining" if kind < 0.9 else "starting")
             self._later(pause, partial(self._recover, replica))
         if self._to_come > 0:
-            self._later(draw() * 4.0, self._next_fault)
+            self._later(draw() * self.fault_interval_s, self._next_fault)
 
     def _recover(self, replica: PlacementReplica) -> None:
         self._down.discard(replica)

@@ -123,57 +123,44 @@ def token_ids(content: bytes, stream: bool) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(("path", "stream"), [(PATHS[0], True), (PATHS[1], False)])
-async def test_hedge_replaces_silent_replica(tokenizer: Tokenizer, path: str, stream: bool) -> None:
-    async with hedged_pair(tokenizer, Script(list(TOKENS), finish="length")) as pair:
+@pytest.mark.parametrize(
+    ("path", "stream", "is_second_silent"),
+    [
+        (PATHS[0], True, False),
+        (PATHS[1], False, False),
+        (PATHS[1], True, True),
+        (PATHS[1], False, True),
+    ],
+)
+async def test_first_content_wins_and_the_other_attempt_is_cancelled(
+    tokenizer: Tokenizer, path: str, stream: bool, is_second_silent: bool
+) -> None:
+    second_script = Script(
+        list(TOKENS), finish="length", pause_after=0 if is_second_silent else None
+    )
+    async with hedged_pair(tokenizer, second_script) as pair:
         request_body = body(path, stream=stream, return_token_ids=True)
-        response = await pair.gateway.client.post(path, json=request_body)
+        task = asyncio.create_task(pair.gateway.client.post(path, json=request_body))
+        await pair.hedge_sent.wait()
+        winner, loser = pair.second, pair.first
+        if is_second_silent:
+            winner, loser = loser, winner
+            pair.engines[winner].may_continue.set()
+        response = await task
         assert response.status_code == 200, response.text
         assert token_ids(response.content, stream) == TOKENS
-        silent_engine, fast_engine = (
-            pair.engines[pair.first],
-            pair.engines[pair.second],
-        )
-        await silent_engine.wait_idle()
-        assert silent_engine.aborted
-        assert not fast_engine.aborted
+        await pair.engines[loser].wait_idle()
+        assert pair.engines[loser].aborted
+        assert not pair.engines[winner].aborted
     (context,) = pair.recorder.completed
     assert context.status == "completed"
     assert pair.recorder.token_counts == sorted(set(pair.recorder.token_counts))
     assert context.delivered.output_tokens == 12
-    assert context.replica_name == pair.second
-    assert attempt_outcomes(pair.gateway, context) == [
-        (False, "ended"),
-        (True, "success"),
-    ]
-    assert count_hedges(pair.gateway) == {"true": 1}
+    assert context.replica_name == winner
+    outcomes = ["success", "ended"] if is_second_silent else ["ended", "success"]
+    assert attempt_outcomes(pair.gateway, context) == [(False, outcomes[0]), (True, outcomes[1])]
+    assert count_hedges(pair.gateway) == {"false" if is_second_silent else "true": 1}
     assert all(replica.health.breaker.is_closed for replica in context.pool.replicas.values())
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_first_replica_may_still_win(tokenizer: Tokenizer, stream: bool) -> None:
-    async with hedged_pair(tokenizer, Script(list(TOKENS), finish="length", pause_after=0)) as pair:
-        request_body = body(PATHS[1], stream=stream, return_token_ids=True)
-        task = asyncio.create_task(pair.gateway.client.post(PATHS[1], json=request_body))
-        await pair.hedge_sent.wait()
-        first, second = (
-            pair.engines[pair.first],
-            pair.engines[pair.second],
-        )
-        first.may_continue.set()
-        response = await task
-        assert token_ids(response.content, stream) == TOKENS
-        await second.wait_idle()
-        assert second.aborted
-        assert not first.aborted
-    (context,) = pair.recorder.completed
-    assert context.replica_name == pair.first
-    assert context.delivered.output_tokens == 12
-    assert attempt_outcomes(pair.gateway, context) == [
-        (False, "success"),
-        (True, "ended"),
-    ]
-    assert count_hedges(pair.gateway) == {"false": 1}
 
 
 async def test_disconnect_cancels_both_attempts(tokenizer: Tokenizer) -> None:

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import pytest
+
 from argosy.http_server import HttpRequest, HttpServer, bind_tcp
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -104,18 +106,13 @@ async def has_ended(server_task: asyncio.Task[None]) -> bool:
     return False
 
 
-async def test_unused_server_stops_immediately() -> None:
-    server, listen_socket = HttpServer(HeldApp()), bind_tcp("127.0.0.1", 0)
-    server_task = asyncio.create_task(server.serve(sockets=[listen_socket]))
-    assert not await has_ended(server_task)
-    server.stop()
-    assert await has_ended(server_task)
-
-
-async def test_server_with_idle_clients_stops_immediately() -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+async def test_server_without_running_requests_stops_immediately(*, is_used: bool) -> None:
     async with serve_app(HeldApp()) as (server, server_task, (reader, writer)):
-        writer.write(make_request("/"))
-        assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
+        if is_used:
+            writer.write(make_request("/"))
+            assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
+        assert not await has_ended(server_task)
         server.stop()
         assert await has_ended(server_task)
         assert await reader.read() == b""

@@ -113,15 +113,6 @@ def test_sent_prompt_is_assumed_cached_until_the_response() -> None:
     assert len(index.match_prefix(keys)) == 2
 
 
-def test_sent_text_extends_the_reported_prefix() -> None:
-    index, first = EventPrefixIndex(TextBlockMap(), BLOCK_SIZE), prompt_of_blocks([1, 2])
-    index.on_prompt_sent(prefix_keys(first))
-    index.on_prompt_sent(prefix_keys(first + prompt_of_blocks([3])))
-    index.on_blocks_stored(block_names(first))
-    index.on_cache_hit_report(cache_hit_report(first, []))
-    assert len(index.match_prefix(prefix_keys(first + prompt_of_blocks([3, 4])))) == 3
-
-
 def test_response_without_block_names_corrects_the_estimate() -> None:
     index, plain, keys = (
         EventPrefixIndex(TextBlockMap(), BLOCK_SIZE),
@@ -196,17 +187,6 @@ def test_growing_conversation_is_stored_once() -> None:
     assert len(text_blocks) == 102
 
 
-def test_partly_named_prompt_is_known_up_to_its_last_name() -> None:
-    prompt, index = prompt_of_blocks([1, 2, 3, 4]), EventPrefixIndex(TextBlockMap(), BLOCK_SIZE)
-    index.on_blocks_stored(block_names(prompt))
-    index.on_cache_hit_report(
-        cache_hit_report(prompt, [])._replace(
-            block_names=block_names(prompt)[: 2 * BLOCKS_PER_TEXT + 1]
-        )
-    )
-    assert len(index.match_prefix(prefix_keys(prompt))) == 2
-
-
 def test_large_token_blocks_count_for_the_text_block_where_they_end() -> None:
     prompt, size = prompt_of_blocks([1, 2, 3, 4]), 2 * BLOCKS_PER_TEXT * BLOCK_SIZE
     index = EventPrefixIndex(TextBlockMap(), size)
@@ -264,13 +244,3 @@ def test_reported_blocks_replace_the_estimate(report_first: bool) -> None:
     assert index.match_prefix(keys) == [0, 0]
     index.on_blocks_removed(names)
     assert index.match_prefix(keys) == []
-
-
-def test_estimate_beyond_the_reported_blocks_stays() -> None:
-    prompt, index = prompt_of_blocks([1, 2, 3]), EventPrefixIndex(TextBlockMap(), BLOCK_SIZE)
-    index.on_prompt_sent(prefix_keys(prompt))
-    index.on_prompt_tokens_report(prompt_tokens_report(prompt))
-    index.on_blocks_stored(compute_block_names("", token_ids(prompt), BLOCK_SIZE)[:BLOCKS_PER_TEXT])
-    assert index.match_prefix(prefix_keys(prompt)) == [0, 1, 1]
-    index.clear()
-    assert index.match_prefix(prefix_keys(prompt)) == [0]

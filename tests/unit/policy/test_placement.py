@@ -67,8 +67,10 @@ def test_thousands_of_requests_keep_all_invariants_through_faults(
 def test_invariants_hold_in_small_pools_of_any_shape(
     num_requests: int, num_replicas: int, slots: int, seed: int, num_stable: int
 ) -> None:
-    limits = PlacementLimits(QueueLimits(max_requests=10, timeout_s=20.0), 5.0, 3)
-    PlacementSimulation(num_requests, num_replicas, slots, seed, num_stable, limits).run()
+    limits = PlacementLimits(QueueLimits(max_requests=30, timeout_s=20.0), 5.0, 3)
+    simulation = PlacementSimulation(num_requests, num_replicas, slots, seed, num_stable, limits)
+    simulation.leave_share, simulation.fault_interval_s = 0.3, 0.5
+    simulation.run()
 
 
 @pytest.mark.parametrize("num_stable", [0, 4])
