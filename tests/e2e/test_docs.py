@@ -1,10 +1,11 @@
-"""The tutorials work as written: every command runs, and prints what the page shows."""
+"""README and tutorials work as written: every command runs, and prints what the page shows."""
 
 from __future__ import annotations
 
 import doctest
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,20 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import openai
 import pytest
 from tests.support.minilm import minilm_path
 from tests.support.python_blocks import run_python_blocks
 from tests.support.state_processes import kill_processes
+from typer.testing import CliRunner
+
+from argosy.cli.app import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = DOCS / "tutorials"
-FIRST_FLEET = TUTORIALS / "first-fleet.md"
+IN_MANY_PROCESSES = {TUTORIALS / "first-fleet.md", TUTORIALS / "two-replicas-and-a-failover.md"}
 PAGES = [
-    *sorted({*TUTORIALS.glob("*.md")} - {FIRST_FLEET}),
-    pytest.param(FIRST_FLEET, marks=pytest.mark.exhaustive),
+    *sorted({*TUTORIALS.glob("*.md")} - IN_MANY_PROCESSES),
+    *(pytest.param(page, marks=pytest.mark.exhaustive) for page in sorted(IN_MANY_PROCESSES)),
     DOCS / "how-to/embeddings-and-rerank.md",
 ]
-"""Pages whose commands are run."""
+"""Pages whose commands are run. Tests of failover and of fleets hold what the exhaustive ones show."""
 PORTS = ("8000", "8001", "8002")
 FIRST_SERVER = "make serve\n"
 """Command of the server that most tutorials use."""
@@ -72,10 +77,12 @@ def read_blocks(page: Path) -> list[Block]:
     return [Block(*parts) for parts in found]
 
 
+README = read_blocks(DOCS.parent / "README.md")
+PAGES_OF_PYTHON = [TUTORIALS / page for page in ("first-server.md", "agents.md", "offline.md")]
 PYTHON = [
     block
-    for page in ("first-server.md", "agents.md", "offline.md")
-    for block in read_blocks(TUTORIALS / page)
+    for blocks in (README, *map(read_blocks, PAGES_OF_PYTHON))
+    for block in blocks
     if block.language == "python"
 ]
 
@@ -121,7 +128,7 @@ def serving(command: str, terminal_environment: dict[str, str], folder: Path) ->
             shown = ""
             for line in process.stderr:
                 shown += line
-                if "is ready at" in line:
+                if "is ready at" in line or '"event":"ready"' in line:
                     break
             else:
                 pytest.fail(f"the server ended: {shown}")
@@ -188,11 +195,45 @@ def first_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TutorialE
         yield environment
 
 
-def test_tutorial_python_prints_answers(first_server: TutorialEnvironment) -> None:
-    url = first_server.url
-    blocks = [block.text.replace("http://127.0.0.1:8000", url) for block in PYTHON]
-    for printed in run_python_blocks(blocks):
+def test_python_prints_answers(first_server: TutorialEnvironment) -> None:
+    for printed in run_python_blocks([first_server.adapt(block.text) for block in PYTHON]):
         assert printed.strip()
+
+
+def test_readme_streams_with_curl(first_server: TutorialEnvironment) -> None:
+    (code,) = [block.text for block in README if block.text.startswith("curl")]
+    command = ["sh", "-c", first_server.adapt(code)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.count("data: {") > 3
+    assert output.endswith("data: [DONE]\n\n")
+
+
+def test_readme_gateway_example(tmp_path: Path) -> None:
+    """Run `argosy gateway` with the example's file while its second replica does not exist."""
+    (example,) = [block.text for block in README if block.language == "yaml"]
+    link_programs(tmp_path)
+    with tutorial_environment() as environment, ExitStack() as running:
+        (tmp_path / "fleet.yaml").write_text(environment.adapt(example))
+        for command in ("replica --port 8001", "gateway --config fleet.yaml\n"):
+            adapted = environment.adapt(f".venv/bin/argosy {command}")
+            running.enter_context(serving(adapted, environment.variables, tmp_path))
+        url = f"{environment.url}/v1"
+        client = running.enter_context(openai.OpenAI(base_url=url, api_key="none"))
+        reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 5
+
+
+def test_readme_account_commands(tmp_path: Path) -> None:
+    """Run the account commands in order, on one store."""
+    (example,) = [block.text for block in README if "keys create" in block.text]
+    store = {"ARGOSY_STORE": f"sqlite:///{tmp_path / 'argosy.db'}"}
+    for line in (*example.splitlines(), "argosy tenants list"):
+        words = shlex.split(line, comments=True)
+        result = CliRunner().invoke(app, words[1:], env=store)
+        assert result.exit_code == 0, result.output
+        assert words[1] != "keys" or result.stdout.startswith("sk-argosy-")
+    assert "acme" in result.stdout
 
 
 @pytest.mark.timeout(600)

@@ -79,11 +79,13 @@ class Explorer:
     def __init__(self, client: httpx2.AsyncClient, path: str = "/openapi.json") -> None:
         self._client, self._path = client, path
         self.document: dict[str, Any] = {}
+        self._schema: Any = None
 
     async def list_operations(self) -> list[tuple[str, str]]:
         """Return path and method of each operation. Those that delete come last, and parts before their whole."""
         response = await self._client.get(self._path)
         self.document = response.json()
+        self._schema = schemathesis.openapi.from_dict(self.document)
         found = [(path, method) for path, each in self.document["paths"].items() for method in each]
         return sorted(found, key=lambda one: (one[1] == "delete", -len(one[0])))
 
@@ -116,7 +118,7 @@ class Explorer:
         }
 
         def send_examples() -> None:
-            operation = schemathesis.openapi.from_dict(self.document)[path][method]
+            operation = self._schema[path][method]
 
             @seed(20261120)
             @settings(

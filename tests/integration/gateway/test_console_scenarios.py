@@ -72,7 +72,6 @@ CALLS = {
     [
         ("user", "organisation", OWN, [*CALLS]),
         ("viewer", "organisation", TENANT, ["pools", "new limit", "drain", "new organisation"]),
-        ("operator", "organisation", TENANT, ["pools", "drain", "new organisation"]),
         ("admin", "organisation", TENANT, ["pools", "drain", "new organisation"]),
         ("viewer", "gateway", FLEET, ["new limit", "drain", "new organisation"]),
         ("operator", "gateway", FLEET, ["new organisation"]),
