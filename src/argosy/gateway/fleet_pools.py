@@ -22,17 +22,12 @@ from argosy.deployment import GatewayConfig, ModelConfig, RouteConfig
 from argosy.folders import state_folder
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
-from argosy.gateway.peer_connection import (
-    PEER_TOKEN_HEADER,
-    check_peer_token,
-    connect_gateway,
-    sign_peer_token,
-)
+from argosy.gateway.peer_connection import check_peer_token, send_signed
 from argosy.gateway.pool import ModelStartup
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import DemandReport
 from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, PublishedVersions
-from argosy.gateway.upstream import UpstreamError, fetch_response
+from argosy.gateway.upstream import UpstreamError
 from argosy.http_server import ANY_METHOD, HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
 from argosy.policy.traffic import PoolRoute
@@ -360,29 +355,18 @@ class GatewayPoolsClient:
     async def _send(
         self, gateway: GatewayRecord, method: str, path: str, body: bytes, answer_type: type[T]
     ) -> T:
-        token = sign_peer_token(gateway.secret, _describe_request(method, path, body))
+        subject = _describe_request(method, path, body)
+        status, answer = await send_signed(
+            gateway, self._tls, method, path, body, subject=subject, timeout_s=PUBLISH_TIMEOUT_S
+        )
+        if status == 404 or (status == 409 and _read_error_code(answer) == "other_fleet"):
+            raise OtherFleetError(gateway.id)  # a gateway without a fleet has no such path
+        if status != 200:
+            raise ApiError(status, "gateway_refused", answer[:500].decode(errors="replace"))
         try:
-            upstream = connect_gateway(gateway, self._tls)
-        except (OSError, ValueError) as error:
-            raise UpstreamError(str(error), before_response=True) from error
-        try:
-            request = upstream.build_request(
-                method.encode(), path.encode(), body, [(PEER_TOKEN_HEADER, token)]
-            )
-            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                status, answer = await fetch_response(upstream, request)
-            if status == 404 or (status == 409 and _read_error_code(answer) == "other_fleet"):
-                raise OtherFleetError(gateway.id)  # a gateway without a fleet has no such path
-            if status != 200:
-                raise ApiError(status, "gateway_refused", answer[:500].decode(errors="replace"))
             return msgspec.json.decode(answer, type=answer_type)
-        except TimeoutError as error:
-            message = f"no answer within {PUBLISH_TIMEOUT_S:g} s"
-            raise UpstreamError(message, before_response=True) from error
         except msgspec.MsgspecError as error:
             raise UpstreamError(f"it answers {error}", before_response=False) from error
-        finally:
-            upstream.close()
 
 
 def _read_error_code(answer: bytes) -> str | None:

@@ -7,12 +7,13 @@ the gateway registered. Addresses inside a cluster rarely are names of a certifi
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ssl
 import time
 
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream import Upstream, UpstreamError, fetch_response
 from argosy.http_server import HttpExchange, TlsConfig
 from argosy.protocol import ApiError, parse_endpoint
 from argosy.store import GatewayRecord
@@ -22,17 +23,41 @@ TOKEN_LIFETIME_S = 60.0
 PEER_TOKEN_HEADER = b"x-argosy-peer-token"
 
 
-def connect_gateway(gateway: GatewayRecord, tls: TlsConfig | None) -> Upstream:
-    """Return connections to a registered gateway. The caller closes them.
+async def send_signed(
+    gateway: GatewayRecord,
+    tls: TlsConfig | None,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    subject: str,
+    timeout_s: float,
+) -> tuple[int, bytes]:
+    """Send a request to a registered gateway, and return status and body of its answer.
 
-    Args:
-        gateway: Record of the gateway.
-        tls: Certificate of this process, since gateways may require client certificates.
+    The signature covers `subject`. Gateways may require the certificate of this process, which is in `tls`.
 
     Raises:
-        OSError: The certificate of this process cannot be read.
-        ValueError: The gateway registered an invalid address or certificate.
+        UpstreamError: The gateway cannot be reached, registered an invalid address or certificate, or does not answer.
     """
+    try:
+        upstream = _connect(gateway, tls)
+    except (OSError, ValueError) as error:
+        raise UpstreamError(str(error), before_response=True) from error
+    token = _sign(gateway.secret, int(time.time() + TOKEN_LIFETIME_S), subject)
+    headers = [(PEER_TOKEN_HEADER, token)]
+    try:
+        request = upstream.build_request(method.encode(), path.encode(), body, headers)
+        async with asyncio.timeout(timeout_s):
+            return await fetch_response(upstream, request)
+    except TimeoutError as error:
+        message = f"no answer within {timeout_s:g} s"
+        raise UpstreamError(message, before_response=True) from error
+    finally:
+        upstream.close()
+
+
+def _connect(gateway: GatewayRecord, tls: TlsConfig | None) -> Upstream:
     context = None
     if gateway.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -42,16 +67,6 @@ def connect_gateway(gateway: GatewayRecord, tls: TlsConfig | None) -> Upstream:
         if tls is not None:
             context.load_cert_chain(tls.certificate, tls.key)
     return Upstream(parse_endpoint(gateway.url), tls=context)
-
-
-def sign_peer_token(secret: str, subject: str) -> bytes:
-    """Return the value of `PEER_TOKEN_HEADER` for one request: the time until which it is valid, and a signature.
-
-    Args:
-        secret: Secret of the gateway that the request is sent to.
-        subject: Everything of the request that must not be changed.
-    """
-    return _sign(secret, int(time.time() + TOKEN_LIFETIME_S), subject)
 
 
 def check_peer_token(exchange: HttpExchange, secret: str, subject: str) -> None:

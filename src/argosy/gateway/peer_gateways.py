@@ -14,14 +14,9 @@ import msgspec
 import structlog
 
 from argosy.gateway.http_route import HttpRoute
-from argosy.gateway.peer_connection import (
-    PEER_TOKEN_HEADER,
-    check_peer_token,
-    connect_gateway,
-    sign_peer_token,
-)
+from argosy.gateway.peer_connection import check_peer_token, send_signed
 from argosy.gateway.principal import Principal
-from argosy.gateway.upstream import UpstreamError, fetch_path
+from argosy.gateway.upstream import UpstreamError
 from argosy.http_server import HttpExchange, TlsConfig, listen_url
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
@@ -121,21 +116,13 @@ class PeerGateways:
         Returns:
             The body of the answer. None if the gateway does not answer, or not with 200.
         """
-        token = sign_peer_token(peer.secret, subject)
         try:
-            upstream = connect_gateway(peer, self._tls)
-        except (OSError, ValueError) as error:
+            status, body = await send_signed(
+                peer, self._tls, "GET", path, subject=subject, timeout_s=PEER_TIMEOUT_S
+            )
+        except UpstreamError as error:
             log.warning("peer_gateway_unreachable", gateway=peer.id, reason=str(error))
             return None
-        try:
-            async with asyncio.timeout(PEER_TIMEOUT_S):
-                status, body = await fetch_path(upstream, path.encode(), (PEER_TOKEN_HEADER, token))
-        except (UpstreamError, TimeoutError) as error:
-            reason = str(error) or "it does not answer"
-            log.warning("peer_gateway_unreachable", gateway=peer.id, reason=reason)
-            return None
-        finally:
-            upstream.close()
         return body if status == 200 else None
 
     def build_route(self, find_trace: FindTrace) -> HttpRoute:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
-import json
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
-import openai
 import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_upstream import (
@@ -22,7 +18,6 @@ from tests.support.fake_upstream import (
     respond_with_tokens,
 )
 from tests.support.gateway_harness import run_gateway
-from tests.support.gateway_processes import open_sdk_client
 from tests.support.idempotent_gateway import (
     BODIES,
     CHATS,
@@ -37,7 +32,7 @@ from tests.support.idempotent_gateway import (
     run_gateways,
     status_and_code,
 )
-from tests.support.services import RedisServer, running_redis
+from tests.support.services import RedisServer
 
 from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
@@ -72,11 +67,6 @@ async def get_trace(client: IdempotentClient, response: httpx2.Response) -> dict
     request_id = response.headers["x-argosy-request"]
     trace: dict[str, object] = (await client.http.get(f"/admin/requests/{request_id}")).json()
     return trace
-
-
-async def wait_for_metric(client: IdempotentClient, sample: str) -> None:
-    while sample not in await client.metrics():  # noqa: ASYNC110 - metrics have no notification
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -237,52 +227,6 @@ async def test_disconnect_frees_key(
         assert len(engine.requests) == 2
         records = await fleet.tenants.wait_for_rows(2)
         assert sorted(record.status for record in records) == ["cancelled", "completed"]
-
-
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=exhaustive)])
-async def test_gateways_use_own_memory_while_redis_is_down(
-    fault: signal.Signals, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    with running_redis() as redis:
-        async with two_clients(tmp_path, tokenizer, redis, None) as (_, engine, client, second):
-            before = await client.post("before")
-            redis.process.send_signal(fault)
-            assert (await client.post("before")).content == before.content
-            first = await client.post("after", stream=True)
-            replayed = await client.post("after", stream=True)
-            assert (replayed.content, replayed.headers[REPLAYED]) == (first.content, "true")
-            response = await second.post("after", stream=True)
-            assert (response.status_code, REPLAYED in response.headers) == (200, False)
-            assert len(engine.requests) == 3
-
-
-async def test_openai_sdk_retries_until_it_gets_response_of_first_request(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    async with run_gateway_with_engine(tmp_path, tokenizer, 20) as (fleet, engine, client):
-        running = await client.post_until_paused(engine)
-        async with open_sdk_client(fleet.urls[0], fleet.api_keys["shop"]) as openai_client:
-            completions = openai_client.with_options(max_retries=5).chat.completions
-
-            async def create(content: str) -> httpx2.Response:
-                raw = await completions.with_raw_response.create(
-                    model="big",
-                    messages=[{"role": "user", "content": content}],
-                    max_tokens=60,
-                    extra_headers={KEY_HEADER: "a"},
-                )
-                return raw.http_response
-
-            retrying = asyncio.create_task(create("Tell me a story"))
-            await wait_for_metric(client, f'code="{IN_USE[1]}"')
-            engine.may_continue.set()
-            first, replayed = await asyncio.gather(running, retrying)
-            assert json.loads(replayed.content) == first.json()
-            assert replayed.headers[REPLAYED] == "true"
-            with pytest.raises(openai.UnprocessableEntityError) as reused:
-                await create("Another one")
-            assert reused.value.code == REUSED[1]
-        assert len(engine.requests) == 1
 
 
 # --- responses that are not stored, or not as usual ----------------------------------------------

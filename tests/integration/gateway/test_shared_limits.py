@@ -202,35 +202,6 @@ async def test_slow_stream_ends_at_limit(server: RedisServer, window: str, pause
         assert 90 <= context.delivered.output_tokens <= 92
 
 
-async def test_insufficient_grant_serves_streams_and_smaller_requests(server: RedisServer) -> None:
-    now = steady_clock()
-    backend = RedisQuotaBackend(server.url, clock=lambda: now, timeout_s=10.0)
-    await backend.start()
-    try:
-        tokens = backend.create_meter(make_limit("tokens", 1000, "hour"))
-        requests = backend.create_meter(make_limit("requests", 1000, "hour"))
-        assert await backend.acquire([(tokens, 100)])
-        tokens.add(100, now)
-        now += 10.0
-        for _ in range(6):  # after a time without use nothing is prefetched
-            assert await backend.acquire([(requests, 1)])
-            now += 10.0
-        assert await backend.acquire([(tokens, 950)])
-        assert tokens.remaining(now) == 900
-        assert await backend.acquire([(requests, 1)])
-        assert tokens.remaining(now) == 0
-        assert backend.overdraw([(tokens, 32)], now)
-        assert await backend.acquire([(tokens, 64)])
-        assert tokens.remaining(now) >= 64
-        now += 1.0
-        assert await backend.acquire([(tokens, 900)])
-        assert tokens.remaining(now) == 900
-        tokens.add(900, now)
-        assert not backend.overdraw([(tokens, 32)], now)
-    finally:
-        await backend.close()
-
-
 class ContendedBackend(RedisQuotaBackend):
     """Backend whose grants are used by other requests before the first three requests can use them."""
 
