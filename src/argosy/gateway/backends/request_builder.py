@@ -81,14 +81,14 @@ def has_plain_text_output(fields: RequestFields, path: bytes) -> bool:
     A server that resumes would start a grammar, a schema or the list of log-probabilities anew.
     """
     raw = fields.raw
-    if fields.choice_count != 1 or any(_is_set(raw, name) for name in _NON_TEXT_FIELDS):
+    if fields.choice_count != 1 or any(is_set(fields, name) for name in _NON_TEXT_FIELDS):
         return False
-    if _is_set(raw, "logprobs") or bytes(raw.get("best_of", Raw(b"1"))) not in {
+    if is_set(fields, "logprobs") or bytes(raw.get("best_of", Raw(b"1"))) not in {
         b"1",
         b"null",
     }:
         return False
-    if not _is_set(raw, "response_format"):
+    if not is_set(fields, "response_format"):
         return True
     response_format = _decode_field(fields, "response_format")
     return (
@@ -115,7 +115,7 @@ def has_stop_strings(fields: RequestFields) -> bool:
 
     A server holds back text that may become one, so that the delivered text lags behind the token ids.
     """
-    return _is_set(fields.raw, "stop") or _is_set(fields.raw, "stop_regex")
+    return is_set(fields, "stop") or is_set(fields, "stop_regex")
 
 
 def gateway_stop_strings(fields: RequestFields, adapter: BackendAdapter) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ def gateway_stop_strings(fields: RequestFields, adapter: BackendAdapter) -> tupl
     if (
         not adapter.include_stop_field
         or shows_tokens
-        or any(_is_set(fields.raw, name) for name in (adapter.include_stop_field, "stop_token_ids"))
+        or any(is_set(fields, name) for name in (adapter.include_stop_field, "stop_token_ids"))
     ):
         return ()
     value = _decode_field(fields, "stop")
@@ -144,26 +144,6 @@ def min_output_tokens(fields: RequestFields) -> int:
     """Return the number of tokens before which no stop string applies."""
     minimum = _decode_field(fields, "min_tokens")
     return minimum if isinstance(minimum, int) else 0
-
-
-def is_echo_requested(fields: RequestFields) -> bool:
-    """Whether each choice starts with its prompt."""
-    return _is_set(fields.raw, "echo")
-
-
-def is_usage_requested(fields: RequestFields) -> bool:
-    """Whether the client requested the usage of its stream."""
-    return bool(_stream_options(fields).get("include_usage"))
-
-
-def is_continuous_usage_requested(fields: RequestFields) -> bool:
-    """Whether the client requested the usage with each event."""
-    return bool(_stream_options(fields).get("continuous_usage_stats"))
-
-
-def is_timings_requested(fields: RequestFields) -> bool:
-    """Whether the client requested llama.cpp's timings with each event."""
-    return _is_set(fields.raw, "timings_per_token")
 
 
 def is_token_ids_requested(fields: RequestFields) -> bool:
@@ -347,7 +327,7 @@ def _build_raw_fields(
     if resumable and adapter.has_token_timings:
         raw["timings_per_token"] = Raw(b"true")
     if fields.stream and adapter.has_stream_usage:
-        options = _stream_options(fields) | {"include_usage": True}
+        options = stream_options(fields) | {"include_usage": True}
         if resumable and adapter.has_continuous_usage and path not in adapter.token_id_paths:
             options["continuous_usage_stats"] = True
         elif not adapter.has_continuous_usage:
@@ -391,7 +371,7 @@ def _is_limited_by_context(fields: RequestFields, path: bytes, target: UpstreamT
     The client must allow it with `clamp_max_tokens`. Other servers than Argosy would refuse such a limit.
     """
     limit, context = fields.max_output_tokens or 0, target.max_model_len
-    return path == CHAT_PATH and 0 < context <= limit and _is_set(fields.raw, "clamp_max_tokens")
+    return path == CHAT_PATH and 0 < context <= limit and is_set(fields, "clamp_max_tokens")
 
 
 def _remaining_limits(
@@ -424,11 +404,13 @@ def _decode_field(fields: RequestFields, name: str, type_: Any = Any) -> Any:  #
         raise invalid_request(message, name, "invalid_type") from error
 
 
-def _stream_options(fields: RequestFields) -> dict[str, Any]:
+def stream_options(fields: RequestFields) -> dict[str, Any]:
+    """Return the `stream_options` of a request."""
     options = _decode_field(fields, "stream_options")
     return options if isinstance(options, dict) else {}
 
 
-def _is_set(raw: dict[str, Raw], name: str) -> bool:
-    value = raw.get(name)
+def is_set(fields: RequestFields, name: str) -> bool:
+    """Whether the request has the field with another value than null, false or an empty one."""
+    value = fields.raw.get(name)
     return value is not None and bytes(value) not in _UNSET_VALUES

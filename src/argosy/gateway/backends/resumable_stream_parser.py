@@ -8,13 +8,18 @@ sent for the original request.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from argosy.gateway.backends.backend_adapter import CHAT_PATH, INCOMPLETE_FINISH_REASONS
 from argosy.gateway.backends.emitted_choice import EmittedChoice, encode_event
+from argosy.gateway.backends.request_builder import (
+    is_set,
+    is_token_ids_requested,
+    min_output_tokens,
+    stream_options,
+)
 from argosy.gateway.backends.stream_events import (
     DONE_DATA,
     MALFORMED_EVENT_ERRORS,
@@ -25,45 +30,52 @@ from argosy.gateway.backends.stream_events import (
 )
 from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.gateway.backends.usage import ReportedUsage, TokenCount, estimate_tokens
+from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import EVENT_END, SSE_DONE, EventSplitter, event_data
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _PLAIN_DELTA_FIELDS = frozenset({"role", "content"})
 
 
-@dataclass(frozen=True, slots=True)
-class StreamParserOptions:
-    """Fields that the client receives, and the way in which the server sends the stream."""
-
-    include_usage: bool
-    """Forward the usage event at the end, because the client requested it."""
-    include_continuous_usage: bool
-    """Forward the usage in other events, because the client requested it or the gateway did not."""
-    include_token_ids: bool
-    """Forward token ids, because the client requested them."""
-    include_timings: bool
-    """Forward the timings of each event, because the client requested them."""
-    from_completion: bool
-    """The server sends a completion, which the client receives as a chat completion."""
-    trailing_whitespace: str
-    """White space at the end of the delivered text, which the server may repeat."""
-    min_output_tokens: int
-    """Number of tokens before which no stop string applies."""
-    repeated_text: str
-    """Delivered text that the server may repeat, after text of the prompt (see `EmittedChoice.ends_on_token`)."""
-
-
 class ResumableStreamParser(StreamParser):
     """Stream parser for one attempt whose response another server can resume."""
 
     def __init__(
-        self, emitted: EmittedChoice, delivered: DeliveredOutput, options: StreamParserOptions
+        self,
+        emitted: EmittedChoice,
+        delivered: DeliveredOutput,
+        fields: RequestFields,
+        *,
+        is_usage_added: bool,
+        from_completion: bool,
+        trailing_whitespace: str,
+        repeated_text: str,
     ) -> None:
+        """Create a parser.
+
+        Args:
+            emitted: What the client received.
+            delivered: Counts of it.
+            fields: The client's request.
+            is_usage_added: Whether the server sends usage with each event because the gateway requested it.
+            from_completion: Whether the server sends a completion, which the client receives as a chat completion.
+            trailing_whitespace: White space at the end of the delivered text, which the server may repeat.
+            repeated_text: Delivered text that the server may repeat, after text of the prompt (see
+                `EmittedChoice.ends_on_token`).
+        """
         self._emitted = emitted
         self._delivered = delivered
-        self._options = options
-        self._trailing_whitespace = options.trailing_whitespace
-        self._repeated_text = options.repeated_text
+        options = stream_options(fields)
+        self._include_usage = bool(options.get("include_usage"))
+        self._include_continuous_usage = (
+            bool(options.get("continuous_usage_stats")) or not is_usage_added
+        )
+        self._include_token_ids = is_token_ids_requested(fields)
+        self._include_timings = is_set(fields, "timings_per_token")
+        self._min_output_tokens = min_output_tokens(fields)
+        self._from_completion = from_completion
+        self._trailing_whitespace = trailing_whitespace
+        self._repeated_text = repeated_text
         self._is_resuming = emitted.first_chunk is not None
         self._tokens_before = emitted.output_tokens
         self._common_fields = emitted.common_fields()
@@ -83,7 +95,7 @@ class ResumableStreamParser(StreamParser):
     def flush(self) -> bytes:
         """Return the `[DONE]` event, after the usage event if the response stopped before the server sent it."""
         emitted = self._emitted
-        if not self.stopped_early or emitted.is_usage_delivered or not self._options.include_usage:
+        if not self.stopped_early or emitted.is_usage_delivered or not self._include_usage:
             return SSE_DONE
         emitted.prompt_tokens = (
             self._delivered.prompt_tokens
@@ -130,12 +142,12 @@ class ResumableStreamParser(StreamParser):
             self._record_usage(chunk, usage)
             emitted.is_usage_delivered = True
             chunk.update(self._common_fields)
-            return False if self._options.include_usage else None
+            return False if self._include_usage else None
         choice = choices[0]
         if choice.get("finish_reason") in INCOMPLETE_FINISH_REASONS:
             self.failure = "the replica ended the response early"
             return None
-        if self._options.from_completion:
+        if self._from_completion:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
         server_text, id_count = self._choice_text(choice), len(choice.get("token_ids") or ())
@@ -148,7 +160,7 @@ class ResumableStreamParser(StreamParser):
         )
         if usage is not None:
             self._record_usage(chunk, usage)
-            if not self._options.include_continuous_usage:
+            if not self._include_continuous_usage:
                 chunk["usage"] = None
                 is_changed = True
         if server_text:
@@ -156,10 +168,7 @@ class ResumableStreamParser(StreamParser):
         text, has_more = self._process_text(choice)
         finishes = bool(choice.get("finish_reason"))  # some servers send "" before the end
         is_visible = (
-            text
-            or has_more
-            or finishes
-            or (self._options.include_token_ids and choice.get("token_ids"))
+            text or has_more or finishes or (self._include_token_ids and choice.get("token_ids"))
         )
         if self._is_resuming and not is_visible:
             return None  # a role or an empty delta, which the client received before the resume
@@ -213,7 +222,7 @@ class ResumableStreamParser(StreamParser):
         stop_filter = self._emitted.stop_filter
         if stop_filter is None:
             return text
-        if self._is_resuming and self._tokens_before >= self._options.min_output_tokens:
+        if self._is_resuming and self._tokens_before >= self._min_output_tokens:
             match = stop_filter.match_across_resume(text)
             if match is not None:
                 self.is_done = self.stopped_early = True
@@ -259,15 +268,13 @@ class ResumableStreamParser(StreamParser):
             emitted.token_ids += ids
             emitted.output_tokens += len(ids)
             choice["token_ids"] = (
-                emitted.take_undelivered_ids(len(ids)) if self._options.include_token_ids else None
+                emitted.take_undelivered_ids(len(ids)) if self._include_token_ids else None
             )
         elif self._has_content(choice):
             emitted.has_token_ids = False
             texts = choice["delta"].values() if emitted.path == CHAT_PATH else (choice["text"],)
             emitted.output_tokens += 0 if is_counted else estimate_tokens(*texts)
-        if (self._options.include_token_ids and not self._is_resuming) or (
-            ids is None and not prompt_ids
-        ):
+        if (self._include_token_ids and not self._is_resuming) or (ids is None and not prompt_ids):
             return False
         for holder in (chunk, choice):  # the client has the prompt's ids, or did not request them
             if "prompt_token_ids" in holder:
@@ -285,7 +292,7 @@ class ResumableStreamParser(StreamParser):
         timings = chunk.get("timings")
         if not isinstance(timings, dict) or "predicted_n" not in timings:
             return False
-        if not (self._options.include_timings or choice.get("finish_reason")):
+        if not (self._include_timings or choice.get("finish_reason")):
             del chunk["timings"]
         self._emitted.output_tokens = self._tokens_before + msgspec.convert(
             timings["predicted_n"], TokenCount

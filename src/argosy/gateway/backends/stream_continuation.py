@@ -29,18 +29,11 @@ from argosy.gateway.backends.request_builder import (
     has_plain_text_output,
     has_stop_strings,
     has_text_only_prompt,
-    is_continuous_usage_requested,
-    is_echo_requested,
-    is_timings_requested,
-    is_token_ids_requested,
-    is_usage_requested,
+    is_set,
     max_output_tokens,
-    min_output_tokens,
+    stream_options,
 )
-from argosy.gateway.backends.resumable_stream_parser import (
-    ResumableStreamParser,
-    StreamParserOptions,
-)
+from argosy.gateway.backends.resumable_stream_parser import ResumableStreamParser
 from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
 from argosy.gateway.backends.usage import ChoiceUsageSum
 from argosy.gateway.request_fields import RequestFields
@@ -130,7 +123,7 @@ class StreamContinuation:
         emitted, limit = self._emitted, self._max_output_tokens
         if self._passthrough is not None and (self._passthrough.is_done or self.is_finished):
             has_usage = self._passthrough.is_done or self._passthrough.is_usage_delivered
-            return SSE_DONE if has_usage or not is_usage_requested(self._fields) else None
+            return SSE_DONE if has_usage or not self._includes_usage else None
         if emitted.first_chunk is None:
             return None
         missing = b""
@@ -142,9 +135,13 @@ class StreamContinuation:
         # No server reported the prompt tokens: estimate them.
         emitted.prompt_tokens = emitted.prompt_tokens or self._fields.estimated_prompt_tokens
         self._delivered.prompt_tokens = emitted.prompt_tokens
-        if is_usage_requested(self._fields) and not emitted.is_usage_delivered:
+        if self._includes_usage and not emitted.is_usage_delivered:
             missing += emitted.build_usage_event()
         return missing + SSE_DONE
+
+    @property
+    def _includes_usage(self) -> bool:
+        return bool(stream_options(self._fields).get("include_usage"))
 
     @property
     def _is_passthrough_committed(self) -> bool:
@@ -175,11 +172,10 @@ class StreamContinuation:
         self._emitted.stop_filter = None
         if is_resumable:
             return UpstreamPlan(path, body, self._build_parser(adapter))
-        include_usage, has_echo = is_usage_requested(fields), is_echo_requested(fields)
         self._passthrough = PassthroughParser(
             self._delivered,
-            include_usage=include_usage,
-            has_echo=has_echo,
+            include_usage=self._includes_usage,
+            has_echo=is_set(fields, "echo"),
             choice_usages=ChoiceUsageSum(fields) if adapter.has_per_choice_usage else None,
         )
         return UpstreamPlan(path, body, self._passthrough)
@@ -250,14 +246,12 @@ class StreamContinuation:
         stop_strings = gateway_stop_strings(fields, adapter)
         if stop_strings and self._emitted.stop_filter is None:
             self._emitted.stop_filter = StopStringFilter(stop_strings)
-        options = StreamParserOptions(
-            include_usage=is_usage_requested(fields),
-            include_continuous_usage=is_continuous_usage_requested(fields) or not is_usage_added,
-            include_token_ids=is_token_ids_requested(fields),
-            include_timings=is_timings_requested(fields),
+        return ResumableStreamParser(
+            self._emitted,
+            self._delivered,
+            fields,
+            is_usage_added=is_usage_added,
             from_completion=from_completion,
             trailing_whitespace=trailing_whitespace,
-            min_output_tokens=min_output_tokens(fields),
             repeated_text=repeated_text,
         )
-        return ResumableStreamParser(self._emitted, self._delivered, options)

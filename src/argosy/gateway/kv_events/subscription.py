@@ -18,16 +18,14 @@ async def subscribe(replica: ReplicaEndpoint, text_block_maps: TextBlockMaps) ->
     """
     while replica.kind == "auto":  # noqa: ASYNC110 - the replica has no event for a detected kind
         await asyncio.sleep(RETRY_INTERVAL_S)
-    subscriber = _create_subscriber(replica, text_block_maps)
-    while subscriber is not None:
+    subscriber: NativeKvEventSubscriber | ZmqKvEventSubscriber
+    if replica.kind == "argosy":
+        subscriber = NativeKvEventSubscriber(replica, text_block_maps)
+    elif replica.adapter.kv_event_source is not None:
+        source = replica.adapter.kv_event_source
+        subscriber = ZmqKvEventSubscriber(replica, source, text_block_maps)
+    else:
+        return
+    while True:
         retry_in_s = await subscriber.run_once()
         await asyncio.sleep(retry_in_s)
-
-
-def _create_subscriber(
-    replica: ReplicaEndpoint, text_block_maps: TextBlockMaps
-) -> NativeKvEventSubscriber | ZmqKvEventSubscriber | None:
-    if replica.kind == "argosy":
-        return NativeKvEventSubscriber(replica, text_block_maps)
-    source = replica.adapter.kv_event_source
-    return None if source is None else ZmqKvEventSubscriber(replica, source, text_block_maps)

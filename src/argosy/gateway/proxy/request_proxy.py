@@ -33,7 +33,6 @@ from argosy.gateway.proxy.upstream_call import (
     UnsuitableReplicaError,
     UpstreamCall,
     check_buffered_response,
-    ending_of,
 )
 from argosy.gateway.proxy.upstream_headers import (
     encode_request_headers,
@@ -457,7 +456,7 @@ class RequestProxy:
         context = self._context
         self._calls.remove(call)
         call.cancel()
-        ending, is_restarted = ending_of(error), False
+        ending, is_restarted = error.ending, False
         if ending is AttemptEnding.UNSUITABLE and context.delivered.arithmetic_id:
             is_restarted = self._writer.discard()
             if is_restarted:

@@ -25,7 +25,7 @@ from argosy.gateway.backends import (
 )
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
-from argosy.gateway.upstream import StreamPausedError, UpstreamError, UpstreamResponse
+from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.policy import AttemptOutcome, CacheHitReport, PromptTokensReport, classify_status
 from argosy.policy.placement import Attempt, AttemptEnding, record_first_token
 from argosy.protocol import unpack_block_names
@@ -51,6 +51,8 @@ ResponseStart = BufferedResponse | UpstreamPlan
 class UpstreamRefusedError(Exception):
     """A replica answered, but not with a usable response to the request."""
 
+    ending = AttemptEnding.REFUSED
+
     def __init__(self, status: int, reason: str, upstream_message: str = "") -> None:
         super().__init__(reason)
         self.status = status
@@ -63,6 +65,7 @@ class UnsuitableReplicaError(Exception):
     """The replica cannot resume the response at its current position, or does not enforce the request's constraint."""
 
     outcome = None
+    ending = AttemptEnding.UNSUITABLE
 
 
 CallError = UpstreamError | UpstreamRefusedError | UnsuitableReplicaError
@@ -152,17 +155,6 @@ class UpstreamCall(UpstreamResponse):
         self._measured_tokens, self._measured_at = tokens, now
         if duration_s > 0 and not self.is_client_limited:
             self.replica.on_tokens_streamed(new_tokens, duration_s)
-
-
-def ending_of(error: CallError) -> AttemptEnding:
-    """Return how an attempt ended that failed with this error."""
-    if isinstance(error, StreamPausedError):
-        return AttemptEnding.PAUSED
-    if isinstance(error, UpstreamError):
-        return AttemptEnding.LOST
-    if isinstance(error, UpstreamRefusedError):
-        return AttemptEnding.REFUSED
-    return AttemptEnding.UNSUITABLE
 
 
 def check_buffered_response(

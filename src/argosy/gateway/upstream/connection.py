@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import httptools
 
 from argosy.policy import AttemptOutcome
+from argosy.policy.placement import AttemptEnding
 from argosy.process import enable_tcp_keepalive
 
 MAX_OVERHEAD_BYTES = 64 * 1024
@@ -37,6 +38,9 @@ MAX_REASON_CHARS = 300
 
 class UpstreamError(Exception):
     """Failure of the transport to a replica: no connection, a lost connection, or a response that is not HTTP."""
+
+    ending = AttemptEnding.LOST
+    """How an attempt ends that fails with this error."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.http_server import JSON_CONTENT_TYPE
+from argosy.policy.placement import AttemptEnding
 
 _SAFE_CONTENT_TYPES = frozenset(
     {JSON_CONTENT_TYPE, b"text/plain", b"text/event-stream", b"application/openmetrics-text"}
@@ -31,6 +32,8 @@ class ResponseTooLargeError(UpstreamError):
 
 class StreamPausedError(UpstreamError):
     """The gateway ended the response although its replica works. It is resumed later, or by another replica."""
+
+    ending = AttemptEnding.PAUSED
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, outcome=None)
