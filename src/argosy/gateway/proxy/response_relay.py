@@ -145,10 +145,6 @@ class ResponseRelay(ClientListener):
         """Whether the client has received final events that the gateway wrote."""
         return self._context.end_reason is EndReason.STOPPED
 
-    @property
-    def _is_client_gone(self) -> bool:
-        return self._context.end_reason in CLIENT_GONE
-
     def _synthesize_tail(self, call: UpstreamCall, parser: StreamParser) -> bytes:
         """Build the missing end of a stream that ended without `[DONE]`. Raises as `finish_upstream` does."""
         is_finished = self._continuation.is_finished and not parser.failure
@@ -439,7 +435,7 @@ class ResponseRelay(ClientListener):
         self._task.cancel()
 
     def _write(self, events: bytes) -> None:
-        if events and not self._is_client_gone:
+        if events and self._context.end_reason not in CLIENT_GONE:
             self._writer.write_events(events)
 
     # --- callbacks of the client's connection ------------------------------------------------------
