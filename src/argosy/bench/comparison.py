@@ -76,7 +76,17 @@ def compare_results(
     if not pairs:
         raise BenchError("The two sides have no load in common, so nothing can be compared.")
     resampling = _Resampling(np.random.default_rng(seed), resamples)
-    return [ratio for label, x, y in pairs for ratio in _compare_runs(label, x, y, resampling)]
+    ratios = []
+    for label, runs_a, runs_b in pairs:
+        estimates_a = _estimate_measures(runs_a, resampling)
+        estimates_b = _estimate_measures(runs_b, resampling)
+        runs = len(runs_a), len(runs_b)
+        ratios += [
+            _estimate_ratio(label, measure, estimates_a[measure], estimates_b[measure], runs)
+            for measure in estimates_a
+            if measure in estimates_b
+        ]
+    return ratios
 
 
 def _group_by_load(results: Sequence[BenchResult]) -> dict[str, list[RunResult]]:
@@ -92,19 +102,6 @@ class _Resampling(msgspec.Struct, frozen=True):
 
     rng: np.random.Generator
     resamples: int
-
-
-def _compare_runs(
-    label: str, a: Sequence[RunResult], b: Sequence[RunResult], resampling: _Resampling
-) -> list[MeasureRatio]:
-    estimates_a, estimates_b = _estimate_measures(a, resampling), _estimate_measures(b, resampling)
-    return [
-        _estimate_ratio(
-            label, measure, estimates_a[measure], estimates_b[measure], (len(a), len(b))
-        )
-        for measure in estimates_a
-        if measure in estimates_b
-    ]
 
 
 def _estimate_measures(runs: Sequence[RunResult], resampling: _Resampling) -> dict[str, Array]:

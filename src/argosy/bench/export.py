@@ -119,7 +119,13 @@ class _SummaryCollector(Collector):
         created = "argosy_bench_created_timestamp_seconds"
         yield GaugeMetricFamily(created, "When the benchmark ended.", value=self._created_at)
         for name, (help_text, label, get_values) in _GAUGES.items():
-            yield self._gauge(f"argosy_bench_{name}", help_text, label, get_values)
+            family = Family(f"argosy_bench_{name}", help_text, "gauge")
+            for labels, summary in self._runs:
+                for key, value in get_values(summary).items():
+                    if value is not None:
+                        more = {label: key} if label else {}
+                        family.add_sample(family.name, labels | more, value)
+            yield family
         for metric in METRIC_NAMES:
             family = Family(f"argosy_bench_{metric}_seconds", f"{metric.upper()}.", "summary")
             for labels, summary in self._runs:
@@ -130,11 +136,3 @@ class _SummaryCollector(Collector):
                 family.add_sample(f"{family.name}_sum", labels, stats.mean * stats.count / 1e3)
                 family.add_sample(f"{family.name}_count", labels, stats.count)
             yield family
-
-    def _gauge(self, name: str, help_text: str, label: str, get_values: _GaugeValues) -> Family:
-        family = Family(name, help_text, "gauge")
-        for labels, summary in self._runs:
-            for key, value in get_values(summary).items():
-                if value is not None:
-                    family.add_sample(name, labels | ({label: key} if label else {}), value)
-        return family

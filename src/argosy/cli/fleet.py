@@ -103,7 +103,7 @@ def apply(
     Shows the plan and asks for confirmation on a terminal.
     """
     with open_declared(files, overlays, store) as (target, config):
-        revision = _apply(target, config, reason, asks=_asks_unless(yes), quiet=json)
+        revision = _apply(target, config, reason, asks="never" if yes else "always", quiet=json)
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 
@@ -189,7 +189,12 @@ def rollback(
     with open_fleet(files, fleet, store) as target:
         config = parse_revision(target.store.fleets.get_revision(target.name, number))
         revision = _apply(
-            target, config, reason, asks=_asks_unless(yes), quiet=json, rollback_of=number
+            target,
+            config,
+            reason,
+            asks="never" if yes else "always",
+            quiet=json,
+            rollback_of=number,
         )
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
@@ -287,7 +292,10 @@ def _apply(
     if not quiet:
         _show_plan(fleet_plan, json=False)
     removed = [
-        pool for change in fleet_plan.changes if _removes_pool(change) for pool in change.pools
+        pool
+        for change in fleet_plan.changes
+        if change.action == "remove" and change.path in {f"pools[{name}]" for name in change.pools}
+        for pool in change.pools
     ]
     is_asked = asks == "always" or (asks == "removal" and bool(removed))
     if is_asked and sys.stdin.isatty() and not typer.confirm(_format_question(target, removed)):
@@ -312,10 +320,6 @@ def _warn_without_controller(target: FleetTarget, asks: Asks) -> None:
         typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
 
 
-def _asks_unless(yes: bool) -> Asks:  # noqa: FBT001 - the option --yes
-    return "never" if yes else "always"
-
-
 def _format_question(target: FleetTarget, removed_pools: Sequence[str]) -> str:
     if not removed_pools:
         return "Apply?"
@@ -324,10 +328,6 @@ def _format_question(target: FleetTarget, removed_pools: Sequence[str]) -> str:
         f"This removes from the fleet {target.name}: {pools}. If the file is of another fleet, give it another name by"
         " `fleet`. Apply?"
     )
-
-
-def _removes_pool(change: PlannedChange) -> bool:
-    return change.action == "remove" and change.path in {f"pools[{pool}]" for pool in change.pools}
 
 
 def _finish(target: FleetTarget, revision: int, *, wait: bool, timeout: float, json: bool) -> None:

@@ -13,8 +13,6 @@ from argosy.cli.fleet_target import FleetTarget
 from argosy.cli.output import shorten_digests
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from argosy.deployment import FleetStatus, PoolStatus, ReplicaRecord
 
 POLL_INTERVAL_S = 0.5
@@ -28,6 +26,7 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
     Ends the command with status 1 after the timeout, if a start fails, or if another revision is applied meanwhile.
     """
     from rich.live import Live
+    from rich.table import Table
 
     started_at = time.monotonic()
     shown: dict[str, str] = {}
@@ -40,7 +39,8 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
                 live.stop()
                 _fail_superseded(target, revision)
             # A controller that was killed does not renew its lease, and what it recorded may be gone.
-            if status.is_as_declared and _has_renewed_lease(status, waited_s):
+            age_s = status.lease_age_s
+            if status.is_as_declared and age_s is not None and age_s < waited_s:
                 break
             rejected = [
                 pool for pool in status.pools if pool.rollout is not None and pool.rollout.can_retry
@@ -49,7 +49,10 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
                 live.stop()
                 fail(_describe_rollouts(rejected), EXIT_FAILURE)
             if is_terminal and not quiet:
-                live.update(render_replicas(status.replicas), refresh=True)
+                table = Table("replica", "phase", "reason", box=None)
+                for record in status.replicas:
+                    table.add_row(record.name, record.phase, record.reason)
+                live.update(table, refresh=True)
             elif not quiet:
                 _print_changes(status.replicas, shown)
             if waited_s >= timeout_s:
@@ -85,16 +88,6 @@ def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> Non
         time.sleep(POLL_INTERVAL_S)
 
 
-def render_replicas(replicas: Sequence[ReplicaRecord]) -> Table:
-    """Return a table of replicas for a terminal."""
-    from rich.table import Table
-
-    table = Table("replica", "phase", "reason", box=None)
-    for record in replicas:
-        table.add_row(record.name, record.phase, record.reason)
-    return table
-
-
 def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> None:
     """Print a line for each replica whose phase has changed."""
     for record in replicas:
@@ -102,10 +95,6 @@ def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> 
             shown[record.name] = record.phase
             reason = f" ({record.reason})" if record.reason else ""
             typer.echo(f"{record.name}: {record.phase}{reason}", err=True)
-
-
-def _has_renewed_lease(status: FleetStatus, within_s: float) -> bool:
-    return status.lease_age_s is not None and status.lease_age_s < within_s
 
 
 def _fail_unready(status: FleetStatus) -> None:

@@ -20,7 +20,6 @@ from argosy.cli.server_options import (
     override_console_config,
 )
 from argosy.cli.startup_display import api_url
-from argosy.http_server import TlsConfig
 from argosy.process import format_os_error
 
 
@@ -69,15 +68,13 @@ def gateway(
             _require_regular_file(config)
             return load_settings()
 
+        def print_ready(url: str) -> None:
+            if settings.log_format != "json":  # the log event `ready` contains the URL
+                shown = api_url(url, settings.tls)
+                typer.echo(f"argosy gateway is ready at {shown}", err=True)
+
         settings = load_settings()
-        serve_gateway(
-            settings,
-            _print_nothing
-            if settings.log_format == "json"
-            else lambda url: _print_ready(url, settings.tls),
-            reload_settings,
-            LESSONS,
-        )
+        serve_gateway(settings, print_ready, reload_settings, LESSONS)
     except OSError as error:
         fail(format_os_error(error))
     except ValueError as error:
@@ -88,11 +85,3 @@ def _require_regular_file(path: Path) -> None:
     """Raise ValueError if `path` is not a regular file. Opening a pipe again could wait forever for a writer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file, so it cannot be reloaded; restart instead")
-
-
-def _print_ready(url: str, tls: TlsConfig | None) -> None:
-    typer.echo(f"argosy gateway is ready at {api_url(url, tls)}", err=True)
-
-
-def _print_nothing(url: str) -> None:
-    """Print nothing. With JSON logs on standard error the log event `ready` contains the URL."""

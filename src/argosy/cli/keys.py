@@ -29,7 +29,7 @@ from argosy.cli.quantities import format_timestamp, parse_duration, parse_future
 app = typer.Typer(help="API keys: create, list, rotate, revoke.", no_args_is_help=True)
 
 if TYPE_CHECKING:
-    from argosy.store import Key, Project, Store
+    from argosy.store import Key, Project
 
 DEFAULT_OVERLAP_S = 86400.0
 
@@ -73,13 +73,20 @@ def create_key(
     """Create a key and show it once. Without --project it belongs to the default project."""
     with open_or_create_store(store) as opened_store:
         owner = resolve_project(opened_store, project)
+        if name is None:
+            taken = {key.name for key in opened_store.accounts.list_keys(owner.id)}
+            name = next(unused for n in count(1) if (unused := f"key-{n}") not in taken)
+        # The operator of the machine creates a role without a project.
+        default_scope: ScopeName = (
+            "organisation" if role == "user" or project is not None else "gateway"
+        )
         organisations = opened_store.accounts.list_organisations()
         created, secret = opened_store.accounts.create_key(
             owner.id,
-            _unused_key_name(opened_store, owner.id) if name is None else name,
+            name,
             user=find_user_id(opened_store, user),
             role=role,
-            scope=scope or _default_scope(role, project),
+            scope=scope or default_scope,
             models=model or (),
             networks=network or (),
             flags=flag or (),
@@ -192,14 +199,3 @@ def _describe_reach(key: Key, project: Project, organisation_names: dict[str, st
         return f"with the role {key.role} of the whole gateway"
     organisation = organisation_names[project.organisation]
     return f"with the role {key.role} of the organisation {organisation!r}"
-
-
-def _default_scope(role: RoleName, project: str | None) -> ScopeName:
-    """Return `gateway` for a role without a project, since the operator of the machine creates it."""
-    return "organisation" if role == "user" or project is not None else "gateway"
-
-
-def _unused_key_name(store: Store, project: str) -> str:
-    """Return the first of `key-1`, `key-2`, ... that no key of the project has had."""
-    taken = {key.name for key in store.accounts.list_keys(project)}
-    return next(name for n in count(1) if (name := f"key-{n}") not in taken)

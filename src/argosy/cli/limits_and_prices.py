@@ -32,7 +32,9 @@ from argosy.cli.quantities import (
 )
 
 if TYPE_CHECKING:
-    from argosy.store import Limit, OwnerKind, Store
+    from collections.abc import Callable
+
+    from argosy.store import Key, Limit, Organisation, OwnerKind, Project, Store, User
 
 limits_app = typer.Typer(
     help="Limits of organisations, projects, users and keys.", no_args_is_help=True
@@ -194,20 +196,16 @@ def _resolve_owner(
     user: str | None,
     key: str | None,
 ) -> tuple[OwnerKind, str]:
-    """Return the kind and id of the owner from the given options.
-
-    Raises:
-        ValueError: Not exactly one option was given, or it matches no account.
-    """
-    given: list[tuple[OwnerKind, str]] = []
-    if organisation is not None:
-        given.append(("organisation", find_organisation(store, organisation).id))
-    if project is not None:
-        given.append(("project", find_project(store, project).id))
-    if user is not None:
-        given.append(("user", find_user(store, user).id))
-    if key is not None:
-        given.append(("key", find_key(store, key).id))
+    """Return the kind and id of the owner from the given options, of which there must be one."""
+    owners: list[
+        tuple[OwnerKind, Callable[[Store, str], Organisation | Project | User | Key], str | None]
+    ] = [
+        ("organisation", find_organisation, organisation),
+        ("project", find_project, project),
+        ("user", find_user, user),
+        ("key", find_key, key),
+    ]
+    given = [(kind, find(store, name).id) for kind, find, name in owners if name is not None]
     if len(given) != 1:
         raise ValueError("give exactly one of --organisation, --project, --user and --key")
     return given[0]

@@ -23,24 +23,18 @@ def copy_store(
     store: StoreUrl = None,
 ) -> None:
     """Copy all accounts, usage and the audit log as of this moment. Gateways may run meanwhile."""
+    from argosy.store import default_store_url, usage_log_folder
+
     with (
         open_existing_store(store) as source,
         open_or_create_store(target_url, is_expected=True) as target,
     ):
         copied = source.copy_to(target)
     typer.echo(f"{copied} rows are copied.", err=True)
-    pending_folder = _pending_usage_folder(store)
-    if pending_folder:
+    folder = usage_log_folder(store or default_store_url())
+    if any(folder.glob("*.usage")):
         typer.echo(
-            f"A gateway uses the store, or was killed. Its latest usage is still in {pending_folder} and not in the"
+            f"A gateway uses the store, or was killed. Its latest usage is still in {folder} and not in the"
             " copy. Before a move, stop the gateway with SIGTERM.",
             err=True,
         )
-
-
-def _pending_usage_folder(store: str | None) -> str:
-    """Return the folder of usage logs that are not in the store yet, or an empty string."""
-    from argosy.store import default_store_url, usage_log_folder
-
-    folder = usage_log_folder(store or default_store_url())
-    return str(folder) if any(folder.glob("*.usage")) else ""

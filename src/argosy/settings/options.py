@@ -16,8 +16,6 @@ from argosy.settings.sizes import Size
 
 Panel = Literal["", "Model", "Memory", "Access", "Advanced"]
 """Heading of options on a help page. Empty for the first ones."""
-_UNITS = ("_bytes", "_s")
-"""Units at the end of names of fields. An option is named without: a size has its unit, and times are in seconds."""
 
 
 def option(
@@ -73,7 +71,8 @@ def declared_options(*structs: type[msgspec.Struct]) -> dict[str, DeclaredOption
             if meta is None:
                 continue
             extra = meta.extra or {}
-            name = extra["name"] or _without_unit(field.name)
+            # A size has its unit, and times are in seconds.
+            name = extra["name"] or field.name.removesuffix("_bytes").removesuffix("_s")
             default = None if field.default is msgspec.NODEFAULT else field.default
             if field.default_factory is not msgspec.NODEFAULT:
                 default = field.default_factory()
@@ -138,9 +137,3 @@ def _find_meta(hint: Any) -> msgspec.Meta | None:  # noqa: ANN401 - any type
             if isinstance(meta, msgspec.Meta) and "panel" in (meta.extra or {}):
                 return meta
     return None
-
-
-def _without_unit(name: str) -> str:
-    for unit in _UNITS:
-        name = name.removesuffix(unit)
-    return name

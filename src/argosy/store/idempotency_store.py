@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -65,11 +65,6 @@ class IdempotencyStore(Protocol):
         """Finish pending writes and disconnect."""
 
 
-class _StoredResponse(NamedTuple):
-    expires_at: float
-    response: CachedResponse
-
-
 class MemoryIdempotencyStore:
     """Idempotency store in the memory of one gateway."""
 
@@ -79,8 +74,8 @@ class MemoryIdempotencyStore:
         self._config = config
         self._clock = clock
         self._claims: dict[str, InFlightClaim] = {}
-        self._responses: OrderedDict[str, _StoredResponse] = OrderedDict()
-        """Stored responses by key, oldest first."""
+        self._responses: OrderedDict[str, tuple[float, CachedResponse]] = OrderedDict()
+        """Times of expiry and stored responses by key, oldest first."""
         self.used_bytes = 0
         """Size of stored and reserved responses."""
 
@@ -96,7 +91,7 @@ class MemoryIdempotencyStore:
         self._evict_expired()
         stored = self._responses.get(key)
         if stored is not None:
-            return stored.response
+            return stored[1]
         holder = self._claims.setdefault(key, claim)
         return None if holder is claim else holder
 
@@ -117,9 +112,7 @@ class MemoryIdempotencyStore:
             return
         del self._claims[key]
         if response is not None and self.reserve_bytes(_response_bytes(response)):
-            self._responses[key] = _StoredResponse(
-                self._clock() + self._config.retention_s, response
-            )
+            self._responses[key] = self._clock() + self._config.retention_s, response
 
     async def start(self) -> None:
         """Do nothing, because there is no connection."""
@@ -129,12 +122,12 @@ class MemoryIdempotencyStore:
 
     def _evict_expired(self) -> None:
         now = self._clock()
-        while self._responses and next(iter(self._responses.values())).expires_at <= now:
+        while self._responses and next(iter(self._responses.values()))[0] <= now:
             self._evict_oldest()
 
     def _evict_oldest(self) -> None:
-        _, oldest = self._responses.popitem(last=False)
-        self.used_bytes -= _response_bytes(oldest.response)
+        _, (_, oldest) = self._responses.popitem(last=False)
+        self.used_bytes -= _response_bytes(oldest)
 
 
 def _response_bytes(response: CachedResponse) -> int:
