@@ -137,6 +137,8 @@ def test_missing_model_is_one_error_line(command: str) -> None:
         (("replica", "--options", '{"threads": 99999}'), "`int` <= 1024 - at `$.threads`"),
         (("replica", "--options", "[]"), "write a JSON object of options by name"),
         (("models", "inspect", "--memory", "lots"), "write it like 8GiB"),
+        (("serve", "--port", "0", "--max-model-len", "1000000"), "1000000 exceeds the model's"),
+        (("chat", "--url", "http://127.0.0.1:9", "Hello"), "argosy serve"),
     ],
 )
 def test_invalid_option_is_named(arguments: tuple[str, ...], message: str) -> None:
@@ -150,19 +152,6 @@ def test_missing_torch_names_engine_extra(monkeypatch: pytest.MonkeyPatch) -> No
     result = runner.invoke(app, ["serve"])
     assert result.exit_code == 2
     assert "pip install 'argosy[engine]'" in result.output
-
-
-def test_max_model_len_above_model_limit_is_rejected(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["serve", "--port", "0", "--max-model-len", "1000000"])
-    assert result.exit_code == 2
-    assert "1000000 exceeds the model's" in result.output
-    assert "Traceback" not in result.output
-
-
-def test_chat_without_server_suggests_serve() -> None:
-    result = runner.invoke(app, ["chat", "--url", "http://127.0.0.1:9", "Hello"])
-    assert result.exit_code == 2
-    assert "argosy serve" in result.output
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,11 @@ AT_ONCE = ArrivalProcess(rate=None)
 class RecordingProgress:
     """Records the progress of a benchmark."""
 
-    labels: list[str] = field(default_factory=list)
     rows: list[RequestRow] = field(default_factory=list)
     on_row: Callable[[], None] = lambda: None
 
     def on_run_start(self, label: str, requests: int) -> None:
-        self.labels.append(label)
+        pass
 
     def on_request_end(self, row: RequestRow, in_flight: int) -> None:
         self.rows.append(row)

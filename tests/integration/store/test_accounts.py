@@ -118,8 +118,8 @@ def test_only_effective_changes_raise_the_version(store: Store, project: Project
 
 
 @RULES
-def test_names_are_unique_within_their_owner(
-    store: Store, organisation: Organisation, project: Project, user: User
+def test_names_are_unique_within_their_owner_until_the_record_ends(
+    store: Store, organisation: Organisation, project: Project, user: User, clock: FakeClock
 ) -> None:
     accounts = store.accounts
     other = accounts.create_organisation("Other", actor=ACTOR)
@@ -133,17 +133,9 @@ def test_names_are_unique_within_their_owner(
     with pytest.raises(ConflictError, match=r"user is called 'ann@example\.com',"):
         accounts.create_user(organisation.id, "ANN@example.com", actor=ACTOR)
     accounts.create_user(other.id, "ANN@example.com", actor=ACTOR)
-    accounts.create_key(project.id, "laptop", actor=ACTOR)
+    key, _ = accounts.create_key(project.id, "laptop", actor=ACTOR)
     with pytest.raises(ConflictError, match="key is called 'laptop',"):
         accounts.create_key(project.id, "laptop", actor=ACTOR)
-
-
-@RULES
-def test_names_of_ended_records_can_be_reused(
-    store: Store, organisation: Organisation, project: Project, user: User, clock: FakeClock
-) -> None:
-    accounts = store.accounts
-    key, _ = accounts.create_key(project.id, "laptop", actor=ACTOR)
     accounts.revoke_key(key.id, actor=ACTOR)
     accounts.create_key(project.id, "laptop", expires_at=START + 1, actor=ACTOR)
     clock.now += 1

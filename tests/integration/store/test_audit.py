@@ -77,21 +77,15 @@ def test_every_change_adds_an_entry(store: Store) -> None:
     assert entries[6].details == {"expires_at": [None, START + 5], "replaced_by": [None, new.id]}
     assert entries[9].details["amount"] == 3
     assert store.audit_log.verify() == AuditVerification(entries=16)
+    assert store.audit_log.list_entries(limit=2) == entries[:-3:-1]
+    assert store.audit_log.list_entries(before=4) == entries[2::-1]
+    assert store.audit_log.list_entries(subject=new.id) == entries[8:6:-1]
     own = {entry.subject for entry in entries if entry.organisation == organisation.id}
     assert own == {entry.subject for entry in entries} - {price.id}
     other = accounts.create_organisation("Other", actor="k")
     scoped = store.audit_log.for_organisation(organisation.id).list_entries()
     assert scoped == [entry for entry in entries[::-1] if entry.subject != price.id]
     assert store.audit_log.for_organisation(other.id).list_entries(subject=project.id) == []
-
-
-@RULES
-def test_entries_are_listed_by_page_and_by_subject(store: Store) -> None:
-    add_five_entries(store)
-    newest = store.audit_log.list_entries(limit=2)
-    assert [entry.entry for entry in newest] == [5, 4]
-    assert [entry.entry for entry in store.audit_log.list_entries(before=4)] == [3, 2, 1]
-    assert store.audit_log.list_entries(subject=newest[1].subject) == [newest[1]]
 
 
 @RULES
@@ -107,13 +101,11 @@ def test_entries_contain_no_secret(store: Store, database: Database) -> None:
     assert "digest" not in stored
 
 
-@pytest.mark.parametrize("statement", ["UPDATE audit SET actor = 'x'", "DELETE FROM audit"])
-def test_database_rejects_changes_of_entries(
-    store: Store, database: Database, statement: str
-) -> None:
+def test_database_rejects_changes_of_entries(store: Store, database: Database) -> None:
     add_five_entries(store)
-    with pytest.raises(ValueError, match="append-only"):
-        execute(database, statement)
+    for statement in ("UPDATE audit SET actor = 'x'", "DELETE FROM audit"):
+        with pytest.raises(ValueError, match="append-only"):
+            execute(database, statement)
     database.close()
     assert store.audit_log.verify() == AuditVerification(entries=5)
 

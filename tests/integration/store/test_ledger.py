@@ -33,7 +33,6 @@ from argosy.store import (
     UsageReportRow,
     ledger,
     open_store,
-    parse_report_groups,
 )
 
 DAY = 86_400.0
@@ -156,12 +155,15 @@ def test_report_sums_the_matching_records(
     assert list_records(store, where) == [row for row in in_order if matches(row, where)]
 
 
-@pytest.mark.parametrize("text", ["a\0b", "\ud800", "é" * 3000, "x" * 9000, "' --", "\u202e"])
-def test_unusual_text_rejects_no_record(store: Store, text: str) -> None:
-    fields = dict.fromkeys((*OWNER_FIELDS, *ROUTING_FIELDS), text)
-    assert store.ledger.add_records([usage_row("bad", **fields), usage_row("good")]) == 2
-    assert store.ledger.roll_up(START + 2 * DAY) == 2
-    assert store.ledger.report()[0].requests == 2
+def test_unusual_text_rejects_no_record(store: Store) -> None:
+    texts = ("a\0b", "\ud800", "é" * 3000, "x" * 9000, "' --", "\u202e", "good")
+    rows = [
+        usage_row(str(number), **dict.fromkeys((*OWNER_FIELDS, *ROUTING_FIELDS), text))
+        for number, text in enumerate(texts)
+    ]
+    assert store.ledger.add_records(rows) == len(rows)
+    assert store.ledger.roll_up(START + 2 * DAY) == len(rows)
+    assert store.ledger.report()[0].requests == len(rows)
 
 
 @RULES
@@ -192,12 +194,6 @@ def test_report_with_more_rows_than_the_maximum_is_rejected(
     with pytest.raises(ValueError, match="more than 3 rows"):
         store.ledger.report(["key"])
     assert sum(len(page) for page in store.ledger.iter_records()) == 4
-
-
-def test_report_groups_are_parsed_and_unknown_ones_rejected() -> None:
-    assert parse_report_groups(" model,day, model,") == ["model", "day"]
-    with pytest.raises(ValueError, match=r"A report can be grouped by day, .*not by 'week'"):
-        parse_report_groups("day,week")
 
 
 # --- roll-up of old days -------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,28 +72,34 @@ def test_response_is_stored_with_its_history(store: Store) -> None:
     }
 
 
+def assert_not_found(
+    store: Store, owner: ItemOwner, response_id: str, conversation: str, item: str
+) -> None:
+    """Check that no operation finds a response, a conversation or an item of it."""
+    responses, conversations = store.responses, store.conversations
+    attempts: list[Callable[[], object]] = [
+        *(partial(call, owner, response_id) for call in (responses.get, responses.list_input)),
+        *(partial(call, owner, response_id) for call in (responses.cancel, responses.delete)),
+        partial(responses.load_history, owner, response_id, RETENTION_S),
+        *(partial(call, owner, conversation) for call in (conversations.get, conversations.delete)),
+        partial(conversations.set_metadata, owner, conversation, {"a": "b"}),
+        partial(conversations.append_items, owner, conversation, [message("n")], RETENTION_S),
+        partial(conversations.list_items, owner, conversation),
+        partial(conversations.get_item, owner, conversation, item),
+        partial(conversations.delete_item, owner, conversation, item),
+    ]
+    for attempt in attempts:
+        with pytest.raises(NotFoundError):
+            attempt()
+
+
 @RULES
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_tenants_have_no_access(store: Store, other: ItemOwner) -> None:
     create(store, response(1, status="in_progress", is_background=True))
     responses, conversations = store.responses, store.conversations
     conversation = conversations.create(OWNER, {}, [message("m")], RETENTION_S).id
-    for attempt in (
-        lambda: responses.get(other, "resp_1"),
-        lambda: responses.list_input(other, "resp_1"),
-        lambda: responses.load_history(other, "resp_1", RETENTION_S),
-        lambda: responses.cancel(other, "resp_1"),
-        lambda: responses.delete(other, "resp_1"),
-        lambda: conversations.get(other, conversation),
-        lambda: conversations.set_metadata(other, conversation, {"a": "b"}),
-        lambda: conversations.append_items(other, conversation, [message("n")], RETENTION_S),
-        lambda: conversations.list_items(other, conversation),
-        lambda: conversations.get_item(other, conversation, "m"),
-        lambda: conversations.delete_item(other, conversation, "m"),
-        lambda: conversations.delete(other, conversation),
-    ):
-        with pytest.raises(NotFoundError):
-            attempt()
+    assert_not_found(store, other, "resp_1", conversation, "m")
     assert responses.find_items(other, ["in_1", "m"]) == {}
     assert not responses.finish(other, "resp_1", "completed", {}, [])
     # A chain does not lead into another tenant's responses.
@@ -100,6 +108,17 @@ def test_other_tenants_have_no_access(store: Store, other: ItemOwner) -> None:
         responses.load_history(other, "resp_2", RETENTION_S)
     assert responses.get(OWNER, "resp_1").status == "in_progress"
     assert conversations.list_items(OWNER, conversation) == [message("m")]
+
+
+def test_unprintable_ids_are_not_found(store: Store) -> None:
+    create(store, response(1))
+    conversation = store.conversations.create(OWNER, {}, [message("m")], RETENTION_S).id
+    assert_not_found(store, OWNER, "resp_1\0", "\0", "m")
+    for call in (store.conversations.get_item, store.conversations.delete_item):
+        with pytest.raises(NotFoundError):
+            call(OWNER, conversation, "m\0")
+    assert store.responses.list_input(OWNER, "resp_1", after="in_1\0") == []
+    assert store.responses.find_items(OWNER, ["in_1\0", "in_1"]) == {"in_1": message("in_1")}
 
 
 @RULES
@@ -193,26 +212,6 @@ def test_conversation_items_are_paged_in_order(store: Store) -> None:
     conversations.delete(OWNER, conversation.id)
     with pytest.raises(NotFoundError):
         conversations.list_items(OWNER, conversation.id)
-
-
-def test_unprintable_ids_are_not_found(store: Store) -> None:
-    create(store, response(1))
-    responses, conversations = store.responses, store.conversations
-    conversation = conversations.create(OWNER, {}, [message("m")], RETENTION_S).id
-    for attempt in (
-        lambda: responses.get(OWNER, "resp_1\0"),
-        lambda: responses.list_input(OWNER, "resp_1\0"),
-        lambda: responses.load_history(OWNER, "resp_1\0", RETENTION_S),
-        lambda: responses.cancel(OWNER, "resp_1\0"),
-        lambda: responses.delete(OWNER, "resp_1\0"),
-        lambda: conversations.get(OWNER, "\0"),
-        lambda: conversations.get_item(OWNER, conversation, "m\0"),
-        lambda: conversations.delete_item(OWNER, conversation, "m\0"),
-    ):
-        with pytest.raises(NotFoundError):
-            attempt()
-    assert responses.list_input(OWNER, "resp_1", after="in_1\0") == []
-    assert responses.find_items(OWNER, ["in_1\0", "in_1"]) == {"in_1": message("in_1")}
 
 
 @RULES

@@ -1,4 +1,4 @@
-"""State machine of the idempotency store in memory: bounded, oldest evicted first, no response lost early."""
+"""Idempotency store in memory as a state machine, and cancellation of the tasks that share it by Redis."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.support.fake_clock import FakeClock
 
 from argosy.store import CachedResponse, IdempotencyConfig, InFlightClaim
 from argosy.store.idempotency_store import RESPONSE_OVERHEAD_BYTES, MemoryIdempotencyStore
+from argosy.store.redis_client import cancel_task
 
 CONFIG = IdempotencyConfig(
     retention_s=10, max_bytes=4 * (RESPONSE_OVERHEAD_BYTES + 100), max_response_bytes=200
@@ -24,7 +25,10 @@ def size_bytes(response: CachedResponse) -> int:
 
 
 class MemoryStore(RuleBasedStateMachine):
-    """Requests claim keys, reserve memory, and complete or fail while time passes."""
+    """Requests claim keys, reserve memory, and complete or fail while time passes.
+
+    The memory is bounded, the oldest responses are evicted first, and none is lost early.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,3 +136,23 @@ class MemoryStore(RuleBasedStateMachine):
 
 TestMemoryStore = MemoryStore.TestCase
 TestMemoryStore.settings = settings(max_examples=50)
+
+
+async def test_task_that_loses_cancellations_is_cancelled_again() -> None:
+    """`asyncio.wait_for` of Python 3.11 may lose a cancellation."""
+    started = asyncio.Event()
+
+    async def lose_two_cancellations() -> None:
+        for _ in range(2):
+            try:
+                started.set()
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(lose_two_cancellations())
+    await started.wait()
+    await cancel_task(task)
+    assert task.cancelled()
+    await cancel_task(task)

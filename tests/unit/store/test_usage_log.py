@@ -11,7 +11,8 @@ import math
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -229,6 +230,12 @@ def encode(text: str) -> bytes:
     return text.replace("\0", "").encode("utf-8", "replace")
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[UsageLog]:
+    with closing(UsageLog(tmp_path)) as opened:
+        yield opened
+
+
 def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None:
     first = UsageLog(tmp_path)
     slot = first.allocate_slot(new_record("before"), RATES)
@@ -245,29 +252,24 @@ def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("replica", ["chat-1-0", "r" * 300, "http://[::1]:8001"])
 @pytest.mark.parametrize("digest", ["", "sha256:" + "a" * 64])
-def test_replica_and_digest_share_their_space(tmp_path: Path, replica: str, digest: str) -> None:
-    log = UsageLog(tmp_path)
+def test_replica_and_digest_share_their_space(log: UsageLog, replica: str, digest: str) -> None:
     log.allocate_slot(new_record("r"), RATES).finish("completed", replica, NOW, digest)
     (record,) = drain(log)
-    log.close()
     assert record.digest == digest
     assert len(record.replica) >= min(len(replica), 56)
     assert replica.startswith(record.replica)
 
 
-def test_native_counter_is_included_and_the_price_is_capped(tmp_path: Path) -> None:
-    log = UsageLog(tmp_path)
+def test_native_counter_is_included_and_the_price_is_capped(log: UsageLog) -> None:
     slot = log.allocate_slot(new_record("r"), Rates(1 << 40, 1 << 40, 1 << 40))
     slot.set_counts(TokenUsage(1 << 40))
     ctypes.c_int64.from_address(slot.output_counter_address).value += 9
     slot.finish("completed", "", NOW)
     (record,) = drain(log)
-    log.close()
     assert (record.output_tokens, record.nano_dollars) == (9, (1 << 63) - 1)
 
 
-def test_records_that_the_store_rejects_are_synced_to_disk(tmp_path: Path) -> None:
-    log = UsageLog(tmp_path)
+def test_records_that_the_store_rejects_are_synced_to_disk(log: UsageLog) -> None:
     log.allocate_slot(new_record("r")).finish("completed", "", NOW)
 
     def fail(_: object) -> None:
@@ -277,12 +279,10 @@ def test_records_that_the_store_rejects_are_synced_to_disk(tmp_path: Path) -> No
         log.drain(fail)
     assert fdatasync.called
     log.drain(lambda _: None)
-    log.close()
 
 
 @pytest.mark.parametrize("letter", ["u", "\u00fc", "\0u"])
-def test_texts_around_the_maximum_size_are_complete_or_cut(tmp_path: Path, letter: str) -> None:
-    log = UsageLog(tmp_path)
+def test_texts_around_the_maximum_size_are_complete_or_cut(log: UsageLog, letter: str) -> None:
     users = [letter * size + "." * odd for size in range(190, 520) for odd in (0, 1)]
     slots = [
         log.allocate_slot(new_record(f"r{number}", user=user, key="k" * 300))
@@ -291,7 +291,6 @@ def test_texts_around_the_maximum_size_are_complete_or_cut(tmp_path: Path, lette
     for slot in slots:
         slot.finish("completed", f"there {'r' * 200}", NOW)
     records = drain(log)
-    log.close()
     assert [record.request for record in records] == [f"r{number}" for number in range(len(users))]
     for user, record in zip(users, records, strict=True):
         plain = user.replace("\0", "")
@@ -474,9 +473,11 @@ def test_full_disk_keeps_a_limited_number_of_records_in_memory(
     )
 
 
-def test_spare_table_is_created_before_it_is_needed_and_removed_after(tmp_path: Path) -> None:
-    log = UsageLog(tmp_path)
+def test_spare_table_is_created_before_it_is_needed_and_removed_after(
+    log: UsageLog, tmp_path: Path
+) -> None:
     (first,) = tmp_path.glob("*.usage")
+    assert first.stat().st_mode & 0o777 == 0o600
     for _ in range(2):
         log.drain(lambda _: None)
         assert list(tmp_path.glob("*.usage")) == [first]
@@ -495,7 +496,6 @@ def test_spare_table_is_created_before_it_is_needed_and_removed_after(tmp_path: 
     assert len(requests) == len(slots)
     assert open_file_count() == open_files
     assert len(list(tmp_path.glob("*.usage"))) == 1
-    log.close()
 
 
 def test_repeated_recovery_leaks_no_files_and_logs_nothing(tmp_path: Path) -> None:
@@ -516,15 +516,6 @@ def test_repeated_recovery_leaks_no_files_and_logs_nothing(tmp_path: Path) -> No
         log.recover()
     assert events == [], "no request was interrupted, and free slots are not damaged"
     assert log.pending_records == 1
-    log.close()
-
-
-def test_folder_and_files_are_private(tmp_path: Path) -> None:
-    folder = tmp_path / "state" / "usage"
-    log = UsageLog(folder)
-    (file,) = folder.glob("*.usage")
-    modes = [path.stat().st_mode & 0o777 for path in (folder, file)]
-    assert modes == [0o700, 0o600]
     log.close()
 
 
@@ -550,6 +541,7 @@ def test_folder_is_locked_until_a_new_file_is_complete(tmp_path: Path) -> None:
 
 def test_removed_folder_loses_no_record_of_a_running_process(tmp_path: Path) -> None:
     log = UsageLog(tmp_path / "usage")
+    assert (tmp_path / "usage").stat().st_mode & 0o777 == 0o700
     open_files = open_file_count()
     slots = begin_requests(log, usage_log.SLOTS_PER_TABLE)
     for slot in slots:
