@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -47,7 +47,7 @@ class GatewayPublisher:
         self._wake = wake
         self.client = GatewayPoolsClient()
         self._pools: FleetPools | None = None
-        self._statuses: dict[str, PoolsStatus | None] = {}
+        self.statuses: dict[str, PoolsStatus | None] = {}
         """Latest answer of each registered gateway, by id; None if it cannot be reached."""
         self._routed: Sequence[AbstractSet[str]] = ()
         """Replicas that each gateway routes to that can be reached."""
@@ -64,14 +64,9 @@ class GatewayPublisher:
         return time.monotonic() - self._updated_at
 
     @property
-    def statuses(self) -> Mapping[str, PoolsStatus | None]:
-        """Latest answer of each registered gateway, by id; None if it cannot be reached."""
-        return self._statuses
-
-    @property
     def _answers(self) -> Sequence[PoolsStatus]:
         """Latest answers of the gateways that can be reached."""
-        return [status for status in self._statuses.values() if status is not None]
+        return [status for status in self.statuses.values() if status is not None]
 
     @property
     def waiting_models(self) -> AbstractSet[str]:
@@ -86,14 +81,14 @@ class GatewayPublisher:
     @property
     def reachable_gateways(self) -> Sequence[GatewayRecord]:
         """Gateways of the fleet that answered in the latest round."""
-        return [each for each in self._gateways if self._statuses.get(each.id) is not None]
+        return [each for each in self._gateways if self.statuses.get(each.id) is not None]
 
     def routed_version(self, route: PoolRoute) -> int:
         """Return the smallest version of a pool's route that a gateway follows that can be reached.
 
         Without gateways it is that of the stored route. It is 0 if none can be reached, or before the first answers.
         """
-        if not self._statuses:
+        if not self.statuses:
             return route.version if math.isfinite(self._updated_at) else 0
         return min((status.routes.get(route.pool, 0) for status in self._answers), default=0)
 
@@ -108,7 +103,7 @@ class GatewayPublisher:
 
     def is_routed(self, replica: str) -> bool:
         """Return whether all gateways that can be reached route to a replica. Without gateways, all do."""
-        if not self._statuses:
+        if not self.statuses:
             return True
         return bool(self._routed) and all(replica in routed for routed in self._routed)
 
@@ -143,9 +138,9 @@ class GatewayPublisher:
             for gateway, answer in zip(gateways, answers, strict=True)
             if gateway.id not in self._others
         }
-        before = {name: _summarise(status) for name, status in self._statuses.items()}
+        before = {name: _summarise(status) for name, status in self.statuses.items()}
         has_changed = before != {name: _summarise(status) for name, status in statuses.items()}
-        self._statuses, self._updated_at = statuses, time.monotonic()
+        self.statuses, self._updated_at = statuses, time.monotonic()
         self._routed = [
             {each.replica for each in status.replicas if each.status is ReplicaStatus.READY}
             for status in self._answers
@@ -157,7 +152,7 @@ class GatewayPublisher:
     async def _synchronise(self, gateway: GatewayRecord, pools: FleetPools) -> PoolsStatus | None:
         """Return a gateway's answer after it has the version; None if it cannot be reached or refuses it."""
         try:
-            status = self._statuses.get(gateway.id)
+            status = self.statuses.get(gateway.id)
             if status is not None and (status.epoch, status.version) == pools.order:
                 status = await self.client.read_status(gateway)
             if status is None or (status.epoch, status.version) != pools.order:
@@ -166,7 +161,7 @@ class GatewayPublisher:
             self._others.add(gateway.id)
             return None
         except (UpstreamError, ApiError) as error:
-            if self._statuses.get(gateway.id, gateway) is not None:
+            if self.statuses.get(gateway.id, gateway) is not None:
                 log.warning("gateway_not_updated", gateway=gateway.id, reason=str(error))
             return None
         return status

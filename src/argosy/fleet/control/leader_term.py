@@ -54,13 +54,10 @@ class LeaderTerm:
 
     def __init__(self, context: FleetContext, leadership: Leadership) -> None:
         self._context = context
-        self._store = context.store
-        self._fleet = context.fleet
-        self._clock = context.clock
         self._leadership = leadership
         self._journal = TermJournal(context, leadership)
         self._records = self._journal.records
-        self._publisher = GatewayPublisher(self._store.gateways, self._journal.wake)
+        self._publisher = GatewayPublisher(self._context.store.gateways, self._journal.wake)
         self._observer = FleetObserver(self._journal, self._publisher, context.create_launcher)
         self._autoscaler = FleetAutoscaler(self._journal, self._observer, self._publisher)
         self._rollouts = FleetRollouts(self._journal, self._observer, self._publisher)
@@ -72,8 +69,8 @@ class LeaderTerm:
         self._read_revision = 0
         """Number of the revision that was read last, also if it is invalid."""
         self._declared: DeclaredFleet | None = None
-        self._pools = FleetPools(fleet=self._fleet)
-        self._observing_since = self._last_observed_at = self._clock()
+        self._pools = FleetPools(fleet=self._context.fleet)
+        self._observing_since = self._last_observed_at = self._context.clock()
         self._events_pruned_at = float("-inf")
 
     async def run(self, lease: FleetLease, *, until_empty: bool) -> None:
@@ -88,7 +85,7 @@ class LeaderTerm:
                 self._records.replicas[record.name] = msgspec.structs.replace(
                     record, warm_up=WarmUpState.NOT_STARTED
                 )
-        self._pools = FleetPools(fleet=self._fleet, epoch=lease.epoch)
+        self._pools = FleetPools(fleet=self._context.fleet, epoch=lease.epoch)
         self._journal.record_event("controller_leads", reason=f"epoch {lease.epoch}")
         self._run_in_background(self._publisher.run())
         self._run_in_background(self._rollouts.run())
@@ -114,7 +111,7 @@ class LeaderTerm:
                 return
             interval_s = OBSERVATION_INTERVAL_S
             if wake_at is not None:
-                interval_s = min(interval_s, max(0.0, wake_at - self._clock()))
+                interval_s = min(interval_s, max(0.0, wake_at - self._context.clock()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await journal.wake.wait()
@@ -139,7 +136,7 @@ class LeaderTerm:
         busy_pools = self._actions.busy_pools
         unavailable = await self._observer.list_replicas(declared, self._leadership.lease.epoch)
         self._logs.record_ends()
-        now = self._clock()
+        now = self._context.clock()
         self._observing_since = continue_observation(
             self._observing_since, self._last_observed_at, now, MAX_OBSERVATION_GAP_S
         )
@@ -168,12 +165,14 @@ class LeaderTerm:
 
     async def _read_declaration(self) -> DeclaredFleet | None:
         """Return the revision in force, or the last valid one; None before the first."""
-        store = self._store.fleets
-        revision = await run_in_daemon_thread(store.latest_revision, self._fleet)
+        store = self._context.store.fleets
+        revision = await run_in_daemon_thread(store.latest_revision, self._context.fleet)
         if revision is None or revision.number == self._read_revision:
             return self._declared
         replicas = tuple(self._records.replicas.values())
-        known = await run_in_daemon_thread(list_known_revisions, store, self._fleet, replicas)
+        known = await run_in_daemon_thread(
+            list_known_revisions, store, self._context.fleet, replicas
+        )
         self._read_revision = revision.number
         try:
             declared = DeclaredFleet(revision, known, self._context.folder, self._context.store_url)
@@ -181,7 +180,7 @@ class LeaderTerm:
             log.error("declaration_invalid", revision=revision.number, reason=str(error))  # noqa: TRY400 - the reason suffices
             return self._declared
         self._declared = declared
-        log.info("revision_in_force", fleet=self._fleet, revision=revision.number)
+        log.info("revision_in_force", fleet=self._context.fleet, revision=revision.number)
         self._journal.record_event("revision_in_force", reason=f"revision {revision.number}")
         return declared
 
@@ -276,15 +275,17 @@ class LeaderTerm:
             DeposedError: Another controller leads by now.
             StoreError: The store cannot be used. A later call tries again.
         """
-        now = self._clock()
+        now = self._context.clock()
         if self._declared is None or now - self._events_pruned_at < EVENT_PRUNE_INTERVAL_S:
             return
         settings = self._declared.config.controller
         lease, keep_s = self._leadership.lease, settings.keep_events_days * DAY_S
-        await run_in_daemon_thread(partial(self._store.replica_logs.prune, lease, keep_s=keep_s))
+        await run_in_daemon_thread(
+            partial(self._context.store.replica_logs.prune, lease, keep_s=keep_s)
+        )
         deleted = await run_in_daemon_thread(
             partial(
-                self._store.fleets.prune_events,
+                self._context.store.fleets.prune_events,
                 lease,
                 keep_s=keep_s,
                 max_count=settings.max_events,
@@ -292,7 +293,7 @@ class LeaderTerm:
         )
         self._events_pruned_at = now
         if deleted:
-            log.info("fleet_events_deleted", fleet=self._fleet, count=deleted)
+            log.info("fleet_events_deleted", fleet=self._context.fleet, count=deleted)
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

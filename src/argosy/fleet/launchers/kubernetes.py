@@ -186,7 +186,7 @@ class KubernetesLauncher:
             "resourceVersion": deployment["metadata"]["resourceVersion"],
             "annotations": self._annotations(epoch, ReplicaRunRecord(attempt=attempt)),
         }
-        replaced = await self._api.replace(f"{self._deployments_path}/{spec.name}", body)
+        replaced = await self._api.request("PUT", f"{self._deployments_path}/{spec.name}", body)
         self._deployments.update(replaced)
         log.info("replica_started", replica=spec.name, attempt=attempt)
 
@@ -196,7 +196,7 @@ class KubernetesLauncher:
         body["metadata"]["annotations"] = self._annotations(epoch, ReplicaRunRecord())
         for each in build_pool_objects(spec, self._fleet):
             await self._apply(each)
-        deployment = await self._api.create(self._deployments_path, body)
+        deployment = await self._api.request("POST", self._deployments_path, body)
         self._deployments.update(deployment)
         return deployment
 
@@ -227,7 +227,9 @@ class KubernetesLauncher:
             },
             "spec": {"replicas": 0},
         }
-        self._deployments.update(await self._api.merge(f"{self._deployments_path}/{name}", change))
+        self._deployments.update(
+            await self._api.request("PATCH", f"{self._deployments_path}/{name}", change)
+        )
         return True
 
     async def _kill_pods(self, name: str) -> None:
@@ -293,12 +295,12 @@ class KubernetesLauncher:
         """Create an object of a pool, or give the existing one the same specification."""
         collection = self._pool_collections[each["kind"]]
         try:
-            await self._api.create(collection, each)
+            await self._api.request("POST", collection, each)
         except KubernetesApiError as error:
             if error.reason != "AlreadyExists":
                 raise
-            await self._api.merge(
-                f"{collection}/{each['metadata']['name']}", {"spec": each["spec"]}
+            await self._api.request(
+                "PATCH", f"{collection}/{each['metadata']['name']}", {"spec": each["spec"]}
             )
 
     async def _repeat_on_conflict(self, name: str, action: Callable[[], Any]) -> Any:  # noqa: ANN401 - as the action
@@ -365,7 +367,9 @@ class KubernetesLauncher:
             }
         }
         try:
-            changed = await self._api.merge(f"{self._deployments_path}/{metadata['name']}", change)
+            changed = await self._api.request(
+                "PATCH", f"{self._deployments_path}/{metadata['name']}", change
+            )
         except KubernetesApiError as error:
             if error.status not in {404, 409}:  # otherwise the next observation records it
                 raise
@@ -380,7 +384,7 @@ class KubernetesLauncher:
         if node and node not in self._zones:
             zone = ""
             with contextlib.suppress(KubernetesApiError):  # the right to read nodes may be missing
-                found = await self._api.get(f"/api/v1/nodes/{node}")
+                found = await self._api.request("GET", f"/api/v1/nodes/{node}")
                 zone = found["metadata"].get("labels", {}).get(ZONE_LABEL, "")
             self._zones[node] = zone
         return self._zones.get(node, "")

@@ -61,14 +61,29 @@ class KubernetesApi:
         self._context = context
         self._client: ApiClient | None = None
 
-    async def get(self, path: str) -> KubernetesObject:
-        """Return an object."""
-        return await self._request("GET", path)
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: KubernetesObject | None = None,
+        *,
+        query: Query | None = None,
+    ) -> KubernetesObject:
+        """Get, create (POST in a collection), replace (PUT) or delete an object, or change fields of it (PATCH).
+
+        With a `resourceVersion` only that version of it is replaced or changed (409 otherwise).
+        """
+        content = await self._read(await self._send(method, path, body, query=query))
+        try:
+            decoded: KubernetesObject = msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise self._unreachable(error) from error
+        return decoded
 
     async def find(self, path: str) -> KubernetesObject | None:
         """Return an object, or None if it does not exist."""
         try:
-            return await self.get(path)
+            return await self.request("GET", path)
         except KubernetesApiError as error:
             if error.status == 404:
                 return None
@@ -81,7 +96,7 @@ class KubernetesApi:
             query: dict[str, str | int] = {"labelSelector": selector, "limit": LIST_LIMIT}
             try:
                 while True:
-                    page = await self._request("GET", path, query=query)
+                    page = await self.request("GET", path, query=query)
                     objects += page["items"]
                     query["continue"] = page["metadata"].get("continue", "")
                     if not query["continue"]:
@@ -90,23 +105,11 @@ class KubernetesApi:
                 if error.status != 410 or "continue" not in query:
                     raise  # otherwise the continue token is too old
 
-    async def create(self, path: str, body: KubernetesObject) -> KubernetesObject:
-        """Create an object in a collection."""
-        return await self._request("POST", path, body)
-
-    async def replace(self, path: str, body: KubernetesObject) -> KubernetesObject:
-        """Replace an object. With a `resourceVersion` only that version of it (409 otherwise)."""
-        return await self._request("PUT", path, body)
-
-    async def merge(self, path: str, body: KubernetesObject) -> KubernetesObject:
-        """Change fields of an object. With a `resourceVersion` only of that version of it (409 otherwise)."""
-        return await self._request("PATCH", path, body, content_type=MERGE_PATCH)
-
     async def delete(self, path: str, options: KubernetesObject) -> None:
         """Delete an object, unless it does not exist."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         try:
-            await self._request("DELETE", path, body)
+            await self.request("DELETE", path, body)
         except KubernetesApiError as error:
             if error.status != 404:
                 raise
@@ -150,23 +153,6 @@ class KubernetesApi:
             await self._client.close()
             self._client = None
 
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: KubernetesObject | None = None,
-        *,
-        query: Query | None = None,
-        content_type: str = "application/json",
-    ) -> KubernetesObject:
-        response = await self._send(method, path, body, query=query, content_type=content_type)
-        content = await self._read(response)
-        try:
-            decoded: KubernetesObject = msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
-            raise self._unreachable(error) from error
-        return decoded
-
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
             async with response:
@@ -181,7 +167,6 @@ class KubernetesApi:
         body: KubernetesObject | None = None,
         *,
         query: Query | None = None,
-        content_type: str = "application/json",
         is_watch: bool = False,
     ) -> aiohttp.ClientResponse:
         """Send a request until it is neither throttled nor refused for an expired token."""
@@ -193,6 +178,7 @@ class KubernetesApi:
             if is_watch
             else ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
         )
+        content_type = MERGE_PATCH if method == "PATCH" else "application/json"
         tries = 0
         while True:
             tries += 1

@@ -54,7 +54,7 @@ class KubernetesFence:
 
     async def confirm(self, epoch: int) -> None:
         """Raise `StaleEpochError` if a controller with a higher epoch has acted meanwhile."""
-        config_map = await self._api.get(f"{self._config_maps}/{self._name}")
+        config_map = await self._api.request("GET", f"{self._config_maps}/{self._name}")
         check_epoch(config_map["metadata"].get("annotations", {}), epoch)
 
     async def _raise_epoch(self, epoch: int) -> bool:
@@ -65,10 +65,10 @@ class KubernetesFence:
                 labels = fleet_labels(self._fleet, "controller")
                 body = build_object("v1", "ConfigMap", self._name, labels)
                 body["metadata"]["annotations"] = {ANNOTATION_EPOCH: str(epoch)}
-                await self._api.create(self._config_maps, body)
+                await self._api.request("POST", self._config_maps, body)
             elif check_epoch(found["metadata"].get("annotations", {}), epoch) < epoch:
-                await self._api.merge(
-                    f"{self._config_maps}/{self._name}", _build_stamp(found, epoch)
+                await self._api.request(
+                    "PATCH", f"{self._config_maps}/{self._name}", _build_stamp(found, epoch)
                 )
         except KubernetesApiError as error:
             if error.status != 409:
@@ -89,7 +89,7 @@ class KubernetesFence:
                         return
                     path = f"{self._deployments}/{metadata['name']}"
                     try:
-                        await self._api.merge(path, _build_stamp(deployment, epoch))
+                        await self._api.request("PATCH", path, _build_stamp(deployment, epoch))
                     except KubernetesApiError as error:
                         if error.status not in {404, 409}:
                             raise
