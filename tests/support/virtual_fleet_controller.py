@@ -437,14 +437,8 @@ class VirtualController:
 class FleetSimulation:
     """A virtual fleet with one controller, whose actions are all checked."""
 
-    def __init__(
-        self,
-        pools: list[DesiredPool],
-        seed: int = 0,
-        gateways: int = 2,
-        accelerators: float = math.inf,
-    ) -> None:
-        self.fleet = VirtualFleet(pools, seed, gateways, accelerators)
+    def __init__(self, pools: list[DesiredPool], *world: Any, **settings: Any) -> None:  # noqa: ANN401 - of the fleet
+        self.fleet = VirtualFleet(pools, *world, **settings)
         self.controller = VirtualController(self.fleet)
         self.last = self.reconcile()
 

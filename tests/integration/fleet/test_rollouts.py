@@ -1,4 +1,4 @@
-"""A controller rolls versions out and back, whatever happens to it, to the replicas and to the declaration."""
+"""A controller rolls versions out and back, and scales, whatever happens to it, to replicas or to the declaration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from tests.support.rollout_fleet import PLAN, POOL, RolloutFleet, declare, digest_of
 from tests.support.simulated_cluster import SimulatedBehaviour
 
-from argosy.deployment import stop_everything
+from argosy.deployment import FleetConfig, set_replicas, stop_everything
 from argosy.policy.reconciliation import ObservedFleet
 from argosy.policy.rollout import CommandKind, RollbackCause, RolloutState
+from argosy.store import FleetEvent
 
 
 @pytest.fixture
@@ -25,8 +26,7 @@ def watch_floor(fleet: RolloutFleet, floor: int = 2) -> None:
     """Check at each round that enough replicas of one version serve, which the gateways know."""
 
     def check(_: ObservedFleet) -> None:
-        versions = fleet.gateways.versions()
-        assert versions is not None
+        assert fleet.gateways.versions() is not None
         assert fleet.num_default_serving() >= floor
 
     fleet.on_reconciled = check
@@ -246,3 +246,135 @@ async def test_versions_replace_each_other_in_place(fleet: RolloutFleet) -> None
     fleet.command(CommandKind.PROMOTE, force=True, reason="hotfix")
     await fleet.until_state(RolloutState.DONE)
     assert fleet.route.stable == digest_of("v2")
+
+
+# --- scaling -------------------------------------------------------------------------------------
+
+HIGH, LOW = 330.0, 60.0
+"""Demands in tokens per second, for which four replicas and one are needed."""
+
+
+def declare_scaled(mode: str = "v1", **plan: object) -> FleetConfig:
+    return declare(
+        mode,
+        replicas=None,
+        min_replicas=1,
+        max_replicas=6,
+        autoscaling={"mode": "on", "tokens_per_s": 100.0, "down_window_s": 60.0},
+        rollout=PLAN | plan,
+    )
+
+
+@pytest.fixture
+async def scaled(fleet: RolloutFleet, monkeypatch: pytest.MonkeyPatch) -> RolloutFleet:
+    """Return a fleet with the replicas for a high demand."""
+    monkeypatch.setattr("argosy.fleet.control.fleet_autoscaler.DECISION_INTERVAL_S", 2.0)
+    fleet.gateways.tokens_per_s = HIGH
+    fleet.apply(declare_scaled())
+    fleet.lead()
+    await fleet.until(lambda: fleet.ready("v1") == 4)
+    fleet.round_s = 5.0
+    return fleet
+
+
+def watch_scaled_floor(fleet: RolloutFleet, floor: int) -> None:
+    """Check at each round that enough replicas serve."""
+
+    def check(_: ObservedFleet) -> None:
+        serving = fleet.ready("v1") + fleet.ready("v2")
+        assert serving >= floor
+
+    fleet.on_reconciled = check
+
+
+def last_event(fleet: RolloutFleet, kind: str) -> FleetEvent:
+    return max(fleet.events(kind), key=lambda event: event.number)
+
+
+def last_decision(fleet: RolloutFleet) -> str:
+    return last_event(fleet, "scaling_decision").reason
+
+
+async def lower_demand(fleet: RolloutFleet) -> None:
+    """Lower the demand, and wait until the first replica is removed."""
+    fleet.gateways.tokens_per_s = LOW
+    watch_scaled_floor(fleet, 1)
+    await fleet.until(lambda: fleet.ready("v1") == 3)
+
+
+async def test_metrics_outage_during_a_scale_down_holds(scaled: RolloutFleet) -> None:
+    await lower_demand(scaled)
+    scaled.gateways.has_metrics = False
+    await scaled.until(lambda: "metrics are missing" in last_decision(scaled))
+    held = len(scaled.replicas("v1"))
+    await scaled.wait(200.0)
+    assert len(scaled.replicas("v1")) == held
+    scaled.gateways.has_metrics = True
+    await scaled.until(lambda: scaled.ready("v1") == 1)
+
+
+async def test_next_controller_continues_a_scale_down(scaled: RolloutFleet) -> None:
+    await lower_demand(scaled)
+    await scaled.take_over()
+    await scaled.until(lambda: scaled.ready("v1") == 1)
+    await scaled.wait(30.0)
+    assert scaled.ready("v1") == 1
+
+
+async def test_scale_by_hand_ends_a_scale_down(scaled: RolloutFleet) -> None:
+    await lower_demand(scaled)
+    scaled.apply(set_replicas(declare_scaled(), "chat", 5))
+    await scaled.until(lambda: scaled.ready("v1") == 5)
+    assert "Paused, because an operator scaled to 5 by hand" in last_decision(scaled)
+    await scaled.wait(200.0)
+    assert scaled.ready("v1") == 5
+    scaled.apply(declare_scaled())
+    await scaled.until(lambda: scaled.ready("v1") == 1)
+
+
+async def test_pool_that_cannot_start_keeps_what_serves(scaled: RolloutFleet) -> None:
+    await lower_demand(scaled)
+    scaled.cluster.behaviour = SimulatedBehaviour(
+        provisioning_s=(0.0, 0.0), loading_s=(0.1, 0.2), failed_start_share=1.0
+    )
+    scaled.gateways.tokens_per_s = 2 * HIGH
+    watch_scaled_floor(scaled, scaled.ready("v1"))
+    num_starts = len(scaled.events("replica_start"))
+    await scaled.until(lambda: len(scaled.events("replica_start")) > num_starts + 4)
+    scaled.cluster.behaviour = SimulatedBehaviour(provisioning_s=(0.0, 0.0), loading_s=(0.1, 0.2))
+    await scaled.until(lambda: scaled.ready("v1") == 6)
+
+
+async def test_node_that_leaves_during_a_scale_down_is_replaced(scaled: RolloutFleet) -> None:
+    await lower_demand(scaled)
+    watch_scaled_floor(scaled, 0)
+    node = scaled.replicas("v1")[0].node
+    scaled.cluster.lose_node(node)
+    await scaled.until(lambda: not any(each.node == node for each in scaled.replicas("v1")))
+    await scaled.until(lambda: scaled.ready("v1") == 1)
+    scaled.gateways.tokens_per_s = HIGH
+    await scaled.until(lambda: scaled.ready("v1") == 4)
+
+
+async def test_scale_down_and_outage_during_a_rollout(scaled: RolloutFleet) -> None:
+    """The stable version keeps the replicas for the whole demand, and no metrics promote nothing."""
+    second = declare_scaled("v2", auto_promote=False, max_step_s=86_400)
+    scaled.apply(second)
+    await scaled.until_state(RolloutState.STEP)
+    assert scaled.ready("v1") == 4
+    scaled.gateways.tokens_per_s = LOW
+    watch_scaled_floor(scaled, 1)
+    await scaled.until(lambda: scaled.ready("v1") == 1)
+    assert scaled.ready("v2") >= 1
+    scaled.gateways.has_metrics = False
+    await scaled.until(lambda: "no measurement" in last_event(scaled, "rollout_gate").reason)
+    scaled.command(CommandKind.PROMOTE)
+    await scaled.until(lambda: scaled.events("rollout_refused"))
+    assert scaled.record.state is RolloutState.STEP
+    scaled.apply(set_replicas(second, "chat", 3))
+    await scaled.until(lambda: scaled.ready("v1") == 3)
+    scaled.gateways.has_metrics = True
+    while scaled.states()[-1] != "done":  # refused while the candidate lacks replicas
+        scaled.command(CommandKind.PROMOTE, reason="hotfix", force=True)
+        await scaled.wait(20.0)
+    await scaled.until(lambda: scaled.ready("v2") == 3 and not scaled.replicas("v1"))
