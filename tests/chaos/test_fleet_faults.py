@@ -124,12 +124,17 @@ class SharedFleet:
                 assert output == self.expected[number]
                 self.responses.release()
 
-    async def during_outage(self, fail: Step, recover: Step) -> None:
-        """Check that responses arrive during an outage and after it."""
-        for step in (fail, recover):
-            await step()
-            for _ in range(self.responses_per_step):
-                await self.responses.acquire()
+    async def during_outages(self, *outages: tuple[Step, Step]) -> None:
+        """Check that responses arrive during outages that begin one after the other, and after their common end."""
+        for fail, _ in outages:
+            await fail()
+            await self.wait_for_responses()
+        await asyncio.gather(*(recover() for _, recover in outages))
+        await self.wait_for_responses()
+
+    async def wait_for_responses(self) -> None:
+        for _ in range(self.responses_per_step):
+            await self.responses.acquire()
 
 
 @contextlib.asynccontextmanager
@@ -166,17 +171,15 @@ async def run_fleet(
 
 
 async def inject_faults(fleet: SharedFleet) -> None:
-    """Make each component fail once, one after the other. With a third gateway, kill two of them."""
+    """Make each component fail once, and a gateway and a replica at the same time. Two of three gateways are killed."""
     first, *others, last = fleet.gateways
     left, right = fleet.replicas
-    await fleet.during_outage(first.kill, first.start)
-    await fleet.during_outage(left.kill, left.restart)
-    await fleet.during_outage(*restart_steps(fleet.redis.program))
+    await fleet.during_outages((first.kill, first.start), (left.kill, left.restart))
+    await fleet.during_outages(restart_steps(fleet.redis.program))
     for gateway in others:
-        await fleet.during_outage(gateway.kill, gateway.start)
-    await fleet.during_outage(*restart_steps(fleet.postgres.program))
-    await fleet.during_outage(partial(suspend, right), right.restart)
-    await fleet.during_outage(last.stop, last.start)
+        await fleet.during_outages((gateway.kill, gateway.start))
+    await fleet.during_outages(restart_steps(fleet.postgres.program))
+    await fleet.during_outages((partial(suspend, right), right.restart), (last.stop, last.start))
 
 
 def restart_steps(program: Program) -> tuple[Step, Step]:
