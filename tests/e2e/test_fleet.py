@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = Path(__file__).parents[2] / "examples/laptop.yaml"
 CHAT = {
     "messages": [{"role": "user", "content": "Count to three."}],
     "max_tokens": 8,
@@ -38,22 +38,20 @@ def without_measurements(status: dict[str, Any]) -> dict[str, Any]:
 class Commands:
     """Commands about one fleet, with a state folder of its own."""
 
-    def __init__(self, folder: Path, example: str = "laptop.yaml") -> None:
+    def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.overlay = folder / "overlay.yaml"
-        self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
+            port = free.getsockname()[1]
+        overlay = folder / "overlay.yaml"
+        overlay.write_text(f"port: {port}")
+        self.url = f"http://127.0.0.1:{port}"
         self.folder = folder
-        self.example = EXAMPLES / example
-
-    def declare(self, **settings: object) -> None:
-        self.overlay.write_bytes(msgspec.json.encode({"port": self.port} | settings))
+        self._files = ["-f", str(EXAMPLE), "-f", str(overlay)]
+        self._environment = os.environ | {"XDG_STATE_HOME": str(folder)}
 
     def run(self, *command: str) -> str:
         """Run a command in a process of its own."""
-        files = ["-f", str(self.example), "-f", str(self.overlay)]
         result = subprocess.run(
-            [sys.executable, "-m", "argosy.cli", *command, *files],
+            [sys.executable, "-m", "argosy.cli", *command, *self._files],
             env=self._environment,
             capture_output=True,
             text=True,
@@ -64,8 +62,7 @@ class Commands:
 
     def inspect(self, *command: str, status: int = 0) -> str:
         """Run a command that only reads in this process."""
-        files = ["-f", str(self.example), "-f", str(self.overlay)]
-        result = CliRunner().invoke(app, [*command, *files], env=self._environment)
+        result = CliRunner().invoke(app, [*command, *self._files], env=self._environment)
         assert result.exit_code == status, result.output
         return result.stdout
 
@@ -94,10 +91,6 @@ class Commands:
                     process.kill()
         self.processes()["controller"].kill()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def chat(self) -> str:
         """Return the answer of the served model."""
         (model,) = httpx2.get(f"{self.url}/v1/models", timeout=60).json()["data"]
@@ -109,9 +102,7 @@ class Commands:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Commands]:
-    commands = Commands(tmp_path)
-    commands.declare()
-    yield commands
+    yield Commands(tmp_path)
     kill_processes(tmp_path)
 
 

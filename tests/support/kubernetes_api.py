@@ -28,6 +28,7 @@ import kubernetes_validate
 import msgspec
 import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 Object = dict[str, Any]
 LATEST_VERSION = kubernetes_validate.latest_version()
@@ -90,16 +91,13 @@ class KubernetesApiServer:
         """Serve on a free port, and write a kubeconfig file with its address."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        kubeconfig.write_text(build_kubeconfig(host, port))  # noqa: ASYNC240 - once
-        try:
-            yield
-        finally:
-            self.end_watches()
-            await runner.cleanup()
+        async with TestServer(app) as server:
+            assert server.port is not None
+            kubeconfig.write_text(build_kubeconfig(server.host, server.port))  # noqa: ASYNC240 - once
+            try:
+                yield
+            finally:
+                self.end_watches()
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -273,7 +271,8 @@ class KubernetesApiServer:
         if request.method == "POST":
             return web.json_response(self.create(plural, body), status=201)
         if request.method == "PUT":
-            return web.json_response(self._put(plural, name, body))
+            status = self._find(plural, name).get("status", {})
+            return web.json_response(self.update(plural, {**body, "status": status}))
         if request.method == "PATCH":
             assert request.content_type == "application/merge-patch+json"
             known = copy.deepcopy(self._find(plural, name))
@@ -281,12 +280,6 @@ class KubernetesApiServer:
                 del known["metadata"]["resourceVersion"]
             return web.json_response(self.update(plural, merge(known, body)))
         return web.json_response(self.delete(plural, name, body))
-
-    def _put(self, plural: str, name: str, body: Object) -> Object:
-        known = self._find(plural, name)
-        if known["spec"]["selector"] != body["spec"]["selector"]:
-            raise ApiError(422, "Invalid", "spec.selector: field is immutable")
-        return self.update(plural, {**body, "status": known.get("status", {})})
 
     def _list(self, request: web.Request, plural: str) -> Object:
         """List in chunks ("Retrieving large results sets in chunks")."""

@@ -56,7 +56,6 @@ class KubernetesCluster:
         restart_delay_s: float = 60.0,
     ) -> None:
         self.api = api
-        self.missing_images: set[str] = set()
         self.secrets: dict[str, dict[str, str]] = {}
         self.restart_delay_s = restart_delay_s
         self._folder = folder
@@ -224,7 +223,7 @@ class KubernetesCluster:
 
         See https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/.
         """
-        name, image = pod["metadata"]["name"], pod["spec"]["containers"][0]["image"]
+        name = pod["metadata"]["name"]
         status = copy.deepcopy(pod["status"]) | {"podIP": self._address_of(pod)}
         restarts = 0
         last_state: Object = {}
@@ -232,7 +231,7 @@ class KubernetesCluster:
         def report(state: Object) -> None:
             container = {
                 "name": "replica",
-                "image": image,
+                "image": pod["spec"]["containers"][0]["image"],
                 "imageID": "",
                 "ready": "running" in state,
                 "restartCount": restarts,
@@ -243,10 +242,6 @@ class KubernetesCluster:
             status["phase"] = "Running" if "running" in state or restarts else "Pending"
             self.api.set_status("pods", name, copy.deepcopy(status))
 
-        if image in self.missing_images:
-            message = "Back-off pulling image"
-            report({"waiting": {"reason": "ImagePullBackOff", "message": message}})
-            await deleted.wait()
         while not deleted.is_set():
             started_at = now()
             running = {"running": {"startedAt": started_at}}

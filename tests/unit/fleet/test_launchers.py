@@ -195,6 +195,11 @@ BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}
             "provisioning",
             "CreateContainerConfigError: no key",
         ),
+        (
+            pod(state={"waiting": {"reason": "ImagePullBackOff"}}),
+            "provisioning",
+            "ImagePullBackOff",
+        ),
         (pod(conditions=[]), "provisioning", "waiting for a node"),
         (pod(state=terminated(0, reason="Completed")), "exited", "it exited with status 0"),
         (
