@@ -241,33 +241,6 @@ async def test_removed_model_completes_its_requests(config_file: ConfigFile) -> 
             await wait_until_disconnected(old)
 
 
-async def test_requests_wait_while_replica_moves_to_other_server(config_file: ConfigFile) -> None:
-    async with fake_upstream(respond_with_text) as old, fake_upstream(respond_with_text) as new:
-        config_file.write(model_entry(replica_entry(old, name="one", kind="auto")))
-        async with gateway(config_file.read(), config_file.read) as running:
-            done = asyncio.Event()
-
-            async def request_repeatedly() -> set[int]:
-                statuses: set[int] = set()
-                while not done.is_set():
-                    statuses.add(await running.request_status())
-                return statuses
-
-            tasks = [asyncio.create_task(request_repeatedly()) for _ in range(4)]
-            for number in range(10):
-                server = new if number % 2 else old
-                config_file.write(
-                    model_entry(
-                        replica_entry(server, name="one", kind="auto", max_requests=number + 1)
-                    )
-                )
-                await config_file.reload(running)
-                await until(lambda: running.server.replicas[0].health.is_schedulable)
-            done.set()
-            for task in tasks:
-                assert await task == {200}
-
-
 async def test_changed_client_certificate_is_reloaded(
     config_file: ConfigFile, tmp_path: Path
 ) -> None:

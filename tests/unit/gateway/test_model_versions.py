@@ -101,6 +101,14 @@ async def test_version_keeps_its_pool_from_its_first_replica_to_its_last(fleet: 
     assert fleet.describe() == {"": (["-0"], "", False)}
 
 
+async def test_replicas_are_pending_until_their_first_probe(fleet: Fleet) -> None:
+    """Requests wait for them instead of being refused."""
+    fleet.publish(ROUTES["step"], old=1, new=1)
+    pools = fleet.registry.router.all_pools
+    assert [pool.has_pending_replicas() for pool in pools] == [True, True]
+    await until(lambda: not any(pool.has_pending_replicas() for pool in pools))
+
+
 async def test_later_route_stays_in_force_when_an_earlier_one_is_published(fleet: Fleet) -> None:
     fleet.publish(ROUTES["step"], old=1, new=1)
     fleet.registry.follow_routes(
