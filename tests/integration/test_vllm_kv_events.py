@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import random
@@ -23,7 +22,7 @@ from tests.support.vllm_server import PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
 from argosy.deployment import KvEventAddress, ReplicaConfig
-from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
+from argosy.policy import BLOCK_BYTES, EventPrefixIndex, compute_block_names
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
@@ -169,16 +168,6 @@ async def test_blocks_of_direct_requests_are_known(pair: VllmPair, path: str, st
     assert await pair.needs_prefill(path, story) == [False, False]
 
 
-async def test_evicted_blocks_are_removed(pair: VllmPair, story: str) -> None:
-    first = await pair.send(COMPLETION, story)
-    warm = pair.running.replicas.index(first.replica)
-    await until(lambda: pair.index(warm).match_prefix(first.block_keys)[:4] == [0] * 4)
-    for number in range(6):
-        await pair.send_directly(warm, COMPLETION, f"{number}: " + "Something else was told. " * 60)
-    await until(lambda: not pair.index(warm).match_prefix(first.block_keys))
-    assert await pair.needs_prefill(COMPLETION, story) == [True, True]
-
-
 async def test_cache_reset_is_noticed_with_next_step(pair: VllmPair, story: str) -> None:
     first = await pair.send(COMPLETION, story)
     warm = pair.running.replicas.index(first.replica)
@@ -243,24 +232,3 @@ async def test_index_predicts_cached_tokens(pair: VllmPair) -> None:
         hits.add(predicted)
         await until(lambda: set(names) <= pair.index(0).blocks)  # noqa: B023
     assert {0, SIZE, 3 * SIZE} <= hits
-
-
-async def test_restarted_server_has_empty_index(
-    pair: VllmPair, servers: tuple[list[VllmServer], KvEventAddress], story: str
-) -> None:
-    response = await pair.send_directly(0, COMPLETION, story, return_token_ids=True)
-    names = set(
-        compute_block_names("", array("I", response["choices"][0]["prompt_token_ids"]), SIZE)
-    )
-    await until(lambda: names <= pair.index(0).blocks)
-    replica, server = pair.running.replicas[0], servers[0][0]
-    server.kill()
-    try:
-        await until(lambda: isinstance(replica.prefix_index, EstimatedPrefixIndex))
-    finally:
-        server.start()
-        await asyncio.to_thread(server.wait_ready)
-    await pair.send_directly(0, COMPLETION, "Another story. " * 30)
-    await until(lambda: isinstance(replica.prefix_index, EventPrefixIndex))
-    await until(lambda: pair.index(0).blocks)
-    assert not names & pair.index(0).blocks

@@ -17,6 +17,13 @@ from tests.support.fake_upstream import Json, UpstreamRequest
 DONE = b"data: [DONE]\n\n"
 
 
+def end_stream(request: UpstreamRequest, head: Json, generation: Generation) -> Iterator[bytes]:
+    """Yield the usage in a chunk without choices, if it is requested, and the end."""
+    if request.wants_usage:
+        yield sse(head | {"choices": [], "usage": generation.usage})
+    yield DONE
+
+
 class Vllm(FakeBackend):
     """A role chunk, `token_ids` on request, and a usage chunk without choices. Fields without a value are null.
 
@@ -61,8 +68,8 @@ class Vllm(FakeBackend):
     def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
         ids = bool(request.body.get("return_token_ids"))
         prompt = [*self.prompt_ids] if ids else None
-        kind = "chat.completion.chunk" if request.is_chat else "text_completion"
-        head: Json = {"id": f"cmpl-{id(request)}", "object": kind, "created": 7, "model": "cat"}
+        head: Json = {"id": f"cmpl-{id(request)}", "created": 7, "model": "cat"}
+        head["object"] = request.chunk_object
         if request.is_chat:
             delta: Json = {"role": "assistant", "content": ""}
             choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -86,9 +93,7 @@ class Vllm(FakeBackend):
             used = generation.usage | {"completion_tokens": position + 1}
             usage = {"usage": used} if request.wants_continuous_usage else {}
             yield sse(head | {"choices": [choice]} | usage)
-        if request.wants_usage:
-            yield sse(head | {"choices": [], "usage": generation.usage})
-        yield DONE
+        yield from end_stream(request, head, generation)
 
     def generate(self, request: UpstreamRequest) -> Generation:
         generation, text = super().generate(request), ""
@@ -145,7 +150,7 @@ class Sglang(FakeBackend):
 
     def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
         head: Json = {"id": f"{id(request):x}", "created": 7, "model": "cat"}
-        head["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
+        head["object"] = request.chunk_object
         if request.is_chat:
             yield sse(head | {"choices": [self._choice({"role": "assistant", "content": ""})]})
         for position, token in enumerate(generation.tokens):
@@ -170,9 +175,7 @@ class Sglang(FakeBackend):
             yield sse(
                 head | {"choices": [self._choice({}) | {"finish_reason": generation.finish_reason}]}
             )
-        if request.wants_usage:
-            yield sse(head | {"choices": [], "usage": generation.usage})
-        yield DONE
+        yield from end_stream(request, head, generation)
 
     def _choice(self, delta: Json) -> Json:
         return {
@@ -233,7 +236,7 @@ class TensorRtLlm(FakeBackend):
 
     def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
         head: Json = {"id": f"cmpl-{id(request)}", "created": 7, "model": "cat"}
-        head["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
+        head["object"] = request.chunk_object
         if request.is_chat:
             role = sse(head | {"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
             yield role.replace(b"\n\n", b" \n\n")
@@ -249,9 +252,7 @@ class TensorRtLlm(FakeBackend):
                 choice["finish_reason"] = generation.finish_reason if last else None
                 usage = {"usage": used if request.wants_continuous_usage else None}
             yield sse(head | {"choices": [choice]} | usage)
-        if request.wants_usage:
-            yield sse(head | {"choices": [], "usage": generation.usage})
-        yield DONE
+        yield from end_stream(request, head, generation)
 
 
 class Tgi(FakeBackend):
@@ -282,7 +283,7 @@ class Tgi(FakeBackend):
 
     def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
         head: Json = {"id": "", "created": 7, "model": "some/cat", "system_fingerprint": "3.3.5"}
-        head["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
+        head["object"] = request.chunk_object
         for position, token in enumerate(generation.tokens):
             last = position == len(generation.tokens) - 1
             choice: Json = {"index": 0, "logprobs": None}
@@ -328,7 +329,7 @@ class Lmdeploy(FakeBackend):
 
     def stream_events(self, request: UpstreamRequest, generation: Generation) -> Iterator[bytes]:
         head: Json = {"id": f"{id(request)}", "created": 7, "model": "cat"}
-        head["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
+        head["object"] = request.chunk_object
         for position, token in enumerate(generation.tokens):
             last = position == len(generation.tokens) - 1
             content: Json = {"text": token}
@@ -342,9 +343,7 @@ class Lmdeploy(FakeBackend):
             yield sse(
                 head | {"choices": [choice]} | ({"usage": None} if request.wants_usage else {})
             )
-        if request.wants_usage:
-            yield sse(head | {"choices": [], "usage": generation.usage})
-        yield DONE
+        yield from end_stream(request, head, generation)
 
 
 class LlamaCpp(FakeBackend):

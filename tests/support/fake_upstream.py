@@ -43,6 +43,10 @@ class UpstreamRequest:
         return self.path == "/v1/chat/completions"
 
     @property
+    def chunk_object(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    @property
     def wants_usage(self) -> bool:
         return bool((self.body.get("stream_options") or {}).get("include_usage"))
 

@@ -24,7 +24,6 @@ from tests.support.backend_formats import (
 from tests.support.fake_backend import (
     ANSWER_TEXT,
     ANSWER_TOKENS,
-    FIRST_TOKEN_ID,
     PROMPT_IDS,
     FakeBackend,
     Fault,
@@ -42,7 +41,7 @@ from tests.support.gateway_client import (
 )
 from tests.support.waiting import until
 
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, ResumeMode, Timeouts
+from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.gateway import GatewayServer
 from argosy.policy import BLOCK_TOKENS, health_check
 
@@ -450,56 +449,6 @@ async def test_stream_resumes_after_error_abort_or_stall() -> None:
                 assert (result.done_count, len(result.errors)) == (0, 1)
 
 
-@each_path
-async def test_vllm_resumes_from_token_ids(path: str) -> None:
-    one, two = Vllm(), Vllm()
-    async with gateway_to(one, two) as (_, client):
-        one.faults.append(Fault("disconnect", 4))
-        assert (await stream(client, path)).text == ANSWER_TEXT
-    first, second = sorted(
-        [*one.requests, *two.requests], key=lambda request: "Tell" not in str(request.body)
-    )
-    delivered = 3 if path == CHAT else 4
-    token_ids = [*PROMPT_IDS, *range(FIRST_TOKEN_ID, FIRST_TOKEN_ID + delivered)]
-    max_tokens = 64 - len(PROMPT_IDS) if path == CHAT else 12
-    assert (first.path, second.path) == (path, COMPLETION)
-    assert second.body["prompt"] == token_ids
-    assert second.body["max_tokens"] == max_tokens - delivered
-
-
-async def test_stream_with_stop_strings_resumes_from_text() -> None:
-    """Text lags behind the tokens while it may become a stop string."""
-    one, two = Sglang(), Sglang()
-    async with gateway_to(one, two) as (_, client):
-        one.faults.append(Fault("disconnect", 3))
-        assert (await stream(client, COMPLETION, stop=["never"])).text == ANSWER_TEXT
-    prompts = {request.body["prompt"] for request in (*one.requests, *two.requests)}
-    assert prompts == {"Tell me", "Tell meOnce upon a"}
-
-
-async def test_chat_without_token_ids_resumes_in_assistant_message() -> None:
-    one, two = Sglang(), Sglang()
-    async with gateway_to(one, two) as (_, client):
-        one.faults.append(Fault("disconnect", 4))
-        assert (await stream(client, CHAT)).text == ANSWER_TEXT
-    bodies = [request.body for request in (*one.requests, *two.requests)]
-    resumed = next(body for body in bodies if len(body["messages"]) == 2)
-    assert resumed["messages"][-1] == {"role": "assistant", "content": "Once upon a"}
-    assert (resumed["continue_final_message"], resumed["add_generation_prompt"]) == (True, False)
-
-
-@each_path
-async def test_resumed_stream_with_seed_is_marked(path: str) -> None:
-    """From the mark on, the seed no longer determines the output."""
-    one, two = Vllm(), Vllm()
-    async with gateway_to(one, two) as (_, client):
-        for seed, fingerprints in ((7, {None, "resumed"}), (None, {None})):
-            one.faults.append(Fault("disconnect", 4))
-            result = await stream(client, path, seed=seed)
-            assert result.text == ANSWER_TEXT
-            assert {chunk.get("system_fingerprint") for chunk in result.chunks} == fingerprints
-
-
 @pytest.mark.parametrize(
     ("backend_class", "fields"),
     [
@@ -525,20 +474,6 @@ async def test_stream_that_cannot_resume_ends_with_error(
         assert not result.done_count
         one.faults.append(Fault("disconnect", 0))  # before the first event it starts elsewhere
         assert (await stream(client, CHAT, **fields)).text == ANSWER_TEXT
-
-
-@pytest.mark.parametrize(
-    ("resume_mode", "text"), [("none", "Once upon a"), ("prefill", ANSWER_TEXT)]
-)
-async def test_resume_mode_setting_limits_resume(resume_mode: ResumeMode, text: str) -> None:
-    one, two = Vllm(), Vllm()
-    async with gateway_to(one, two, resume_mode=resume_mode) as (_, client):
-        one.faults.append(Fault("disconnect", 4))
-        result = await stream(client, CHAT)
-    assert result.text == text
-    assert bool(result.errors) == (resume_mode == "none")
-    requests = [*one.requests, *two.requests]
-    assert not any("return_token_ids" in request.body for request in requests)
 
 
 @pytest.mark.parametrize("first", ["able", "unable"])

@@ -24,6 +24,7 @@ from tests.support.fake_backend import (
     ANSWER_TEXT,
     ANSWER_TOKENS,
     FIRST_TOKEN_ID,
+    PROMPT_IDS,
     FakeBackend,
     Generation,
     sse,
@@ -535,6 +536,60 @@ def test_engine_keeps_stop_strings_if_stop_tokens_are_visible(more: dict[str, ob
     """With `include_stop_str_in_output`, vLLM would leave the text of stop tokens in the output, too."""
     body = Response(COMPLETION, get_adapter("vllm"), stop=["\n"], **more).plan_body()
     assert "include_stop_str_in_output" not in body
+
+
+def cut_after(response: Response, backend: FakeBackend, events: int) -> dict[str, Any]:
+    """Let the next server fail after this many events of its stream, and return the body of its request."""
+    plan = response.plan()
+    stream = stream_from_backend(backend, plan).split(b"\n\n")
+    plan.parser.feed(b"".join(event + b"\n\n" for event in stream[:events]))
+    body: dict[str, Any] = json.loads(plan.body)
+    return body
+
+
+@EACH_PATH
+def test_vllm_resumes_from_token_ids(path: str) -> None:
+    response = Response(path, get_adapter("vllm"))
+    cut_after(response, Vllm(), 4)
+    plan, delivered = response.plan(), 3 if path == CHAT else 4
+    body = json.loads(plan.body)
+    assert plan.path == COMPLETION.encode()
+    assert body["prompt"] == [*PROMPT_IDS, *IDS[:delivered]]
+    assert body["max_tokens"] == (64 - len(PROMPT_IDS) if path == CHAT else 12) - delivered
+
+
+def test_stream_with_stop_strings_resumes_from_text() -> None:
+    """Text lags behind the tokens while it may become a stop string."""
+    response = Response(COMPLETION, get_adapter("sglang"), stop=["never"])
+    cut_after(response, Sglang(), 3)
+    assert response.plan_body()["prompt"] == "Tell meOnce upon a"
+
+
+def test_chat_without_token_ids_resumes_in_assistant_message() -> None:
+    response = Response(CHAT, get_adapter("sglang"))
+    cut_after(response, Sglang(), 4)
+    body = response.plan_body()
+    assert body["messages"][-1] == {"role": "assistant", "content": "Once upon a"}
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize(("resume_mode", "resumes"), [("none", False), ("prefill", True)])
+def test_resume_mode_limits_resume(resume_mode: ResumeMode, resumes: bool) -> None:
+    response = Response(CHAT, get_adapter("vllm", resume_mode))
+    assert "return_token_ids" not in cut_after(response, Vllm(), 4)
+    target = UpstreamTarget(get_adapter("vllm", resume_mode), "cat", 64)
+    assert (response.continuation.plan_upstream(target) is not None) == resumes
+
+
+@EACH_PATH
+@pytest.mark.parametrize(("seed", "marks"), [(7, {None, "resumed"}), (None, {None})])
+def test_resumed_stream_with_seed_is_marked(
+    path: str, seed: int | None, marks: set[str | None]
+) -> None:
+    """From the mark on, the seed no longer determines the output."""
+    result, _ = run_continuation(Vllm, get_adapter("vllm"), path, [900], [], seed=seed)
+    assert result.text == ANSWER_TEXT
+    assert {chunk.get("system_fingerprint") for chunk in result.chunks} == marks
 
 
 # --- events ----------------------------------------------------------------------------------------
