@@ -31,7 +31,7 @@ NAMES = (
     "x/y",
     "~",
 )
-FORMATS = (
+FORMATS = [
     "date",
     "time",
     "date-time",
@@ -42,7 +42,7 @@ FORMATS = (
     "ipv6",
     "uuid",
     "uri",
-)
+]
 PATTERN_ATOMS = (
     "[a-z]",
     "[A-F0-9]",
@@ -177,23 +177,8 @@ class _SchemaBuilder:
         return schema
 
     def _build_enum(self, depth: int) -> Schema:
-        values = [
-            None,
-            True,
-            False,
-            0,
-            1,
-            -7,
-            2.5,
-            "",
-            "a",
-            "red",
-            'q"\\',
-            "naïve\n",
-            [],
-            [1, "x"],
-            {"k": [None]},
-        ]
+        numbers, texts = [0, 1, -7, 2.5], ["", "a", "red", 'q"\\', "naïve\n"]
+        values = [None, True, False, *numbers, *texts, [], [1, "x"], {"k": [None]}]
         if self._rng.random() < 0.3:
             return {"const": self._rng.choice(values)}
         return {"enum": self._rng.sample(values, self._rng.randrange(1, 5))}

@@ -26,13 +26,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 NAME = re.compile(r"[a-z]+(?:_[a-z0-9]+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-LOG_METHODS = {
-    "debug": "debug",
-    "info": "info",
-    "warning": "warning",
-    "error": "error",
-    "exception": "error",
-}
+LOG_METHODS = {"debug", "info", "warning", "error", "exception"}
 LOGGED_BY_A_VARIABLE_METHOD = {"replica_phase_changed", "request"}
 """Events whose level depends on the phase or the route, which the search for calls of a logger misses."""
 
@@ -182,8 +176,10 @@ def logged_events() -> Iterator[tuple[str, str, set[str]]]:
             name = node.args[0].value
             if isinstance(name, str) and re.fullmatch(r"[a-z_]+", name):
                 fields = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
-                fields |= {"traceback"} if node.func.attr == "exception" else set()
-                yield name, LOG_METHODS[node.func.attr], fields
+                if node.func.attr == "exception":
+                    yield name, "error", fields | {"traceback"}
+                else:
+                    yield name, node.func.attr, fields
 
 
 def documented_events() -> Iterator[tuple[str, set[str], set[str]]]:

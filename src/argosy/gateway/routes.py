@@ -8,7 +8,6 @@ from functools import cache, partial
 import msgspec
 
 from argosy.gateway.dialects import (
-    LENIENT_DIALECT_BODIES,
     VERSION_HEADER,
     AnthropicHandlers,
     BackgroundResponses,
@@ -37,7 +36,6 @@ from argosy.gateway.proxy import CompletionHandlers
 from argosy.gateway.utility_handlers import TOKENIZE_PATH, UtilityHandlers
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
-    LENIENT_BODIES,
     TEXT_SCHEMA,
     Operation,
     json_operation,
@@ -144,7 +142,6 @@ def render_gateway_openapi(routes: Sequence[HttpRoute]) -> bytes:
         "Argosy gateway",
         "The APIs of OpenAI, Anthropic and Ollama for all models, and those for operators.",
         [(route.path, route.method, route.operation) for route in routes if route.operation],
-        lenient_bodies=[*LENIENT_BODIES, *LENIENT_DIALECT_BODIES],
         has_keys=True,
     )
 

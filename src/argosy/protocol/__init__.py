@@ -56,7 +56,6 @@ from argosy.protocol.openai_responses import (
 from argosy.protocol.openapi import (
     EVENTS_MEDIA_TYPE,
     JSON_MEDIA_TYPE,
-    LENIENT_BODIES,
     TEXT_SCHEMA,
     Operation,
     json_operation,

@@ -15,12 +15,8 @@ import msgspec
 
 from argosy.protocol.openai_requests import (
     ChatCompletionRequest,
-    ChatMessageParam,
     CompletionRequest,
-    ContentPart,
     DetokenizeRequest,
-    ResumeInput,
-    StreamOptions,
     TokenizeRequest,
 )
 from argosy.protocol.openai_responses import (
@@ -51,25 +47,10 @@ JSON_MEDIA_TYPE = "application/json"
 EVENTS_MEDIA_TYPE = "text/event-stream"
 TEXT_SCHEMA: Mapping[str, Any] = {"type": "string"}
 _REF_TEMPLATE = "#/components/schemas/{name}"
+_REFERENCE = re.compile(r'"#/components/schemas/(\w+)"')
 _PARAMETER = re.compile(r"\{(\w+)(\.\.\.)?\}")
 """Parameter of a path template: one segment, or with dots all that follows."""
 _INTERNAL_ERROR = {"500": "Internal error. The log has the details under the request id."}
-LENIENT_BODIES = (
-    ChatCompletionRequest,
-    ChatMessageParam,
-    CompletionRequest,
-    ContentPart,
-    DetokenizeRequest,
-    ClassifyRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    RerankRequest,
-    ResumeInput,
-    ScoreRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
-"""Objects in request bodies whose unknown fields are ignored by default."""
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -82,6 +63,8 @@ class Operation(msgspec.Struct, frozen=True):
     """Descriptions of errors by status."""
     body: type | None = None
     is_body_optional: bool = False
+    refuses_unknown_fields: bool = False
+    """Whether unknown fields of the body are errors, also by default."""
     query: type | None = None
     """Struct whose fields are the parameters of the query. All are optional."""
     error_schema: Mapping[str, Any] | None = None
@@ -150,7 +133,6 @@ def render_openapi(
     description: str,
     operations: Iterable[tuple[str, str, Operation]],
     *,
-    lenient_bodies: Iterable[type] = LENIENT_BODIES,
     has_keys: bool,
 ) -> bytes:
     """Return the document as JSON.
@@ -159,15 +141,15 @@ def render_openapi(
         title: Title of the API.
         description: Description of the API.
         operations: Path, method and operation of each route.
-        lenient_bodies: Objects whose unknown fields are ignored by default.
         has_keys: Whether requests may need an API key.
     """
     routes = list(operations)
     types = list(dict.fromkeys(_described_types(operation for _, _, operation in routes)))
     refs, schemas = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
-    for lenient in lenient_bodies:
-        schemas.get(lenient.__name__, {}).pop("additionalProperties", None)
     refs_by_type: dict[Any, dict[str, Any]] = dict(zip(types, refs, strict=True))
+    for _, _, operation in routes:
+        if operation.body is not None and not operation.refuses_unknown_fields:
+            _allow_unknown_fields(refs_by_type[operation.body], schemas)
     paths: dict[str, dict[str, Any]] = {}
     for path, method, operation in routes:
         described = _describe(operation, path, refs_by_type)
@@ -182,6 +164,14 @@ def render_openapi(
         document["security"] = [{"bearer": []}, {}]
         document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return msgspec.json.encode(document)
+
+
+def _allow_unknown_fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
+    """Let the objects to which a schema refers have unknown fields, and those to which they refer."""
+    for name in _REFERENCE.findall(msgspec.json.encode(schema).decode()):
+        if "additionalProperties" in schemas[name]:
+            del schemas[name]["additionalProperties"]
+            _allow_unknown_fields(schemas[name], schemas)
 
 
 def _described_types(operations: Iterable[Operation]) -> Iterable[Any]:

@@ -57,7 +57,6 @@ T = TypeVar("T")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 _MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_MAX_NAME_CHARS = 100
 _MAX_PROBLEM_CHARS = 300
 _decoder_lock = threading.Lock()
 _MAX_DELIMITERS = {
@@ -317,7 +316,7 @@ def _to_api_error(problem: str) -> ApiError:
 
 
 def _join_path(path: str, name: str) -> str:
-    name = _truncate(name, _MAX_NAME_CHARS)
+    name = _truncate(name, MAX_NAME_CHARS)
     return f"{path}.{name}" if path else name
 
 

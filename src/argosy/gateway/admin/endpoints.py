@@ -234,6 +234,7 @@ class AdminEndpoint:
             content,
             _ERROR_DESCRIPTIONS,
             self.body_type,
+            refuses_unknown_fields=True,
             query=self.query_type,
             summary=(inspect.getdoc(self.handler) or "").partition("\n")[0],
             description=f"Requires the role {self.role} or higher{reach}.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -59,15 +59,7 @@ class Lesson:
     """Runs the simulation. Called in worker threads."""
 
 
-def build_lesson_endpoints(lessons: Iterable[Lesson]) -> list[AdminEndpoint]:
-    """Return an endpoint for each lesson."""
-    endpoints = AdminEndpoints()
-    for lesson in lessons:
-        _register(endpoints, lesson)
-    return list(endpoints)
-
-
-def _register(endpoints: AdminEndpoints, lesson: Lesson) -> None:
+def _register_lesson(endpoints: AdminEndpoints, lesson: Lesson) -> None:
     def run_lesson(scope: AdminScope, request: AdminRequest) -> Any:  # noqa: ANN401, ARG001 - the same for all callers
         return lesson.run(request.query)
 
@@ -80,7 +72,9 @@ def _register(endpoints: AdminEndpoints, lesson: Lesson) -> None:
 
 def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
     """Return all endpoints, among them those of lessons and of the OpenAPI document."""
-    document = AdminEndpoints()
+    built = AdminEndpoints()
+    for lesson in lessons:
+        _register_lesson(built, lesson)
 
     @cache
     def render_document() -> bytes:
@@ -91,7 +85,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
             has_keys=True,
         )
 
-    @document.register("GET", "/admin/openapi.json", "user", is_nonblocking=True)
+    @built.register("GET", "/admin/openapi.json", "user", is_nonblocking=True)
     def get_openapi_document(scope: AdminScope, request: AdminRequest) -> bytes:  # noqa: ARG001 - the same for all
         """Get this OpenAPI document."""
         return render_document()
@@ -104,8 +98,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *fleet.endpoints,
         *reports.endpoints,
         *settings.endpoints,
-        *build_lesson_endpoints(lessons),
-        *document,
+        *built,
     ]
     return endpoints
 

@@ -8,5 +8,5 @@ responses and conversations in the store, and `BackgroundResponses` runs respons
 from argosy.gateway.dialects.anthropic_handlers import VERSION_HEADER, AnthropicHandlers
 from argosy.gateway.dialects.background_responses import BackgroundResponses
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, start_rendering
-from argosy.gateway.dialects.dialect_routes import LENIENT_DIALECT_BODIES, build_dialect_routes
+from argosy.gateway.dialects.dialect_routes import build_dialect_routes
 from argosy.gateway.dialects.response_state import ResponseState

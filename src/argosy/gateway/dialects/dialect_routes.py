@@ -33,8 +33,6 @@ from argosy.http_server import ANY_METHOD
 from argosy.protocol import EVENTS_MEDIA_TYPE, Operation, json_operation
 from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
-    CohereEmbedRequest,
-    CohereRerankRequest,
     CompactRequest,
     CountTokensRequest,
     MessagesRequest,
@@ -46,19 +44,6 @@ from argosy.protocol.dialects import (
     ResponsesRequest,
 )
 
-LENIENT_DIALECT_BODIES = (
-    CohereEmbedRequest,
-    CohereRerankRequest,
-    CompactRequest,
-    CountTokensRequest,
-    MessagesRequest,
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    ResponsesRequest,
-)
-"""Bodies whose unknown fields are ignored by default."""
 _OBJECT = {"type": "object"}
 _TEXT = {"type": "string"}
 _ANTHROPIC_ERROR = {

@@ -141,17 +141,6 @@ class ResponseState:
                 400, "previous_response_not_found", error.message, param="previous_response_id"
             ) from error
 
-    async def load_conversation(
-        self, principal: Principal, conversation_id: str
-    ) -> list[dict[str, Any]]:
-        """Return the items of a conversation.
-
-        Raises:
-            ApiError: 404 if it does not exist.
-        """
-        store, owner = self.store, item_owner(principal)
-        return await self.call(store.conversations.load_history, owner, conversation_id)
-
     async def find_items(
         self, principal: Principal, item_ids: Sequence[str]
     ) -> Mapping[str, dict[str, Any]]:

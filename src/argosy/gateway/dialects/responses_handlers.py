@@ -203,7 +203,8 @@ class ResponsesHandlers:
         if history is None and previous is not None:
             history = await self._state.load_history(principal, previous)
         elif history is None and conversation is not None:
-            history = await self._state.load_conversation(principal, conversation)
+            load = self._state.store.conversations.load_history
+            history = await self._state.call(load, item_owner(principal), conversation)
         history = history or ()
         if references := list_references(items):
             stored = await self._state.find_items(principal, references)

@@ -88,7 +88,12 @@ OPERATIONS = shared_operations(
     "/load": json_operation("load", LoadResponse, _UNAVAILABLE),
     "/kv_events": Operation("followKvEvents", {EVENTS_MEDIA_TYPE: KvEvent}, _UNAVAILABLE),
     "/drain": json_operation(
-        "drain", StatusResponse, _DRAIN_ERRORS, DrainRequest, is_body_optional=True
+        "drain",
+        StatusResponse,
+        _DRAIN_ERRORS,
+        DrainRequest,
+        is_body_optional=True,
+        refuses_unknown_fields=True,
     ),
     "/undrain": json_operation(
         "undrain", StatusResponse, _UNAVAILABLE | {"403": _DRAIN_ERRORS["403"]}
