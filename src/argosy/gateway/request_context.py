@@ -12,7 +12,13 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from argosy.gateway.backends import CHAT_PATH, COMPLETION_PATH, BackendAdapter, DeliveredOutput
+from argosy.gateway.backends import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    BackendAdapter,
+    DeliveredOutput,
+    cap_usage,
+)
 from argosy.gateway.pool import Pool, ReplicaEndpoint, build_placement_request
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import RequestFields
@@ -243,9 +249,20 @@ class RequestContext(msgspec.Struct, eq=False):
             is_response_started: Whether the client was sent the head of a response, or all of one.
             is_output_sent: Whether events of a stream were sent to the client.
         """
+        reported = self.delivered.usage
+        usage = cap_usage(reported, self.fields, lambda: self.pool.max_model_len)
+        if usage is not reported:
+            log.warning(
+                "usage_capped",
+                response=self.response_id,
+                replica=self.replica_name,
+                reported=[reported.prompt_tokens, reported.output_tokens],
+                billed=[usage.prompt_tokens, usage.output_tokens],
+            )
         end = RequestEnd(
             status=self.status,
-            generated=self.delivered.usage,
+            generated=usage,
+            is_capped=usage is not reported,
             estimated_prompt_tokens=self.fields.estimated_prompt_tokens,
             is_response_started=is_response_started,
             is_output_sent=is_output_sent,
@@ -253,7 +270,7 @@ class RequestContext(msgspec.Struct, eq=False):
             is_client_error=self.is_client_error,
         )
         self.bill = compute_bill(end, self.rates)
-        if not end.has_reached_client:
+        if not self.bill.has_reached_client:
             self.delivered.reset()
 
 

@@ -39,6 +39,8 @@ TOOL_FIELDS = ("tools", "functions")
 NON_STREAMING_FIELDS = ("prompt_logprobs", "resume")
 """Fields that streaming requests do not support, or treat differently."""
 
+_MEDIA_KINDS = (b'"image', b'"input_', b'"audio', b'"video', b'"file')
+"""Beginnings of the types of parts that are no text."""
 _BASE64_MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
 """An image or sound in base64."""
 _TOKEN_ID_LIST = re.compile(rb"\[[\s0-9,]*+\]")
@@ -160,6 +162,12 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
             return _exceeds_token_limit(bytes(self.raw_prompt), max_tokens)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
+
+    @property
+    def has_media(self) -> bool:
+        """Whether messages refer to images, audio, video or files, whose tokens do not follow from their bytes."""
+        messages = bytes(self.raw.get("messages", b""))
+        return any(kind in messages for kind in _MEDIA_KINDS)
 
     @property
     def can_aggregate_stream(self) -> bool:

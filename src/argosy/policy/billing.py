@@ -47,13 +47,8 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a replica was selected for the request."""
     is_client_error: bool = False
     """Whether a replica rejected the request as invalid."""
-
-    @property
-    def has_reached_client(self) -> bool:
-        """Whether the client may have received some of the response. An error is not a response."""
-        return self.is_response_started and (
-            self.is_output_sent or self.status not in _ERROR_STATUSES
-        )
+    is_capped: bool = False
+    """Whether the replica reported more tokens than `generated`, and more than the request can have had."""
 
 
 class Bill(msgspec.Struct, frozen=True, gc=False):
@@ -64,19 +59,22 @@ class Bill(msgspec.Struct, frozen=True, gc=False):
     nano_dollars: int = 0
     quota: QuotaUsage = QuotaUsage()
     """Usage that counts against the limits."""
+    is_capped: bool = False
+    """Whether the replica reported more tokens than the request can have had."""
+    has_reached_client: bool = False
+    """Whether the client may have received some of the response. An error is not a response."""
 
 
 def compute_bill(end: RequestEnd, rates: Rates) -> Bill:
-    """Compute the bill of a request that has ended."""
-    usage = _billed_usage(end)
+    """Compute the bill of a request that has ended. A prompt alone is paid for only if its response is complete."""
+    has_reached_client = end.is_response_started and (
+        end.is_output_sent or end.status not in _ERROR_STATUSES
+    )
+    is_paid = end.status == "completed" or end.generated.output_tokens > 0
+    usage = end.generated if has_reached_client and is_paid else NO_TOKENS
     nano_dollars = rates.cost_nano_dollars(usage)
-    return Bill(usage, nano_dollars, _counted_usage(end, usage, nano_dollars))
-
-
-def _billed_usage(end: RequestEnd) -> TokenUsage:
-    """Return the tokens that the client pays for. A prompt alone is paid for only if its response is complete."""
-    is_complete = end.status == "completed" or end.generated.output_tokens > 0
-    return end.generated if end.has_reached_client and is_complete else NO_TOKENS
+    quota = _counted_usage(end, usage, nano_dollars)
+    return Bill(usage, nano_dollars, quota, end.is_capped, has_reached_client)
 
 
 def _counted_usage(end: RequestEnd, billed: TokenUsage, nano_dollars: int) -> QuotaUsage:

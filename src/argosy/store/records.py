@@ -226,6 +226,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     nano_dollars: int = 0
     digest: str = ""
     """Digest of the model, if the replica has verified its files against one."""
+    is_capped: bool = False
+    """Whether the replica reported more tokens than the request can have had. The record has the most that it can."""
 
 
 class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,8 @@ _BEGUN_WORDS = struct.Struct("=3q3q2d2q")
 """Words of a slot whose request begins, from `INPUT_WORD` to `TEXT_SIZE_WORD`. Readers ignore them until it runs."""
 TEXT_OFFSET, REPLICA_OFFSET = 96, 896
 """Byte offsets of the texts in the slot."""
+_CAPPED = b"\0capped"
+"""Follows the digest of a record whose usage was capped."""
 _TEXT_FIELDS = ("request", "organisation", "project", "key", "user", "model", "asked", "route")
 """Ids and names of a record in the order of the slot."""
 _texts_of = attrgetter(*_TEXT_FIELDS)
@@ -94,12 +96,20 @@ class UsageSlot:
         """Memory address of the word that counts output tokens, for native code."""
         return self.table.address + (self._first_word + OUTPUT_WORD) * 8
 
-    def finish(self, status: UsageStatus, replica: str, ended_at: float, digest: str = "") -> None:
+    def finish(
+        self,
+        status: UsageStatus,
+        replica: str,
+        ended_at: float,
+        digest: str = "",
+        *,
+        is_capped: bool = False,
+    ) -> None:
         """Mark the request ended and queue the record for the store. The request must not use the slot afterwards."""
         words, base = self._words, self._first_word
         text = replica.encode("utf-8", "replace")
-        if digest:
-            suffix = b"\0" + digest.encode("ascii", "replace")
+        if digest or is_capped:
+            suffix = b"\0" + digest.encode("ascii", "replace") + (_CAPPED if is_capped else b"")
             text = text[: SLOT_BYTES - REPLICA_OFFSET - len(suffix)] + suffix
         text = text[: SLOT_BYTES - REPLICA_OFFSET]
         self._write_text(REPLICA_OFFSET, text)
@@ -143,7 +153,8 @@ class UsageSlot:
         words, times, base = self._words, self.table.times, self._first_word
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
         ending = self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace")
-        replica, _, digest = ending.partition("\0")
+        replica, _, suffix = ending.partition("\0")
+        digest, is_capped, _ = suffix.partition(_CAPPED.decode())
         usage = TokenUsage(
             words[base + INPUT_WORD], words[base + CACHED_WORD], words[base + OUTPUT_WORD]
         )
@@ -163,6 +174,7 @@ class UsageSlot:
             output_tokens=usage.output_tokens,
             nano_dollars=min(rates.cost_nano_dollars(usage), MAX_NANO_DOLLARS),
             digest=digest,
+            is_capped=bool(is_capped),
         )
 
     def _write_text(self, offset: int, text: bytes) -> None:

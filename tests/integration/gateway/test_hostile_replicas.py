@@ -145,7 +145,7 @@ RESPONSES: dict[str, tuple[bytes, Outcome]] = {
     "byte-order-mark": (build_response(b"\xef\xbb\xbf" + TEXT, None), completed(2, 21)),
     "deeply-nested": (
         build_response(b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-        completed(2, 50_001),
+        completed(2, 76),
     ),
 }
 
@@ -553,6 +553,39 @@ async def test_misbehaving_replica_costs_what_its_row_says(
         assert len(healthy.requests) == NUM_REQUESTS
         assert set(usage_records(gateway)) == {ANSWERED.usage}
         assert statuses(gateway) == [row.outcome.replica, ReplicaStatus.READY]
+
+
+TOO_MANY = {"prompt_tokens": 500_000, "completion_tokens": 1_000_000}
+NATIVE_WITH_TOO_MANY = (
+    b": argosy prompt 500000 0\n\n",
+    TEXT_A + b": argosy 0 1" + b",1" * 200_000 + b"\n\n",
+    *TEXT_B_AND_DONE,
+)
+
+
+@pytest.mark.parametrize("kind", ["openai", "argosy"])
+@pytest.mark.parametrize("limit", [5, None])
+async def test_usage_that_cannot_be_true_is_capped_and_marked(
+    kind: BackendKind, limit: int | None, tmp_path: Path
+) -> None:
+    response = build_response(TEXT[:-1] + b', "usage": %b}' % json.dumps(TOO_MANY).encode())
+    if kind == "argosy":
+        response = build_stream(*NATIVE_WITH_TOO_MANY)
+    fields = {} if limit is None else {"max_tokens": limit}
+    row = Row(
+        "too-many", response, ANSWERED, CHAT if kind == "argosy" else COMPLETION, fields, kind
+    )
+    async with run(row, tmp_path, [row.create_upstream()]) as gateway:
+        with capture_logs() as logs:
+            assert (await send(gateway, row)).status_code == 200
+        records: list[UsageRecord] = []
+        gateway.usage_log.drain(records.extend)
+    (record,) = records
+    assert record.is_capped
+    assert record.input_tokens < 9_000
+    if limit is not None:
+        assert record.output_tokens < 100
+    assert "usage_capped" in [each["event"] for each in logs]
 
 
 # --- limits on the cost of responses -------------------------------------------------------------

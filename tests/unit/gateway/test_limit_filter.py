@@ -295,7 +295,7 @@ def test_concurrent_streams_exceed_limit_by_at_most_one_chunk_each(
     async def stream(number: int) -> None:
         nonlocal delivered, overrun
         for attempt in range(4):
-            context = make_context(prompt_tokens=10, max_tokens=None if number % 2 else 30)
+            context = make_context(prompt_tokens=10, max_tokens=None if number % 2 else 90)
             if await find_rejection(limits, context) is not None:
                 continue
             finish_reason = None

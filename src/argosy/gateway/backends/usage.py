@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -9,6 +10,7 @@ from msgspec import Meta
 
 from argosy.gateway.backends.stream_parser import DeliveredOutput
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, RequestFields
+from argosy.protocol import TokenUsage
 
 MAX_TOKEN_COUNT = 2**31 - 1
 TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
@@ -17,6 +19,49 @@ TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKEN_COUNT)]
 
 MAX_SINGLE_TOKEN_BYTES = 32
 """Text of an event up to this size counts as one token. Many servers merge several tokens into one event."""
+
+
+TEMPLATE_TOKENS = 8192
+"""Tokens that templates, tools and a server's own instructions may add to a prompt."""
+MAX_UNKNOWN_CONTEXT = 1 << 20
+"""Longest prompt with media, and longest response without a limit, of a server whose context length is unknown."""
+OUTPUT_SLACK_TOKENS = 64
+"""Tokens by which servers exceed the limit of a choice, since they count its end differently."""
+
+
+def cap_usage(
+    reported: TokenUsage, fields: RequestFields, find_context_length: Callable[[], int | None]
+) -> TokenUsage:
+    """Return the usage that is billed: the reported one, or the most that the request can have had, if that is less.
+
+    A token of the prompt has at least one byte of the body. Media have no such bound, and embeddings of pairs repeat
+    their query. The response has the client's limit, or that of the context.
+
+    Args:
+        reported: Usage as the replica reports it, or as it was counted.
+        fields: The request.
+        find_context_length: Returns the context length of the model; None if it is unknown.
+    """
+    limit, choices = fields.max_output_tokens, fields.choice_count
+    max_prompt = fields.body_bytes + TEMPLATE_TOKENS
+    max_output = choices * (TEMPLATE_TOKENS if limit is None else limit + OUTPUT_SLACK_TOKENS)
+    if reported.prompt_tokens <= max_prompt and reported.output_tokens <= max_output:
+        return reported  # the usual case, in which the context length need not be known
+    context_length = find_context_length() or MAX_UNKNOWN_CONTEXT
+    if not fields.generates:
+        max_prompt = MAX_TOKEN_COUNT
+    elif fields.has_media:
+        max_prompt = context_length
+    if limit is None:
+        max_output = choices * context_length
+    prompt_tokens = min(reported.prompt_tokens, max_prompt)
+    capped = msgspec.structs.replace(
+        reported,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=min(reported.cached_tokens, prompt_tokens),
+        output_tokens=min(reported.output_tokens, max_output),
+    )
+    return reported if capped == reported else capped
 
 
 def estimate_tokens(*values: object) -> int:

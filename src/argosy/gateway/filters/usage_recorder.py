@@ -70,7 +70,13 @@ class UsageRecorder:
         bill, slot = context.bill, context.usage_slot
         assert slot is not None  # noqa: S101 - set by `on_request`
         slot.set_counts(bill.usage)
-        slot.finish(context.status, context.replica_name, self._clock(), context.model_digest)
+        slot.finish(
+            context.status,
+            context.replica_name,
+            self._clock(),
+            context.model_digest,
+            is_capped=bill.is_capped,
+        )
         context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
 
 
