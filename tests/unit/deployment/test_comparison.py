@@ -66,7 +66,7 @@ def parse(*overlays: str) -> FleetConfig:
         ('pools/chat/environment={"A":"b"}', "pools[chat].environment.A", "replicas replaced", ["chat"], (4, 2, 1)),
         ("pools/chat/cpus=2", "pools[chat].cpus", "replicas replaced", ["chat"], (4, 2, 1)),
         ('pools/chat/image="x"', "pools[chat].image", "replicas replaced", ["chat"], (4, 2, 1)),
-        ('pools/chat/launcher="ray"', "pools[chat].launcher", "replicas replaced", ["chat"], (4, 2, 1)),
+        ('pools/own/launcher="ray"', "pools[own].launcher", "replicas replaced", ["own"], (1, 1, 0)),
         ('pools/own/engine="vllm"', "pools[own].engine", "replicas replaced", ["own"], (1, 1, 0)),
         ("pools/chat/drain_deadline_s=1", "pools[chat].drain_deadline_s", "replicas replaced", ["chat"], (4, 2, 1)),
         ("pools/own/drain_deadline_s=1", "pools[own].drain_deadline_s", "none", [], (0, 0, 0)),
