@@ -270,7 +270,7 @@ def test_tokens_after_stop_are_neither_delivered_nor_counted(core: EngineCore) -
     length = tokens.index(tokens[9]) + 1
     assert output.tokens == tokens[:length]
     assert output.finish == "stop"
-    assert step.stats.generated_tokens_total == length
+    assert step.stats.generation_tokens_total == length
 
 
 def test_step_stats_contain_phase_durations(core: EngineCore) -> None:

@@ -206,7 +206,7 @@ class FakeDeltaStream:
             blocks_total=1024,
             blocks_used=len(engine.live),
             step_tokens=1,
-            generated_tokens_total=stats.generated_tokens_total + 1,
+            generation_tokens_total=stats.generation_tokens_total + 1,
         )
         if engine.on_step is not None:
             engine.on_step(engine.stats)

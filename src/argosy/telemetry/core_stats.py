@@ -23,7 +23,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step_s: float = 0.0
     schedule_s: float = 0.0
     prompt_tokens_total: int = 0
-    generated_tokens_total: int = 0
+    generation_tokens_total: int = 0
     prefix_query_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     host_hit_tokens_total: int = 0

@@ -5,9 +5,10 @@ The number of label values is bounded. They are the served model, route template
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
@@ -30,69 +31,24 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 
-_CORE_COUNTERS: dict[str, tuple[str, Callable[[CoreStats], float]]] = {
-    "prompt_tokens": (
-        "Prompt tokens computed or found in the prefix cache.",
-        lambda stats: stats.prompt_tokens_total,
-    ),
-    "generation_tokens": (
-        "Generated tokens.",
-        lambda stats: stats.generated_tokens_total,
-    ),
-    "prefix_query_tokens": (
-        "Prompt tokens looked up in the prefix cache.",
-        lambda stats: stats.prefix_query_tokens_total,
-    ),
-    "prefix_hit_tokens": (
-        "Prompt tokens found in the prefix cache.",
-        lambda stats: stats.prefix_hit_tokens_total,
-    ),
-    "host_hit_tokens": (
-        "Prompt tokens found in the host tier of the cache.",
-        lambda stats: stats.host_hit_tokens_total,
-    ),
-    "preemptions": (
-        "Sequences preempted to free KV blocks.",
-        lambda stats: stats.preemptions_total,
-    ),
-    "corrupt_blocks": (
-        "Host blocks dropped because their checksum was wrong.",
-        lambda stats: stats.corrupt_blocks_total,
-    ),
-    "grammar_compiles": (
-        "Grammars compiled by the engine, including those that it refused.",
-        lambda stats: stats.grammar_compiles_total,
-    ),
-    "grammar_cache_hits": (
-        "Constrained requests whose grammar was compiled already.",
-        lambda stats: stats.grammar_cache_hits_total,
-    ),
-    "grammar_compile_seconds": (
-        "Time spent on compiling grammars.",
-        lambda stats: stats.grammar_compile_s_total,
-    ),
-    "grammar_dead_ends": (
-        "Sequences ended because no token could continue their constrained output.",
-        lambda stats: stats.grammar_dead_ends_total,
-    ),
-    "masked_tokens": (
-        "Tokens sampled under the mask of a grammar or a reasoning budget.",
-        lambda stats: stats.masked_tokens_total,
-    ),
-    "mask_fill_seconds": (
-        "Time a thread spent on computing masks, while the device computed.",
-        lambda stats: stats.mask_fill_s_total,
-    ),
-    "mask_wait_seconds": (
-        "Time for which sampling waited for masks.",
-        lambda stats: stats.mask_wait_s_total,
-    ),
-    "out_of_memory_steps": (
-        "Steps that ran out of memory and were repeated in smaller steps.",
-        lambda stats: stats.out_of_memory_steps_total,
-    ),
+_CORE_COUNTERS = {
+    "prompt_tokens": "Prompt tokens computed or found in the prefix cache.",
+    "generation_tokens": "Generated tokens.",
+    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache.",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
+    "host_hit_tokens": "Prompt tokens found in the host tier of the cache.",
+    "preemptions": "Sequences preempted to free KV blocks.",
+    "corrupt_blocks": "Host blocks dropped because their checksum was wrong.",
+    "grammar_compiles": "Grammars compiled by the engine, including those that it refused.",
+    "grammar_cache_hits": "Constrained requests whose grammar was compiled already.",
+    "grammar_compile_seconds": "Time spent on compiling grammars.",
+    "grammar_dead_ends": "Sequences ended because no token could continue their constrained output.",
+    "masked_tokens": "Tokens sampled under the mask of a grammar or a reasoning budget.",
+    "mask_fill_seconds": "Time a thread spent on computing masks, while the device computed.",
+    "mask_wait_seconds": "Time for which sampling waited for masks.",
+    "out_of_memory_steps": "Steps that ran out of memory and were repeated in smaller steps.",
 }
-"""Help text and reader of each counter that the engine core keeps."""
+"""Help text of each counter that the engine core keeps, in the field `*_total` of `CoreStats`."""
 
 
 @dataclass(slots=True)
@@ -109,10 +65,13 @@ class SequenceTimes:
 
 
 class ReplicaMetrics(Collector):
-    """Metrics of a replica. Record from one event loop; `exposition` may run in any thread."""
+    """Metrics of a replica. Record from one event loop; `exposition` may run in any thread.
+
+    Callers add to the counters and histograms, whose label values begin with `model_label`.
+    """
 
     def __init__(self, model: str) -> None:
-        self._model_label = (model,)
+        self.model_label = (model,)
         self._instruments: list[Counter | Histogram] = []
         """Instruments in the order of the exposition."""
         self._create_latency_histograms()
@@ -123,7 +82,7 @@ class ReplicaMetrics(Collector):
         )
         self._core_counters = {
             name: self._add_counter(f"argosy_{name}", help_text)
-            for name, (help_text, _) in _CORE_COUNTERS.items()
+            for name, help_text in _CORE_COUNTERS.items()
         }
         self._stats: CoreStats | None = None
         self._ready = False
@@ -132,12 +91,12 @@ class ReplicaMetrics(Collector):
 
     def _create_latency_histograms(self) -> None:
         duration_name = "argosy_request_{}_seconds"
-        self._ttft = self._add_histogram(
+        self.ttft = self._add_histogram(
             "argosy_time_to_first_token_seconds",
             "Time from the arrival of a request to its first token.",
             TTFT_BUCKETS,
         )
-        self._itl = self._add_histogram(
+        self.itl = self._add_histogram(
             "argosy_inter_token_latency_seconds",
             "Time between two steps that generated tokens of a sequence.",
             ITL_BUCKETS,
@@ -179,7 +138,7 @@ class ReplicaMetrics(Collector):
         self._max_tokens = self._add_histogram(
             "argosy_request_max_tokens", "Token limit of a sequence.", LENGTH_BUCKETS
         )
-        self._choices = self._add_histogram(
+        self.choices = self._add_histogram(
             "argosy_request_choices", "Requested choices per request.", CHOICE_BUCKETS
         )
         self._step_tokens = self._add_histogram(
@@ -193,23 +152,23 @@ class ReplicaMetrics(Collector):
         self._finished = self._add_counter(
             "argosy_sequences_finished", "Ended sequences by finish reason.", "finish_reason"
         )
-        self._aborted = self._add_counter(
+        self.aborted = self._add_counter(
             "argosy_requests_aborted", "Aborted requests by reason.", "reason"
         )
-        self._rejected = self._add_counter(
+        self.rejected = self._add_counter(
             "argosy_requests_rejected",
             "Requests rejected before they reached the engine.",
             "status",
         )
-        self._http_requests = self._add_counter(
+        self.http_requests = self._add_counter(
             "argosy_http_requests", "HTTP responses sent.", "route", "status"
         )
-        self._connection_refusals = self._add_counter(
+        self.connection_refusals = self._add_counter(
             "argosy_http_connections_refused",
             "Client connections refused because all connections of their address ran requests.",
         )
-        self._connection_refusals.child(self._model_label)
-        self._connection_evictions = self._add_counter(
+        self.connection_refusals.child(self.model_label)
+        self.connection_evictions = self._add_counter(
             "argosy_http_connections_evicted",
             "Idle client connections closed for new ones, by the limit that was reached.",
             "reason",
@@ -222,43 +181,11 @@ class ReplicaMetrics(Collector):
 
     # --- events ---------------------------------------------------------------------------------
 
-    def record_http_response(self, route: str, status: int) -> None:
-        """Count an HTTP response on the route template `route`."""
-        self._http_requests.add((*self._model_label, route, str(status)))
-
-    def record_connection_refusal(self) -> None:
-        """Count a client connection that was refused."""
-        self._connection_refusals.add(self._model_label)
-
-    def record_connection_eviction(self, reason: str) -> None:
-        """Count an idle connection that was closed for a new one. `reason` is one of a few limits."""
-        self._connection_evictions.add((*self._model_label, reason))
-
-    def record_rejection(self, status: int) -> None:
-        """Count a generation request that was rejected before it reached the engine."""
-        self._rejected.add((*self._model_label, str(status)))
-
-    def record_abort(self, reason: str) -> None:
-        """Count an aborted request. `reason` is one of a few values (client_closed_request, slow_reader, ...)."""
-        self._aborted.add((*self._model_label, reason))
-
     def record_tool_calls(self, complete: int, incomplete: int) -> None:
         """Count the tool calls of a sequence."""
         for result, calls in (("complete", complete), ("incomplete", incomplete)):
             if calls:
-                self._tool_calls.add((*self._model_label, result), calls)
-
-    def record_accepted(self, choices: int) -> None:
-        """Record the number of choices of a request that is sent to the engine."""
-        self._choices.observe(self._model_label, choices)
-
-    def record_first_token(self, ttft_s: float) -> None:
-        """Record the time to first token of a sequence."""
-        self._ttft.observe(self._model_label, ttft_s)
-
-    def record_inter_token_gap(self, gap_s: float) -> None:
-        """Record the time between two steps that generated tokens of a sequence."""
-        self._itl.observe(self._model_label, gap_s)
+                self._tool_calls.add((*self.model_label, result), calls)
 
     def record_sequence_end(
         self,
@@ -270,47 +197,46 @@ class ReplicaMetrics(Collector):
         max_tokens: int,
     ) -> None:
         """Record the end of a sequence. `finish_reason` is that of the response, or why it failed or ended early."""
-        self._finished.add((*self._model_label, finish_reason))
-        self._prompt_length.observe(self._model_label, prompt_tokens)
-        self._output_length.observe(self._model_label, output_tokens)
-        self._max_tokens.observe(self._model_label, max_tokens)
-        self._e2e.observe(self._model_label, times.ended_at - times.arrived_at)
+        self._finished.add((*self.model_label, finish_reason))
+        self._prompt_length.observe(self.model_label, prompt_tokens)
+        self._output_length.observe(self.model_label, output_tokens)
+        self._max_tokens.observe(self.model_label, max_tokens)
+        self._e2e.observe(self.model_label, times.ended_at - times.arrived_at)
         if times.queued_s is None:
             return
-        self._queue.observe(self._model_label, times.queued_s)
+        self._queue.observe(self.model_label, times.queued_s)
         if times.first_token_at is None or times.last_token_at is None:
             return
         started_at = times.submitted_at + times.queued_s
         decode_s = times.last_token_at - times.first_token_at
-        self._prefill.observe(self._model_label, max(0.0, times.first_token_at - started_at))
-        self._decode.observe(self._model_label, decode_s)
-        self._inference.observe(self._model_label, max(0.0, times.last_token_at - started_at))
+        self._prefill.observe(self.model_label, max(0.0, times.first_token_at - started_at))
+        self._decode.observe(self.model_label, decode_s)
+        self._inference.observe(self.model_label, max(0.0, times.last_token_at - started_at))
         if output_tokens > 1:
-            self._tpot.observe(self._model_label, decode_s / (output_tokens - 1))
+            self._tpot.observe(self.model_label, decode_s / (output_tokens - 1))
 
     def record_step(self, stats: CoreStats) -> None:
         """Record an engine step; empty steps are ignored."""
         if stats.step_tokens:
-            self._step_tokens.observe(self._model_label, stats.step_tokens)
-            self._batch_size.observe(self._model_label, stats.running)
+            self._step_tokens.observe(self.model_label, stats.step_tokens)
+            self._batch_size.observe(self.model_label, stats.running)
 
     def set_kv_layout(self, block_size: int, num_blocks: int) -> None:
         """Set the KV cache layout when the engine is ready."""
-        self._kv_layout = {(*self._model_label, str(block_size), str(num_blocks)): 1}
+        self._kv_layout = {(*self.model_label, str(block_size), str(num_blocks)): 1}
 
     # --- exposition -----------------------------------------------------------------------------
 
     def update_stats(self, stats: CoreStats, *, ready: bool) -> None:
         """Update the metrics from the engine core's statistics; call it before `exposition`."""
         previous, self._stats, self._ready = self._stats, stats, ready
-        for name, (_, read) in _CORE_COUNTERS.items():
-            previous_total = 0 if previous is None else read(previous)
-            self._core_counters[name].add(self._model_label, _increase(previous_total, read(stats)))
+        for name, counter in self._core_counters.items():
+            total = attrgetter(name.replace("_seconds", "_s") + "_total")
+            previous_total = 0 if previous is None else total(previous)
+            counter.add(self.model_label, _increase(previous_total, total(stats)))
         phases = {} if previous is None else previous.phase_s_total
         for phase, seconds in stats.phase_s_total.items():
-            self._phases.add(
-                (*self._model_label, phase), _increase(phases.get(phase, 0.0), seconds)
-            )
+            self._phases.add((*self.model_label, phase), _increase(phases.get(phase, 0.0), seconds))
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format under Argosy's names."""
@@ -368,15 +294,15 @@ class ReplicaMetrics(Collector):
             ),
             ("ready", "1 while the replica accepts new requests.", self._ready),
         ):
-            yield gauge_family(f"argosy_{name}", help_text, {self._model_label: value}, "model")
+            yield gauge_family(f"argosy_{name}", help_text, {self.model_label: value}, "model")
         free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
         yield gauge_family(
             "argosy_kv_blocks",
             "KV blocks by state: used by sequences, cached for reuse, or free.",
             {
-                (*self._model_label, "used"): stats.blocks_used,
-                (*self._model_label, "cached"): stats.blocks_cached,
-                (*self._model_label, "free"): free,
+                (*self.model_label, "used"): stats.blocks_used,
+                (*self.model_label, "cached"): stats.blocks_cached,
+                (*self.model_label, "free"): free,
             },
             *("model", "state"),
         )
@@ -388,7 +314,7 @@ class ReplicaMetrics(Collector):
 
     def _add_histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, help_text, buckets, "model")
-        histogram.observe_many(self._model_label, ())
+        histogram.observe_many(self.model_label, ())
         self._instruments.append(histogram)
         return histogram
 

@@ -171,7 +171,7 @@ class RequestMetrics:
         self._arrived_at = arrived_at
         now = time.monotonic()
         self._times = [SequenceTimes(arrived_at, now) for _ in choices]
-        replica.metrics.record_accepted(len(choices))
+        replica.metrics.choices.observe(replica.metrics.model_label, len(choices))
 
     def record_delta(self, choice: Choice, delta: Delta) -> None:
         """Record the arrival of a delta."""
@@ -183,9 +183,9 @@ class RequestMetrics:
             now = time.monotonic()
             if times.first_token_at is None or times.last_token_at is None:
                 times.first_token_at = now
-                metrics.record_first_token(now - self._arrived_at)
+                metrics.ttft.observe(metrics.model_label, now - self._arrived_at)
             else:
-                metrics.record_inter_token_gap(now - times.last_token_at)
+                metrics.itl.observe(metrics.model_label, now - times.last_token_at)
             times.last_token_at = now
 
     def record_end(self, reason: str | None) -> None:
@@ -193,7 +193,7 @@ class RequestMetrics:
         metrics = self._replica.metrics
         now = time.monotonic()
         if reason is not None:
-            metrics.record_abort(reason)
+            metrics.aborted.add((*metrics.model_label, reason))
         for choice, times in zip(self._choices, self._times, strict=True):
             if isinstance(choice, ParsedChoice):
                 incomplete = choice.started_calls - choice.ended_calls

@@ -123,7 +123,8 @@ class GenerationHandlers:
             raw = await exchange.read_body()
             body, spec = await self._prepare(exchange, endpoint, raw)
         except ApiError as error:
-            self._replica.metrics.record_rejection(error.status)
+            replica_metrics = self._replica.metrics
+            replica_metrics.rejected.add((*replica_metrics.model_label, str(error.status)))
             raise
         if body.request_id is not None:
             exchange.set_request_id(body.request_id)

@@ -90,7 +90,7 @@ class ReplicaPoolingHandlers:
                 raw = await exchange.read_body()
                 call = await self._prepare(exchange, endpoint, raw)
             except ApiError as error:
-                replica.metrics.record_rejection(error.status)
+                replica.metrics.rejected.add((*replica.metrics.model_label, str(error.status)))
                 raise
             result = await self._compute(exchange, call)
             encode = partial(call.encode_response, result)
@@ -142,16 +142,16 @@ class ReplicaPoolingHandlers:
             ApiError: The request failed, or an input is invalid for the model.
         """
         replica, run, submitted_at = self._replica, PoolingRun(call.headers.tier), time.monotonic()
-        replica.metrics.record_accepted(len(call.inputs))
+        replica.metrics.choices.observe(replica.metrics.model_label, len(call.inputs))
         replica.on_generation_start(run, exchange.get_header(b"x-argosy-gateway"))
         watch = exchange.listen_for_disconnect(partial(end_disconnected, run))
         try:
             result = await run.wait(self._run_job(call))
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, ApiError) and error.status == 400:
-                replica.metrics.record_rejection(error.status)
+                replica.metrics.rejected.add((*replica.metrics.model_label, str(error.status)))
             else:
-                replica.metrics.record_abort(abort_reason(error))
+                replica.metrics.aborted.add((*replica.metrics.model_label, abort_reason(error)))
             raise
         finally:
             watch.cancel()

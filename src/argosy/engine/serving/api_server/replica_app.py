@@ -162,7 +162,8 @@ class ReplicaApp:
 
     def _record_response(self, exchange: HttpExchange, template: str) -> None:
         status = exchange.status or 499
-        self._replica.metrics.record_http_response(template, status)
+        metrics = self._replica.metrics
+        metrics.http_requests.add((*metrics.model_label, template, str(status)))
         # Gateways and clients keep asking while the model loads. The change of state has a line of its own.
         is_waiting = exchange.error_code == "engine_unavailable"
         log_request = log.debug if is_waiting or template in _DEBUG_LOG_ROUTES else log.info

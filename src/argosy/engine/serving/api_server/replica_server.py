@@ -70,11 +70,14 @@ class ReplicaServer:
             model_digest,
         )
         self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
+        metrics = self.replica_state.metrics
         self._listener = HttpServer(
             ReplicaApp(self.replica_state),
             self._certificates,
-            on_connection_refused=self.replica_state.metrics.record_connection_refusal,
-            on_connection_evicted=self.replica_state.metrics.record_connection_eviction,
+            on_connection_refused=lambda: metrics.connection_refusals.add(metrics.model_label),
+            on_connection_evicted=lambda reason: metrics.connection_evictions.add(
+                (*metrics.model_label, reason)
+            ),
             dead_peer_timeout_s=2 * config.slow_reader_timeout_s,
         )
         self._stop_requested = asyncio.Event()

@@ -362,7 +362,7 @@ class EngineCore:
             step_s=now - started_at,
             schedule_s=planned_at - started_at,
             prompt_tokens_total=self._delta_builder.prompt_tokens_total,
-            generated_tokens_total=self._delta_builder.generated_tokens_total,
+            generation_tokens_total=self._delta_builder.generated_tokens_total,
             prefix_query_tokens_total=kv_cache.query_tokens,
             prefix_hit_tokens_total=kv_cache.hit_tokens,
             host_hit_tokens_total=kv_cache.host_hit_tokens,
