@@ -55,18 +55,10 @@ def compare_results(
     seed: int = 0,
     resamples: int = RESAMPLE_COUNT,
 ) -> list[MeasureRatio]:
-    """Compare each measure of each load that both sides have.
+    """Compare each measure of each load that both sides have. Side A is the denominator of the ratios.
 
-    If each side has only one load, the two loads are compared even if they differ.
-
-    Args:
-        a: Results of side A, the denominator of the ratios.
-        b: Results of side B.
-        seed: Seed of the resampling.
-        resamples: Number of resamples.
-
-    Raises:
-        BenchError: The sides have no load in common.
+    If each side has only one load, the two loads are compared even if they differ. Raises BenchError if the sides have
+    no load in common.
     """
     loads_a, loads_b = _group_by_load(a), _group_by_load(b)
     pairs = [(label, runs, loads_b[label]) for label, runs in loads_a.items() if label in loads_b]

@@ -44,15 +44,9 @@ class ProgressListener(Protocol):
 async def run_benchmark(
     settings: BenchSettings, headers: dict[str, str], listener: ProgressListener
 ) -> BenchResult:
-    """Run a benchmark.
+    """Run a benchmark. Results do not contain the headers of its requests, because they may hold a key.
 
-    Args:
-        settings: Settings of the benchmark.
-        headers: Headers of every request. Results do not contain them, because they may hold a key.
-        listener: Receives the progress.
-
-    Raises:
-        BenchError: Nothing can be measured. Failures of single requests are part of the result.
+    Raises BenchError if nothing can be measured. Failures of single requests are part of the result.
     """
     runner = _BenchRunner(settings, headers, listener)
     try:

@@ -57,15 +57,9 @@ def convert_settings(
     settings_type: type[T],
     path: SettingPath = (),
 ) -> T:
-    """Convert a value of dictionaries, lists and scalars into a struct.
+    """Convert a value of dictionaries, lists and scalars into a type that msgspec supports.
 
-    Args:
-        value: The value.
-        settings_type: A type that msgspec supports.
-        path: Path of the value, for the error.
-
-    Raises:
-        SettingError: The value is invalid.
+    Raises SettingError, which contains the path of the value, if it is invalid.
     """
     try:
         return msgspec.convert(value, settings_type)

@@ -53,16 +53,10 @@ class SettingsDocument:
         validate: Callable[[T], None] | None = None,
         only: Collection[str] | None = None,
     ) -> T:
-        """Decode the settings.
+        """Decode the settings, or only some by name, so that mistakes in others do not matter.
 
-        Args:
-            settings_type: The msgspec struct of the settings.
-            validate: Raises SettingError if settings contradict each other.
-            only: Names of the settings to decode, so that mistakes in others do not matter; None for all.
-
-        Raises:
-            SettingError: The settings are invalid. The message names the file, the line, the key, the problem and a
-                remedy.
+        `validate` raises SettingError if settings contradict each other. So does this method for invalid settings, with
+        the file, the line, the key, the problem and a remedy.
         """
         try:
             values = construct_value(self._root)

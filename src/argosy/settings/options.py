@@ -26,14 +26,10 @@ def option(
     metavar: str | None = None,
     **constraints: Any,  # noqa: ANN401 - those of `msgspec.Meta`
 ) -> msgspec.Meta:
-    """Return the annotation that makes a field an option.
+    """Return the annotation that makes a field an option, with its help text and the heading above it.
 
-    Args:
-        description: Help text.
-        panel: Heading of the help page under which it stands.
-        name: Name, if it is not that of the field.
-        metavar: Placeholder of the value in help texts.
-        constraints: Range of a number (`ge`, `le`) or `pattern` of a text.
+    `name` is given if it is not that of the field. In help texts `metavar` stands for the value. Constraints are the
+    range of a number (`ge`, `le`) or the `pattern` of a text.
     """
     extra = {"panel": panel, "name": name, "metavar": metavar}
     return msgspec.Meta(description=description, extra=extra, **constraints)

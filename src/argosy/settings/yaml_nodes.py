@@ -124,12 +124,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
 def parse_yaml(content: bytes, name: str) -> yaml.Node:
     """Parse a YAML file. An empty file is an empty mapping. Merge keys (`<<`) are resolved.
 
-    Args:
-        content: The YAML text.
-        name: Name of the file, for the nodes' marks and for error messages.
-
-    Raises:
-        ValueError: The text is not valid YAML, has a key twice, or is too large.
+    Marks of nodes and error messages contain the name of the file. Raises ValueError for a text that is not valid YAML,
+    has a key twice, or is too large.
     """
     if len(content) > MAX_SETTINGS_BYTES:
         raise ValueError(

@@ -211,11 +211,7 @@ class Database:
 
     @classmethod
     def open_existing(cls, url: str) -> Database:
-        """Open a database that already has Argosy's tables, without creating anything.
-
-        Raises:
-            StoreError: The database does not exist, has no such tables or cannot be used.
-        """
+        """Open a database that already has Argosy's tables, without creating anything. Raises StoreError otherwise."""
         path = parse_url(url).database or ""
         if url.startswith("sqlite"):
             try:
@@ -244,10 +240,8 @@ class Database:
     ) -> Iterator[Connection]:
         """Open a transaction that is committed at the end, or rolled back if the block raises.
 
-        Args:
-            is_snapshot: Whether it sees only the state of the database at its first query and its own writes.
-            idle_timeout_s: Time between two queries after which PostgreSQL ends the transaction, as when this process
-                is stopped. None for `POSTGRES_IDLE_TIMEOUT_S`.
+        A snapshot sees only the state of the database at its first query and its own writes. PostgreSQL ends the
+        transaction after `idle_timeout_s` between two queries, by default `POSTGRES_IDLE_TIMEOUT_S`.
         """
         with self.translate_errors(), self._engine.connect() as connection:
             connection.execution_options(

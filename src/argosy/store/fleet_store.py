@@ -130,21 +130,11 @@ class FleetStore:
         after: int | None = None,
         decision: AuditedDecision | None = None,
     ) -> FleetRevision:
-        """Add a revision.
+        """Add a revision with a declaration as JSON, and a decision to the audit log.
 
-        Args:
-            fleet: Name of the fleet.
-            declaration: The declaration as JSON.
-            digests: Digest of the replica settings of each declared pool. One that the pool never had is a new
-                generation.
-            author: Who applies it.
-            reason: Why.
-            rollback_of: Number of the revision whose declaration this one repeats.
-            after: Number of the revision that the author has seen as the latest (0: none); None to replace any.
-            decision: Decision to record in the audit log.
-
-        Raises:
-            ConflictError: The latest revision is not `after`.
+        `digests` are those of the replica settings of each declared pool. One that the pool never had is a new
+        generation. Raises ConflictError unless the author has seen the latest revision as `after` (0: none). None
+        replaces any.
         """
         with self._write_transaction() as connection:
             _lock(connection, fleet)
@@ -346,15 +336,8 @@ class FleetStore:
     ) -> bool:
         """Replace a document unless another process has done so meanwhile. Any process may call it, without a lease.
 
-        Args:
-            fleet: Name of the fleet.
-            name: Name of the document.
-            document: The new document, with a version above `after`; None deletes it.
-            after: Version of the document that is replaced; 0 if there is none.
-            decision: Decision to record in the audit log.
-
-        Returns:
-            False if the stored version is not `after`. Nothing was changed then.
+        The new document has a version above `after`, that of the replaced one (0: none); None deletes it. The audit log
+        records the decision. Returns False, and changes nothing, if the stored version is not `after`.
         """
         with self._write_transaction() as connection:
             _lock(connection, fleet)

@@ -39,6 +39,7 @@ for i, name in ipairs(KEYS) do
   end
 end
 """
+_Existing = InFlightClaim | CachedResponse | None
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(InFlightClaim | CachedResponse).decode
 
@@ -71,7 +72,7 @@ class RedisIdempotencyStore:
         self._renew_script = self._redis.register_script(_RENEW_SCRIPT)
         self.is_connected: bool | None = None
         """Whether the last command succeeded. None before the first command."""
-        self._pending_writes: dict[str, asyncio.Task[InFlightClaim | CachedResponse | None]] = {}
+        self._pending_writes: dict[str, asyncio.Task[_Existing]] = {}
         """Last pending write of each key."""
         self._renewal_task: asyncio.Task[None] | None = None
 
@@ -137,9 +138,9 @@ class RedisIdempotencyStore:
         self,
         key: str,
         claim: InFlightClaim,
-        value: InFlightClaim | CachedResponse | None,
+        value: _Existing,
         ttl_s: float,
-    ) -> asyncio.Task[InFlightClaim | CachedResponse | None]:
+    ) -> asyncio.Task[_Existing]:
         """Start a task that writes a value after pending writes of the key. Cancelled waiters do not stop it."""
         previous = self._pending_writes.get(key)
         task = asyncio.create_task(self._write_after(previous, key, claim, value, ttl_s))
@@ -147,20 +148,18 @@ class RedisIdempotencyStore:
         task.add_done_callback(partial(self._on_written, key))
         return task
 
-    def _on_written(
-        self, key: str, task: asyncio.Task[InFlightClaim | CachedResponse | None]
-    ) -> None:
+    def _on_written(self, key: str, task: asyncio.Task[_Existing]) -> None:
         if self._pending_writes.get(key) is task:
             del self._pending_writes[key]
 
     async def _write_after(
         self,
-        previous: asyncio.Task[InFlightClaim | CachedResponse | None] | None,
+        previous: asyncio.Task[_Existing] | None,
         key: str,
         claim: InFlightClaim,
-        value: InFlightClaim | CachedResponse | None,
+        value: _Existing,
         ttl_s: float,
-    ) -> InFlightClaim | CachedResponse | None:
+    ) -> _Existing:
         """Write a value after `previous`.
 
         Returns:
