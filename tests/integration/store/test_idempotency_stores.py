@@ -86,24 +86,18 @@ async def claim_when_settled(
 
 
 @pytest.mark.parametrize("response", [None, RESPONSE], ids=["failed", "completed"])
-async def test_claimed_key_is_in_use_until_settled(
+async def test_claimed_key_is_in_use_until_its_holder_settles_it(
     open_stores: OpenStores, response: CachedResponse | None
 ) -> None:
     async with open_stores() as (first, second):
         assert await first.claim("key", FIRST) is None
-        assert await second.claim("key", SECOND) == FIRST
+        for foreign in (RESPONSE, None):  # only the holder can settle the claim
+            second.settle_claim("key", SECOND, foreign)
+            assert await second.claim("key", SECOND) == FIRST
         first.settle_claim("key", FIRST, response)
         assert await claim_when_settled(second, "key", SECOND) == response
         if response is None:
             assert await first.claim("key", THIRD) == SECOND
-
-
-async def test_only_holder_can_settle_claim(open_stores: OpenStores) -> None:
-    async with open_stores() as (first, second):
-        assert await first.claim("key", FIRST) is None
-        for response in (RESPONSE, None):
-            second.settle_claim("key", SECOND, response)
-            assert await second.claim("key", THIRD) == FIRST
 
 
 async def test_key_is_free_for_same_gateway_immediately_after_failure(

@@ -45,11 +45,6 @@ def test_key_requirement_before_and_after_the_first_key(
     assert bootstrap.prepare_store() == AuthSetup(None, required_after)
 
 
-def test_invalid_store_url_is_rejected() -> None:
-    with pytest.raises(ValueError, match="The database URL is not valid"):
-        AuthBootstrap("mysql://nowhere", "auto", LOCALHOST).prepare_store()
-
-
 def print_commands(
     capsys: pytest.CaptureFixture[str],
     url: str,
