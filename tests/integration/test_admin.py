@@ -9,17 +9,19 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 import pytest_asyncio
 from tests.support.gateway_client import run_gateway_server
-from tests.support.organisations import AdminGateway, Json, unique_name
+from tests.support.organisations import AdminGateway, Json, run_admin_gateway, unique_name
 from tests.support.usage_rows import usage_row
 from tests.support.waiting import stable_value
 
 from argosy.deployment import GatewayConfig
+from argosy.gateway.accounting import AccountingService
 from argosy.store import Ledger, Role, UsageFilter, UsageRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -113,6 +115,26 @@ async def test_key_changes_take_effect_at_once(admin: Caller) -> None:
     await new.read("me")
     await admin.change(f"projects/{old['project']}/archive")
     assert await new.refuse("me") == (401, "project_archived")
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_only_changes_are_reported_to_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions: list[int] = []
+
+    def notify_changed(accounting: AccountingService) -> None:
+        versions.append(accounting.store.load_snapshot().version)
+
+    monkeypatch.setattr(AccountingService, "notify_changed", notify_changed)
+    async with run_admin_gateway(tmp_path) as gateway:
+        admin = Caller(gateway, gateway.root_headers)
+        versions.clear()
+        before = gateway.store.load_snapshot().version
+        await admin.read("keys")
+        assert not versions
+        await admin.change("organisations", {"name": "zeta"})
+        assert versions == [before + 1]
 
 
 async def test_patch_changes_only_the_given_fields(admin: Caller) -> None:
