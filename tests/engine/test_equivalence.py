@@ -109,18 +109,23 @@ def shared_core(dtype: str = "bfloat16", isa: str = DEFAULT_ISA) -> EngineCore:
     return create(DEFAULT_STEPS, dtype, prefix_cache=False)
 
 
+def create_requests(all_params: list[SamplingParams], tokens: range) -> list[EngineRequest]:
+    """Create requests with prompts of many lengths, some with a shared prefix."""
+    rng = random.Random(5)
+    shared = rng.choices(tokens, k=40)
+    return [
+        EngineRequest(
+            id=str(number),
+            prompt=shared[: rng.choice([0, 0, 33, 40])] + rng.choices(tokens, k=rng.randint(1, 60)),
+            params=params,
+        )
+        for number, params in enumerate(all_params)
+    ]
+
+
 @cache
 def requests() -> list[EngineRequest]:
-    """Return requests with prompts of many lengths, some with a shared prefix."""
-    rng = random.Random(5)
-    shared = [rng.randint(5, 4000) for _ in range(40)]
-    result = []
-    for number in range(14):
-        suffix = [rng.randint(5, 4000) for _ in range(rng.randint(1, 60))]
-        prompt = shared[: rng.choice([0, 0, 33, 40])] + suffix
-        params = SAMPLING_PARAMS[number % len(SAMPLING_PARAMS)]
-        result.append(EngineRequest(id=str(number), prompt=prompt, params=params))
-    return result
+    return create_requests([*SAMPLING_PARAMS, *SAMPLING_PARAMS[:3]], range(5, 4000))
 
 
 @cache
@@ -203,7 +208,7 @@ def test_prefix_cache_hits_equal_reference(dtype: str, steps_in_flight: int) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_preempted_requests_equal_reference(dtype: str, steps_in_flight: int) -> None:
-    core = create(steps_in_flight, dtype, num_blocks=11, max_seqs=8)
+    core = create(steps_in_flight, dtype, num_blocks=9, max_seqs=8)
     core.scheduler.output_estimator.fraction = 0.0
     assert_equal_to_reference(run_requests(core, requests()), dtype)
     assert core.scheduler.preemptions > 0

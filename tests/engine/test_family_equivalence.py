@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.generic_cases import GENERIC_FAMILIES
+from tests.engine.test_equivalence import create_requests
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import VOCAB, make_reference
-
-OUTPUT_TOKENS = 24
 
 
 @pytest.fixture(
@@ -50,24 +48,14 @@ def model(
 
 @cache
 def requests() -> list[EngineRequest]:
-    """Return requests with prompts of many lengths, some with a shared prefix."""
-    rng = random.Random(5)
-    shared = [rng.randint(3, VOCAB - 1) for _ in range(40)]
-    return [
-        EngineRequest(
-            id=str(number),
-            prompt=shared[: rng.choice([0, 33, 40])]
-            + [rng.randint(3, VOCAB - 1) for _ in range(rng.randint(1, 60))],
-            params=SamplingParams(
-                temperature=0.0 if number % 2 else 0.9,
-                seed=number,
-                max_tokens=OUTPUT_TOKENS,
-                ignore_eos=True,
-                logprobs=1,
-            ),
+    """Return requests with prompts of many lengths, half of them greedy."""
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True, logprobs=1
         )
-        for number in range(8)
+        for seed, temperature in enumerate([0.9, 0.0] * 4)
     ]
+    return create_requests(params, range(3, VOCAB))
 
 
 def run(

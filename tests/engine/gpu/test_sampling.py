@@ -14,29 +14,26 @@ from argosy.engine.execution.kernels.torch.sampling_ops import (
 )
 from tests.engine.gpu.device import DEVICE
 from tests.engine.pairwise import pairwise
+from tests.engine.test_sampler import NEG_INF, random_wide_logits
+from tests.engine.test_sampler import random_metadata as random_sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
 VOCABS = (1, 5, 160, VOCAB_TILE, 2 * VOCAB_TILE + 77)
-NEG_INF = float("-inf")
 
 
 def random_logits(rows: int, vocab: int, spread: float = 3.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows + vocab)
-    return torch.randn(rows, vocab, generator=generator) * spread
+    return random_wide_logits(rows + vocab, rows, vocab, spread, torch.float32)
 
 
-def random_metadata(
-    rows: int, vocab: int, temperatures: tuple[float, ...] = (0.01, 0.7, 1.0, 3.0, np.inf)
-) -> SamplingMetadata:
-    """Return rows with temperature and min-p, or greedy (infinite temperature), without top-k and top-p."""
-    rng = np.random.default_rng(rows + vocab)
-    return SamplingMetadata(
-        (LOG2E / rng.choice(temperatures, rows)).astype(np.float32),
-        np.full(rows, vocab),
-        np.ones(rows, np.float32),
-        rng.choice([NEG_INF, NEG_INF, -3.0, 0.0], rows).astype(np.float32),
-        rng.choice([*rng.random(rows), 0.0, 1 - 2**-53], rows),
-    )
+def random_metadata(rows: int, vocab: int, scale: float | None = None) -> SamplingMetadata:
+    """Return rows with temperature and min-p, or greedy ones, without top-k and top-p."""
+    rng = np.random.default_rng(rows)
+    metadata = random_sampling(rows + vocab, rows, vocab)
+    metadata.top_k[:], metadata.top_p[:] = vocab, 1.0
+    metadata.random_values[:] = rng.choice([*metadata.random_values, 0.0, 1 - 2**-53], rows)
+    if scale is not None:
+        metadata.logit_scale[:] = scale
+    return metadata
 
 
 def sample_on_gpu(logits: torch.Tensor, metadata: SamplingMetadata) -> list[int]:
@@ -67,7 +64,7 @@ def test_greedy_selects_first_of_equal_logits() -> None:
     logits[1] = 0.0
     logits[2, [5, VOCAB_TILE + 1]] = 99.0
     logits[3, -1] = 99.0
-    tokens = sample_on_gpu(logits, random_metadata(4, vocab, (np.inf,)))
+    tokens = sample_on_gpu(logits, random_metadata(4, vocab, scale=0.0))
     assert tokens == [int(logits[0].argmax()), 0, 5, vocab - 1]
 
 
@@ -77,8 +74,8 @@ def test_greedy_selects_first_of_equal_logits() -> None:
 def test_invalid_logits_give_no_token(value: float) -> None:
     logits = random_logits(6, VOCAB_TILE + 9)
     logits[1, -1], logits[2, 0], logits[4] = value, value, NEG_INF
-    for temperatures in ((1.0,), (np.inf,)):
-        tokens = sample_on_gpu(logits, random_metadata(6, VOCAB_TILE + 9, temperatures))
+    for scale in (LOG2E, 0.0):
+        tokens = sample_on_gpu(logits, random_metadata(6, VOCAB_TILE + 9, scale))
         assert [token < 0 for token in tokens] == [False, True, True, False, True, False]
 
 
