@@ -23,6 +23,7 @@ from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams
+from tests.engine.transformers_reference import Reference
 
 BLOCK_SIZE = 16
 MAX_SEQUENCES = 256
@@ -135,3 +136,27 @@ class DecoderDriver:
         packed = self._batch.pack_step(plan, np.arange(plan.total_tokens))
         batch, _ = self._batch.gather_batch(packed.buffer, packed.shape)
         return batch if self._states is None else self._states.attach(batch)
+
+
+def assert_stored_integers_match(
+    path: Path, reference: Reference, prompts: list[list[int]], native_error: float
+) -> None:
+    """Compare a quantized checkpoint with the model of its dequantized weights.
+
+    Dequantized, logits and tokens are equal. Natively, the error is small, and no batch or chunk changes a bit.
+    """
+    exact = DecoderDriver(load_checkpoint(path, quantize="none"))
+    assert all(map(reference.continues, prompts, exact.greedy(prompts, 8)))
+    native = DecoderDriver(load_checkpoint(path))
+    alone = [native.logits_in_one_chunk(prompt) for prompt in prompts]
+    for prompt, logits in zip(prompts, alone, strict=True):
+        expected = reference.logits(prompt)
+        torch.testing.assert_close(
+            exact.logits_in_one_chunk(prompt), expected, rtol=1e-4, atol=2e-4
+        )
+        assert (logits - expected).square().mean().sqrt() < native_error * expected.std()
+    together = native.forward([(f"t{i}", prompt) for i, prompt in enumerate(prompts)])
+    assert all(map(torch.equal, together, alone))
+    native.forward([("a", prompts[-1][:9])])
+    chunks = native.forward([("b", prompts[0]), ("a", prompts[-1][9:])])
+    assert torch.equal(chunks[1], alone[-1][9:])

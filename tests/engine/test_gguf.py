@@ -15,7 +15,11 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
 from argosy.engine.execution.loading.model_selection import select_implementation
-from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
+from tests.engine.decoder_driver import (
+    DecoderDriver,
+    assert_stored_integers_match,
+    load_checkpoint,
+)
 from tests.engine.gguf_reference import dequantize, random_blocks, write_gguf
 from tests.engine.transformers_reference import VOCAB, make_reference
 
@@ -58,7 +62,6 @@ def test_blocks_equal_those_of_the_gguf_package(tmp_path: Path, kind: str) -> No
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_matches_transformers(tmp_path: Path, name: str) -> None:
-    """Dequantized, the logits are equal. Natively, the error is small, and no batch or chunk changes a bit."""
     family, options, kind = FAMILIES[name]
     reference = make_reference(tmp_path, family, options, model=MODELS.get(family, ""))
     folder = tmp_path / "gguf"
@@ -67,18 +70,7 @@ def test_family_matches_transformers(tmp_path: Path, name: str) -> None:
     path = resolve_model_path(str(folder), None)
     assert path == folder / "model.gguf"
     assert read_architecture(path).eos_token_ids == (2,)
-    exact = DecoderDriver(load_checkpoint(path, quantize="none"))
-    expected = [reference.logits(prompt) for prompt in PROMPTS]
-    for prompt, logits in zip(PROMPTS, expected, strict=True):
-        torch.testing.assert_close(exact.logits_in_one_chunk(prompt), logits, rtol=1e-4, atol=2e-4)
-    prompt = PROMPTS[1]
-    assert reference.continues(prompt, *exact.greedy([prompt], 8))
-    native = DecoderDriver(load_checkpoint(path))
-    alone = [native.logits_in_one_chunk(prompt) for prompt in PROMPTS]
-    for logits, others in zip(alone, expected, strict=True):
-        assert (logits - others).square().mean().sqrt() < 0.2 * others.std()
-    together = native.forward([(f"t{i}", prompt) for i, prompt in enumerate(PROMPTS)])
-    assert all(map(torch.equal, together, alone))
+    assert_stored_integers_match(path, reference, PROMPTS, native_error=0.2)
 
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}

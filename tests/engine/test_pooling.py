@@ -170,6 +170,8 @@ def test_generating_model_is_pooled_on_request(tmp_path: Path) -> None:
 
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.sentence_transformer.modules"
+ONE_LABEL, TWO_LABELS = {"id2label": {"0": "x"}}, {"id2label": {"0": "x", "1": "y"}}
+IDENTITY = "torch.nn.modules.linear.Identity"
 POOLING = {"1_Pooling": {"pooling_mode": "mean"}}
 
 
@@ -202,6 +204,9 @@ def embedder(prefix: str = OLD) -> dict[str, str]:
         "1_Pooling": f"{prefix}.Pooling",
         "2_Normalize": f"{prefix}.Normalize",
     }
+
+
+TRANSFORMER_AND_POOLING = {"": f"{OLD}.Transformer", "1_Pooling": f"{OLD}.Pooling"}
 
 
 @pytest.mark.parametrize(
@@ -253,36 +258,18 @@ def test_both_spellings_of_pooling_are_read(
 ) -> None:
     layout = read(tmp_path, "BertModel", embedder(prefix), {"1_Pooling": config})
     assert layout is not None
-    assert (layout.modes, layout.info.includes_prompt, layout.info.is_normalized) == (
-        modes,
-        includes_prompt,
-        True,
-    )
+    assert (layout.modes, layout.info.includes_prompt) == (modes, includes_prompt)
+    assert layout.info.is_normalized
 
 
 @pytest.mark.parametrize(
     ("config", "activation"),
     [
-        ({"id2label": {"0": "x"}}, "sigmoid"),
-        (
-            {
-                "id2label": {"0": "x"},
-                "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
-            },
-            "identity",
-        ),
-        (
-            {
-                "id2label": {"0": "x"},
-                "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
-            },
-            "identity",
-        ),
-        ({"id2label": {"0": "x", "1": "y"}}, "softmax"),
-        (
-            {"id2label": {"0": "x", "1": "y"}, "problem_type": "multi_label_classification"},
-            "sigmoid",
-        ),
+        (ONE_LABEL, "sigmoid"),
+        (ONE_LABEL | {"sentence_transformers": {"activation_fn": IDENTITY}}, "identity"),
+        (ONE_LABEL | {"sbert_ce_default_activation_function": IDENTITY}, "identity"),
+        (TWO_LABELS, "softmax"),
+        (TWO_LABELS | {"problem_type": "multi_label_classification"}, "sigmoid"),
     ],
 )
 def test_activation_of_a_classifier_is_that_of_a_cross_encoder(
@@ -297,26 +284,15 @@ def test_activation_of_a_classifier_is_that_of_a_cross_encoder(
     ("modules", "folders", "message"),
     [
         (
-            {"": f"{OLD}.Transformer", "1_Pooling": f"{OLD}.Pooling", "2_CNN": f"{OLD}.CNN"},
+            TRANSFORMER_AND_POOLING | {"2_CNN": f"{OLD}.CNN"},
             POOLING,
             "does not compute the modules Transformer, Pooling, CNN",
         ),
-        (
-            {"": f"{OLD}.Transformer", "../1_Pooling": f"{OLD}.Pooling"},
-            {},
-            "outside of the model's directory",
-        ),
+        ({"../1_Pooling": f"{OLD}.Pooling"}, {}, "outside of the model's directory"),
         (embedder(), {"1_Pooling": {"pooling_mode": "median"}}, "pooling_mode is 'median'"),
         (
-            {
-                "": f"{OLD}.Transformer",
-                "1_Pooling": f"{OLD}.Pooling",
-                "2_Dense": f"{OLD}.Dense",
-            },
-            POOLING
-            | {
-                "2_Dense": {"in_features": 8, "out_features": 4, "activation_function": "os.system"}
-            },
+            TRANSFORMER_AND_POOLING | {"2_Dense": f"{OLD}.Dense"},
+            POOLING | {"2_Dense": {"activation_function": "os.system"}},
             "activation_function is 'os.system'",
         ),
     ],
