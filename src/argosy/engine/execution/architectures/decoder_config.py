@@ -46,12 +46,9 @@ _LAYER_KINDS = {"full_attention", "sliding_attention"}
 def read_architecture(
     path: Path, generation_config: str = AUTO_CONFIG, *, has_head: bool = True
 ) -> ModelArchitecture:
-    """Read config.json and the generation config of the directory `path`.
+    """Read config.json, and the end-of-sequence ids as `read_generation_config` does, of the directory `path`.
 
-    Args:
-        path: Directory of the checkpoint.
-        generation_config: Source of the end-of-sequence ids, see `read_generation_config`.
-        has_head: Whether the model generates. Otherwise its hidden states are pooled.
+    The hidden states of a model without a head are pooled.
 
     Raises:
         ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.

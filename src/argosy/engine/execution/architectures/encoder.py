@@ -78,11 +78,7 @@ class EncoderArchitecture(Architecture):
 
 
 def read_encoder_architecture(path: Path, num_labels: int | None) -> EncoderArchitecture:
-    """Read config.json of an encoder.
-
-    Args:
-        path: Directory of the checkpoint.
-        num_labels: Outputs of the classification head. None ignores it.
+    """Read config.json of an encoder, whose classification head is ignored if `num_labels` is None.
 
     Raises:
         ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.

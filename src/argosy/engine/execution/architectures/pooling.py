@@ -139,12 +139,7 @@ def read_pooling_layout(path: Path, task: ModelTask = "auto") -> PoolingLayout |
 def read_pooling_architecture(
     path: Path, layout: PoolingLayout, max_model_len: int | None = None
 ) -> ModelArchitecture | EncoderArchitecture:
-    """Read the architecture of a pooling model's transformer.
-
-    Args:
-        path: Directory of the checkpoint.
-        layout: Layout of the checkpoint.
-        max_model_len: Limit of the input, which replaces that of the layout.
+    """Read the architecture of a pooling model's transformer. `max_model_len` replaces the layout's limit of the input.
 
     Raises:
         ValueError: Argosy cannot compute the model exactly as intended. The message says what to do.

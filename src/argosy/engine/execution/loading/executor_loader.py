@@ -114,47 +114,29 @@ def load_executor(
         OSError: A file cannot be read. The message says what to do.
     """
     started_at = time.monotonic()
-    checkpoint = _find_checkpoint(config, progress)
-    progress("preparing the kernels", 0.0)  # compiled at the first start
-    plan = _choose_formats(config, checkpoint)
-    loaded = _load_model(config, checkpoint, plan, progress)
-    return _prove(config, checkpoint, loaded, progress, find_grammar, started_at)
+    path = _find_checkpoint(config, progress)
+    plan = _plan_load(config, path, progress)
+    loaded = _load_model(config, plan, progress)
+    return _prove(config, loaded, progress, find_grammar, started_at)
 
 
-@dataclass(frozen=True, slots=True)
-class _FoundCheckpoint:
-    """Checkpoint on this machine, and what serves it."""
-
-    path: Path
-    fingerprint: str
-    pooling: PoolingLayout | None
-    """Layout of a model that computes vectors, or None for one that generates."""
-    implementation: SelectedImpl
-
-
-def _find_checkpoint(
-    config: EngineConfig, progress: Callable[[str, float], None]
-) -> _FoundCheckpoint:
-    """Find the files, verify them if their digest is known, and choose the implementation."""
+def _find_checkpoint(config: EngineConfig, progress: Callable[[str, float], None]) -> Path:
+    """Find the files, and verify them if their digest is known."""
     path = resolve_model_path(config.model, config.revision, config.digest)
     digest = config.digest or stored_digest(path)
     if digest:
         verify_model(path, digest, on_progress=lambda done: progress(VERIFYING_MODEL, done))
-    fingerprint = checkpoint_fingerprint(path)
-    layout = read_pooling_layout(path, config.task)
-    selection = (
-        select_implementation(path, config.model_impl)
-        if layout is None
-        else ModelSelection("argosy", f"the layout of the checkpoint: {layout.head}")
-    )
-    log.info("model_implementation_selected", **asdict(selection))
-    return _FoundCheckpoint(path, fingerprint, layout, selection.implementation)
+    return path
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadPlan:
     """Model that fits into the memory of a device in these formats, and whose weights are not loaded yet."""
 
+    path: Path
+    fingerprint: str
+    pooling: PoolingLayout | None
+    """Layout of a model that computes vectors, or None for one that generates."""
     device: Device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -178,22 +160,38 @@ class _LoadPlan:
         return f"{self.weight_format}, KV {str(self.kv_dtype).removeprefix('torch.')}"
 
 
-def _choose_formats(config: EngineConfig, checkpoint: _FoundCheckpoint) -> _LoadPlan:
-    """Choose device and data types, and check that the model fits into the memory."""
+def _select(config: EngineConfig, path: Path, layout: PoolingLayout | None) -> SelectedImpl:
+    """Choose and log the implementation."""
+    selection = (
+        select_implementation(path, config.model_impl)
+        if layout is None
+        else ModelSelection("argosy", f"the layout of the checkpoint: {layout.head}")
+    )
+    log.info("model_implementation_selected", **asdict(selection))
+    return selection.implementation
+
+
+def _plan_load(
+    config: EngineConfig, path: Path, progress: Callable[[str, float], None]
+) -> _LoadPlan:
+    """Choose implementation, device and data types, and check that the model fits into the memory."""
+    fingerprint, layout = checkpoint_fingerprint(path), read_pooling_layout(path, config.task)
+    implementation = _select(config, path, layout)
+    progress("preparing the kernels", 0.0)  # compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
     source: CheckpointReader | GenericModel
     architecture: AnyArchitecture
     stored = None
-    if checkpoint.implementation == "argosy":
-        architecture = _read_own_architecture(config, checkpoint)
-        source = CheckpointReader(checkpoint.path)
+    if implementation == "argosy":
+        architecture = _read_own_architecture(config, path, layout)
+        source = CheckpointReader(path)
         if config.quantize is None and device.has_group_linear:
             stored = source.find_stored_integers()
     else:
         source = build_transformers_model(
-            checkpoint.path,
+            path,
             dtype,
             max_model_len=config.max_model_len,
             trust_remote_code=config.trust_remote_code,
@@ -206,6 +204,9 @@ def _choose_formats(config: EngineConfig, checkpoint: _FoundCheckpoint) -> _Load
         ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
     )
     return _LoadPlan(
+        path=path,
+        fingerprint=fingerprint,
+        pooling=layout,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -217,13 +218,13 @@ def _choose_formats(config: EngineConfig, checkpoint: _FoundCheckpoint) -> _Load
 
 
 def _read_own_architecture(
-    config: EngineConfig, checkpoint: _FoundCheckpoint
+    config: EngineConfig, path: Path, layout: PoolingLayout | None
 ) -> ModelArchitecture | EncoderArchitecture:
     """Read the architecture of a model of Argosy's own implementation, with the context that is served."""
-    path, max_model_len = checkpoint.path, config.max_model_len
+    max_model_len = config.max_model_len
     architecture: ModelArchitecture | EncoderArchitecture
-    if checkpoint.pooling is not None:
-        architecture = read_pooling_architecture(path, checkpoint.pooling, max_model_len)
+    if layout is not None:
+        architecture = read_pooling_architecture(path, layout, max_model_len)
     else:
         architecture = read_architecture(path, config.generation_config)
     if max_model_len is not None and max_model_len < architecture.max_model_len:
@@ -281,10 +282,7 @@ class _LoadedModel:
 
 
 def _load_model(
-    config: EngineConfig,
-    checkpoint: _FoundCheckpoint,
-    plan: _LoadPlan,
-    progress: Callable[[str, float], None],
+    config: EngineConfig, plan: _LoadPlan, progress: Callable[[str, float], None]
 ) -> _LoadedModel:
     """Load the weights, and the pooler of a model that computes vectors."""
     device, dtype, architecture, source = plan.device, plan.dtype, plan.architecture, plan.source
@@ -293,7 +291,7 @@ def _load_model(
         progress(LOADING_WEIGHTS, done)
 
     model: Decoder | Encoder | GenericDecoder
-    with _open_pack_cache(config, checkpoint, plan) as cache:
+    with _open_pack_cache(config, plan) as cache:
         if not isinstance(source, CheckpointReader):
             from argosy.engine.execution.decoders.generic_loader import load_generic_decoder
 
@@ -321,15 +319,13 @@ def _load_model(
                 pack_cache=cache,
             )
     pooler = None
-    if checkpoint.pooling is not None and not isinstance(model, GenericDecoder):
-        reader = CheckpointReader(checkpoint.path)
-        pooler = load_pooler(checkpoint.pooling, model, reader, device, dtype)
+    if plan.pooling is not None and not isinstance(model, GenericDecoder):
+        pooler = load_pooler(plan.pooling, model, CheckpointReader(plan.path), device, dtype)
     return _LoadedModel(model, pooler, plan, cache.mapped_bytes)
 
 
 def _prove(
     config: EngineConfig,
-    checkpoint: _FoundCheckpoint,
     loaded: _LoadedModel,
     progress: Callable[[str, float], None],
     find_grammar: Callable[[str], CompiledGrammar] | None,
@@ -337,7 +333,7 @@ def _prove(
 ) -> LoadedExecutor:
     """Size the KV cache, warm the executor up, and test that results depend only on their own sequence."""
     plan, device, architecture = loaded.plan, loaded.plan.device, loaded.plan.architecture
-    limits = _resolve_limits(config, loaded, f"{checkpoint.fingerprint} {plan.format_name}")
+    limits = _resolve_limits(config, loaded, f"{plan.fingerprint} {plan.format_name}")
     if limits.state_snapshots is not None:
         log.info(
             "recurrent_states_allocated",
@@ -346,7 +342,7 @@ def _prove(
             state_bytes=architecture.state_bytes,
         )
     arithmetic = describe_arithmetic(
-        checkpoint.path,
+        plan.path,
         architecture,
         device,
         plan.dtype,
@@ -358,12 +354,10 @@ def _prove(
     is_exact = True
     if config.warmup:
         _warm_up(executor, limits, device.warmup_sizes, progress)
-        is_exact = _test_exactness(checkpoint.path, loaded, limits.max_model_len, arithmetic.id)
+        is_exact = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
     pooling, max_steps_in_flight = None, config.max_steps_in_flight
-    if checkpoint.pooling is not None:
-        pooling = describe_pooling(
-            checkpoint.pooling, architecture.hidden_size, limits.max_model_len
-        )
+    if plan.pooling is not None:
+        pooling = describe_pooling(plan.pooling, architecture.hidden_size, limits.max_model_len)
         max_steps_in_flight = 0  # the executor waits for its results
     return LoadedExecutor(
         executor=executor,
@@ -372,7 +366,7 @@ def _prove(
         limits=limits,
         load_s=time.monotonic() - started_at,
         backend=f"{device.name} {plan.format_name} {executor.attention_name}",
-        fingerprint=f"{checkpoint.fingerprint} {arithmetic.id}",
+        fingerprint=f"{plan.fingerprint} {arithmetic.id}",
         arithmetic=arithmetic,
         is_exact=is_exact,
         max_steps_in_flight=device.max_steps_in_flight
@@ -382,9 +376,7 @@ def _prove(
     )
 
 
-def _test_exactness(
-    path: Path, loaded: _LoadedModel, max_model_len: int, arithmetic_id: str
-) -> bool:
+def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str) -> bool:
     """Run the self-test unless its result for `arithmetic_id` is stored, and return whether the model is exact.
 
     Raises:
@@ -399,7 +391,7 @@ def _test_exactness(
     )
     if result.median_difference > MAX_MEDIAN_DIFFERENCE:
         raise ValueError(
-            f"{path}: the results of a sequence change with the other sequences of a batch "
+            f"{plan.path}: the results of a sequence change with the other sequences of a batch "
             f"({', '.join(result.failed_cases)}), so the model cannot be served; use another model"
         )
     fields = {"seconds": time.monotonic() - started_at, "failed_cases": result.failed_cases}
@@ -473,9 +465,7 @@ def choose_device(config: EngineConfig) -> Device:
     return create_cuda_device()
 
 
-def _open_pack_cache(
-    config: EngineConfig, checkpoint: _FoundCheckpoint, plan: _LoadPlan
-) -> PackCache:
+def _open_pack_cache(config: EngineConfig, plan: _LoadPlan) -> PackCache:
     """Open the pack cache for this checkpoint, format and packed layout."""
     layout_id = plan.device.weight_layout_id(plan.dtype)
     if not layout_id:
@@ -483,7 +473,7 @@ def _open_pack_cache(
     own = isinstance(plan.source, CheckpointReader)
     format_name = plan.weight_format if own else f"transformers {plan.weight_format}"
     return open_pack_cache(
-        (checkpoint.fingerprint, format_name, layout_id),
+        (plan.fingerprint, format_name, layout_id),
         required_bytes=plan.architecture.num_parameters * 2,
         limit_bytes=config.pack_cache_bytes,
     )

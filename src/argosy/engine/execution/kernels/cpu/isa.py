@@ -53,13 +53,9 @@ def available_isas() -> list[Isa]:
 
 
 def candidate_isas(name: str | None) -> list[Isa]:
-    """Return the instruction sets to try in order.
+    """Return the instruction sets to try, fastest first: the named one, that of $ARGOSY_CPU_ISA, or all supported ones.
 
-    Args:
-        name: Instruction set to use. None reads $ARGOSY_CPU_ISA, and without it returns all supported ones.
-
-    Returns:
-        Instruction sets, fastest first. Empty if the name is "torch".
+    None are to be tried if the name is "torch".
 
     Raises:
         ValueError: This CPU does not support the named instruction set.

@@ -8,7 +8,6 @@ tokens of its own sequence, however they are divided into chunks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from argosy.engine.execution.architectures.decoder import Activation, DeltaNetArchitecture, NormKind
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.operations import DeltaRuleWeights, Norm, norm_scale
+from argosy.engine.execution.kernels.torch.rowwise_ops import gelu, silu
 
 GATE_CHUNK_ROWS = 32
 """Number of rows that a torch gate computes at a time, so that its float32 intermediates stay in the CPU cache."""
@@ -62,17 +62,6 @@ class TorchNorm:
         return self(x.add_(delta))
 
 
-def _silu(x: Tensor, up: Tensor) -> Tensor:
-    """Compute SiLU, x * sigmoid(x) (Elfwing et al. 2017), times up."""
-    return x.div(x.neg().exp_().add_(1.0)).mul_(up)
-
-
-def _gelu_tanh(x: Tensor, up: Tensor) -> Tensor:
-    """Compute the tanh approximation of GELU (Hendrycks & Gimpel 2016), times up."""
-    inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2 / math.pi))
-    return inner.tanh_().add_(1.0).mul_(x).mul_(0.5).mul_(up)
-
-
 def _clamped_swiglu(x: Tensor, up: Tensor) -> Tensor:
     """Compute the activation of gpt-oss."""
     gate = x.clamp(max=7.0)
@@ -80,16 +69,11 @@ def _clamped_swiglu(x: Tensor, up: Tensor) -> Tensor:
     return gate.div_(scaled).mul_(up.clamp(-7.0, 7.0).add_(1.0))
 
 
-def _sigmoid(x: Tensor, up: Tensor) -> Tensor:
-    """Compute sigmoid(x) times up."""
-    return up / x.neg().exp_().add_(1.0)
-
-
 _ACTIVATIONS: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": _silu,
-    "gelu_tanh": _gelu_tanh,
+    "silu": lambda x, up: silu(x).mul_(up),
+    "gelu_tanh": lambda x, up: gelu(x, "tanh").mul_(up),
     "clamped_swiglu": _clamped_swiglu,
-    "sigmoid": _sigmoid,
+    "sigmoid": lambda x, up: up / x.neg().exp_().add_(1.0),
 }
 """Functions of float32 gate and up."""
 
