@@ -280,37 +280,32 @@ async def test_records_older_than_retention_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that has just started may have a clock that is a year ahead, so nothing is deleted at once."""
-    is_waiting, resume = asyncio.Event(), asyncio.Event()
     now = time.time()
     clock = Mock(time=Mock(return_value=now + 365 * 86_400))
-
-    async def wait(_: float) -> None:
-        is_waiting.set()
-        await resume.wait()
-        resume.clear()
-
-    monkeypatch.setattr(accounting_module, "asyncio", Mock(sleep=wait))
-    monkeypatch.setattr(accounting_module, "time", clock)
     store = open_migrated_store(f"sqlite:///{tmp_path}/argosy.db")
     ends = {days: now - days * 86_400 for days in (0, 29, 32, 400)}
-    records = [
-        UsageRecord(request=str(days), started_at=at, ended_at=at, status="completed")
-        for days, at in ends.items()
-    ]
-    store.ledger.add_records(records)
+    store.ledger.add_records(
+        [
+            UsageRecord(request=str(days), started_at=at, ended_at=at, status="completed")
+            for days, at in ends.items()
+        ]
+    )
 
     def stored_records() -> list[str]:
         return [record.request for page in store.ledger.iter_records() for record in page]
 
+    async def wait(_: float) -> None:
+        if clock.time.return_value == now:
+            await asyncio.Event().wait()
+        assert stored_records() == ["400", "32", "29", "0"]
+        clock.time.return_value = now
+
+    monkeypatch.setattr(accounting_module, "asyncio", Mock(sleep=wait))
+    monkeypatch.setattr(accounting_module, "time", clock)
     accounting = AccountingService(store, Mock(), StoreConfig(keep_usage_days=30))
     rolling_up = asyncio.create_task(accounting.roll_up_usage())
-    await is_waiting.wait()
-    assert stored_records() == ["400", "32", "29", "0"]
-    clock.time.return_value = now
-    is_waiting.clear()
-    resume.set()
-    await is_waiting.wait()
-    assert stored_records() == ["29", "0"]
+    await until(lambda: rolling_up.done() or stored_records() == ["29", "0"])
+    assert not rolling_up.done()
     rolling_up.cancel()
     store.close()
 

@@ -1,4 +1,4 @@
-"""Limit filter of one gateway: admission, stream ends, settlement, rate limit headers and seeding from past usage."""
+"""Filters of one gateway: limits with their headers, settlement and seeding, and the tenant of the telemetry."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -27,11 +28,15 @@ from tests.support.limit_harness import (
     make_snapshot,
 )
 
-from argosy.deployment import LimitsConfig
+from argosy.deployment import ExplainConfig, LimitsConfig
 from argosy.gateway.filters import LimitFilter, read_redis_password
 from argosy.gateway.filters.limit_responses import format_duration
+from argosy.gateway.filters.telemetry_filter import TelemetryFilter
+from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
+from argosy.gateway.request_trace import TraceStore
+from argosy.http_server import HttpExchange
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
@@ -42,6 +47,7 @@ from argosy.store import (
     UsageReportRow,
     create_quota_backend,
 )
+from argosy.telemetry import GatewayGauges, GatewayMetrics
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)
@@ -560,3 +566,22 @@ def test_redis_settings_are_validated() -> None:
         read_redis_password(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
     with pytest.raises(ValueError, match="add redis"):
         read_redis_password(LimitsConfig(password_env="HOME"))
+
+
+# --- telemetry ------------------------------------------------------------------------------------
+
+
+async def test_telemetry_without_project_uses_organisation_as_tenant() -> None:
+    metrics = GatewayMetrics()
+    telemetry = TelemetryFilter(TraceStore(ExplainConfig()), metrics, lambda: 1.0)
+    for organisation in ("acme", "zeta"):
+        context = make_context(Principal(organisation=organisation))
+        context.exchange = Mock(spec=HttpExchange, request_id="r", path="/v1/completions")
+        await telemetry.on_request(context)
+        telemetry.on_complete(context)
+    exposition = metrics.exposition(GatewayGauges()).decode()
+    for organisation in ("acme", "zeta"):
+        assert (
+            f'requests_total{{model="big",status="failed",tenant="{organisation}"}} 1.0'
+            in exposition
+        )
