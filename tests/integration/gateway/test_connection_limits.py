@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.certificates import Authority
 from tests.support.gateway_client import gateway
+from tests.support.http_serving import run_server
 from tests.support.waiting import until
 
 from argosy.deployment import AuthConfig, ReplicaConfig
@@ -21,7 +22,6 @@ from argosy.http_server import (
     HttpRequest,
     HttpServer,
     TlsConfig,
-    bind_tcp,
     connection_limiter,
 )
 from argosy.http_server import server as server_module
@@ -37,24 +37,13 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class LimitedServer:
     """A server with at most 4 connections, which answers `GET /held` when `release` is set."""
 
-    def __init__(
-        self,
-        certificates: CertificateWatcher | None = None,
-        max_connections_per_address: int | None = None,
-    ) -> None:
+    server: HttpServer
+
+    def __init__(self) -> None:
         self.release = asyncio.Event()
         self.started: list[str] = []
         self.refusals = 0
         self.evictions = Counter[str]()
-
-        self.server = HttpServer(
-            self._answer,
-            certificates,
-            is_trusted_proxy=PROXY.__eq__,
-            on_connection_refused=self._count_refusal,
-            on_connection_evicted=lambda reason: self.evictions.update([reason]),
-            max_connections_per_address=max_connections_per_address,
-        )
         self._connections: list[Connection] = []
 
     def _count_refusal(self) -> None:
@@ -67,24 +56,30 @@ class LimitedServer:
         request.transport.send_response(200, [(b"content-length", b"5")], b"hello")
 
     @contextlib.asynccontextmanager
-    async def run(self) -> AsyncIterator[LimitedServer]:
-        listen_socket = bind_tcp("127.0.0.1", 0)
-        self._port = listen_socket.getsockname()[1]
-        task = asyncio.create_task(self.server.serve(sockets=[listen_socket]))
-        try:
-            yield self
-        finally:
-            self.release.set()
-            for _, writer in self._connections:
-                writer.close()
-            self.server.force_exit = True
-            self.server.stop()
-            await task
+    async def run(
+        self,
+        certificates: CertificateWatcher | None = None,
+        max_connections_per_address: int | None = None,
+    ) -> AsyncIterator[LimitedServer]:
+        async with run_server(
+            self._answer,
+            certificates,
+            is_trusted_proxy=PROXY.__eq__,
+            on_connection_refused=self._count_refusal,
+            on_connection_evicted=lambda reason: self.evictions.update([reason]),
+            max_connections_per_address=max_connections_per_address,
+        ) as (self.server, self.port):
+            try:
+                yield self
+            finally:
+                self.release.set()
+                for _, writer in self._connections:
+                    writer.close()
 
     async def connect(self, address: str = "127.0.0.1", data: bytes = b"") -> Connection:
         """Connect from a loopback address, send data, and wait until the server has the connection."""
         before = self._connection_events()
-        connection = await asyncio.open_connection("127.0.0.1", self._port, local_addr=(address, 0))
+        connection = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
         self._connections.append(connection)
         connection[1].write(data)
         await until(lambda: self._connection_events() != before)
@@ -150,11 +145,11 @@ async def test_clients_that_never_finish_a_tls_handshake_make_room(tmp_path: Pat
     pair = authority.pair("127.0.0.1")
     certificates = CertificateWatcher(TlsConfig(certificate=pair.certificate, key=pair.key))
     context = ssl.create_default_context(cafile=authority.ca)
-    async with LimitedServer(certificates).run() as limited:
+    async with LimitedServer().run(certificates) as limited:
         silent = [
             await limited.connect("127.0.0.3", data) for data in (b"", b"\x16", b"", b"\x16\x03")
         ]
-        new_client = await asyncio.open_connection("127.0.0.1", limited._port, ssl=context)  # noqa: SLF001 - of this file
+        new_client = await asyncio.open_connection("127.0.0.1", limited.port, ssl=context)
         assert (await read_response(new_client)).endswith(b"hello")
         new_client[1].close()
         assert await read_end(silent[0]) == b""
@@ -162,7 +157,7 @@ async def test_clients_that_never_finish_a_tls_handshake_make_room(tmp_path: Pat
 
 
 async def test_address_is_limited_and_others_are_not() -> None:
-    async with LimitedServer(max_connections_per_address=2).run() as limited:
+    async with LimitedServer().run(max_connections_per_address=2) as limited:
         idle = [await limited.connect("127.0.0.2") for _ in range(3)]
         assert await read_end(idle[0]) == b""
         assert limited.evictions == {"address_limit": 1}
@@ -181,7 +176,7 @@ async def test_address_is_limited_and_others_are_not() -> None:
 
 async def test_trusted_proxy_and_this_machine_may_have_all_connections() -> None:
     for address, max_connections in ((str(PROXY), 2), ("127.0.0.2", None)):
-        async with LimitedServer(max_connections_per_address=max_connections).run() as limited:
+        async with LimitedServer().run(max_connections_per_address=max_connections) as limited:
             for _ in range(4):
                 await limited.hold(address)
             assert not limited.evictions
