@@ -29,79 +29,45 @@ EVENTS = st.one_of(
     st.tuples(st.just("read"), st.integers(0, 2)),
 )
 STALL_S = 20.0
-
-
-def new_stream(aborted: list[str]) -> DeltaStream:
-    request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams())
-    return DeltaStream(request, "r~1", 0.0, lambda ended: aborted.append(ended.id))
+REQUEST = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams())
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.booleans()), min_size=1))
-def test_every_delta_is_delivered_once_at_any_pace(
+def test_every_delta_is_delivered_once_at_any_pace_and_fields_of_the_first_not_again(
     added: list[tuple[list[int], bool]],
 ) -> None:
-    aborted: list[str] = []
-    delta_stream, calls = new_stream(aborted), 0
-
-    def count_call() -> None:
-        nonlocal calls
-        calls += 1
-
-    delta_stream.set_listener(count_call)
-    drained: list[Delta] = []
+    calls: list[None] = []
+    delta_stream = DeltaStream(REQUEST, "r~1", 0.0, lambda _: pytest.fail("it ended by itself"))
+    delta_stream.set_listener(lambda: calls.append(None))
+    drained: list[Delta | None] = []
     for index, (tokens, drains) in enumerate(added):
         finish = "length" if index == len(added) - 1 else None
-        first = {"cached_tokens": 1, "queue_s": 0.5} if index == 0 else {}
+        first = {"cached_tokens": index, "queue_s": 0.5, "prompt_block_names": b"x"}
         delta_stream.add_delta(Delta(id="r~1", tokens=[*tokens], finish_reason=finish, **first))  # type: ignore[arg-type]
-        if drains and (delta := delta_stream.drain()) is not None:
-            drained.append(delta)
-    if (delta := delta_stream.drain()) is not None:
-        drained.append(delta)
-    assert calls == len(added)
+        if drains:
+            drained.append(delta_stream.drain())
+    drained.append(delta_stream.drain())
+    assert len(calls) == len(added)
+    delivered = [delta for delta in drained if delta is not None]
     all_tokens = [token for tokens, _ in added for token in tokens]
-    assert [token for each in drained for token in each.tokens] == all_tokens
-    assert [each.finish_reason for each in drained][-1] == "length"
-    assert [each.cached_tokens for each in drained] == [1] + [None] * (len(drained) - 1)
-    assert {each.id for each in drained} == {"r"}
-    assert delta_stream.drain() is None
+    assert [token for each in delivered for token in each.tokens] == all_tokens
+    assert [each.finish_reason for each in delivered][-1] == "length"
+    assert [each.cached_tokens for each in delivered] == [0] + [None] * (len(delivered) - 1)
+    assert b"".join(each.prompt_block_names for each in delivered) == b"x"
+    assert {each.id for each in delivered} == {"r"}
     delta_stream.close()
-    assert not aborted
 
 
-def test_late_listener_is_called_for_waiting_deltas() -> None:
-    delta_stream = new_stream([])
+def test_late_listener_is_called_and_early_close_aborts_the_request_once() -> None:
+    aborted: list[str] = []
+    delta_stream = DeltaStream(REQUEST, "r~1", 0.0, lambda ended: aborted.append(ended.id))
     delta_stream.add_delta(Delta(id="r~1", tokens=[3]))
     calls: list[None] = []
     delta_stream.set_listener(lambda: calls.append(None))
-    assert len(calls) == 1
-    delta = delta_stream.drain()
-    assert delta is not None
-    assert delta.tokens == [3]
-
-
-def test_restart_does_not_repeat_first_delta_fields() -> None:
-    delta_stream = new_stream([])
-    delta_stream.add_delta(
-        Delta(id="r~1", tokens=[3], cached_tokens=7, queue_s=0.5, prompt_block_names=b"x")
-    )
-    assert delta_stream.drain() is not None
-    delta_stream.add_delta(
-        Delta(id="r~1", tokens=[4], cached_tokens=2, queue_s=0.1, prompt_block_names=b"y")
-    )
-    delta = delta_stream.drain()
-    assert delta is not None
-    assert (delta.tokens, delta.cached_tokens, delta.queue_s) == ([4], None, None)
-    assert delta.prompt_block_names == b""
-
-
-def test_early_close_aborts_the_request_and_drops_deltas() -> None:
-    aborted: list[str] = []
-    delta_stream = new_stream(aborted)
     delta_stream.close()
     delta_stream.close()
     delta_stream.add_delta(Delta(id="r~1", tokens=[3]))
-    assert aborted == ["r"]
-    assert delta_stream.drain() is None
+    assert (len(calls), aborted, delta_stream.drain()) == (1, ["r"], None)
 
 
 async def read_update(reader: KvUpdateReader, known: set[int]) -> set[int]:

@@ -86,14 +86,6 @@ def test_metaspace_decoder_agrees_with_the_library() -> None:
     assert Tokenizer(backend).decode(ids) == backend.decode(ids) == "the cats"
 
 
-def test_special_tokens_are_skipped_on_demand() -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    ids = tokenizer.encode("<|user|>the<|end|>")
-    assert tokenizer.decode(ids) == "the"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|user|>the<|end|>"
-    assert tokenizer.special_ids.issuperset([ids[0], ids[-1]])
-
-
 def test_ids_outside_the_vocabulary_have_no_text(tokenizer_type: str) -> None:
     tokenizer = TOKENIZERS[tokenizer_type]
     assert tokenizer.decode([-1, tokenizer.vocab_size, 10**30]) == ""
