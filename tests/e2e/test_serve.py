@@ -1,5 +1,6 @@
 """`argosy serve` with the bundled model: OpenAI SDK, `argosy chat`, signals, faults, TLS."""
 
+import json
 import os
 import re
 import shutil
@@ -82,11 +83,11 @@ def test_status_events_and_logs_come_from_the_running_gateway(
     assert status.returncode == 0, status.stderr
     assert f"Fleet serve, revision 1, led by process {server.process.pid}" in status.stdout
     assert "replica: 1 of 1 replicas of argosy-mini are ready" in status.stdout
-    events = run_argosy("events", "--replica", "replica-1-0").stdout
+    events = CliRunner().invoke(app, ["events", "--replica", "replica-1-0"]).stdout
     assert "replica_phase  replica-1-0  ready: every gateway routes to it" in events
-    logs = run_argosy("logs", "argosy-mini", "--url", server.url)
-    assert logs.returncode == 0, logs.stderr
-    assert "replica-1-0" in logs.stdout + logs.stderr
+    logs = CliRunner().invoke(app, ["logs", "argosy-mini", "--url", server.url])
+    assert logs.exit_code == 0, logs.output
+    assert "replica-1-0" in logs.output
     settings = httpx2.get(f"{server.url}/admin/settings").json()["data"]
     assert {each["value"] for each in settings if each["path"] == "port"} == {0}
     change = {"pool": "replica", "replicas": 2}
@@ -191,15 +192,26 @@ def test_second_sigint_exits_at_once() -> None:
         assert not alive
 
 
-def test_first_key_of_public_address_is_shown_before_model_loads(
-    broken_model: Path, tmp_path: Path
+def test_damaged_model_is_refused_after_first_key_is_shown_and_whole_model_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A public address needs a key. The digest of a stored model is in its list entry and its usage."""
+    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
     store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    failed = run_argosy("serve", str(broken_model), "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - the test needs a public address
+    pull = ["models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json"]
+    digest = json.loads(CliRunner().invoke(app, pull).stdout)["digest"]
+    (weights,) = (tmp_path / "models").rglob("model.safetensors")
+    weights.chmod(0o600)
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    failed = run_argosy("serve", "store:mini", "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - the test needs a public address
     assert failed.returncode == 2
+    assert "model.safetensors" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
     key = KEY.search(failed.stderr)
     assert key is not None
-    with run_serve(*store) as server:  # every request needs a key once one exists
+    weights.write_bytes(whole)
+    with run_serve("store:mini", *store) as server:  # every request needs a key once one exists
         arguments = ("chat", "--url", server.url, "--max-tokens", "5", "Hello")
         keyless = run_argosy(*arguments)
         assert keyless.returncode != 0
@@ -207,8 +219,11 @@ def test_first_key_of_public_address_is_shown_before_model_loads(
         unknown = error_line("status", "--url", server.url)
         assert "Give it by --api-key or ARGOSY_API_KEY" in unknown
         assert run_argosy(*arguments, "--api-key", key.group()).returncode == 0
-        usage = ["usage", "--json", *store]
-        wait_for(lambda: '"requests": 1' in CliRunner().invoke(app, usage).output)
+        bearer = {"Authorization": f"Bearer {key.group()}"}
+        (card,) = httpx2.get(f"{server.url}/v1/models", headers=bearer).json()["data"]
+        assert (card["id"], card["digest"]) == ("mini", digest)
+        usage = ["usage", "--csv", "-", *store]
+        wait_for(lambda: CliRunner().invoke(app, usage).output.count(digest) == 1)
 
 
 def test_unstartable_replica_ends_server_with_error(tmp_path: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +13,14 @@ from tests.engine.stored_formats import FORMATS, quantize_checkpoint, quantize_e
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import Reference, make_reference
 from tests.support.export_gguf import export
-from tests.support.serve_process import ServeProcess, run_argosy, run_serve
+from tests.support.serve_process import ServeProcess, run_serve
 from tests.unit.serving.test_tokenizer_files import (
     sentencepiece_model,
     sentencepiece_pieces,
     write_tekken,
     write_tiktoken,
 )
-from typer.testing import CliRunner
 
-from argosy.cli.app import app
 from argosy.models import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -134,36 +128,3 @@ def test_directory_of_each_kind_streams(tmp_path: Path, kind: str) -> None:
         has_template = path.is_file() or (path / "chat_template.jinja").exists()
         assert read_stream(server, chat=has_template)
         assert any(logged in line for line in server.stderr_lines)
-
-
-def test_stored_model_has_its_digest_and_is_refused_when_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
-    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    pulled = CliRunner().invoke(
-        app, ["models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json"]
-    )
-    digest = json.loads(pulled.stdout)["digest"]
-    with run_serve("store:mini", *store) as server, server.client() as client:
-        cards = client.models.list().data
-        assert [(card.id, (card.model_extra or {})["digest"]) for card in cards] == [
-            ("mini", digest)
-        ]
-        client.completions.create(model="mini", prompt="Say", max_tokens=3)
-        server.process.terminate()
-        server.process.wait()
-    usage = CliRunner().invoke(app, ["usage", "--csv", "-", *store]).stdout
-    rows = list(csv.DictReader(io.StringIO(usage)))
-    assert [row["digest"] for row in rows] == [digest]
-    (weights,) = (tmp_path / "models").rglob("model.safetensors")
-    weights.chmod(0o600)
-    with weights.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    failed = run_argosy("serve", "store:mini", "--port", "0", *store)
-    assert failed.returncode == 2
-    assert "model.safetensors" in failed.stderr.splitlines()[-1]
-    assert "Traceback" not in failed.stderr
