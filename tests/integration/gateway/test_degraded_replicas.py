@@ -145,28 +145,6 @@ async def test_request_that_crashes_replicas_crashes_at_most_four() -> None:
 # --- full replicas -------------------------------------------------------------------------------
 
 
-async def test_requests_wait_for_replica_with_unknown_concurrency_limit() -> None:
-    running, count = 0, 24
-
-    async def run_at_most_three(request: UpstreamRequest) -> None:
-        nonlocal running
-        if running == 3:
-            await respond_429(request)
-            return
-        running += 1
-        await asyncio.sleep(0.05)  # the time that a request takes
-        running -= 1
-        await respond_with_tokens(request)
-
-    timeouts = Timeouts(first_token_timeout_s=5.0, failover_timeout_s=20.0)
-    async with gateway_with(run_at_most_three, timeouts=timeouts) as (gateway, (upstream,)):
-        first = await asyncio.gather(*(send(gateway) for _ in range(count)))
-        before = len(upstream.requests)
-        second = await asyncio.gather(*(send(gateway) for _ in range(count)))
-        assert {status for status, _ in first + second} == {200}
-        assert len(upstream.requests) - before < 1.5 * count
-
-
 def full_for(retry_after: str) -> UpstreamScript:
     """Return a script that rejects with this `Retry-After`."""
 

@@ -48,7 +48,7 @@ class ReplicaWithGateways:
             self.report_to(gateway)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     slots=st.integers(1, 40),
     tiers=st.lists(st.integers(0, 2), min_size=1, max_size=5),

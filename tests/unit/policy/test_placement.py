@@ -214,6 +214,26 @@ def test_request_of_a_failing_replica_waits_for_budget() -> None:
     assert request.attempts
 
 
+def test_requests_wait_for_a_replica_that_refuses_what_exceeds_its_limit() -> None:
+    """The replica runs three requests for 50 ms each, which the gateway does not know."""
+    count = 24
+    world = PlacementWorld(1, count, 0, limits=PlacementLimits(failover_timeout_s=20.0))
+    num_sent = []
+    for _ in range(2):
+        requests = [world.arrive("t", 1, 1, is_stream=False) for _ in range(count)]
+        while running := [each for each in requests if each.attempts]:
+            for request in running[3:]:
+                world.end(request, request.attempts[0], AttemptEnding.REFUSED, 429)
+            for request in running[:3]:
+                world.answer(request, request.attempts[0])
+                world.end(request, request.attempts[0], AttemptEnding.COMPLETED)
+            while world.requests and not any(each.attempts for each in requests):
+                world.advance(0.05)
+        num_sent.append(sum(len(each.request.records) for each in world.ended))
+    assert world.counts["completed"] == 2 * count
+    assert num_sent[1] - num_sent[0] < 1.5 * count
+
+
 def test_a_token_per_attempt_is_no_progress() -> None:
     """A failure for each token would cost too many attempts."""
     world = make_world(8)

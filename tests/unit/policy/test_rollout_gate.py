@@ -478,7 +478,17 @@ def test_invalid_settings_are_refused(create: Callable[[], object], message: str
         create()
 
 
-@pytest.mark.parametrize("name", ["identical", *simulation.CHANGES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "identical",
+        *list(simulation.CHANGES)[::2],
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in list(simulation.CHANGES)[1::2]
+        ),
+    ],
+)
 def test_simulated_rollouts_go_back_from_worse_versions_only(name: str) -> None:
     """A small part of `benchmarks.rollouts`, whose results have the rates."""
     change = simulation.CHANGES.get(name, simulation.Change())

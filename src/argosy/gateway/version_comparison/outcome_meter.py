@@ -66,7 +66,7 @@ class ModelOutcomes:
         self._running: dict[RequestContext, _Counted] = {}
         """Requests of this step that count when they end or reach the scoring age, in the order of their admission."""
 
-    def apply(self, versions: PublishedVersions, wall_now: float) -> list[OutcomeBatch]:
+    def apply(self, versions: PublishedVersions, wall_now: float) -> OutcomeBatch | None:
         """Follow what the controller has published.
 
         Args:
@@ -74,7 +74,7 @@ class ModelOutcomes:
             wall_now: Seconds since the epoch.
 
         Returns:
-            The last batch of the step that has ended, if one has.
+            The last batch of the step that has ended; None if none has.
         """
         route, comparison = versions.route, versions.comparison
         if route.stable != self._stable:
@@ -86,11 +86,11 @@ class ModelOutcomes:
             self._candidate_replicas.update(each.name or each.url for each in replicas)
         previous, self.comparison = self.comparison, comparison
         if _step_of(previous) == _step_of(comparison):
-            return []
-        batches = self.take_batches(wall_now, force=True)
+            return None
+        batch = self.take_batch(wall_now, force=True)
         self._running.clear()
         if comparison is None:
-            return batches
+            return batch
         if self._aggregator is None or comparison.rollout != self._compared_rollout:
             self._batches.clear()
             self._compared_answers = self._equal_answers = 0
@@ -103,7 +103,7 @@ class ModelOutcomes:
                 comparison.rates,
             )
         self._aggregator.start_step(comparison.step)
-        return batches
+        return batch
 
     def on_admitted(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
         """Count a request that was assigned at random, if a comparison runs."""
@@ -158,15 +158,14 @@ class ModelOutcomes:
                 del self._running[context]
                 self._record(context, counted, now, is_running=True)
 
-    def take_batches(self, wall_now: float, *, force: bool = False) -> list[OutcomeBatch]:
+    def take_batch(self, wall_now: float, *, force: bool = False) -> OutcomeBatch | None:
         """Return the batch that is complete now, if there is one, and keep it for the controller."""
         if self._aggregator is None or (self.comparison is None and not force):
-            return []
+            return None
         batch = self._aggregator.take_batch(wall_now, force=force)
-        if batch is None:
-            return []
-        self._batches.append(batch)
-        return [batch]
+        if batch is not None:
+            self._batches.append(batch)
+        return batch
 
     def build_report(self, query: OutcomeQuery) -> OutcomeReport:
         """Answer the controller, and forget the batches that it has stored."""
@@ -247,8 +246,9 @@ class OutcomeMeter:
             for model in self._versions
         }
         for model, published in self._versions.items():
-            batches = self._models[model].apply(published, wall_now)
-            self._report(previous.get(model, published), batches)
+            batch = self._models[model].apply(published, wall_now)
+            if batch is not None:
+                self._on_batch(previous.get(model, published), batch)
 
     def on_request_admitted(self, context: RequestContext) -> None:
         """Record that all filters have admitted a request, which is placed next."""
@@ -295,8 +295,6 @@ class OutcomeMeter:
         now, wall_now = self._clock(), self._wall_clock()
         for model, outcomes in self._models.items():
             outcomes.score_running(now)
-            self._report(self._versions[model], outcomes.take_batches(wall_now))
-
-    def _report(self, versions: PublishedVersions, batches: Sequence[OutcomeBatch]) -> None:
-        for batch in batches:
-            self._on_batch(versions, batch)
+            batch = outcomes.take_batch(wall_now)
+            if batch is not None:
+                self._on_batch(self._versions[model], batch)

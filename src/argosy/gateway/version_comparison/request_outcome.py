@@ -15,25 +15,6 @@ _CONTENT_FILTER = "content_filter"
 """Finish reason of a response that the model or its server refused to complete."""
 
 
-def list_version_attempts(
-    context: RequestContext, arm: Arm, candidate_replicas: Collection[str]
-) -> tuple[list[AttemptRecord], list[AttemptRecord]]:
-    """Return the sent attempts at replicas of the request's version, and those at the other version.
-
-    Args:
-        context: The request.
-        arm: Version that it is assigned to.
-        candidate_replicas: Names of the candidate's replicas.
-    """
-    own: list[AttemptRecord] = []
-    others: list[AttemptRecord] = []
-    for attempt in context.trace.attempts:
-        if attempt.sent_at is not None:
-            is_candidate = attempt.replica in candidate_replicas
-            (own if is_candidate is (arm is Arm.CANDIDATE) else others).append(attempt)
-    return own, others
-
-
 def build_outcome(
     context: RequestContext,
     arm: Arm,
@@ -57,7 +38,12 @@ def build_outcome(
         The outcome. None if the version has not processed the request: it was never sent there, or was sent elsewhere
         because the replicas were full or drained.
     """
-    own, others = list_version_attempts(context, arm, candidate_replicas)
+    own: list[AttemptRecord] = []
+    others: list[AttemptRecord] = []
+    for attempt in context.trace.attempts:
+        if attempt.sent_at is not None:
+            is_candidate = attempt.replica in candidate_replicas
+            (own if is_candidate is (arm is Arm.CANDIDATE) else others).append(attempt)
     if not own:
         return None
     status = _find_status(context, own, others, is_running=is_running)

@@ -101,7 +101,7 @@ def test_a_restarted_controller_decides_as_if_it_had_run_on(
     assert msgspec.json.encode(undisturbed.state) == msgspec.json.encode(restarted.state)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.floats(10.0, 1200.0),
     st.floats(10.0, 1200.0),
