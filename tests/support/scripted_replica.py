@@ -68,11 +68,14 @@ def serve(address: str, behaviours: tuple[str, ...]) -> None:
     while True:
         client, _ = server.accept()
         with client:
-            request = client.recv(65536)
-            client.sendall(completion if request.startswith(b"POST") else answer)
-            client.shutdown(socket.SHUT_WR)
-            while client.recv(65536):
-                pass  # with a rest unread, the answer might be lost
+            try:
+                request = client.recv(65536)
+                client.sendall(completion if request.startswith(b"POST") else answer)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(65536):
+                    pass  # with a rest unread, the answer might be lost
+            except OSError:
+                pass  # the client has left
 
 
 main(*sys.argv[1:])
