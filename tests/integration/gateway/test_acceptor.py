@@ -6,41 +6,25 @@ import asyncio
 import errno
 import resource
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 import uvloop
+from structlog.testing import capture_logs
 from tests.support.http_serving import run_server
-from tests.support.waiting import is_listening
+from tests.support.waiting import is_listening, until
 
 from argosy.http_server import HttpRequest, HttpServer, bind_tcp, bind_unix, listening_socket
 from argosy.http_server import server as server_module
 from argosy.http_server.acceptor import UnixListenSocket, close_listen_socket
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-SERVER = """
-import uvloop
-from tests.support.http_serving import run_server
-from argosy.http_server import HttpServer, bind_tcp
 
-async def hello(request):
-    request.transport.start_response(200, [])
-    request.transport.write_nowait(b"hello")
-    request.transport.end_response()
 
-async def main():
-    bound = bind_tcp("127.0.0.1", 0)
-    print(bound.getsockname()[1], flush=True)
-    await HttpServer(hello).serve(sockets=[bound])
-
-uvloop.run(main())
-"""
+async def respond(request: HttpRequest) -> None:
+    request.transport.send_response(200, [(b"content-length", b"0")], b"")
 
 
 async def unused_app(request: HttpRequest) -> None:
@@ -111,9 +95,6 @@ def test_closed_server_leaves_socket_of_its_successor(tmp_path: Path) -> None:
 
 
 async def test_connections_waiting_for_accept_are_served_while_server_drains() -> None:
-    async def respond(request: HttpRequest) -> None:
-        request.transport.send_response(200, [(b"content-length", b"0")], b"")
-
     server, listen_socket = HttpServer(respond), bind_tcp("127.0.0.1", 0)
     with ExitStack() as stack:
         clients = [
@@ -143,29 +124,17 @@ async def test_connection_is_closed_if_setup_fails(
         writer.close()
 
 
-@pytest.fixture
-def server_process() -> Iterator[tuple[psutil.Process, int]]:
-    """Yield a process that responds "hello", and its port."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as popen:
-        assert popen.stdout is not None
-        yield psutil.Process(popen.pid), int(popen.stdout.readline())
-        popen.kill()
-
-
-def test_waiting_connection_is_accepted_once_descriptors_are_free(
-    server_process: tuple[psutil.Process, int],
-) -> None:
-    process, port = server_process
-    with closing(socket.create_connection(("127.0.0.1", port))) as first:
-        first.sendall(REQUEST)
-        assert first.recv(4096).startswith(b"HTTP/1.1 200 OK")
-    hard_limit = process.rlimit(resource.RLIMIT_NOFILE)[1]
-    process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() + 10, hard_limit))
-    with ExitStack() as clients:
-        for _ in range(40):
-            clients.enter_context(closing(socket.create_connection(("127.0.0.1", port))))
-        late_client = socket.create_connection(("127.0.0.1", port), timeout=30)
-        late_client.sendall(REQUEST)
-    with closing(late_client):
-        assert late_client.recv(4096).startswith(b"HTTP/1.1 200 OK")
-    assert process.is_running()
+async def test_waiting_connection_is_accepted_once_descriptors_are_free() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with run_server(respond) as (_, port):
+        with socket.socket() as client, capture_logs() as logs:
+            client.settimeout(30)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                client.connect(("127.0.0.1", port))
+                await until(lambda: "accepting_paused" in [line["event"] for line in logs])
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            client.sendall(REQUEST)
+            response = await asyncio.to_thread(client.recv, 4096)
+    assert response.startswith(b"HTTP/1.1 200 OK")
