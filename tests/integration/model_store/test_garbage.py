@@ -8,21 +8,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.support.small_models import write_small_model
+from tests.support.small_models import (
+    stored_path,
+    write_small_model,
+)
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.deployment import dump_fleet, load_fleet, pool_digests
 from argosy.model_store import ModelStore, ModelVersion, Stage, hold_model, pull_model
 from argosy.store import FleetStore, open_store
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
-    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "store"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return ModelStore(tmp_path / "store")
 
 
 def _pull(store: ModelStore, folder: Path, stage: Stage) -> ModelVersion:
@@ -46,8 +41,7 @@ def test_only_unused_models_are_removed(store: ModelStore, tmp_path: Path) -> No
     for file in (given_up, recent):
         file.write_bytes(bytes(5))
     os.utime(given_up, (0, 0))
-    path = store.model_path(held.digest)
-    assert path is not None
+    path = stored_path(store, held.digest)
     with hold_model(path):
         before = sorted(tmp_path.rglob("*"))
         output = _collect("--dry-run")

@@ -16,7 +16,12 @@ from urllib.request import urlopen
 
 import pytest
 from obstore.store import S3Store
-from tests.support.small_models import SMALL_MODEL, write_small_model
+from tests.support.small_models import (
+    SMALL_MODEL,
+    stored_manifest,
+    stored_path,
+    write_small_model,
+)
 from tests.support.waiting import wait_for
 
 from argosy.model_store import (
@@ -57,22 +62,16 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> S3Store:
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Store:
     for name, value in {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }.items():
         monkeypatch.setenv(name, value)
     return S3Store("models")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ModelStore:
-    return ModelStore(tmp_path / "store")
 
 
 def _upload(bucket: S3Store, prefix: str, folder: Path) -> None:
@@ -90,8 +89,7 @@ def test_model_has_the_digest_of_its_directory(
     assert (version.name, version.licence) == ("m", "apache-2.0")
     local = pull_model(ModelStore(tmp_path / "other"), str(folder))
     assert version.digest == local.digest
-    path = store.model_path(version.digest)
-    assert path is not None
+    path = stored_path(store, version.digest)
     assert (path / "model.safetensors").read_bytes() == weights
     inodes = {file.stat().st_ino for file in store.blobs.iterdir()}
     assert list(store.fetched.iterdir())  # so that nothing is fetched again
@@ -125,8 +123,7 @@ def test_interrupted_download_of_a_changed_object_starts_again(
     assert list(store.partial.iterdir())
     weights = os.urandom(20 << 20)
     bucket.put("c/m/model.safetensors", weights)
-    path = store.model_path(pull_model(store, "s3://models/c/m").digest)
-    assert path is not None
+    path = stored_path(store, pull_model(store, "s3://models/c/m").digest)
     assert (path / "model.safetensors").read_bytes() == weights
 
 
@@ -134,8 +131,7 @@ def test_publishers_manifest_is_enforced(
     bucket: S3Store, store: ModelStore, tmp_path: Path
 ) -> None:
     folder = write_small_model(tmp_path / "m")
-    manifest = store.read_manifest(pull_model(store, str(folder)).digest)
-    assert manifest is not None
+    manifest = stored_manifest(store, pull_model(store, str(folder)).digest)
     (folder / MANIFEST_FILE).write_bytes(manifest.encode())
     _upload(bucket, "b/m", folder)
     fresh = ModelStore(tmp_path / "fresh")
@@ -177,8 +173,7 @@ def test_file_is_downloaded_over_s3(bucket: S3Store, store: ModelStore) -> None:
     for part in (1, 2):
         bucket.put(f"g/m-0000{part}-of-00002.gguf", bytes([part]) * 9)
     version = pull_model(store, "s3://models/g/m-00002-of-00002.gguf", name="m")
-    path = store.model_path(version.digest)
-    assert path is not None
+    path = stored_path(store, version.digest)
     assert path.name == "m-00001-of-00002.gguf"
     assert version.size == 18
 

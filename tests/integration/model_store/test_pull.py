@@ -12,7 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from tests.support.small_models import SMALL_MODEL, write_small_model
+from tests.support.small_models import (
+    SMALL_MODEL,
+    stored_manifest,
+    stored_path,
+    write_small_model,
+)
 from tests.support.waiting import wait_for
 from typer.testing import CliRunner
 
@@ -31,27 +36,26 @@ from argosy.model_store import (
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
-    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "store"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return ModelStore(tmp_path / "store")
-
-
-@pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_small_model(tmp_path / "source")
 
 
 class Count(PullObserver):
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.waits = 0
         self.files = 0
+        self.bytes = 0
 
     def on_wait(self) -> None:
         self.waits += 1
 
     def on_files(self, files: Iterable[SourceFile]) -> None:
         self.files += len(list(files))
+
+    def on_bytes(self, count: int) -> None:
+        with self._lock:
+            self.bytes += count
 
 
 def test_equal_files_have_one_digest_and_are_stored_once(
@@ -69,8 +73,7 @@ def test_equal_files_have_one_digest_and_are_stored_once(
     assert len(blobs) == len(SMALL_MODEL) + 1
     assert not list(store.partial.iterdir())
     for version in (first, second):
-        path = store.model_path(version.digest)
-        assert path is not None
+        path = stored_path(store, version.digest)
         verify_model(path, version.digest, store=store)
         links = {file.stat().st_ino for file in path.iterdir() if file.name != MANIFEST_FILE}
         assert links <= {blob.stat().st_ino for blob in blobs}
@@ -79,8 +82,7 @@ def test_equal_files_have_one_digest_and_are_stored_once(
     linked = pull_model(
         store, str(write_small_model(tmp_path / "l", weights=b"l")), links_files=True
     )
-    path = store.model_path(linked.digest)
-    assert path is not None
+    path = stored_path(store, linked.digest)
     assert (path / "model.safetensors").samefile(tmp_path / "l" / "model.safetensors")
 
 
@@ -104,8 +106,7 @@ def test_changed_file_is_named(
     tmp_path: Path,
 ) -> None:
     version = pull_model(store, str(source))
-    manifest = store.read_manifest(version.digest)
-    assert manifest is not None
+    manifest = stored_manifest(store, version.digest)
     hashes = FileHashes(tmp_path / "hashes")
     verify_model(source, version.digest, hashes=hashes, store=store)
     if is_published:
@@ -137,8 +138,7 @@ def test_unchanged_files_are_not_read_again(source: Path, tmp_path: Path) -> Non
 
 def test_damaged_file_is_fetched_again(store: ModelStore, source: Path) -> None:
     version = pull_model(store, str(source))
-    path = store.model_path(version.digest)
-    assert path is not None
+    path = stored_path(store, version.digest)
     (path / "model.safetensors").chmod(0o644)
     _flip_bit(path / "model.safetensors")
     runner = CliRunner()
@@ -151,8 +151,7 @@ def test_damaged_file_is_fetched_again(store: ModelStore, source: Path) -> None:
 
 def test_publishers_manifest_decides(store: ModelStore, source: Path, tmp_path: Path) -> None:
     digest = pull_model(store, str(source)).digest
-    manifest = store.read_manifest(digest)
-    assert manifest is not None
+    manifest = stored_manifest(store, digest)
     (source / MANIFEST_FILE).write_bytes(manifest.encode())
     (source / "superfluous.json").write_text("{}")
     other = ModelStore(tmp_path / "other")
@@ -226,19 +225,15 @@ def test_processes_that_want_one_model_download_it_once(store: ModelStore, sourc
             holding.set()
             wait_for(lambda: all(count.waits for count in counts))
 
-    slow = Slow()
+    observers = [slow := Slow(), *counts]
     threads = [
-        threading.Thread(target=pull_model, args=(store, str(source)), kwargs={"observer": slow})
+        threading.Thread(target=pull_model, args=(store, str(source)), kwargs={"observer": each})
+        for each in observers
     ]
     threads[0].start()
     assert holding.wait(30)
-    for count in counts:
-        threads.append(
-            threading.Thread(
-                target=pull_model, args=(store, str(source)), kwargs={"observer": count}
-            )
-        )
-        threads[-1].start()
+    for thread in threads[1:]:
+        thread.start()
     for thread in threads:
         thread.join()
     assert [slow.files, *(count.files for count in counts)] == [len(SMALL_MODEL), 0, 0, 0]
@@ -272,19 +267,10 @@ def test_killed_download_is_continued(store: ModelStore, tmp_path: Path) -> None
     assert result.returncode == -signal.SIGKILL
     assert not store.list_versions()
     assert [file.stat().st_size for file in store.partial.iterdir()] == [24 << 20]
-    reads: list[int] = []
-
-    class Reads(PullObserver):
-        def on_files(self, files: Iterable[SourceFile]) -> None:
-            assert len(list(files)) == len(SMALL_MODEL)
-
-        def on_bytes(self, count: int) -> None:
-            reads.append(count)
-
-    version = pull_model(store, str(source), observer=Reads())
-    assert sum(reads) == version.size
-    path = store.model_path(version.digest)
-    assert path is not None
+    rest = Count()
+    version = pull_model(store, str(source), observer=rest)
+    assert (rest.files, rest.bytes) == (len(SMALL_MODEL), version.size)
+    path = stored_path(store, version.digest)
     assert (path / "model.safetensors").read_bytes() == weights
     assert not list(store.partial.iterdir())
 
