@@ -54,7 +54,11 @@ class ReplicaFleet:
         self._declaration = declare_fleet(pools)
         self._models = {pool.config.name: pool.model for pool in pools}
         self._launcher = LocalProcessLauncher(
-            folder, die_with_launcher=True, forwards_output=True, max_log_bytes=MAX_LOG_BYTES
+            folder,
+            die_with_launcher=True,
+            forwards_output=True,
+            max_log_bytes=MAX_LOG_BYTES,
+            has_credentials=True,
         )
         self._store: Store | None = None
         self.logs: ReplicaLogs | None = None

@@ -176,6 +176,40 @@ async def test_port_is_reserved_and_replaced_if_taken(launcher: LocalProcessLaun
         await read_pid(moved)
 
 
+SECRETS = ("ARGOSY_STORE", "DB_PASSWORD", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "known"),
+    [
+        ({}, {}, set()),
+        ({}, {"environment": {"HF_TOKEN": "secret"}}, {"HF_TOKEN"}),  # as its pool declares
+        ({"has_credentials": True}, {}, {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN"}),
+        ({}, {"inherits_environment": True}, set(SECRETS)),
+    ],
+)
+async def test_process_gets_the_variables_of_its_kind(
+    environment: LocalEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, bool],
+    fields: dict[str, object],
+    known: set[str],
+) -> None:
+    for name in (*SECRETS, "HF_HOME", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "secret")
+    launcher = environment.create_launcher(**options)
+    names = (*SECRETS, "HF_HOME", "VLLM_LOGGING_LEVEL")
+    behaviours = [f"printenv={name}" for name in names]
+    await launcher.start(spec(*behaviours, **fields), 1)  # type: ignore[arg-type] # as `spec` takes them
+    await read_pid((await launcher.list_replicas())["a-1-0"])
+    log = ""
+    while "listening" not in log:  # its monitor writes what it prints a moment later
+        log = (await launcher.read_log("a-1-0", 1000)).decode()
+    await end(launcher)
+    seen = {name for name in names if f"{name}=secret" in log}
+    assert seen == known | {"HF_HOME", "VLLM_LOGGING_LEVEL"}
+
+
 async def test_replica_waits_for_a_gpu_until_another_exits(
     environment: LocalEnvironment, gpus: GpuReservations
 ) -> None:

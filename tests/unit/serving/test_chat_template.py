@@ -115,6 +115,17 @@ def render_processes() -> list[psutil.Process]:
     ]
 
 
+def test_render_process_has_no_secret_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    for process in render_processes():
+        process.kill()
+        process.wait()
+    assert template("{{ 1 }}").render([]) == "1"
+    assert render_processes()
+    for process in render_processes():
+        assert "secret" not in process.environ().values()
+
+
 @pytest.mark.parametrize("is_rendering", [False, True])
 def test_killed_render_process_is_replaced(is_rendering: bool) -> None:
     chat = template(TEMPLATE)

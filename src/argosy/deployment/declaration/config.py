@@ -200,7 +200,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Options of the engine's command line, without dashes, such as `max_seqs: 16`."""
     environment: dict[VariableName, str | SecretReference] = {}
     """Environment variables of the replicas. Secrets are references to a variable or a file of the controller:
-    `{env: HF_TOKEN}`."""
+    `{env: HF_TOKEN}`. Of the controller's own variables, replicas get those of the system, devices and engines only,
+    and none whose name says that it is a secret."""
     accelerators: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Number of GPUs of each replica."""
     cpus: Annotated[float, Meta(gt=0, le=4096)] | None = None

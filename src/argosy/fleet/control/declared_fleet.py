@@ -282,6 +282,7 @@ class DeclaredFleet:
             generation=generation,
             ordinal=ordinal,
             command=(sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)),
+            inherits_environment=True,
             drain_deadline_s=settings.drain_deadline_s,
             url=listen_url(settings),
         )

@@ -67,7 +67,9 @@ class LaunchSpec(ReplicaIdentity, frozen=True, kw_only=True):
     command: tuple[str, ...]
     """Program and arguments. `{host}`, `{port}`, `{socket}` and `{name}` stand for what the launcher assigns."""
     environment: Mapping[str, str] = {}
-    """Variables in addition to those of the launcher's own environment."""
+    """Variables in addition to those that every replica gets (`child_environment.replica_variables`)."""
+    inherits_environment: bool = False
+    """Whether the process gets all variables of the launcher's own, as a gateway does."""
     resources: LaunchResources = LaunchResources()
     drain_deadline_s: float = 30.0
     """How long running requests may take after `drain`, before the replica is killed."""

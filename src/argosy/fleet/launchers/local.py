@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import structlog
 
+from argosy.child_environment import replica_variables
 from argosy.fleet.device_assignment import (
     VISIBLE_DEVICES_VARIABLE,
     count_installed_gpus,
@@ -76,6 +77,7 @@ class LocalProcessLauncher:
         shutdown_grace_s: Time that a replica has after its drain deadline to close its engine.
         max_log_bytes: Size at which a log is rotated. One older file is kept.
         gpu_reservations: GPUs that replicas of all fleets on this machine share. None for those of this machine.
+        has_credentials: Whether replicas get the credentials of model sources from this process's environment.
 
     Raises:
         LaunchError: The folder cannot be used.
@@ -92,6 +94,7 @@ class LocalProcessLauncher:
         max_log_bytes: int = MAX_LOG_BYTES,
         count_gpus: Callable[[], int] = count_installed_gpus,
         gpu_reservations: GpuReservations | None = None,
+        has_credentials: bool = False,
     ) -> None:
         try:
             self._folder = ReplicaFolder(folder)
@@ -104,6 +107,7 @@ class LocalProcessLauncher:
         self._max_log_bytes = max_log_bytes
         self._gpus = visible_gpus(os.environ, count_gpus)
         self._gpu_reservations = gpu_reservations or GpuReservations()
+        self._has_credentials = has_credentials
         self._monitors = MonitorProcesses(self._folder)
         self._waiting: dict[str, _WaitingStart] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
@@ -169,9 +173,15 @@ class LocalProcessLauncher:
                     record = plan_attempt(
                         spec, previous, tuple(locks), running, self._host, self._folder
                     )
+                    inherited = (
+                        os.environ
+                        if spec.inherits_environment
+                        else replica_variables(os.environ, has_credentials=self._has_credentials)
+                    )
                     monitor = self._monitors.spawn(
                         record,
                         self._build_monitor_settings(spec, record, tuple(locks.values())),
+                        inherited,
                         None if self._forwards_output else self._folder.log_path(spec.name),
                     )
                 except OSError as error:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -36,13 +36,18 @@ class MonitorProcesses:
         return f"{self._folder.path}:{record.name}:{record.attempt}"
 
     def spawn(
-        self, record: LaunchRecord, settings: MonitorSettings, log_path: Path | None
+        self,
+        record: LaunchRecord,
+        settings: MonitorSettings,
+        environment: Mapping[str, str],
+        log_path: Path | None,
     ) -> subprocess.Popen[bytes]:
         """Write the record and start the monitor, which inherits the locks. The folder must be locked.
 
         Killed at any point, this process leaves either a monitor that holds the lock, or no lock. A monitor starts
         nothing before it has read its settings to the end.
 
+        `environment` is that of the monitor, to which that of the settings is added for the replica.
         `log_path` is the file for errors of the monitor. None leaves them on standard error.
 
         Raises:
@@ -55,7 +60,7 @@ class MonitorProcesses:
             with _open_log(log_path) as log:
                 monitor = subprocess.Popen(
                     [sys.executable, "-P", "-m", "argosy.process_monitor"],
-                    env=os.environ | {OWNER_VARIABLE: self.owner(record)},
+                    env={**environment, OWNER_VARIABLE: self.owner(record)},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

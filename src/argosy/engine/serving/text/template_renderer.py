@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import structlog
 
+from argosy.child_environment import system_variables
 from argosy.engine.serving.text.render_protocol import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
@@ -261,6 +262,7 @@ class _ProcessHandle:
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", PROCESS_MODULE, str(theirs.fileno())],
+                env=system_variables(os.environ),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
