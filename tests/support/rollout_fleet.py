@@ -1,6 +1,6 @@
 """A fleet with a real controller and store, a simulated cluster under a virtual clock, and scripted gateways.
 
-The virtual clock advances by a second, or by `round_s`, whenever the controller has reconciled.
+The virtual clock advances by two seconds, or by `round_s`, whenever the controller has reconciled.
 
 Never compared with real gateways.
 """
@@ -221,7 +221,7 @@ class RolloutFleet(Fleet):
         self._generations: dict[str, int] = {}
         """Generation of each version by its digest."""
         self.num_controllers = 0
-        self.round_s = 1.0
+        self.round_s = 2.0
         """Virtual seconds per round of the controller."""
         self.on_reconciled: Callable[[ObservedFleet], None] = lambda _: None
         monkeypatch.setattr(leader_term, "OBSERVATION_INTERVAL_S", ROUND_S)
