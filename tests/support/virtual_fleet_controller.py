@@ -125,8 +125,6 @@ class VirtualFleet:
         """Time since which the controllers' health checks fail, although the replicas serve."""
         self.has_had_wrong_health = False
         self.num_actions: Counter[type[Action]] = Counter()
-        self.effects: Counter[tuple[type[Action], str, tuple[int, int]]] = Counter()
-        """Effective actions by kind, replica and the version of the replica for which they were decided."""
         self.removals: Counter[str] = Counter()
         for pool in pools:
             self.declare(pool)
@@ -286,10 +284,6 @@ class VirtualController:
         self._versions: dict[str, tuple[int, int]] = {}
         """Versions of the replicas at the last observation."""
 
-    def fence(self) -> None:
-        """Let the launcher refuse the actions of earlier controllers before the first observation."""
-        run_now(self.launcher.drain("", self.epoch))
-
     def observe(self) -> ObservedFleet:
         fleet, now, unavailable = self.fleet, self.fleet.now, {}
         try:
@@ -401,9 +395,7 @@ class VirtualController:
                 store.past_runs.pop(name, None)
         fleet.num_actions[type(action)] += 1
         if fleet.cluster.list_replicas().get(name) != before:
-            decided_for = self._versions.get(name, (0, 0))
-            assert decided_for == (version or (0, 0))
-            fleet.effects[type(action), name, decided_for] += 1
+            assert self._versions.get(name, (0, 0)) == (version or (0, 0))
             fleet.removals[name] += isinstance(action, Remove)
 
     def _start(self, action: Start) -> None:
