@@ -126,17 +126,17 @@ async def test_concurrent_requests_stay_within_limit(server: RedisServer) -> Non
 
 
 async def test_streams_exceed_token_limit_only_by_overdraft(server: RedisServer) -> None:
-    limit, chunk = 20_000, 5
+    limit, chunk = 2_000, 1
     delivered = stopped = rejected = 0
 
     async def stream(limits: LimitFilter, number: int) -> None:
         nonlocal delivered, stopped, rejected
-        context = make_context(prompt_tokens=10, max_tokens=1)  # the replica sends more
+        context = make_context(prompt_tokens=10, max_tokens=1)  # the replica sends up to 64
         if await find_rejection(limits, context) is not None:
             rejected += 1
             return
         finish_reason = None
-        for _ in range(20 + number * 7 % 100):
+        for _ in range(20 + number * 7 % 45):
             await asyncio.sleep(0.002)  # tokens arrive one after another
             finish_reason = deliver(limits, context, chunk)
             if finish_reason is not None:
