@@ -18,6 +18,7 @@ from torch import Tensor
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.loading.self_test import run_self_test
 from argosy.engine.execution.loading.weight_loader import load_decoder
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.transformers_reference import VOCAB, Reference, make_reference
@@ -435,3 +436,12 @@ def test_bfloat16_logits_are_close_to_float32(
             -1
         )  # per token; rounding may change the routing of some
         assert error.median() < 0.05
+
+
+@pytest.mark.parametrize("name", ["gemma 3", "deepseek 3", "qwen 3.5"])
+def test_self_test_finds_families_exact(
+    create_reference: Callable[..., Reference], name: str
+) -> None:
+    """Windows have KV cache groups of their own, and recurrent states are saved at the end of a prefix."""
+    decoder = load_checkpoint(create_reference(*FAMILIES[name]).path)
+    assert run_self_test(decoder, create_cpu_device(1), max_model_len=256).is_exact
