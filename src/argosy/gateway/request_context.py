@@ -261,8 +261,8 @@ class RequestContext(msgspec.Struct, eq=False):
             )
         end = RequestEnd(
             status=self.status,
-            generated=usage,
-            is_capped=usage is not reported,
+            generated=reported,
+            payable=None if usage is reported else usage,
             estimated_prompt_tokens=self.fields.estimated_prompt_tokens,
             is_response_started=is_response_started,
             is_output_sent=is_output_sent,

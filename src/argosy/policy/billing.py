@@ -47,8 +47,8 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a replica was selected for the request."""
     is_client_error: bool = False
     """Whether a replica rejected the request as invalid."""
-    is_capped: bool = False
-    """Whether the replica reported more tokens than `generated`, and more than the request can have had."""
+    payable: TokenUsage | None = None
+    """The most tokens that the request can have had, if the replica reported more."""
 
 
 class Bill(msgspec.Struct, frozen=True, gc=False):
@@ -71,10 +71,10 @@ def compute_bill(end: RequestEnd, rates: Rates) -> Bill:
         end.is_output_sent or end.status not in _ERROR_STATUSES
     )
     is_paid = end.status == "completed" or end.generated.output_tokens > 0
-    usage = end.generated if has_reached_client and is_paid else NO_TOKENS
+    usage = (end.payable or end.generated) if has_reached_client and is_paid else NO_TOKENS
     nano_dollars = rates.cost_nano_dollars(usage)
     quota = _counted_usage(end, usage, nano_dollars)
-    return Bill(usage, nano_dollars, quota, end.is_capped, has_reached_client)
+    return Bill(usage, nano_dollars, quota, end.payable is not None, has_reached_client)
 
 
 def _counted_usage(end: RequestEnd, billed: TokenUsage, nano_dollars: int) -> QuotaUsage:
@@ -85,6 +85,9 @@ def _counted_usage(end: RequestEnd, billed: TokenUsage, nano_dollars: int) -> Qu
     if billed == NO_TOKENS and (end.status in _ERROR_STATUSES or not end.is_dispatched):
         return QuotaUsage(requests=int(end.is_client_error))
     if billed.prompt_tokens or end.status not in {"cancelled", "stopped"}:
+        if end.payable is not None and billed != NO_TOKENS:
+            # The limits count what a replica delivers although the client's own limit is lower.
+            billed = msgspec.structs.replace(billed, output_tokens=end.generated.output_tokens)
         return final_usage(billed, nano_dollars)
     prompt_tokens = end.generated.prompt_tokens or end.estimated_prompt_tokens
     generated = TokenUsage(prompt_tokens, 0, end.generated.output_tokens)
