@@ -150,7 +150,7 @@ def test_chunks_and_batches_do_not_change_bits(backend: BackendName, data: st.Da
         softcap=data.draw(st.none() | st.floats(1.0, 50.0)),
         has_sinks=data.draw(st.booleans()),
         value_dim=data.draw(st.sampled_from([None, head_dim // 2])),
-        rotary_dim=data.draw(st.sampled_from([0, 2, 8])),
+        rotary_dim=data.draw(st.sampled_from([0, 2, 4])),  # no value of a latent key is rotated
         backend=backend,
     )
     computed = [0] * len(case.lengths)
