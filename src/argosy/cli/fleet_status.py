@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -52,21 +52,8 @@ FleetGatewayUrl = Annotated[
 FOLLOW_INTERVAL_S = 1.0
 
 
-class FleetReader(Protocol):
-    """Source of what a fleet does. Failures end the command."""
-
-    def read_fleet(self) -> FleetStatus:
-        """Return the fleet as its controller recorded it."""
-
-    def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
-        """Return what its controllers did, oldest first; with `after` 0 the latest events."""
-
-    def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
-        """Return the last lines of the logs of replicas."""
-
-
 class StoredFleetReader:
-    """Reads the store. Logs come from the launchers of the replicas."""
+    """Reads what a fleet does from the store, and logs from the launchers. Failures end the command."""
 
     def __init__(self, target: FleetTarget) -> None:
         from argosy.deployment import FleetControl
@@ -182,7 +169,7 @@ def open_fleet_reader(
     store_url: str | None,
     url: str | None,
     api_key: str | None,
-) -> Iterator[FleetReader]:
+) -> Iterator[StoredFleetReader | GatewayFleetReader]:
     """Open a fleet by its declaration, by name or by a gateway.
 
     Without all three, it is the only fleet of the store. If the store has none, as beside `argosy serve`, it is that of

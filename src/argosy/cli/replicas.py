@@ -91,39 +91,33 @@ def drain(
     _print_change(change, "is drained" if wait else "drains", json=json)
 
 
-@app.command()
-def cordon(
-    replica: ReplicaArgument,
-    *,
-    model: ModelOption = None,
-    reason: Reason = "",
-    url: GatewayUrl = DEFAULT_URL,
-    api_key: GatewayApiKey = None,
-    json: JsonOutput = False,
-) -> None:
-    """Stop new requests to a replica. Running ones continue there."""
-    fields = {"replica": replica, "model": model, "reason": reason}
-    change = call_admin_api(url, api_key, "POST", "/admin/replicas/cordon", fields)
-    _print_change(change, "is cordoned", json=json)
+def _add_change(verb: str, what: str, summary: str, *aliases: str) -> None:
+    """Add a command that changes the state of a replica, and says `what` it does then."""
+
+    def change_state(
+        replica: ReplicaArgument,
+        *,
+        model: ModelOption = None,
+        reason: Reason = "",
+        url: GatewayUrl = DEFAULT_URL,
+        api_key: GatewayApiKey = None,
+        json: JsonOutput = False,
+    ) -> None:
+        fields = {"replica": replica, "model": model, "reason": reason}
+        change = call_admin_api(url, api_key, "POST", f"/admin/replicas/{verb}", fields)
+        _print_change(change, what, json=json)
+
+    for name in (verb, *aliases):
+        app.command(name, help=summary)(change_state)
 
 
-@app.command()
-def undrain(
-    replica: ReplicaArgument,
-    *,
-    model: ModelOption = None,
-    reason: Reason = "",
-    url: GatewayUrl = DEFAULT_URL,
-    api_key: GatewayApiKey = None,
-    json: JsonOutput = False,
-) -> None:
-    """Let a replica get requests again, after a drain or a cordon."""
-    fields = {"replica": replica, "model": model, "reason": reason}
-    change = call_admin_api(url, api_key, "POST", "/admin/replicas/undrain", fields)
-    _print_change(change, "gets requests again", json=json)
-
-
-app.command("uncordon")(undrain)
+_add_change("cordon", "is cordoned", "Stop new requests to a replica. Running ones continue there.")
+_add_change(
+    "undrain",
+    "gets requests again",
+    "Let a replica get requests again, after a drain or a cordon.",
+    "uncordon",
+)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +11,14 @@ import typer
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_progress import POLL_INTERVAL_S
-from argosy.cli.fleet_target import FilesOption, FleetOption, FleetTarget, open_fleet, operator_name
+from argosy.cli.fleet_target import (
+    FilesOption,
+    FleetOption,
+    FleetTarget,
+    Timeout,
+    open_fleet,
+    operator_name,
+)
 from argosy.cli.output import (
     JsonOutput,
     print_json,
@@ -44,9 +52,6 @@ Force = Annotated[
     ),
 ]
 Wait = Annotated[bool, typer.Option(help="Wait until the controller has followed the command.")]
-Timeout = Annotated[
-    float, typer.Option(min=0, help="Seconds to wait before the command fails with status 1.")
-]
 MAX_SHOWN_TRANSITIONS = 20
 
 
@@ -74,26 +79,8 @@ def status(
         print_rollout(report, now)
 
 
-@app.command()
-def pause(
-    pool: PoolArgument = None,
-    *,
-    reason: Reason = "",
-    wait: Wait = True,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    files: FilesOption = None,
-    fleet: FleetOption = None,
-    store: StoreUrl = None,
-    json: JsonOutput = False,
-) -> None:
-    """Stop a rollout at its step. The new version keeps its share, and is still rolled back if it is worse."""
-    with open_fleet(files, fleet, store) as target:
-        name, command = _store_command(target, pool, "pause", reason)
-        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
-
-
-def _add_forced_command(kind: CommandName, summary: str) -> None:
-    """Add a command that may go on without evidence."""
+def _add_command(kind: CommandName, summary: str, *, has_force: bool = False) -> None:
+    """Add a command for the controller, with an option to go on without evidence if it has one."""
 
     def send(
         pool: PoolArgument = None,
@@ -109,54 +96,34 @@ def _add_forced_command(kind: CommandName, summary: str) -> None:
     ) -> None:
         with open_fleet(files, fleet, store) as target:
             name, command = _store_command(target, pool, kind, reason, force=force)
+            if kind == "abort":
+                wait = _route_back(target, name, command, quiet=json) and wait
             _finish(target, name, command, wait_s=timeout if wait else None, json=json)
 
+    signature = inspect.signature(send, eval_str=True)
+    options = [each for each in signature.parameters.values() if has_force or each.name != "force"]
+    send.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
     app.command(kind, help=summary)(send)
 
 
-_add_forced_command(
-    "resume", "Continue a paused rollout, or try a version again that was rolled back."
+_add_command(
+    "pause",
+    "Stop a rollout at its step. The new version keeps its share, and is still rolled back if it is worse.",
 )
-_add_forced_command(
-    "promote", "Go to the next step now. Without enough evidence it needs --force and --reason."
+_add_command(
+    "resume",
+    "Continue a paused rollout, or try a version again that was rolled back.",
+    has_force=True,
 )
-
-
-@app.command()
-def abort(
-    pool: PoolArgument = None,
-    *,
-    reason: Reason = "",
-    wait: Wait = True,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    files: FilesOption = None,
-    fleet: FleetOption = None,
-    store: StoreUrl = None,
-    json: JsonOutput = False,
-) -> None:
-    """Send all users back to the old version. The gateways follow within seconds, also without a controller."""
-    from argosy.deployment import abort_route
-
-    with open_fleet(files, fleet, store) as target:
-        # The command comes first, so that a controller that sees the route knows why.
-        name, command = _store_command(target, pool, "abort", reason)
-        route = abort_route(target.store.fleets, target.name, name, command)
-        if not json:
-            routed = (
-                f"version {route.version} of the route sends all users to version {shorten_digests(route.stable)}"
-                if route is not None
-                else "no user has the new version yet"
-            )
-            typer.echo(f"Pool {name}: {routed}.", err=True)
-        if not target.read_status().has_leader:
-            if not json:
-                typer.echo(
-                    "No controller leads the fleet. Its gateways follow the route, and the replicas of the new version"
-                    " stay until a controller runs; start one with `argosy up`.",
-                    err=True,
-                )
-            wait = False
-        _finish(target, name, command, wait_s=timeout if wait else None, json=json)
+_add_command(
+    "promote",
+    "Go to the next step now. Without enough evidence it needs --force and --reason.",
+    has_force=True,
+)
+_add_command(
+    "abort",
+    "Send all users back to the old version. The gateways follow within seconds, also without a controller.",
+)
 
 
 # --- shared --------------------------------------------------------------------------------------
@@ -199,6 +166,31 @@ def _store_command(
     except ConflictError as error:
         fail(shorten_digests(str(error)), EXIT_FAILURE)
     return report.pool, sent
+
+
+def _route_back(target: FleetTarget, pool: str, command: RolloutCommand, *, quiet: bool) -> bool:
+    """Send all users of a pool back, after the abort is stored, so that a controller that sees the route knows why.
+
+    Returns whether a controller leads the fleet.
+    """
+    from argosy.deployment import abort_route
+
+    route = abort_route(target.store.fleets, target.name, pool, command)
+    has_leader = target.read_status().has_leader
+    if not quiet:
+        routed = (
+            f"version {route.version} of the route sends all users to version {shorten_digests(route.stable)}"
+            if route is not None
+            else "no user has the new version yet"
+        )
+        typer.echo(f"Pool {pool}: {routed}.", err=True)
+        if not has_leader:
+            typer.echo(
+                "No controller leads the fleet. Its gateways follow the route, and the replicas of the new version"
+                " stay until a controller runs; start one with `argosy up`.",
+                err=True,
+            )
+    return has_leader
 
 
 def _find_rollout(target: FleetTarget, pool: str | None, *, permits_retry: bool) -> RolloutReport:
