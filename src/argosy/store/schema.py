@@ -130,13 +130,23 @@ def _named_at_column() -> Column[float]:
     return Column("named_at", Double)
 
 
+def _columns(**types: type[TypeEngine[Any]]) -> list[Column[Any]]:
+    """Columns that are never NULL, by their names."""
+    return [Column(name, each, nullable=False) for name, each in types.items()]
+
+
+def _primary_key(**types: type[TypeEngine[Any]]) -> list[Column[Any]]:
+    """Columns of a primary key, whose values the caller gives."""
+    return [
+        Column(name, each, primary_key=True, autoincrement=False) for name, each in types.items()
+    ]
+
+
 state = Table(
     "state",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("version", BigInteger, nullable=False),
-    Column("audit_entries", BigInteger, nullable=False),
-    Column("audit_head", LargeBinary, nullable=False),
+    *_columns(version=BigInteger, audit_entries=BigInteger, audit_head=LargeBinary),
 )
 """Table of one row. Each account change locks it first, so changes and their audit entries are serialised."""
 
@@ -204,12 +214,7 @@ audit = Table(
     "audit",
     metadata,
     Column("entry", BigInteger, primary_key=True, autoincrement=False),
-    Column("at", Double, nullable=False),
-    Column("actor", Text, nullable=False),
-    Column("action", Text, nullable=False),
-    Column("subject", Text, nullable=False),
-    Column("details", Text, nullable=False),
-    Column("hash", LargeBinary, nullable=False),
+    *_columns(at=Double, actor=Text, action=Text, subject=Text, details=Text, hash=LargeBinary),
     Column("organisation", Text),
     Index("audit_subject", "subject"),
     Index("audit_organisation", "organisation", "entry"),
@@ -272,12 +277,14 @@ usage_days = Table(
         Column(name, Text, primary_key=True)
         for name in (*_USAGE_OWNERS, "model", "asked", "route", "replica")
     ),
-    Column("requests", BigInteger, nullable=False),
-    Column("input_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("output_tokens", BigInteger, nullable=False),
-    Column("nano_dollars", BigInteger, nullable=False),
-    Column("unanswered", BigInteger, nullable=False),
+    *_columns(
+        requests=BigInteger,
+        input_tokens=BigInteger,
+        cached_tokens=BigInteger,
+        output_tokens=BigInteger,
+        nano_dollars=BigInteger,
+        unanswered=BigInteger,
+    ),
 )
 """Daily sums of the usage records that were rolled up. Limits do not count the `unanswered` requests among them."""
 
@@ -325,12 +332,9 @@ conversations = Table(
 items = Table(
     "items",
     metadata,
-    Column("parent", Text, primary_key=True),
-    Column("position", Integer, primary_key=True, autoincrement=False),
+    *_primary_key(parent=Text, position=Integer),
     *_owner_columns(),
-    Column("item", Text, nullable=False),
-    Column("is_output", Boolean, nullable=False),
-    Column("body", LargeBinary, nullable=False),
+    *_columns(item=Text, is_output=Boolean, body=LargeBinary),
     Index("items_item", "item"),
 )
 """Input and output items of responses, and items of conversations, as JSON. `item` is the item's own id."""
@@ -339,32 +343,25 @@ secrets = Table(
     "secrets",
     metadata,
     Column("name", Text, primary_key=True),
-    Column("value", LargeBinary, nullable=False),
-    Column("created_at", Double, nullable=False),
+    *_columns(value=LargeBinary, created_at=Double),
 )
 """Random keys that all gateways on the store share."""
 
 fleet_revisions = Table(
     "fleet_revisions",
     metadata,
-    Column("fleet", Text, primary_key=True),
-    Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("applied_at", Double, nullable=False),
-    Column("author", Text, nullable=False),
-    Column("reason", Text, nullable=False),
+    *_primary_key(fleet=Text, number=Integer),
+    *_columns(applied_at=Double, author=Text, reason=Text),
     Column("rollback_of", Integer),
-    Column("declaration", LargeBinary, nullable=False),
-    Column("generations", LargeBinary, nullable=False),
+    *_columns(declaration=LargeBinary, generations=LargeBinary),
 )
 """Applied declarations of each fleet, as JSON. `generations` has a `PoolGeneration` for each pool of any revision."""
 
 fleet_events = Table(
     "fleet_events",
     metadata,
-    Column("fleet", Text, primary_key=True),
-    Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("at", Double, nullable=False),
-    Column("epoch", Integer, nullable=False),
+    *_primary_key(fleet=Text, number=Integer),
+    *_columns(at=Double, epoch=Integer),
     *(Column(name, Text, nullable=False) for name in ("kind", "pool", "replica", "reason")),
     Column("outcome", Text, nullable=False),
 )
@@ -374,11 +371,9 @@ fleet_leases = Table(
     "fleet_leases",
     metadata,
     Column("fleet", Text, primary_key=True),
-    Column("epoch", Integer, nullable=False),
-    Column("holder", Text, nullable=False),
-    Column("renewals", BigInteger, nullable=False),
-    Column("renewed_at", Double, nullable=False),
-    Column("last_event", Integer, nullable=False),
+    *_columns(
+        epoch=Integer, holder=Text, renewals=BigInteger, renewed_at=Double, last_event=Integer
+    ),
 )
 """The controller that leads each fleet. `epoch` counts the leaders, and `last_event` numbers the fleet's events.
 
@@ -388,8 +383,7 @@ fleet_leases = Table(
 fleet_records = Table(
     "fleet_records",
     metadata,
-    Column("fleet", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
+    *_primary_key(fleet=Text, name=Text),
     Column("record", LargeBinary, nullable=False),
 )
 """Memory of each fleet's controllers, as JSON, about replicas, gateways and start-up times."""
@@ -397,26 +391,19 @@ fleet_records = Table(
 fleet_documents = Table(
     "fleet_documents",
     metadata,
-    Column("fleet", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
-    Column("version", BigInteger, nullable=False),
-    Column("document", LargeBinary, nullable=False),
+    *_primary_key(fleet=Text, name=Text),
+    *_columns(version=BigInteger, document=LargeBinary),
 )
 """Versioned documents of each fleet, as JSON, that any process may replace, such as the routes of its pools."""
 
 replica_logs = Table(
     "replica_logs",
     metadata,
-    Column("fleet", Text, primary_key=True),
-    Column("replica", Text, primary_key=True),
-    Column("started_at", Double, primary_key=True),
+    *_primary_key(fleet=Text, replica=Text, started_at=Double),
     Column("attempt", Integer, nullable=False),
     Column("exited_at", Double),
     Column("exit_status", Integer),
-    Column("reason", Text, nullable=False),
-    Column("read_at", Double, nullable=False),
-    Column("error", Text, nullable=False),
-    Column("log", LargeBinary, nullable=False),
+    *_columns(reason=Text, read_at=Double, error=Text, log=LargeBinary),
     Index("replica_logs_read_at", "fleet", "read_at"),
 )
 """End of the log of each recent run of a replica: of those that ended, and of those that people look at. Copies of a
@@ -428,9 +415,7 @@ console_sessions = Table(
     Column("digest", LargeBinary, primary_key=True),
     Column("key_digest", LargeBinary),
     Column("claims", LargeBinary),
-    Column("created_at", Double, nullable=False),
-    Column("last_used_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
+    *_columns(created_at=Double, last_used_at=Double, expires_at=Double),
 )
 """Sessions of the console, by the SHA-256 digest of their id. A session has either the digest of the API key with
 which it was opened, or the claims of an issuer's token, as JSON."""
