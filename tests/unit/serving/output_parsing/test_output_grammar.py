@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 from canitoolcall.fixtures import Fixture
-from tests.support.call_renderer import CallRenderer
+from tests.support.call_renderer import render_calls, split_markers
 from tests.support.grammar_matcher import GrammarMatcher
 from tests.support.tool_call_fixtures import (
     FIXTURES,
@@ -30,61 +31,33 @@ from argosy.engine.serving.output_parsing import (
 )
 from argosy.protocol import ApiError
 
-MARKER = "A special token within an argument. Arguments hold text only."
-ORDER = "Keys in another order than in training."
-CHANNEL = "A call on the analysis channel, or to a built-in tool."
-AFTER_CALL = "Output behind `<|call|>`, which ends a turn."
-BARE = "A call without the tag around it."
-SYNTAX = "A tag is not closed, or is written without its line breaks."
-LITERAL = "A Python literal where the schema demands JSON."
-EMPTY = "A section without a well-formed call, or text that belongs to no call."
-KEY = "`arguments` as the key, which Llama writes as `parameters`."
-FORBIDDEN = {
-    "deepseek/sglang-v4-self-closing-invoke": SYNTAX,
-    "deepseek/v3-marker-in-arguments": MARKER,
-    "deepseek/v31-marker-in-arguments": MARKER,
-    "deepseek/v32-marker-in-arguments": MARKER,
-    "deepseek/v4-marker-in-arguments": MARKER,
-    "deepseek/v41-marker-in-arguments": MARKER,
-    "gemma4/marker-in-arguments": MARKER,
-    "glm/glm45-marker-in-arguments": MARKER,
-    "glm/glm47-marker-in-arguments": MARKER,
-    "glm/glm47-missing-last-close-arg-value": SYNTAX,
-    "gpt-oss/harmony-string-escapes": "The escape of a control character, which llguidance writes differently.",
-    "gpt-oss/llamacpp-builtin-python-recipient": CHANNEL,
-    "gpt-oss/llamacpp-recipient-in-channel-analysis": CHANNEL,
-    "gpt-oss/llamacpp-recipient-in-role-constrain": CHANNEL,
-    "gpt-oss/vllm-call-on-analysis-channel": CHANNEL,
-    "gpt-oss/vllm-call-then-final": AFTER_CALL,
-    "gpt-oss/vllm-preamble-call-end-terminated": AFTER_CALL,
-    "gpt-oss/vllm-sequential-calls": AFTER_CALL,
-    "kimi/k26-marker-in-arguments": MARKER,
-    "kimi/k26-marker-terminator-in-string": MARKER,
-    "kimi/k2i-vllm-content-after-tool-section": EMPTY,
-    "kimi/k2i-vllm-empty-tool-section": EMPTY,
-    "kimi/k2i-vllm-id-without-functions-prefix": SYNTAX,
-    "kimi/k2i-vllm-noise-between-markers": EMPTY,
-    "llama/l3-bug-whole-call-single-delta": KEY,
-    "llama/l3-marker-in-arguments": MARKER,
-    "llama/l3-meta-python-tag-type-function": ORDER,
-    "llama/l3-sglang-python-tag-call": KEY,
-    "llama/l3-sglang-text-before-python-tag": KEY,
-    "llama/l3-vllm-arguments-key": KEY,
-    "mistral/vllm-v3-arguments-before-name": ORDER,
-    "mistral/vllm-v3-name-inside-arguments": ORDER,
-    "qwen3-hermes/marker-in-arguments": MARKER,
-    "qwen3-xml/bug-coder-missing-tool-call-opener": BARE,
-    "qwen3-xml/bug-coder-text-after-call": SYNTAX,
-    "qwen3-xml/bug-missing-close-parameter-before-function": SYNTAX,
-    "qwen3-xml/coder-marker-in-arguments": MARKER,
-    "qwen3-xml/coder-python-literals": LITERAL,
-    "qwen3-xml/llamacpp-coder-bare-function": BARE,
-    "qwen3-xml/llamacpp-coder-bare-function-parallel": BARE,
-    "qwen3-xml/q35-python-literals": LITERAL,
-    "qwen3-xml/q38-tool-call-token-in-arguments": MARKER,
-    "qwen3-xml/vllm-coder-missing-close-parameter": SYNTAX,
-}
-"""Outputs that a grammar does not accept, with the reason."""
+REFUSED = (
+    # A special token within an argument. Arguments hold text only.
+    *("deepseek/*marker*", "gemma4/*marker*", "glm/*marker*", "kimi/k26-marker*", "llama/*marker*"),
+    *("qwen3-hermes/*marker*", "qwen3-xml/coder-marker*", "qwen3-xml/*-token-in-arguments"),
+    # The escape of a control character, which llguidance writes differently.
+    "gpt-oss/harmony-string-escapes",
+    # A call on the analysis channel, or to a built-in tool.
+    *("gpt-oss/llamacpp-builtin*", "gpt-oss/*-analysis*", "gpt-oss/llamacpp-recipient-in-role*"),
+    # Output behind `<|call|>`, which ends a turn.
+    *("gpt-oss/vllm-*-end-terminated", "gpt-oss/vllm-call-then-final", "gpt-oss/vllm-sequential*"),
+    # A section without a well-formed call, text that belongs to no call, or an unknown id.
+    *("kimi/*-after-tool-section", "kimi/*-empty-tool-section", "kimi/*-noise-between-markers"),
+    "kimi/*-without-functions-prefix",
+    # `arguments` as the key, which Llama writes as `parameters`, or keys in another order than in training.
+    *("llama/l3-bug-whole-call*", "llama/l3-sglang-*", "llama/*-arguments-key"),
+    *("llama/*-type-function", "mistral/vllm-v3-*arguments*"),
+    # A tag is not closed, not opened or written without its line breaks.
+    *(
+        "*-missing-*",
+        "deepseek/sglang-v4-self-closing-invoke",
+        "qwen3-xml/bug-coder-text-after-call",
+    ),
+    "qwen3-xml/llamacpp-coder-bare-function*",
+    # A Python literal where the schema demands JSON.
+    "qwen3-xml/*-python-literals",
+)
+"""Patterns of the outputs that a grammar does not accept."""
 COMPLETE = [
     fixture_id
     for fixture_id, fixture in FIXTURES.items()
@@ -172,7 +145,7 @@ def test_accepts_every_complete_fixture_that_it_should(fixture_id: str) -> None:
     matcher = GrammarMatcher(output_format)
     grammar = grammar_of(matcher, output_format, tools=tools_of(fixture))
     rest = matcher.match(grammar, behind_reasoning(fixture))
-    assert bool(rest) == (fixture_id in FORBIDDEN), rest
+    assert bool(rest) == any(fnmatch(fixture_id, pattern) for pattern in REFUSED), rest
 
 
 @pytest.mark.parametrize(
@@ -193,12 +166,11 @@ def test_accepts_a_call_as_the_family_writes_it_and_masks_what_is_wrong(
     tokens = FORMATS[name].tokens if vocabulary == "tokens" else ()
     output_format = FORMATS[name].with_vocabulary(frozenset(tokens).__contains__)
     matcher = GrammarMatcher(output_format)
-    renderer = CallRenderer(output_format)
     allowed = ["search"] if mode == "named" else None
     grammar = grammar_of(matcher, output_format, mode=mode, allowed=allowed)
 
     def rest(*calls: tuple[str, dict[str, Any]]) -> str:
-        return matcher.match(grammar, renderer.render(list(calls)))
+        return matcher.match(grammar, render_calls(output_format, list(calls)))
 
     assert rest(CALL) == ""
     looks_like_answer = mode == "auto" and output_format.has_bare_calls
@@ -214,8 +186,8 @@ def test_accepts_a_call_as_the_family_writes_it_and_masks_what_is_wrong(
 def test_demands_a_call_only_in_the_modes_that_do(name: str) -> None:
     output_format = special(name)
     matcher = GrammarMatcher(output_format)
-    text = CallRenderer(output_format).syntax(
-        "<|channel|>final<|message|>Hello!" if name == "gpt-oss" else "Hello!"
+    text = split_markers(
+        output_format, "<|channel|>final<|message|>Hello!" if name == "gpt-oss" else "Hello!"
     )
     modes: tuple[ToolChoiceMode, ...] = ("auto", "required", "named")
     for mode in modes:
@@ -233,10 +205,11 @@ def test_allows_one_call_and_the_end_if_calls_are_not_parallel(
     output_format = special(name)
     matcher = GrammarMatcher(output_format)
     grammar = grammar_of(matcher, output_format, mode=mode, parallel=False)
-    renderer = CallRenderer(output_format)
-    assert matcher.accepts(grammar, renderer.render([CALL]))
-    assert not matcher.accepts(grammar, renderer.render([CALL, CALL]))
-    assert not matcher.accepts(grammar, [*renderer.render([CALL]), "\n", *renderer.render([CALL])])
+    assert matcher.accepts(grammar, render_calls(output_format, [CALL]))
+    assert not matcher.accepts(grammar, render_calls(output_format, [CALL, CALL]))
+    assert not matcher.accepts(
+        grammar, [*render_calls(output_format, [CALL]), "\n", *render_calls(output_format, [CALL])]
+    )
 
 
 @pytest.mark.parametrize("mode", ["auto", "none"])
@@ -254,19 +227,20 @@ def test_an_answer_with_a_schema_is_an_alternative_to_calls(
     }
     answer = constraints.schema_grammar(schema, strict=True, param="response_format")
     grammar = grammar_of(matcher, output_format, mode=mode, answer=answer)
-    renderer = CallRenderer(output_format)
 
     def framed(text: str) -> list[Piece]:
         if output_format.name == "gpt-oss":
-            return renderer.syntax("<|channel|>final<|message|>" + text)
+            return split_markers(output_format, "<|channel|>final<|message|>" + text)
         if output_format.frame is not None:
-            return renderer.syntax(output_format.frame.open + text + output_format.frame.close)
+            return split_markers(
+                output_format, output_format.frame.open + text + output_format.frame.close
+            )
         return [text]
 
     assert matcher.accepts(grammar, framed('{"name": "cats"}'))
     assert not matcher.accepts(grammar, framed('{"names": "cats"}'))
     assert not matcher.accepts(grammar, framed("Hello"))
-    assert matcher.accepts(grammar, renderer.render([CALL])) == (mode == "auto")
+    assert matcher.accepts(grammar, render_calls(output_format, [CALL])) == (mode == "auto")
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3-xml", "gemma4", "gpt-oss"])
@@ -295,7 +269,7 @@ def test_reasoning_that_begins_with_ordinary_text_is_part_of_the_grammar(name: s
     reasoning: list[Piece] = [f"{block.open}{block.label}\nA trigger.{block.close}"]
     if name == "gpt-oss":
         reasoning.append("<|start|>assistant")
-    assert matcher.accepts(grammar, [*reasoning, *CallRenderer(output_format).render([CALL])])
+    assert matcher.accepts(grammar, [*reasoning, *render_calls(output_format, [CALL])])
 
 
 @pytest.mark.parametrize(
@@ -314,7 +288,7 @@ def test_a_value_holds_no_tag_at_which_the_parser_would_end_it(
     output_format = special("qwen3-xml")
     matcher = GrammarMatcher(output_format)
     grammar = grammar_of(matcher, output_format, mode="required")
-    pieces = CallRenderer(output_format).render([("get_weather", {"city": value})])
+    pieces = render_calls(output_format, [("get_weather", {"city": value})])
     assert matcher.accepts(grammar, pieces) == is_accepted
     if is_accepted:
         parser = OutputParser(output_format, TOOLS, in_reasoning=False)

@@ -76,8 +76,6 @@ _ALL_FORMATS = (
         syntax=JsonSyntax(
             open=("<tool_call>",),
             close="</tool_call>",
-            after_open="\n",
-            before_close="\n",
             separator="\n",
         ),
         thinking=(_THINK,),
@@ -127,7 +125,7 @@ _ALL_FORMATS = (
     OutputFormat(
         name="mistral-v3",
         description="Mistral 7B v0.3, Mixtral v0.3, Mistral Nemo, Mistral Large 2",
-        syntax=JsonSyntax(open=("[TOOL_CALLS]",), is_array=True, after_open=" ", separator=", "),
+        syntax=JsonSyntax(open=("[TOOL_CALLS]",), is_array=True, separator=", "),
         thinking=_MISTRAL_BLOCKS,
         tokens=("[TOOL_CALLS]",),
         trims_content=False,

@@ -27,8 +27,6 @@ class JsonSyntax:
         close: Text after the calls, or empty.
         arguments_key: Usual key of the arguments.
         is_array: Whether calls usually stand in one array, else each has its own object.
-        after_open: White space that the model was trained to write after `open`.
-        before_close: White space that the model was trained to write before `close`.
         separator: Text between calls.
     """
 
@@ -36,8 +34,6 @@ class JsonSyntax:
     close: str = ""
     arguments_key: str = "arguments"
     is_array: bool = False
-    after_open: str = ""
-    before_close: str = ""
     separator: str = ""
 
 
