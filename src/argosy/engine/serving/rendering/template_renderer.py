@@ -23,7 +23,7 @@ from typing import Any, Literal
 import structlog
 
 from argosy.child_environment import system_variables
-from argosy.engine.serving.text.render_protocol import (
+from argosy.engine.serving.rendering.render_protocol import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
     MAX_OUTPUT_CHARS,
@@ -35,7 +35,7 @@ from argosy.engine.serving.text.render_protocol import (
     ReplyKind,
 )
 
-PROCESS_MODULE = "argosy.engine.serving.text.render_process"
+PROCESS_MODULE = "argosy.engine.serving.rendering.render_process"
 MAX_PROCESSES = 4
 """Maximum number of processes, beside those with a slow render."""
 MAX_SLOW_RENDERS = 2

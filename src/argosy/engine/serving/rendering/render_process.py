@@ -1,6 +1,6 @@
 """Process that compiles and renders chat templates within bounds of CPU time, memory and output.
 
-`template_renderer` starts it as `python -m argosy.engine.serving.text.render_process DESCRIPTOR`. A template is a
+`template_renderer` starts it as `python -m argosy.engine.serving.rendering.render_process DESCRIPTOR`. A template is a
 program. It may loop for hours without releasing the GIL, or allocate all memory, so it runs in no other process.
 """
 
@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from argosy.engine.serving.text.render_protocol import (
+from argosy.engine.serving.rendering.render_protocol import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
     MAX_OUTPUT_CHARS,
