@@ -7,11 +7,12 @@ need not be restarted itself. Where systemd or Kubernetes restarts the controlle
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LOCK_NAME = "keeper.lock"
@@ -26,18 +27,20 @@ HEALTHY_AFTER_S = 30.0
 """Run time of a controller after which the next restart does not wait."""
 
 
-def start_keeper(folder: Path, command: Sequence[str]) -> None:
+def start_keeper(folder: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Start a keeper in the background, unless one runs for this folder.
 
     Args:
         folder: Folder of the fleet's state. The log of the controller is there.
-        command: Command line of the controller.
+        command: Command line of the controller, which every user of the machine can see.
+        environment: Variables of the controller in addition to those of this process.
 
     Raises:
         OSError: The process cannot be started.
     """
     subprocess.Popen(  # noqa: S603 - starts this program
         [sys.executable, "-P", "-m", "argosy.controller_keeper", str(folder), *command],
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

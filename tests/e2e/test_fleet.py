@@ -75,6 +75,7 @@ class Commands:
         for process in list_processes(self.folder):
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
+                assert "sqlite:" not in str(command), "URLs of stores may have passwords"
                 if "argosy.cli" in command[:4]:
                     found[command[command.index("argosy.cli") + 1]] = process
         return found

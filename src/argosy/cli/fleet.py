@@ -342,9 +342,9 @@ def _start_controller(target: FleetTarget) -> None:
     from argosy.controller_keeper import start_keeper
 
     command = [sys.executable, "-P", "-m", "argosy.cli", "controller", "--until-down"]
-    command += ["--fleet", target.name, "--store", target.store_url]
-    try:
-        start_keeper(target.folder, command)
+    command += ["--fleet", target.name]
+    try:  # the URL of the store may have a password
+        start_keeper(target.folder, command, {"ARGOSY_STORE": target.store_url})
     except OSError as error:
         fail(f"the controller cannot be started: {error.strerror}")
 
