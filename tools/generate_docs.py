@@ -67,6 +67,10 @@ Schema, for completion and checks in editors.
 A setting that is unknown, defined twice, of the wrong type or out of range is refused.
 So are settings that contradict each other, and secrets that are written out.
 The error names the file, the line, the setting, the value and a remedy.
+
+The column `changed by` says who may change a setting: also an `operator` over HTTP, or the `command line` only.
+Options of engines, and addresses that models come from, have rules of their own ([trust](../explanation/trust.md)).
+
 A file above 4 MiB is refused.
 
 ## Overlays

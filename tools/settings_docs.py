@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from argosy.settings import changed_by
+
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Format a Markdown table."""
@@ -106,6 +108,7 @@ def settings(
     """Yield one Markdown section for a structure, then one for each that it holds. Omitted paths are left out."""
     hints = typing.get_type_hints(struct, include_extras=True)
     docs, rows, nested = attribute_docs(struct), list[tuple[str, ...]](), []
+    marks = changed_by(struct)
     for field in msgspec.structs.fields(struct):
         hint = hints[field.name]
         inner = struct_in(hint)
@@ -113,14 +116,16 @@ def settings(
         if (f"{path}.{name}" if path else name) in omitted:
             continue
         about = docs.get(field.name) or description(hint)
-        rows.append((f"`{name}`", type_name(hint), default_text(field), about))
+        who = (marks.get(field.name, ""),) if marks else ()
+        rows.append((f"`{name}`", type_name(hint), default_text(field), *who, about))
         if inner is not None:
             shown = type_name(hint)
             item = "[]" if shown.startswith("list") else ".NAME" if shown == "mapping" else ""
             nested.append((inner, f"{path}.{name}{item}" if path else f"{name}{item}"))
     heading = f"## `{path}`" if path else "## Top level"
     about = inspect.cleandoc(struct.__doc__ or "")
-    header = ("setting", "type", "default", "meaning")
+    who = ("changed by",) if marks else ()
+    header = ("setting", "type", "default", *who, "meaning")
     yield f"{heading}\n\n{about}\n\n{table(header, rows)}"
     for inner, below in nested:
         yield from settings(inner, below, omitted)

@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             option(
                 "Digest that the model must have (sha256:...). Its files are verified before they are loaded.",
                 "Model",
-                pattern="^sha256:[0-9a-f]{64}$",
+                pattern=r"^sha256:[0-9a-f]{64}$(?!\n)",
             ),
         ]
         | None

@@ -31,8 +31,8 @@ TOKENIZER_PATTERNS = (
 )
 """Patterns of the files that decide how text becomes tokens."""
 
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-ModelDigest = Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
+ModelDigest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 
 
 class ModelStoreError(ValueError):

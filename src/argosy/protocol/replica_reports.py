@@ -117,7 +117,7 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Program and version of the replica."""
     model_revision: str = ""
     """Commit of the model on the hub, or the requested revision; empty for a directory."""
-    model_digest: Annotated[str, Meta(pattern="^(sha256:[0-9a-f]{64})?$")] = ""
+    model_digest: Annotated[str, Meta(pattern=r"^(sha256:[0-9a-f]{64})?$(?!\n)")] = ""
     """SHA-256 digest of the model's files, which were verified when it was loaded. Empty before, or if not known."""
     arithmetic_id: str = ""
     """Id of `arithmetic`; empty before the model is loaded."""

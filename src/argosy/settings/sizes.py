@@ -17,7 +17,7 @@ _SIZE_PATTERN = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]i?)?b?\s*", re
 
 Size = (
     Annotated[int, Meta(ge=0, le=1 << 60)]
-    | Annotated[str, Meta(pattern=r"^\d{1,18}(\.\d{1,9})? ?([kKmMgGtT]i?)?[bB]?$")]
+    | Annotated[str, Meta(pattern=r"^\d{1,18}(\.\d{1,9})? ?([kKmMgGtT]i?)?[bB]?$(?!\n)")]
 )
 """Number of bytes, or text such as `16GiB`."""
 

@@ -10,6 +10,8 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from argosy.settings import ByOperator
+
 RESPONSE_OVERHEAD_BYTES = 512
 """Approximate size of a stored response without its body."""
 
@@ -17,11 +19,11 @@ RESPONSE_OVERHEAD_BYTES = 512
 class IdempotencyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the idempotency store."""
 
-    retention_s: Annotated[float, Meta(gt=0, le=86_400)] = 86_400.0
+    retention_s: ByOperator[Annotated[float, Meta(gt=0, le=86_400)]] = 86_400.0
     """How long a response is kept for a retry."""
-    max_bytes: Annotated[int, Meta(ge=0)] = 64 * 1024 * 1024
+    max_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 64 * 1024 * 1024
     """Maximum size of all responses, including running ones. The oldest are evicted first."""
-    max_response_bytes: Annotated[int, Meta(ge=0)] = 1024 * 1024
+    max_response_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 1024 * 1024
     """Maximum size of one response. Longer responses are not stored."""
 
 

@@ -5,19 +5,28 @@ So is a declaration sent to a gateway that changes what only the command line ma
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import get_type_hints
 
+import msgspec
 import pytest
+from tools.settings_docs import struct_in
 
+import argosy
 from argosy.deployment import (
     ExpectedText,
     FleetConfig,
+    FleetControl,
+    apply_declaration,
     load_config,
     load_fleet,
     parse_fleet,
     parse_remote_change,
 )
+from argosy.settings import changed_by
+from argosy.store import open_memory_store
 
 FLEET = "models: [{name: chat, source: argosy-mini}]\npools: [{name: chat, model: chat, %s}]\n"
 GATEWAY = "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
@@ -180,7 +189,10 @@ fleet: demo
 models:
 - {name: chat, source: owner/chat}
 - {name: code, source: owner/code, replicas: [{url: 'https://api.example.com', api_key_env: KEY}]}
-engines: {own: {command: [serve, '{model}', '{port}']}}
+- {name: stored, source: 'https://models.example.com/a'}
+engines:
+  own: {command: [serve, '{model}', '{port}']}
+  trusting: {command: [serve, --Trust-Remote-Code=true, '{model}', '{port}']}
 pools:
 - {name: chat, model: chat}
 - name: code
@@ -190,6 +202,7 @@ pools:
   image: registry/vllm:1
   environment: {HF_TOKEN: {env: HF_TOKEN}}
   options: {trust-remote-code: true, max-model-len: 4096}
+- {name: stored, model: stored}
 kubernetes: {secret_name: tokens}
 store: {url: 'sqlite:///argosy.db'}
 """
@@ -225,6 +238,14 @@ def old() -> FleetConfig:
         ("argosy.db", "other.db", "store"),
         ("fleet: demo", "auth: {mode: disabled}", "auth"),
         ("fleet: demo", "log_content: true", "log_content"),
+        ("source: owner/chat", "source: 'ftp://10.0.0.1/x'", "models[0].source"),
+        ("source: owner/chat", "source: 'https://other.example.com/x'", "models[0].source"),
+        ("model: chat}", "model: chat, engine: trusting}", "pools[0].model"),
+        (
+            "model: chat}",
+            "model: chat}\n- {name: new, model: chat, engine: trusting}",
+            "pools[1].model",
+        ),
         (
             "source: owner/chat",
             f"source: owner/chat, aliases: {[*map(str, range(1000))]}",
@@ -252,7 +273,7 @@ def test_models_pools_and_limits_may_change(old: FleetConfig) -> None:
     )
     config = parse_remote_change(changed, "sent", old)
     assert (config.fleet, config.gateways, config.models[0].source) == ("demo", 2, "/models/chat")
-    assert [pool.name for pool in config.pools] == ["second", "chat", "code"]
+    assert [pool.name for pool in config.pools] == ["second", "chat", "code", "stored"]
 
 
 def test_fleet_without_pools_gets_none_that_it_never_had(old: FleetConfig) -> None:
@@ -278,3 +299,54 @@ def test_fleet_without_pools_gets_none_that_it_never_had(old: FleetConfig) -> No
 )
 def test_expected_answer_is_matched_in_linear_time(regex: str, text: str, matches: bool) -> None:
     assert ExpectedText(regex=regex).matches(text) is matches
+
+
+@pytest.mark.parametrize("text", ["--chat-template=/etc/passwd", "-x", "chat\n"])
+@pytest.mark.parametrize("setting", ["source", "name"])
+def test_value_of_a_command_cannot_become_an_option(setting: str, text: str) -> None:
+    model = {"name": "chat", "source": "owner/chat", setting: text}
+    with pytest.raises(ValueError, match=f"models.*{setting}"):
+        parse_fleet(msgspec.json.encode({"fleet": "demo", "models": [model]}))
+
+
+def test_models_may_come_from_an_address_that_is_in_use(old: FleetConfig) -> None:
+    changed = IN_FORCE.replace("source: owner/chat", "source: 'https://models.example.com/b'")
+    config = parse_remote_change(changed, "sent", old)
+    assert config.models[0].source == "https://models.example.com/b"
+
+
+def test_each_setting_says_who_may_change_it() -> None:
+    def find_unmarked(struct: type[msgspec.Struct]) -> set[tuple[str, str]]:
+        marks, hints = changed_by(struct), get_type_hints(struct, include_extras=True)
+        names = {field.name for field in msgspec.structs.fields(struct)}
+        found = {(struct.__name__, name) for name in names - marks.keys()}
+        for name in names & marks.keys():
+            inner = struct_in(hints[name]) if marks[name] == "operator" else None
+            found |= set() if inner is None else find_unmarked(inner)
+        return found
+
+    assert find_unmarked(FleetConfig) == set()
+
+
+def test_no_way_back_changes_what_only_the_command_line_may_change() -> None:
+    store = open_memory_store()
+    declared = {True: IN_FORCE + "log_content: true\n", False: IN_FORCE}
+    for logs in (False, True, False):
+        config = parse_fleet(declared[logs])
+        apply_declaration(store.fleets, "demo", config, author="cli", reason="", after=None)
+    fleet = FleetControl("demo", store.fleets)
+    with pytest.raises(ValueError, match="log_content: it decides"):
+        fleet.plan_rollback(2)
+    with pytest.raises(ValueError, match="log_content: it decides"):
+        fleet.roll_back(2, None, "", "key:1")
+    assert fleet.scale("chat", 2, "", "key:1") == 4
+    assert fleet.roll_back(3, None, "", "key:1") == 5
+    store.close()
+
+
+def test_patterns_of_types_match_to_the_end() -> None:
+    """`$` alone also matches before a line break at the end."""
+    for path in Path(argosy.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "pattern":
+                assert not ast.unparse(node.value).rstrip("\"'").endswith("$"), path

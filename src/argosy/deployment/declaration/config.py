@@ -13,33 +13,34 @@ from argosy.deployment.declaration.engines import EngineKind, OptionName, Option
 from argosy.deployment.declaration.rollout_config import RolloutConfig
 from argosy.deployment.settings.gateway_config import GatewayConfig, ModelConfig, ModelName
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
-from argosy.settings import Size, parse_size
+from argosy.settings import ByCommandLine, ByOperator, Size, parse_size
 
 ObjectName = Annotated[
-    str, Meta(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9-]+)*$")
+    str, Meta(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9-]+)*$(?!\n)")
 ]
 """Name of a Kubernetes object."""
 ResourceName = Annotated[
-    str, Meta(max_length=253, pattern=r"^[A-Za-z0-9.-]+/[A-Za-z0-9][A-Za-z0-9._-]*$")
+    str, Meta(max_length=253, pattern=r"^[A-Za-z0-9.-]+/[A-Za-z0-9][A-Za-z0-9._-]*$(?!\n)")
 ]
 
 _NOT_OF_PODS = ("namespace", "context", "image", "pre_pull_images")
 Positive = Annotated[float, Meta(gt=0)]
-Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
+Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$(?!\n)")]
 """Name that Kubernetes and Ray accept. It is short, because replicas are named `NAME-GENERATION-ORDINAL`."""
 ReplicaCount = Annotated[int, Meta(ge=0, le=10_000)]
 Share = (
-    Annotated[int, Meta(ge=0, le=10_000)] | Annotated[str, Meta(pattern=r"^(100|[1-9]?[0-9])%$")]
+    Annotated[int, Meta(ge=0, le=10_000)]
+    | Annotated[str, Meta(pattern=r"^(100|[1-9]?[0-9])%$(?!\n)")]
 )
 """Number of replicas, or a share of the pool's replicas such as `25%`."""
-VariableName = Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$(?!\n)")]
 LauncherName = Literal["local", "ray", "kubernetes"]
 LabelText = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$", max_length=253)
+    str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$(?!\n)", max_length=253)
 ]
 
 
-ClockTime = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$")]
+ClockTime = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$(?!\n)")]
 """Hour and minute, such as `08:30`."""
 _GATEWAY_FIELDS = GatewayConfig.__struct_fields__
 _MODEL_FIELDS = ModelConfig.__struct_fields__
@@ -50,7 +51,7 @@ class VolumeClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     claim: ObjectName
     """Name of the PersistentVolumeClaim. Pods of several nodes need one that several nodes can mount."""
-    path: Annotated[str, Meta(pattern=r"^/[^\s:]+$")]
+    path: Annotated[str, Meta(pattern=r"^/[^\s:]+$(?!\n)")]
     """Folder of the container in which it is mounted."""
     read_only: bool = True
     """Whether it is mounted for reading only."""
@@ -74,7 +75,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     context: str | None = None
     """Context of the kubeconfig file. None means its current one, or the service account if the controller runs in a
     pod. Change it only while the fleet is down."""
-    image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$")] | None = None
+    image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$(?!\n)")] | None = None
     """Container image of the rendered gateways and controllers."""
     secret_name: ObjectName | None = None
     """Secret with the values to which the `environment` of pools refers: `{env: HF_TOKEN}` is its key `HF_TOKEN`, and
@@ -122,21 +123,24 @@ class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name, and the replicas that answer for it: those of its pools, and those listed by URL."""
 
-    source: (
+    source: ByOperator[
         Annotated[
-            str, Meta(min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f]*\S)?$")
+            str,
+            Meta(
+                min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f-]([^\x00-\x1f]*\S)?$(?!\n)"
+            ),
         ]
         | None
-    ) = None
+    ] = None
     """Location of the weights: path of a directory or a GGUF file, name on the hub (owner/name), or name of a bundled
     model (`argosy-mini`). A path starts with `/`, `./`, `../` or `~`. It is relative to the folder of its settings
     file. `store:NAME`, `store:NAME:STAGE` and `sha256:DIGEST` are models of the store, and `s3://...` is a URL.
     The name of a stored model becomes its digest when the file is read. A promotion takes effect at the next apply."""
-    revision: Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$")] | None = (
-        None
-    )
+    revision: ByOperator[
+        Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$(?!\n)")] | None
+    ] = None
     """Branch, tag or commit of the source."""
-    digest: Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")] | None = None
+    digest: ByOperator[Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")] | None] = None
     """SHA-256 digest of the model's manifest (`argosy models show`). Another digest is another model, so its replicas
     are replaced. Replicas of the engine `argosy` compare every file with it before they load one; other engines do
     not."""
@@ -145,15 +149,15 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of the week at which a pool keeps more replicas."""
 
-    min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    min_replicas: ByOperator[Annotated[int, Meta(ge=1, le=10_000)]]
     """Fewest replicas that serve at these times."""
-    start: ClockTime
+    start: ByOperator[ClockTime]
     """Local time at which the replicas are ready, such as `08:00`. They start earlier, by the time that it takes."""
-    end: ClockTime
+    end: ByOperator[ClockTime]
     """Local time from which they may stop again, on the next day if it is not after `start`."""
-    days: Annotated[tuple[Weekday, ...], Meta(min_length=1)] = WEEKDAYS
+    days: ByOperator[Annotated[tuple[Weekday, ...], Meta(min_length=1)]] = WEEKDAYS
     """Days on which the times start."""
-    timezone: str = "UTC"
+    timezone: ByOperator[str] = "UTC"
     """Name in the IANA time zone database, such as `Europe/Berlin`."""
 
     def to_window(self) -> ScheduleWindow:
@@ -170,19 +174,19 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the number of replicas of a pool follows the demand, between `min_replicas` and `max_replicas`."""
 
-    mode: Literal["off", "advisory", "on"] = "off"
+    mode: ByOperator[Literal["off", "advisory", "on"]] = "off"
     """`on` lets the controller change the number. `advisory` only records what it would do. `replicas` beside
     `min_replicas` and `max_replicas`, as `argosy scale POOL N` sets it, pauses the autoscaler."""
-    tokens_per_s: Positive | None = None
+    tokens_per_s: ByOperator[Positive | None] = None
     """Tokens per second that a replica serves within the objectives; a token of output counts as two. By default it is
     learnt from the replicas. Engines other than `argosy` do not report what that needs."""
-    spare_fraction: Annotated[float, Meta(ge=0, le=10)] = 0.15
+    spare_fraction: ByOperator[Annotated[float, Meta(ge=0, le=10)]] = 0.15
     """Share of the demand that is provided in addition."""
-    down_window_s: Annotated[float, Meta(ge=60, le=3600)] = 600.0
+    down_window_s: ByOperator[Annotated[float, Meta(ge=60, le=3600)]] = 600.0
     """Time whose peak demand the remaining replicas must hold before one is removed."""
-    schedules: tuple[ScheduleConfig, ...] = ()
+    schedules: ByOperator[tuple[ScheduleConfig, ...]] = ()
     """Times at which the minimum is higher."""
-    scale_to_zero_after_s: Annotated[float, Meta(gt=0, le=604_800)] = 1200.0
+    scale_to_zero_after_s: ByOperator[Annotated[float, Meta(gt=0, le=604_800)]] = 1200.0
     """Time without requests after which a pool with `min_replicas: 0` runs no replicas. The next request starts one,
     and waits for it in the gateway (`cold_start`)."""
 
@@ -190,58 +194,58 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Replicas of one model that are alike."""
 
-    name: Name
+    name: ByOperator[Name]
     """Name of the pool. Its replicas are named `NAME-GENERATION-ORDINAL`."""
-    model: ModelName
+    model: ByOperator[ModelName]
     """Name of the model that the replicas run."""
-    engine: str = "argosy"
+    engine: ByOperator[str] = "argosy"
     """Engine kind: `argosy`, `vllm`, `sglang`, `llama-cpp`, or one of `engines`."""
-    options: dict[OptionName, OptionValue] = {}
+    options: ByOperator[dict[OptionName, OptionValue]] = {}
     """Options of the engine's command line, without dashes, such as `max_seqs: 16`."""
-    environment: dict[VariableName, str | SecretReference] = {}
+    environment: ByCommandLine[dict[VariableName, str | SecretReference]] = {}
     """Environment variables of the replicas. Secrets are references to a variable or a file of the controller:
     `{env: HF_TOKEN}`. Of the controller's own variables, replicas get those of the system, devices and engines only,
     and none whose name says that it is a secret."""
-    accelerators: Annotated[int, Meta(ge=0, le=1024)] = 0
+    accelerators: ByOperator[Annotated[int, Meta(ge=0, le=1024)]] = 0
     """Number of GPUs of each replica."""
-    cpus: Annotated[float, Meta(gt=0, le=4096)] | None = None
+    cpus: ByOperator[Annotated[float, Meta(gt=0, le=4096)] | None] = None
     """Number of CPU cores of each replica. None does not restrict it."""
-    memory: Size | None = None
+    memory: ByOperator[Size | None] = None
     """Maximum memory of each replica, such as `16GiB`. None does not restrict it."""
-    replicas: ReplicaCount | None = None
+    replicas: ByOperator[ReplicaCount | None] = None
     """Number of replicas that serve. 1 if neither it nor `min_replicas` is set."""
-    min_replicas: ReplicaCount | None = None
+    min_replicas: ByOperator[ReplicaCount | None] = None
     """Fewest replicas that serve, and their number without `replicas` and `autoscaling`."""
-    max_replicas: ReplicaCount | None = None
+    max_replicas: ByOperator[ReplicaCount | None] = None
     """Most replicas that serve."""
-    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    autoscaling: ByOperator[AutoscalingConfig] = AutoscalingConfig()
     """How the number of replicas follows the demand. It needs `min_replicas` and `max_replicas`."""
-    spares: ReplicaCount = 0
+    spares: ByOperator[ReplicaCount] = 0
     """Number of further replicas that are started and warm, and serve when another one is lost."""
-    launcher: LauncherName = "local"
+    launcher: ByCommandLine[LauncherName] = "local"
     """Where the replicas run: `local` are processes on the controller's machine, `ray` are nodes of a Ray cluster, and
     `kubernetes` are pods."""
-    zones: tuple[LabelText, ...] = ()
+    zones: ByOperator[tuple[LabelText, ...]] = ()
     """Zones over which the replicas are spread. Empty for any."""
-    labels: dict[LabelText, LabelText] = {}
+    labels: ByOperator[dict[LabelText, LabelText]] = {}
     """Labels that a node must have to run a replica."""
-    custom_resources: dict[LabelText, Annotated[float, Meta(gt=0, le=1_000_000)]] = {}
+    custom_resources: ByOperator[dict[LabelText, Annotated[float, Meta(gt=0, le=1_000_000)]]] = {}
     """Amounts of custom resources of a Ray cluster that each replica takes from its node."""
-    max_surge: Share = 1
+    max_surge: ByOperator[Share] = 1
     """Number or share (rounded up) of replicas that a replacement may start before others have ended."""
-    max_unavailable: Share = "25%"
+    max_unavailable: ByOperator[Share] = "25%"
     """Number or share (rounded down) of replicas that may be out of service at once because of the controller."""
-    drain_deadline_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
+    drain_deadline_s: ByOperator[Annotated[float, Meta(ge=0, le=86_400)]] = 30.0
     """How long the running requests of a replica may take when it stops."""
-    start_timeout_s: Positive = 600.0
+    start_timeout_s: ByOperator[Positive] = 600.0
     """Time without an answer after the start from which a replica is killed and restarted."""
-    hang_timeout_s: Positive = 10.0
+    hang_timeout_s: ByOperator[Positive] = 10.0
     """Time without an answer from which a replica that has served is killed and restarted."""
-    warm_up: bool = True
+    warm_up: ByOperator[bool] = True
     """Send requests to a replica before it serves, so that no client waits for what the first request prepares."""
-    image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$")] | None = None
+    image: ByCommandLine[Annotated[str, Meta(min_length=1, pattern=r"^\S+$(?!\n)")] | None] = None
     """Container image. Used by launchers that run containers, and required by `kubernetes`."""
-    rollout: RolloutConfig | None = None
+    rollout: ByOperator[RolloutConfig | None] = None
     """How users get to a new version when a change needs new replicas. By default these replace the old ones one by
     one, and serve at once. It needs a model with this pool only. `rollout: {}` takes all defaults."""
 
@@ -289,11 +293,11 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the controllers, one of which is the leader."""
 
-    lease_s: Annotated[float, Meta(ge=1, le=60)] = 5.0
+    lease_s: ByOperator[Annotated[float, Meta(ge=1, le=60)]] = 5.0
     """How long a leader may be silent before a standby takes over."""
-    keep_events_days: Annotated[int, Meta(ge=1, le=3650)] = 30
+    keep_events_days: ByOperator[Annotated[int, Meta(ge=1, le=3650)]] = 30
     """Days to keep events. The leader deletes older ones."""
-    max_events: Annotated[int, Meta(ge=1000, le=10_000_000)] = 100_000
+    max_events: ByOperator[Annotated[int, Meta(ge=1000, le=10_000_000)]] = 100_000
     """Number of events to keep. The leader deletes the oldest ones beyond it."""
 
 
@@ -304,7 +308,9 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replicas in another cluster or namespace.
     """
 
-    address: Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[^\s/]+$")] | None = None
+    address: (
+        Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[^\s/]+$(?!\n)")] | None
+    ) = None
     """Address of the head node, such as `10.0.0.1:6379`. By default that of the controller's variable RAY_ADDRESS,
     or of the cluster that the controller's machine is a node of."""
     namespace: Name | None = None
@@ -314,9 +320,9 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ObjectivesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Service levels that the fleet is to meet."""
 
-    ttft_p95_s: Positive | None = None
+    ttft_p95_s: ByOperator[Positive | None] = None
     """Time to the first token that 95 % of the requests stay below."""
-    itl_p95_s: Positive | None = None
+    itl_p95_s: ByOperator[Positive | None] = None
     """Time between two tokens that 95 % of the tokens stay below."""
 
     @property
@@ -331,24 +337,24 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     A file without `pools` is a gateway's settings file, and means a fleet that something else runs.
     """
 
-    fleet: Name | None = None
+    fleet: ByCommandLine[Name | None] = None
     """Name of the fleet. Defaults to the name of the file, without its ending."""
-    models: Annotated[Sequence[FleetModelConfig], Meta(min_length=1)]
+    models: ByOperator[Annotated[Sequence[FleetModelConfig], Meta(min_length=1)]]
     """Models, and where their weights come from."""
-    engines: dict[Name, EngineKind] = msgspec.field(default_factory=dict)
+    engines: ByCommandLine[dict[Name, EngineKind]] = msgspec.field(default_factory=dict)
     """Engine kinds in addition to the built-in ones, by name."""
-    pools: tuple[PoolConfig, ...] = ()
+    pools: ByOperator[tuple[PoolConfig, ...]] = ()
     """Replicas to run."""
-    gateways: Annotated[int, Meta(ge=0, le=64)] = 1
+    gateways: ByOperator[Annotated[int, Meta(ge=0, le=64)]] = 1
     """Number of gateways that the controller starts on its machine. The first listens on `port`, each further one on
     the next port. With 0 they run elsewhere, with the same `store` and `fleet` in their settings."""
-    controller: ControllerConfig = ControllerConfig()
+    controller: ByOperator[ControllerConfig] = ControllerConfig()
     """The controllers."""
-    ray: RayConfig = RayConfig()
+    ray: ByCommandLine[RayConfig] = RayConfig()
     """The Ray cluster of pools with `launcher: ray`."""
-    kubernetes: KubernetesSettings = KubernetesSettings()
+    kubernetes: ByCommandLine[KubernetesSettings] = KubernetesSettings()
     """The pools with `launcher: kubernetes`, and the manifests of `argosy render kubernetes`."""
-    objectives: ObjectivesConfig = ObjectivesConfig()
+    objectives: ByOperator[ObjectivesConfig] = ObjectivesConfig()
     """Service levels that the fleet is to meet. The autoscaler learns from them what a replica can serve."""
 
     def model_of(self, pool: PoolConfig) -> FleetModelConfig:

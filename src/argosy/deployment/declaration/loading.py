@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig
-from argosy.deployment.declaration.remote_change import check_remote_change
+from argosy.deployment.declaration.remote_change import check_remote_change, check_size
 from argosy.deployment.declaration.validation import validate_fleet
 from argosy.model_store import (
     DIGEST_PREFIX,
@@ -64,6 +64,7 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
     """
 
     def validate(config: FleetConfig) -> None:
+        check_size(config)
         check_remote_change(old, _name_fleet(config, old.fleet))
         validate_fleet(config)
 

@@ -16,6 +16,7 @@ from argosy.policy.rollout import (
     RolloutSettings,
     RolloutStep,
 )
+from argosy.settings import ByOperator
 
 MAX_TEXT = 100_000
 MetricName = Literal["errors", "refusals", "ttft", "tpot", "short_output", "long_output"]
@@ -23,7 +24,7 @@ Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 Ratio = Annotated[float, Meta(ge=1, le=1000)]
 StepShare = (
     Annotated[float, Meta(ge=0, lt=1)]
-    | Annotated[str, Meta(pattern=r"^[0-9]{1,2}(\.[0-9]{1,6})?%$")]
+    | Annotated[str, Meta(pattern=r"^[0-9]{1,2}(\.[0-9]{1,6})?%$(?!\n)")]
 )
 """Share of the users or requests, such as `25%` or 0.25."""
 DEFAULT_SHADOW_SHARE = 0.1
@@ -40,9 +41,9 @@ class ExpectedText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ValueError: Nothing is expected, or the regular expression is invalid.
     """
 
-    contains: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)] | None = None
+    contains: ByOperator[Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)] | None] = None
     """Text that the answer contains."""
-    regex: Annotated[str, Meta(min_length=1, max_length=1000)] | None = None
+    regex: ByOperator[Annotated[str, Meta(min_length=1, max_length=1000)] | None] = None
     """Regular expression in RE2's syntax that matches a part of the answer. It has no look-arounds and no references to
     groups, so that no expression can hold up the controller."""
 
@@ -69,8 +70,8 @@ class ExpectedText(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PinnedMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Message of a pinned chat."""
 
-    role: Literal["system", "user", "assistant"] = "user"
-    content: Annotated[str, Meta(max_length=MAX_TEXT)]
+    role: ByOperator[Literal["system", "user", "assistant"]] = "user"
+    content: ByOperator[Annotated[str, Meta(max_length=MAX_TEXT)]]
 
 
 class PinnedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,13 +81,13 @@ class PinnedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ValueError: It has neither a prompt nor messages, or both.
     """
 
-    prompt: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)] | None = None
+    prompt: ByOperator[Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)] | None] = None
     """Text to complete. Use `messages` for a chat."""
-    messages: Annotated[tuple[PinnedMessage, ...], Meta(max_length=100)] = ()
+    messages: ByOperator[Annotated[tuple[PinnedMessage, ...], Meta(max_length=100)]] = ()
     """Messages of a chat. The model needs a chat template."""
-    max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 32
+    max_tokens: ByOperator[Annotated[int, Meta(ge=1, le=4096)]] = 32
     """Longest answer."""
-    expect: Literal["same"] | ExpectedText = "same"
+    expect: ByOperator[Literal["same"] | ExpectedText] = "same"
     """`same` for the bytes that the stable version answers, if both versions have the same weights and arithmetic. With
     other weights the answers differ rightly, and only their absence is a failure; use `{contains: TEXT}` or
     `{regex: PATTERN}` there."""
@@ -99,20 +100,20 @@ class PinnedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class MetricConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one metric, as ratios of the rates of bad events of the new and the stable version."""
 
-    tolerance: Ratio | None = None
+    tolerance: ByOperator[Ratio | None] = None
     """Largest ratio that is no regression."""
-    margin: Ratio | None = None
+    margin: ByOperator[Ratio | None] = None
     """The next step needs evidence that the ratio is below it."""
-    tight_margin: Ratio | None = None
+    tight_margin: ByOperator[Ratio | None] = None
     """The same from a share of 25 %."""
 
 
 class GateConfig(GateLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Comparison of the new with the stable version."""
 
-    metrics: dict[MetricName, MetricConfig] = msgspec.field(default_factory=dict)
+    metrics: ByOperator[dict[MetricName, MetricConfig]] = msgspec.field(default_factory=dict)
     """Other limits than the defaults, by metric."""
-    ignored_metrics: tuple[MetricName, ...] = ()
+    ignored_metrics: ByOperator[tuple[MetricName, ...]] = ()
     """Metrics that may change, such as `long_output` for a version that answers at greater length."""
 
     def settings(self, *, has_objectives: bool) -> GateSettings:
@@ -144,15 +145,17 @@ class RolloutConfig(RolloutSettings, frozen=True, kw_only=True, forbid_unknown_f
     A running rollout keeps the settings with which it started.
     """
 
-    steps: Annotated[tuple[StepShare, ...], Meta(min_length=1, max_length=20)] | None = None
+    steps: ByOperator[
+        Annotated[tuple[StepShare, ...], Meta(min_length=1, max_length=20)] | None
+    ] = None
     """Shares of the users, such as `[5%, 25%, 50%]`, which is the default of `canary`. That of `a_b` is `[50%]`. All
     users follow by themselves."""
-    shadow: StepShare | None = None
+    shadow: ByOperator[StepShare | None] = None
     """Share of the requests that are copied to the new version before it serves any user. The copies are compared and
     not billed. 10 % for `canary`, and none for the others. 0 for none."""
-    gate: GateConfig = GateConfig()
+    gate: ByOperator[GateConfig] = GateConfig()
     """Comparison of both versions."""
-    prompts: tuple[PinnedPrompt, ...] | None = None
+    prompts: ByOperator[tuple[PinnedPrompt, ...] | None] = None
     """Requests that the new version must answer before it gets traffic. None for three built-in ones, `[]` for no
     check."""
 

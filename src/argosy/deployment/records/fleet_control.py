@@ -8,6 +8,7 @@ from argosy.deployment.declaration.comparison import compare_fleets
 from argosy.deployment.declaration.config import FleetConfig
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_remote_change
+from argosy.deployment.declaration.remote_change import check_remote_change
 from argosy.deployment.records.revisions import (
     FleetPlan,
     apply_declaration,
@@ -116,12 +117,14 @@ class FleetControl:
         decision = self._decision(
             "fleet.apply", "", actor, changes=paths, count=len(changes), reason=reason
         )
-        return self._apply(config, decision, reason, after)
+        return self._apply(latest, config, decision, reason)
 
     def plan_rollback(self, revision: int) -> FleetPlan:
         """Return what `roll_back` to a revision would change. Raises as that does."""
         config = parse_declaration(self.store.get_revision(self.name, revision))
-        return plan_declaration(self.store, self.name, self._require_latest(), config)
+        latest = self._require_latest()
+        check_remote_change(parse_declaration(latest), config)
+        return plan_declaration(self.store, self.name, latest, config)
 
     def roll_back(self, revision: int, after: int | None, reason: str, actor: str) -> int:
         """Put the declaration of an earlier revision in force again, and return the number of the new revision.
@@ -131,15 +134,22 @@ class FleetControl:
         Raises:
             NotFoundError: There is no such revision.
             ConflictError: The latest revision is not `after`, or nothing would change.
-            ValueError: Its declaration is invalid for this version.
+            ValueError: Its declaration is invalid for this version, or changes what only the command line may change.
         """
-        config = parse_declaration(self.store.get_revision(self.name, revision))
-        if not compare_fleets(parse_declaration(self._require_latest()), config):
+        config, latest = (
+            parse_declaration(self.store.get_revision(self.name, revision)),
+            self._require_latest(),
+        )
+        if after is not None and latest.number != after:
+            raise ConflictError(
+                f"Revision {latest.number} was applied meanwhile. Look at it first."
+            )
+        if not compare_fleets(parse_declaration(latest), config):
             raise ConflictError(
                 f"Nothing changes: the declaration of revision {revision} is in force."
             )
         decision = self._decision("fleet.rollback", "", actor, revision=revision, reason=reason)
-        return self._apply(config, decision, reason, after, revision)
+        return self._apply(latest, config, decision, reason, revision)
 
     def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
         """Change the number of replicas of a pool, and return the number of the revision in force.
@@ -161,7 +171,7 @@ class FleetControl:
         )
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
-        return self._apply(scaled, decision, reason, latest.number)
+        return self._apply(latest, scaled, decision, reason)
 
     def command_rollout(
         self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
@@ -195,19 +205,21 @@ class FleetControl:
 
     def _apply(
         self,
+        latest: FleetRevision,
         config: FleetConfig,
         decision: AuditedDecision,
         reason: str,
-        after: int | None,
         rollback_of: int | None = None,
     ) -> int:
+        """Put a declaration in force if `latest` is, and nothing changes that only the command line may change."""
+        check_remote_change(parse_declaration(latest), config)
         return apply_declaration(
             self.store,
             self.name,
             config,
             author=decision.actor,
             reason=reason,
-            after=after,
+            after=latest.number,
             rollback_of=rollback_of,
             decision=decision,
         ).number

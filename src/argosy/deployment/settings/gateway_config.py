@@ -23,13 +23,15 @@ from argosy.deployment.settings.routing_config import (
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
 from argosy.protocol import parse_endpoint
-from argosy.settings import SettingError, SettingPath, SettingsDocument
+from argosy.settings import ByCommandLine, ByOperator, SettingError, SettingPath, SettingsDocument
 from argosy.store import IdempotencyConfig, StoreConfig
 
 MAX_MODEL_NAME_LENGTH = 200
 ModelName = Annotated[
     str,
-    Meta(max_length=MAX_MODEL_NAME_LENGTH, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$"),
+    Meta(
+        max_length=MAX_MODEL_NAME_LENGTH, pattern=r"^[^\s\x00-\x1f-]([^\x00-\x1f\x7f]*\S)?$(?!\n)"
+    ),
 ]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 
@@ -40,19 +42,19 @@ class GivingWayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     A paused stream resumes without losing a token. Only streams of native replicas that can be resumed exactly pause.
     """
 
-    enabled: bool = True
+    enabled: ByOperator[bool] = True
     """Whether streams pause."""
-    premium_after_s: PositiveFloat = 0.3
+    premium_after_s: ByOperator[PositiveFloat] = 0.3
     """Wait of a premium request after which streams pause for it."""
-    standard_after_s: PositiveFloat = 1.0
+    standard_after_s: ByOperator[PositiveFloat] = 1.0
     """Wait of a standard request after which streams pause for it."""
-    free_after_s: PositiveFloat = 5.0
+    free_after_s: ByOperator[PositiveFloat] = 5.0
     """Wait of a free request after which streams pause for it."""
-    min_slice_s: PositiveFloat = 2.0
+    min_slice_s: ByOperator[PositiveFloat] = 2.0
     """How long a stream runs at least before it pauses, and between two pauses."""
-    max_paused_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    max_paused_share: ByOperator[Annotated[float, Meta(gt=0, le=1)]] = 0.25
     """Maximum part of the concurrency slots that are paused within one second."""
-    max_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    max_share: ByOperator[Annotated[float, Meta(gt=0, le=1)]] = 0.9
     """Part of the concurrency slots that a tenant may hold with streams that cannot pause. Beyond it, other tenants of
     the tier go first."""
 
@@ -60,28 +62,28 @@ class GivingWayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name and the replicas that answer for it."""
 
-    name: ModelName
+    name: ByOperator[ModelName]
     """Name that requests use."""
-    aliases: tuple[ModelName, ...] = ()
+    aliases: ByOperator[tuple[ModelName, ...]] = ()
     """Other names of the model. Give each version a name and let an alias move. A `*` stands for any text, for clients
     that insist on names such as `claude-sonnet-4-5`."""
-    routing: RoutingPolicyName = "least-cost"
+    routing: ByOperator[RoutingPolicyName] = "least-cost"
     """How a replica is selected; see the explanation of routing."""
-    hedge_after_s: PositiveFloat | None = None
+    hedge_after_s: ByOperator[PositiveFloat | None] = None
     """Send the request to a second replica if the first has not started to answer after this time. None disables
     hedging."""
-    giving_way: GivingWayConfig = GivingWayConfig()
+    giving_way: ByOperator[GivingWayConfig] = GivingWayConfig()
     """When running streams pause for waiting requests."""
-    replicas: list[ReplicaConfig] = []
+    replicas: ByCommandLine[list[ReplicaConfig]] = []
     """The servers behind the model. Required, unless a controller runs the model's replicas, or other models answer
     (`traffic`)."""
-    traffic: tuple[TrafficTarget, ...] = ()
+    traffic: ByOperator[tuple[TrafficTarget, ...]] = ()
     """Models that answer for this one, each for a part of the users. A user stays at one model, also when the weight of
     that model grows. Empty if the model itself answers."""
-    fallback_models: tuple[str, ...] = ()
+    fallback_models: ByOperator[tuple[str, ...]] = ()
     """Models that answer, in this order, when the model that should has no ready replica, or a longer queue than
     `max_wait_s`. If none of them can answer in time either, the request waits, or is refused, as without them."""
-    max_wait_s: PositiveFloat | None = None
+    max_wait_s: ByOperator[PositiveFloat | None] = None
     """Predicted time in the queue beyond which `fallback_models` answer. None means any time."""
 
     @property
@@ -97,18 +99,18 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     are sent streaming requests even for non-streaming clients, if the response can be aggregated from a stream.
     """
 
-    connect_timeout_s: PositiveFloat = 2.0
+    connect_timeout_s: ByOperator[PositiveFloat] = 2.0
     """For a connection to a replica."""
-    first_token_timeout_s: PositiveFloat = 120.0
+    first_token_timeout_s: ByOperator[PositiveFloat] = 120.0
     """From sending the request to the first token of the stream."""
-    stream_idle_timeout_s: PositiveFloat = 30.0
+    stream_idle_timeout_s: ByOperator[PositiveFloat] = 30.0
     """From one chunk of a stream to the next."""
-    non_streaming_timeout_s: PositiveFloat = 3600.0
+    non_streaming_timeout_s: ByOperator[PositiveFloat] = 3600.0
     """For a response that the replica sends in one piece."""
-    request_timeout_s: PositiveFloat | None = None
+    request_timeout_s: ByOperator[PositiveFloat | None] = None
     """For any request, from its arrival. The response then ends with the tokens so far, as with the request field
     `timeout_s`."""
-    failover_timeout_s: PositiveFloat = 30.0
+    failover_timeout_s: ByOperator[PositiveFloat] = 30.0
     """How long a request waits for failed replicas to be replaced."""
 
 
@@ -119,26 +121,26 @@ class ColdStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `x-stainless-read-timeout`. Other clients are refused with the time that the start still takes.
     """
 
-    hold_s: Annotated[float, Meta(ge=0, le=86_400)] = 300.0
+    hold_s: ByOperator[Annotated[float, Meta(ge=0, le=86_400)]] = 300.0
     """Maximum wait of a streaming request. Its response starts early, and comments announce the progress."""
-    non_streaming_hold_s: Annotated[float, Meta(ge=0, le=86_400)] = 25.0
+    non_streaming_hold_s: ByOperator[Annotated[float, Meta(ge=0, le=86_400)]] = 25.0
     """Maximum wait of a request whose response is sent in one piece. 0 refuses it at once; the model starts
     nevertheless."""
-    comment_interval_s: PositiveFloat = 10.0
+    comment_interval_s: ByOperator[PositiveFloat] = 10.0
     """Interval of the comments in a stream that waits, such as `: argosy starting 41 % eta 38s`. A shorter read timeout
     of the client shortens it."""
-    event_interval_s: PositiveFloat = 60.0
+    event_interval_s: ByOperator[PositiveFloat] = 60.0
     """Interval of the events without content in such a stream, for clients whose timeouts ignore comments."""
 
 
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the queue in front of each pool."""
 
-    max_requests: Annotated[int, Meta(ge=0)] = 5000
+    max_requests: ByOperator[Annotated[int, Meta(ge=0)]] = 5000
     """Maximum number of queued requests."""
-    max_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    max_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 1 << 30
     """Maximum total size of the queued request bodies."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: ByOperator[PositiveFloat] = 60.0
     """Maximum time in the queue."""
 
 
@@ -166,98 +168,100 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many ended requests can be explained, and for how long."""
 
-    max_requests: Annotated[int, Meta(ge=0)] = 10_000
+    max_requests: ByOperator[Annotated[int, Meta(ge=0)]] = 10_000
     """Maximum number of explanations kept."""
-    retention_s: Annotated[float, Meta(ge=0)] = 3600.0
+    retention_s: ByOperator[Annotated[float, Meta(ge=0)]] = 3600.0
     """How long an explanation is kept."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway."""
 
-    models: Sequence[ModelConfig] = ()
+    models: ByOperator[Sequence[ModelConfig]] = ()
     """Models and the replicas that answer for them. A gateway of a `fleet` may have none, because its controller
     publishes them."""
-    routes: list[RouteConfig] = []
+    routes: ByOperator[list[RouteConfig]] = []
     """Routes in order. The first that matches a request decides which model answers. Without a match the requested
     model answers."""
-    fleet: Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] | None = None
+    fleet: ByCommandLine[
+        Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$(?!\n)")] | None
+    ] = None
     """Name of the fleet whose controller publishes models, replicas and routes to this gateway. They replace those of
     this file. Needs a store."""
-    pools_file: str | None = None
+    pools_file: ByCommandLine[str | None] = None
     """File in which the gateway keeps what the controller published, to serve by it while no controller runs. By
     default a file in the user's state folder."""
-    host: str = "127.0.0.1"
+    host: ByCommandLine[str] = "127.0.0.1"
     """Address to listen on."""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    port: ByCommandLine[Annotated[int, Meta(ge=0, le=65535)]] = 8000
     """0 selects a free port."""
-    uds: str | None = None
+    uds: ByCommandLine[str | None] = None
     """Path of a Unix domain socket to listen on instead of host and port."""
-    tls: TlsConfig | None = None
+    tls: ByCommandLine[TlsConfig | None] = None
     """Listen with TLS."""
-    advertise_url: str | None = None
+    advertise_url: ByCommandLine[str | None] = None
     """Address at which other gateways of the same store reach this one, for explanations of its requests. None means
     the address on which it listens. If it listens on all addresses, that is the one from which it reaches others."""
-    store: StoreConfig | None = None
+    store: ByCommandLine[StoreConfig | None] = None
     """Accounts, keys, limits, prices and the ledger. None means a single user on the local machine."""
-    auth: AuthConfig = AuthConfig()
+    auth: ByCommandLine[AuthConfig] = AuthConfig()
     """API keys, tokens, client addresses and browser origins."""
-    console: ConsoleConfig = ConsoleConfig()
+    console: ByCommandLine[ConsoleConfig] = ConsoleConfig()
     """The web application at `/`."""
-    limits: LimitsConfig = LimitsConfig()
+    limits: ByCommandLine[LimitsConfig] = LimitsConfig()
     """Where limits are shared between gateways."""
-    timeouts: Timeouts = Timeouts()
+    timeouts: ByOperator[Timeouts] = Timeouts()
     """How long a replica may take."""
-    queue: QueueConfig = QueueConfig()
+    queue: ByOperator[QueueConfig] = QueueConfig()
     """How much may wait for each model, and how long."""
-    cold_start: ColdStartConfig = ColdStartConfig()
+    cold_start: ByOperator[ColdStartConfig] = ColdStartConfig()
     """How requests wait for a model that is scaled to zero."""
-    idempotency: IdempotencyConfig = IdempotencyConfig()
+    idempotency: ByOperator[IdempotencyConfig] = IdempotencyConfig()
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
-    explain: ExplainConfig = ExplainConfig()
+    explain: ByOperator[ExplainConfig] = ExplainConfig()
     """How many explanations of requests are kept, and how long."""
-    series: SeriesConfig = SeriesConfig()
+    series: ByCommandLine[SeriesConfig] = SeriesConfig()
     """Time series of requests, tokens, latencies, replicas, tenants and cost."""
-    max_failed_attempts: Annotated[int, Meta(ge=1, le=10)] = 4
+    max_failed_attempts: ByOperator[Annotated[int, Meta(ge=1, le=10)]] = 4
     """Maximum number of failures of one request: 5xx responses, or replicas lost while the request made little
     progress."""
-    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    unknown_fields: ByOperator[Literal["ignore", "refuse"]] = "ignore"
     """Whether native replicas ignore unknown request fields and name them in `x-argosy-ignored-fields`, or refuse
     them."""
-    log_content: bool = False
+    log_content: ByCommandLine[bool] = False
     """Keep rendered prompts and raw outputs of native replicas in explanations. All users who may explain a request
     can then read them."""
-    body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
+    body_limit_bytes: ByOperator[Annotated[int, Meta(ge=1)]] = 32 * 1024 * 1024
     """Maximum size of a request body."""
-    body_timeout_s: PositiveFloat = 60.0
+    body_timeout_s: ByOperator[PositiveFloat] = 60.0
     """Maximum time in which a request body must arrive."""
-    slow_reader_timeout_s: PositiveFloat = 30.0
+    slow_reader_timeout_s: ByOperator[PositiveFloat] = 30.0
     """A client that reads nothing for this time is disconnected."""
-    sse_keepalive_interval_s: PositiveFloat = 15.0
+    sse_keepalive_interval_s: ByOperator[PositiveFloat] = 15.0
     """Interval of the keep-alive comments in a stream without tokens."""
-    early_stream_start_s: PositiveFloat = 2.0
+    early_stream_start_s: ByOperator[PositiveFloat] = 2.0
     """A stream whose replica has not answered after this time starts with its headers and a keep-alive comment. Errors
     after that are events of the stream."""
-    max_connection_age_s: PositiveFloat = 600.0
+    max_connection_age_s: ByOperator[PositiveFloat] = 600.0
     """Approximate maximum age of a client connection. An older connection is closed between two requests, so that
     clients spread over several gateways again."""
-    connection_idle_timeout_s: PositiveFloat = 75.0
+    connection_idle_timeout_s: ByOperator[PositiveFloat] = 75.0
     """How long a client connection is kept without a request. A proxy in front of the gateway needs a shorter idle
     timeout. Otherwise it sends requests on connections that are being closed."""
-    max_connections_per_address: Annotated[int, Meta(ge=1)] | None = None
+    max_connections_per_address: ByOperator[Annotated[int, Meta(ge=1)] | None] = None
     """Maximum number of client connections of one address, or of one /64 network with IPv6. Beyond it, a new connection
     replaces the address's connection that has been without a request for the longest time. It is refused if all of them
     run requests. The maximum does not apply to `auth.trusted_proxies`. None means three quarters of the connections
     that the limit on open files permits, and no maximum for addresses of the gateway's own machine."""
-    fast_path: Literal["auto", "off"] = "auto"
+    fast_path: ByOperator[Literal["auto", "off"]] = "auto"
     """Forward streams in native code where possible. `auto` needs a C++ compiler, or code that was built in advance."""
-    drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0
+    drain_deadline_s: ByOperator[Annotated[float, Meta(ge=0)]] = 30.0
     """How long running requests may take after SIGTERM."""
-    drain_keepalive_s: Annotated[float, Meta(ge=0)] = 1.0
+    drain_keepalive_s: ByOperator[Annotated[float, Meta(ge=0)]] = 1.0
     """How long a draining gateway keeps idle connections open for a request that may be on its way."""
-    log_format: Literal["json", "console"] = "console"
+    log_format: ByOperator[Literal["json", "console"]] = "console"
     """Format of the log lines."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: ByOperator[Literal["debug", "info", "warning", "error"]] = "info"
     """Lowest level that is logged."""
 
 

@@ -44,7 +44,7 @@ ResumeMode = Literal["exact", "prefill", "none"]
 DiscoveryMode = Literal["dns", "dns4", "dns6"]
 """Addresses to use: all of a name, or only those of IPv4 or IPv6."""
 
-ZmqAddress = Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$")]
+ZmqAddress = Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$(?!\n)")]
 """Address in the notation of ZeroMQ."""
 _WILDCARD_PREFIX = "tcp://*:"
 

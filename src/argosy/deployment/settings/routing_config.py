@@ -9,22 +9,23 @@ import msgspec
 from msgspec import Meta
 
 from argosy.policy.traffic import DailyWindow, PercentageFlag, TrafficRoute, WeightedPool
+from argosy.settings import ByOperator
 from argosy.store import Tier
 
 ANY_HEADER_VALUE = "*"
 """Matches any value of a header."""
 
-HeaderName = Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")]
-HeaderValue = Annotated[str, Meta(pattern=r"^([!-~]([ -~]*[!-~])?)?$")]
+HeaderName = Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$(?!\n)")]
+HeaderValue = Annotated[str, Meta(pattern=r"^([!-~]([ -~]*[!-~])?)?$(?!\n)")]
 """A header's value without surrounding spaces."""
 
 
 class TrafficTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model that answers for a part of the users of another one."""
 
-    model: str
+    model: ByOperator[str]
     """The model, by any of its names. It may be the one to which the setting belongs."""
-    weight: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    weight: ByOperator[Annotated[float, Meta(ge=0, le=1e9)]] = 1.0
     """Share of the users relative to the other models."""
 
 
@@ -88,23 +89,23 @@ def build_traffic_route(
 class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one route: conditions that must all hold, and the model that answers then."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    name: ByOperator[Annotated[str, Meta(min_length=1, max_length=200)] | None] = None
     """Name in explanations and logs. Defaults to the position, for example `routes[0]`."""
-    model: str | None = None
+    model: ByOperator[str | None] = None
     """Requested model, by any of its names. None matches every model."""
-    headers: Annotated[dict[HeaderName, HeaderValue], Meta(min_length=1)] | None = None
+    headers: ByOperator[Annotated[dict[HeaderName, HeaderValue], Meta(min_length=1)] | None] = None
     """Headers that the request must have. The value `*` matches any value."""
-    tenants: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    tenants: ByOperator[Annotated[tuple[str, ...], Meta(min_length=1)] | None] = None
     """Organisations, or projects as organisation/project, by name or id. The request must belong to one of them."""
-    tiers: Annotated[tuple[Tier, ...], Meta(min_length=1)] | None = None
+    tiers: ByOperator[Annotated[tuple[Tier, ...], Meta(min_length=1)] | None] = None
     """Tiers. The tenant must be in one of them."""
-    flags: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    flags: ByOperator[Annotated[tuple[str, ...], Meta(min_length=1)] | None] = None
     """Feature flags. The project or the key must have one of them."""
-    percentage_flag: PercentageFlag | None = None
+    percentage_flag: ByOperator[PercentageFlag | None] = None
     """Feature flag of a part of the tenants or users. It must be on for the request's."""
-    windows: Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None = None
+    windows: ByOperator[Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None] = None
     """Times of the day or week. One of them must contain the request's arrival."""
-    target_model: str
+    target_model: ByOperator[str]
     """The model that answers. Its own routes are not applied, but its `traffic` and `fallback_models` are."""
 
 

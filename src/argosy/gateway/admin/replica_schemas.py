@@ -14,7 +14,7 @@ from argosy.protocol import ArithmeticIdentity, StartupProgress
 from argosy.store import Name, ReplicaLogRun, ReplicaState, ReplicaWeight, Timestamp
 
 ReplicaNameText = Annotated[str, Meta(min_length=1, max_length=500)]
-StatusName = Annotated[str, Meta(pattern=f"^({'|'.join(ReplicaStatus)})$")]
+StatusName = Annotated[str, Meta(pattern=rf"^({'|'.join(ReplicaStatus)})$(?!\n)")]
 Reason = Annotated[str, Meta(max_length=500)]
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from argosy.policy.rollout.metrics import EVENTS, Metric
 from argosy.policy.rollout.race import ONE, ScaledNumber
+from argosy.settings import ByOperator
 
 TIGHT_SHARE = 0.25
 """Share from which the smaller margins apply."""
@@ -54,13 +55,13 @@ def _default_rules() -> dict[Metric, MetricRule]:
 class GateLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a gate that a declaration sets."""
 
-    max_false_rollbacks: Probability = 0.01
+    max_false_rollbacks: ByOperator[Probability] = 0.01
     """Largest probability that a version that is no worse is rolled back, over the whole rollout."""
-    max_false_promotions: Probability = 0.05
+    max_false_promotions: ByOperator[Probability] = 0.05
     """Largest probability at each step that a version that is worse by a margin goes on."""
-    max_miss_rate: Probability | None = None
+    max_miss_rate: ByOperator[Probability | None] = None
     """Share of the requests that may fail or miss `objectives` of the fleet. 0.05 if it has any."""
-    max_silence_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 75.0
+    max_silence_s: ByOperator[Annotated[float, Meta(gt=0, le=31_536_000)]] = 75.0
     """Age of the latest measurement from which it counts as missing, so that the rollout waits."""
 
 

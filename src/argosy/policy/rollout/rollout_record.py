@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.policy.rollout.gate_record import GateSettings
+from argosy.settings import ByOperator
 
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 Strategy = Literal["canary", "rolling", "blue_green", "a_b"]
@@ -48,31 +49,31 @@ CANARY_STEPS = (
 class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a rollout that its plan takes from the declaration as they are."""
 
-    strategy: Strategy = "canary"
+    strategy: ByOperator[Strategy] = "canary"
     """How users get there. With `canary` the new version gets growing shares of them. With `rolling` it gets as many
     as its replicas can serve, which are added one by one. With `blue_green` it gets all at once. With `a_b` it gets a
     fixed share until a person ends the comparison."""
-    max_shadow_requests_per_s: Annotated[float, Meta(gt=0, le=10_000)] = 10.0
+    max_shadow_requests_per_s: ByOperator[Annotated[float, Meta(gt=0, le=10_000)]] = 10.0
     """Copies per second of each gateway."""
-    max_surge: Literal[0] | None = None
+    max_surge: ByOperator[Literal[0] | None] = None
     """0 to replace replicas in place, if there are no machines for both versions. A rollback then has to restart the
     old replicas. By default the old ones stay until the end."""
-    min_candidate_replicas: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    min_candidate_replicas: ByOperator[Annotated[int, Meta(ge=1, le=10_000)]] = 2
     """Fewest replicas of the new version, as far as each gets at least half the requests of an old one. With one, its
     machine is compared as well."""
-    auto_promote: bool = True
+    auto_promote: ByOperator[bool] = True
     """Go to the next step without a person when there is enough evidence."""
-    start_timeout_s: Seconds = 1800.0
+    start_timeout_s: ByOperator[Seconds] = 1800.0
     """Longest time until the first replicas are warm."""
-    check_timeout_s: Seconds = 600.0
+    check_timeout_s: ByOperator[Seconds] = 600.0
     """Longest time for the pinned prompts."""
-    min_step_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 120.0
+    min_step_s: ByOperator[Annotated[float, Meta(ge=0, le=31_536_000)]] = 120.0
     """Shortest time of a step. It lasts at least two of the longest requests."""
-    max_step_s: Seconds = 86_400.0
+    max_step_s: ByOperator[Seconds] = 86_400.0
     """Time after which a step without enough evidence is paused."""
-    soak_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 600.0
+    soak_s: ByOperator[Annotated[float, Meta(ge=0, le=31_536_000)]] = 600.0
     """Shortest time for which the old replicas stay after all users have the new version."""
-    min_error_budget: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_error_budget: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.0
     """Share of the error budget below which the rollout is paused."""
 
 

@@ -13,6 +13,7 @@ from argosy.policy.traffic.sticky_hash import (
     hash_point,
     sticky_key,
 )
+from argosy.settings import ByOperator
 
 
 class WeightedPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,11 +102,11 @@ FlagUnit = Literal["tenant", "user"]
 class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Feature flag that is on for a fixed part of the tenants or users. A larger share keeps it on for them."""
 
-    name: str
+    name: ByOperator[str]
     """Salt of the hash: flags of different names are on for different tenants and users."""
-    share: float
+    share: ByOperator[float]
     """Part of the tenants or users for which it is on, from 0 to 1."""
-    unit: FlagUnit = "user"
+    unit: ByOperator[FlagUnit] = "user"
     """Whether it is on for whole tenants or for single users."""
 
     def __post_init__(self) -> None:
@@ -121,13 +122,13 @@ class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class DailyWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Minutes of the day on some days of the week, in a zone with a fixed offset. It may extend over midnight."""
 
-    start_minute: int
+    start_minute: ByOperator[int]
     """First minute, counted from midnight: 480 is 8:00."""
-    end_minute: int
+    end_minute: ByOperator[int]
     """First minute after the window. If it is not after `start_minute`, the window ends on the next day."""
-    weekdays: tuple[int, ...] = _ALL_WEEK
+    weekdays: ByOperator[tuple[int, ...]] = _ALL_WEEK
     """Days on which it starts; Monday is 0."""
-    utc_offset_minutes: int = 0
+    utc_offset_minutes: ByOperator[int] = 0
     """Minutes by which the zone is ahead of UTC."""
 
     def __post_init__(self) -> None:
