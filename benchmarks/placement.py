@@ -42,7 +42,6 @@ from argosy.policy.placement import (
     RequestState,
     Send,
     Tick,
-    record_first_token,
 )
 
 TOKENS_PER_S = 50
@@ -109,7 +108,7 @@ class World:
         """Let the first token of a request arrive."""
         (attempt,) = request.attempts
         self.handle(AttemptAnswered(request, attempt, is_stream=True, arithmetic_id="same"))
-        record_first_token(attempt, self.now, is_resumed=request.output_tokens > 0)
+        attempt.record_first_token(self.now, is_resumed=request.output_tokens > 0)
         if request in self.arrived_at:
             self.waits_s[request.tier].append(self.now - self.arrived_at.pop(request))
 

@@ -44,7 +44,6 @@ from argosy.policy.placement import (
     RequestState,
     Send,
     Tick,
-    record_first_token,
 )
 from argosy.policy.placement.attempt import kept_costs
 
@@ -202,7 +201,7 @@ class PlacementWorld:
         """Let the first content of a response arrive."""
         each = self.requests[request]
         self.handle(AttemptAnswered(request, attempt, arithmetic_id="same", is_stream=True))
-        record_first_token(attempt, self.now, is_resumed=each.delivered > 0)
+        attempt.record_first_token(self.now, is_resumed=each.delivered > 0)
         self.deliver(request, 1)
 
     def deliver(self, request: PlacementRequest, tokens: int) -> None:

@@ -68,7 +68,6 @@ from argosy.policy.prefix_cache_index import (
     compute_prefix_keys,
 )
 from argosy.policy.prefix_tree import PrefixNode, PrefixTree, RecentPrompt
-from argosy.policy.prices import NO_CHARGE, Rates
 from argosy.policy.quota_meters import (
     CalendarPeriod,
     ConcurrencyMeter,
@@ -80,10 +79,12 @@ from argosy.policy.quota_meters import (
 from argosy.policy.replica_health import ReplicaHealth, StatusChange
 from argosy.policy.replica_status import AdminState, ReplicaStatus
 from argosy.policy.reservation import (
+    NO_CHARGE,
     LimitHold,
     QuotaLimit,
     QuotaRejection,
     QuotaUsage,
+    Rates,
     Reservation,
     is_permanent,
     longest_rejection,

@@ -14,8 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from argosy.policy.prices import Rates
-from argosy.policy.reservation import QuotaUsage, final_usage
+from argosy.policy.reservation import QuotaUsage, Rates, final_usage
 from argosy.protocol import NO_TOKENS, TokenUsage
 
 RequestStatus = Literal["completed", "cancelled", "failed", "stopped", "refused"]

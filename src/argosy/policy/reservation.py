@@ -12,12 +12,32 @@ from operator import attrgetter
 
 import msgspec
 
-from argosy.policy.prices import Rates
 from argosy.policy.quota_meters import QuotaMeter, is_exceeded
 from argosy.protocol import TokenUsage
 
 MAX_RELEASABLE_SLOTS = 8
 """Slots of a hold that can be released; older ones are not needed, because a request holds little in advance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Nano-dollars per token that one request pays; fixed when the request begins."""
+
+    input: int
+    cached_input: int
+    output: int
+
+    def cost_nano_dollars(self, usage: TokenUsage) -> int:
+        """Return the cost in nano-dollars."""
+        prompt = usage.prompt_tokens
+        cached = min(usage.cached_tokens, prompt)
+        uncached = prompt - cached
+        return (
+            uncached * self.input + cached * self.cached_input + usage.output_tokens * self.output
+        )
+
+
+NO_CHARGE = Rates(0, 0, 0)
 
 
 class QuotaUsage(msgspec.Struct, frozen=True, gc=False):

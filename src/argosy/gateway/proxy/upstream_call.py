@@ -27,7 +27,7 @@ from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.policy import AttemptOutcome, CacheHitReport, PromptTokensReport, classify_status
-from argosy.policy.placement import Attempt, AttemptEnding, record_first_token
+from argosy.policy.placement import Attempt, AttemptEnding
 from argosy.protocol import unpack_block_names
 
 MAX_JSON_CONTAINERS = 1 << 21
@@ -139,8 +139,7 @@ class UpstreamCall(UpstreamResponse):
         elif delivered.prompt_token_ids is not None and keys:
             salt = derive_cache_salt(fields, self.replica.adapter)
             cache_report = PromptTokensReport(keys, prompt_blocks, salt, delivered.prompt_token_ids)
-        record_first_token(
-            attempt,
+        attempt.record_first_token(
             self.last_activity_at,
             uncached_tokens,
             cache_report,

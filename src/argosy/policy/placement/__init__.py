@@ -3,8 +3,8 @@
 A `PlacementCore` receives events (`handle`) and returns effects. The driver creates a `PlacementRequest` for each
 admitted request and reports its arrival. The core keeps it in the `PoolQueue` of its `PlacementPool`, selects a
 `PlacementReplica`, and follows each `Attempt` there. The module `failures` decides whether a failed request is tried
-again, `hedges` selects a second replica, and a `StreamPauser` lets streams give way (see `giving_way`). A request that
-the pool of one version of a model cannot serve moves to that of the stable version (see `takeover`).
+again, and a `StreamPauser` lets streams give way (see `giving_way`). A request that the pool of one version of a model
+cannot serve moves to that of the stable version (see `takeover`).
 """
 
 from argosy.policy.placement.attempt import (
@@ -15,7 +15,6 @@ from argosy.policy.placement.attempt import (
 )
 from argosy.policy.placement.core import PlacementCore, PlacementLimits
 from argosy.policy.placement.giving_way import GivingWay
-from argosy.policy.placement.measurements import record_first_token
 from argosy.policy.placement.messages import (
     Arrived,
     AttemptAnswered,

@@ -9,6 +9,7 @@ from operator import attrgetter
 import msgspec
 
 from argosy.policy.placement.replica import PlacementReplica
+from argosy.policy.prefix_cache_index import CacheHitReport, PromptTokensReport
 from argosy.policy.routing import RoutingCandidate, RoutingCost
 
 MAX_CANDIDATES = 16
@@ -94,3 +95,36 @@ class Attempt(msgspec.Struct, eq=False):
     is_pausing: bool = False
     """Whether the driver has to pause it."""
     is_ended: bool = False
+
+    def record_first_token(
+        self,
+        received_at: float,
+        uncached_tokens: int | None = None,
+        cache_report: CacheHitReport | PromptTokensReport | None = None,
+        *,
+        is_resumed: bool = False,
+    ) -> None:
+        """Record the first token: the end of the prefill, and what the replica had in its cache.
+
+        Args:
+            received_at: When the token arrived.
+            uncached_tokens: Tokens of the prompt that the replica computed, if it reports them.
+            cache_report: What the replica reports about its cache.
+            is_resumed: Whether the stream continues an earlier one, so that its delay says nothing about the prompt.
+        """
+        if self.is_ended:
+            return
+        replica, record, estimated_tokens = self.replica, self.record, self.chosen.uncached_tokens
+        record.first_token_at = received_at
+        replica.on_prefill_done(estimated_tokens, record.chosen_at)
+        if record.sent_at is None or is_resumed:
+            return
+        replica.on_first_token(
+            received_at - record.sent_at,
+            estimated_tokens if uncached_tokens is None else uncached_tokens,
+            received_at,
+        )
+        if isinstance(cache_report, CacheHitReport):
+            replica.prefix_index.on_cache_hit_report(cache_report)
+        elif cache_report is not None:
+            replica.prefix_index.on_prompt_tokens_report(cache_report)

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from argosy.policy.breaker import AttemptOutcome
-from argosy.policy.placement.arrival import decide_arrival
 from argosy.policy.placement.attempt import (
     Attempt,
     AttemptEnding,
@@ -29,7 +28,6 @@ from argosy.policy.placement.attempt import (
     kept_costs,
 )
 from argosy.policy.placement.failures import record_failure, upstream_failed
-from argosy.policy.placement.hedges import select_hedge
 from argosy.policy.placement.messages import (
     Arrived,
     AttemptAnswered,
@@ -178,7 +176,7 @@ class PlacementCore:
             return
         queue.record_arrival(request, now)
         select = partial(pool.select_replica, request, frozenset(), now, self._random)
-        arrival = decide_arrival(request, queue, now, select)
+        arrival = queue.decide_arrival(request, now, select)
         if arrival.selected is not None:
             self._place(request, arrival.selected, queue, now)
             return
@@ -373,7 +371,7 @@ class PlacementCore:
         if request.attempts != [first]:
             return
         queue = self._requests[request]
-        selection = select_hedge(queue, request, first.replica, now, self._random)
+        selection = queue.select_hedge(request, first.replica, now, self._random)
         if selection is not None:
             self._start_attempt(request, selection, queue, now, AttemptMode.HEDGE)
 

@@ -6,8 +6,8 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,11 +25,12 @@ from argosy.policy.placement.giving_way import (
     is_pausable_at,
 )
 from argosy.policy.placement.messages import RefusalReason
-from argosy.policy.placement.pool import PlacementPool
-from argosy.policy.placement.replica import TIER_RANKS
+from argosy.policy.placement.pool import PlacementPool, RandomSource, Selection
+from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 from argosy.policy.virtual_token_counters import weighted_tokens
 
+S = TypeVar("S")
 DisplacedKey = tuple[int, frozenset[str]]
 """Tier and names of the replicas to exclude. Displaced requests with equal keys can use the same replicas."""
 
@@ -40,6 +41,17 @@ class QueueLimits(msgspec.Struct, frozen=True):
     max_requests: int = 5000
     max_bytes: int = 1 << 30
     timeout_s: float = 60.0
+
+
+class Arrival(NamedTuple, Generic[S]):
+    """Decision about a request that arrives. Without a replica and a refusal it waits."""
+
+    selected: S | None = None
+    """Decision about its replica."""
+    refusal: tuple[RefusalReason, float | None] | None = None
+    """Why it may not wait, with the time until it may."""
+    takes_over: PlacementPool[Any] | None = None
+    """Pool that serves it instead of refusing it."""
 
 
 class PoolQueue:
@@ -83,14 +95,33 @@ class PoolQueue:
         """Record the arrival of a request, for which slots of its tier are reserved."""
         self._last_request_at[request.tier] = now
 
-    def may_skip_queue(self, request: PlacementRequest, now: float) -> bool:
-        """Return whether a request that has arrived may be placed without waiting."""
-        return not self.queue and (
-            no_reservation_active(request.tier, self._last_request_at, now)
-            or request.tier <= self.lowest_admissible_tier(*self.pool.free_slots(now), now)
-        )
+    def decide_arrival(
+        self, request: PlacementRequest, now: float, select: Callable[[], S | None]
+    ) -> Arrival[S]:
+        """Decide about a request that arrives and that no takeover concerns.
 
-    def find_refusal(
+        Args:
+            request: The request.
+            now: Monotonic time.
+            select: Selects a replica of the pool; returns None if none has a free slot.
+        """
+        pool = self.pool
+        if len(pool.poison_requests):
+            wait_s = pool.poison_requests.retry_after_s(request.compute_digest(), now)
+            if wait_s > 0:
+                return Arrival(refusal=(RefusalReason.QUARANTINED, wait_s))
+        is_skipping_queue = not self.queue and (
+            no_reservation_active(request.tier, self._last_request_at, now)
+            or request.tier <= self.lowest_admissible_tier(*pool.free_slots(now), now)
+        )
+        if is_skipping_queue:
+            selected = select()
+            if selected is not None:
+                return Arrival(selected)
+        refusal = self._find_refusal(request, now)
+        return Arrival(refusal=refusal, takes_over=None if refusal is None else pool.takeover)
+
+    def _find_refusal(
         self, request: PlacementRequest, now: float
     ) -> tuple[RefusalReason, float | None] | None:
         """Return why a request may not join the queue, with the time to wait; None if it may."""
@@ -126,6 +157,44 @@ class PoolQueue:
         return lowest_admissible_tier(
             free_slots, total_slots, self.running_by_tier, self._last_request_at, now
         )
+
+    def select_hedge(
+        self,
+        request: PlacementRequest,
+        silent: PlacementReplica,
+        now: float,
+        random_source: RandomSource,
+    ) -> Selection | None:
+        """Select a second replica that streams and has not failed the request, if capacity can be spared.
+
+        Its arithmetic must be that of the silent one, so that the output does not depend on which of them is faster.
+
+        Returns:
+            The selection, or None if hedging is off or no capacity can be spared.
+        """
+        pool, tier = self.pool, request.tier
+        hedging = pool.hedging
+        if hedging is None:
+            return None
+        excluded = {silent.name} | request.failed
+        excluded |= {
+            replica.name
+            for replica in pool.replicas.values()
+            if replica.arithmetic_id != silent.arithmetic_id or not request.uses_stream(replica)
+        }
+        free_slots, total_slots = pool.free_slots(now)
+        if tier > self.lowest_admissible_tier(free_slots, total_slots, now) or all(
+            replica.name in excluded for replica in pool.replicas_with_free_slots(tier, now)
+        ):
+            return None
+        is_affordable = hedging.try_acquire(
+            now,
+            queued=len(self),
+            free_slots=free_slots[tier],
+            total_slots=total_slots,
+            saturation=saturation(0.0, pool.reachable_loads()),
+        )
+        return pool.select_replica(request, excluded, now, random_source) if is_affordable else None
 
     def missing_slots(self, tiers: Collection[int], now: float) -> dict[int, int]:
         """Return how many slots must become free for each tier before one is free that is not reserved."""

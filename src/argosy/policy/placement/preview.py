@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from argosy.policy.placement.arrival import Arrival, decide_arrival
 from argosy.policy.placement.messages import RefusalReason
 from argosy.policy.placement.pool import PlacementPool, RandomSource, Selection
-from argosy.policy.placement.pool_queue import PoolQueue
+from argosy.policy.placement.pool_queue import Arrival, PoolQueue
 from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 from argosy.policy.placement.takeover import find_takeover_reason
@@ -68,7 +67,7 @@ def _preview_arrival(
     request: PlacementRequest, queue: PoolQueue, now: float, random_source: RandomSource
 ) -> Arrival[Selection]:
     preview = partial(queue.pool.preview_selection, request, now=now, random_source=random_source)
-    arrival = decide_arrival(request, queue, now, partial(preview, frozenset()))
+    arrival = queue.decide_arrival(request, now, partial(preview, frozenset()))
     selected = arrival.selected
     if selected is not None and selected.chosen.load.name in request.unsuitable:
         # The replica would refuse the request at once, and another one would be selected.
