@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Literal
+from weakref import WeakValueDictionary
 
 IpAddress = IPv4Address | IPv6Address
 EvictionReason = Literal["address_limit", "connection_limit"]
@@ -25,40 +27,53 @@ _IPV6_CLIENT_PREFIX_BITS = 64
 """A client with IPv6 usually has a whole network of this size."""
 
 
+@dataclass(eq=False)
+class _Group:
+    """Connections that are limited together."""
+
+    count: int = 0
+    idle: OrderedDict[ConnectionSlot, float] = field(default_factory=OrderedDict)
+    """Connections without a request and since when, the idlest first."""
+
+    def find_idlest(self, now: float) -> ConnectionSlot | None:
+        """Return the connection that has been idle for the longest time, if it may be closed."""
+        for slot, since in self.idle.items():
+            return slot if now - since >= MIN_IDLE_S else None
+        return None
+
+
 class ConnectionSlot:
     """Entry of an accepted connection in the limiter, until the connection is closed."""
 
-    __slots__ = ("_limiter", "close_connection", "source")
+    __slots__ = ("_clock", "_groups", "close_connection")
 
-    def __init__(self, limiter: ConnectionLimiter, source: str | None) -> None:
-        self._limiter = limiter
-        self.source = source
-        """Client whose connections are counted together. None if they are not limited."""
+    def __init__(self, clock: Callable[[], float], *groups: _Group) -> None:
+        self._clock = clock
+        self._groups = groups
         self.close_connection: Callable[[], object] = _do_nothing
         """Closes the connection at once. The owner sets it, and replaces it after the TLS handshake."""
+        for group in groups:
+            group.count += 1
+        self.mark_idle()
 
     def mark_busy(self) -> None:
         """Record that a request runs, so that the connection is not closed for another one."""
-        self._limiter.mark_busy(self)
+        for group in self._groups:
+            group.idle.pop(self, None)
 
     def mark_idle(self) -> None:
         """Record that no request runs any more."""
-        self._limiter.mark_idle(self)
+        now = self._clock()
+        for group in self._groups:
+            group.idle[self] = now
 
     def release(self) -> None:
         """Record that the connection is closed. Further calls have no effect."""
-        self._limiter.release(self)
-
-
-class _Source:
-    """Connections of one client address."""
-
-    __slots__ = ("count", "idle")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.idle = OrderedDict[ConnectionSlot, float]()
-        """Connections without a request and since when, the idlest first."""
+        self.mark_busy()
+        for group in self._groups:
+            group.count -= 1
+        self._groups = ()
+        self.close_connection = _do_nothing
 
 
 class ConnectionLimiter:
@@ -89,19 +104,21 @@ class ConnectionLimiter:
         self._is_exempt = is_exempt
         self._on_evicted = on_evicted
         self._clock = clock
-        self._slots: set[ConnectionSlot] = set()
-        self._idle = OrderedDict[ConnectionSlot, float]()
-        """Connections without a request and since when, the idlest first."""
-        self._sources: dict[str, _Source] = {}
+        self._all = _Group()
+        self._sources = WeakValueDictionary[str, _Group]()
+        """Connections of each client address that has some."""
 
     def __len__(self) -> int:
         """Return the number of open connections."""
-        return len(self._slots)
+        return self._all.count
 
     @property
     def can_admit(self) -> bool:
         """Whether a new connection fits, possibly after an idle one is closed."""
-        return len(self._slots) < self._max_connections or self._find_idlest(self._idle) is not None
+        return (
+            self._all.count < self._max_connections
+            or self._all.find_idlest(self._clock()) is not None
+        )
 
     def admit(self, peer: str | None) -> ConnectionSlot | None:
         """Register a new connection as idle, and close another idle one if a limit is reached. Needs `can_admit`.
@@ -112,68 +129,31 @@ class ConnectionLimiter:
         Returns:
             The slot of the connection, or None if its address has too many connections that are in use.
         """
+        groups = [self._all]
         source_name = None if peer is None else self._source_name(peer)
         if source_name is not None:
-            source = self._sources.get(source_name)
-            if source is not None and source.count >= self._max_per_address:
-                idlest = self._find_idlest(source.idle)
+            source = self._sources.setdefault(source_name, _Group())
+            if source.count >= self._max_per_address:
+                idlest = source.find_idlest(self._clock())
                 if idlest is None:
                     return None
                 self._evict(idlest, "address_limit")
-        if len(self._slots) >= self._max_connections:
+            groups.append(source)
+        if self._all.count >= self._max_connections:
             self.evict_idlest()
-        slot = ConnectionSlot(self, source_name)
-        self._slots.add(slot)
-        if source_name is not None:
-            self._sources.setdefault(source_name, _Source()).count += 1
-        self.mark_idle(slot)
-        return slot
+        return ConnectionSlot(self._clock, *groups)
 
     def evict_idlest(self) -> bool:
         """Close the connection that has been without a request for the longest time. Returns whether there was one."""
-        idlest = self._find_idlest(self._idle)
+        idlest = self._all.find_idlest(self._clock())
         if idlest is None:
             return False
         self._evict(idlest, "connection_limit")
         return True
 
-    def mark_busy(self, slot: ConnectionSlot) -> None:
-        """Record that a connection runs a request."""
-        self._idle.pop(slot, None)
-        if slot.source is not None and slot in self._slots:
-            self._sources[slot.source].idle.pop(slot, None)
-
-    def mark_idle(self, slot: ConnectionSlot) -> None:
-        """Record that a connection runs no request any more."""
-        if slot not in self._slots:
-            return
-        now = self._clock()
-        self._idle[slot] = now
-        if slot.source is not None:
-            self._sources[slot.source].idle[slot] = now
-
-    def release(self, slot: ConnectionSlot) -> None:
-        """Record that a connection is closed."""
-        if slot not in self._slots:
-            return
-        self.mark_busy(slot)
-        self._slots.remove(slot)
-        slot.close_connection = _do_nothing
-        if slot.source is not None:
-            source = self._sources[slot.source]
-            source.count -= 1
-            if not source.count:
-                del self._sources[slot.source]
-
-    def _find_idlest(self, idle: OrderedDict[ConnectionSlot, float]) -> ConnectionSlot | None:
-        """Return the connection that has been idle for the longest time, if it may be closed."""
-        for slot, since in idle.items():
-            return slot if self._clock() - since >= MIN_IDLE_S else None
-        return None
-
     def _evict(self, slot: ConnectionSlot, reason: EvictionReason) -> None:
         close_connection = slot.close_connection
-        self.release(slot)
+        slot.release()
         close_connection()
         self._on_evicted(reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 import pytest
@@ -10,104 +11,114 @@ from hypothesis import strategies as st
 
 from argosy.http_server.connection_limiter import MIN_IDLE_S, ConnectionLimiter, ConnectionSlot
 
-PROXY = ip_address("10.0.0.1")
+
+@dataclass(eq=False)
+class Client:
+    """An open connection."""
+
+    address: str
+    slot: ConnectionSlot
+    idle_since: float | None
+    """None while it runs a request."""
 
 
-class Connections:
-    """Connections admitted by a limiter, by name."""
+class Clients:
+    """Connections at a limiter of 4, of which one address may have 2, and what the limiter has to do with each."""
 
-    def __init__(self, max_connections: int, max_per_address: int | None = None) -> None:
-        self.evictions: list[str] = []
-        self.limiter = ConnectionLimiter(
-            max_connections,
-            max_per_address,
-            PROXY.__eq__,
-            self.evictions.append,
-            self._clock,
-        )
+    def __init__(self) -> None:
         self.now = 0.0
-        self.step_s = MIN_IDLE_S
-        """Time that passes between two readings of the clock."""
-        self.closed: list[str] = []
+        self.open: list[Client] = []
+        """Open connections. Idle ones are in the order in which they became idle."""
+        self.closed: list[tuple[Client, str]] = []
+        self._closing: list[Client] = []
+        self.limiter = ConnectionLimiter(
+            4,
+            2,
+            lambda _: False,
+            lambda reason: self.closed.append((self._closing.pop(), reason)),
+            lambda: self.now,
+        )
 
-    def _clock(self) -> float:
-        self.now += self.step_s
-        return self.now
+    def find_idlest(self, address: str | None = None) -> Client | None:
+        for client in self.open:
+            if client.idle_since is not None and address in (None, client.address):
+                return client if self.now - client.idle_since >= MIN_IDLE_S else None
+        return None
 
-    def open(self, name: str, peer: str | None = "192.0.2.1") -> ConnectionSlot | None:
-        assert self.limiter.can_admit
-        slot = self.limiter.admit(peer)
+    def connect(self, address: str) -> None:
+        """Connect, and check which connection closes for the new one."""
+        assert self.limiter.can_admit == (len(self.open) < 4 or self.find_idlest() is not None)
+        if not self.limiter.can_admit:
+            return
+        replaced, is_admitted = list[tuple[Client, str]](), True
+        if sum(client.address == address for client in self.open) == 2:
+            idlest = self.find_idlest(address)
+            is_admitted = idlest is not None
+            replaced += [(idlest, "address_limit")] if idlest else []
+        elif len(self.open) == 4 and (idlest := self.find_idlest()):
+            replaced.append((idlest, "connection_limit"))
+        slot = self.limiter.admit(address)
+        self.check_closed(replaced)
+        assert (slot is not None) == is_admitted
         if slot is not None:
-            slot.close_connection = lambda: self.closed.append(name)
-        return slot
+            client = Client(address, slot, self.now)
+            slot.close_connection = lambda: self._closing.append(client)
+            self.open.append(client)
 
-    def open_busy(self, name: str, peer: str | None = "192.0.2.1") -> ConnectionSlot:
-        slot = self.open(name, peer)
-        assert slot is not None
-        slot.mark_busy()
-        return slot
+    def check_closed(self, expected: list[tuple[Client, str]]) -> None:
+        """Check which connections closed, and that they are not counted again."""
+        assert self.closed == expected
+        self.closed.clear()
+        for client, _ in expected:
+            self.open.remove(client)
+            client.slot.mark_idle()
+            client.slot.release()
 
-
-def test_new_connection_replaces_the_idlest_of_all() -> None:
-    connections = Connections(3)
-    first = connections.open("first", "192.0.2.1")
-    connections.open_busy("busy", "192.0.2.2")
-    connections.open("second", "192.0.2.3")
-    assert first is not None
-    first.mark_busy()
-    first.mark_idle()  # idle again, later than "second"
-    assert connections.open("new", "192.0.2.4") is not None
-    assert connections.open("newer", "192.0.2.5") is not None
-    assert connections.closed == ["second", "first"]
-    assert connections.evictions == ["connection_limit"] * 2
-    assert len(connections.limiter) == 3
-
-
-def test_no_connection_is_admitted_while_all_run_requests() -> None:
-    connections = Connections(2)
-    busy = [connections.open_busy(f"busy {number}", f"192.0.2.{number}") for number in range(2)]
-    assert not connections.limiter.can_admit
-    assert not connections.limiter.evict_idlest()
-    busy[0].release()
-    busy[0].release()
-    assert connections.open("new", "192.0.2.9") is not None
-    assert not connections.closed
+    def toggle_request(self, client: Client) -> None:
+        self.open.remove(client)
+        self.open.append(client)
+        if client.idle_since is None:
+            client.idle_since = self.now
+            client.slot.mark_idle()
+        else:
+            client.idle_since = None
+            client.slot.mark_busy()
 
 
-def test_connection_that_has_just_been_opened_is_kept() -> None:
-    connections = Connections(2, 1)
-    connections.step_s = 0.0
-    connections.open("first")
-    assert connections.open("refused") is None
-    connections.open("second", "192.0.2.2")
-    assert not connections.limiter.can_admit
-    assert not connections.limiter.evict_idlest()
-    connections.now += MIN_IDLE_S
-    assert connections.open("third", "192.0.2.3") is not None
-    assert connections.closed == ["first"]
-
-
-def test_address_at_its_limit_replaces_only_its_own_connections() -> None:
-    connections = Connections(100, 2)
-    connections.open("other", "192.0.2.2")
-    connections.open_busy("busy")
-    idle = connections.open("idle")
-    assert connections.open("third") is not None
-    assert connections.closed == ["idle"]
-    assert connections.evictions == ["address_limit"]
-    assert idle is not None
-    idle.mark_idle()  # a closed connection is not counted again
-    assert len(connections.limiter) == 3
-
-
-def test_address_is_refused_while_all_its_connections_run_requests() -> None:
-    connections = Connections(100, 2)
-    busy = [connections.open_busy("busy") for _ in range(2)]
-    assert connections.open("refused") is None
-    assert connections.open("other", "192.0.2.2") is not None
-    busy[0].release()
-    assert connections.open("accepted") is not None
-    assert not connections.closed
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "open", "open", "toggle", "wait", "wait", "release", "evict"]),
+            st.integers(0, 9),
+        ),
+        min_size=20,
+        max_size=60,
+    )
+)
+def test_idlest_connection_closes_for_a_new_one(events: list[tuple[str, int]]) -> None:
+    """The new one is refused if its address has too many connections that are all in use or new."""
+    clients = Clients()
+    for event, number in events:
+        if event == "open":
+            clients.connect(f"192.0.2.{number % 3}")
+        elif event == "wait":
+            clients.now += MIN_IDLE_S
+        elif event == "evict":
+            idlest = clients.find_idlest()
+            assert clients.limiter.evict_idlest() == (idlest is not None)
+            clients.check_closed([(idlest, "connection_limit")] if idlest else [])
+        elif clients.open:
+            client = clients.open[number % len(clients.open)]
+            if event == "toggle":
+                clients.toggle_request(client)
+            else:
+                clients.open.remove(client)
+                client.slot.release()
+        assert len(clients.limiter) == len(clients.open)
+    for client in clients.open:
+        client.slot.release()
+    assert len(clients.limiter) == 0
+    assert not clients.limiter.evict_idlest()
 
 
 @pytest.mark.parametrize(
@@ -131,33 +142,11 @@ def test_limit_counts_addresses_and_networks(
     max_per_address: int | None, peers: tuple[str | None, ...], is_limited: bool
 ) -> None:
     """Without a number, an address may have three quarters of 4 connections, and this machine all of them."""
-    connections = Connections(4 if max_per_address is None else 100, max_per_address)
-    count = (max_per_address or 3) + 1
-    for number in range(count):
-        connections.open(str(number), peers[number % len(peers)])
-    assert connections.closed == (["0"] if is_limited else [])
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["open", "busy", "idle", "release", "evict"]), st.integers(0, 9)),
-        max_size=60,
+    max_connections, proxy = 4 if max_per_address is None else 100, ip_address("10.0.0.1")
+    limiter = ConnectionLimiter(
+        max_connections, max_per_address, proxy.__eq__, lambda _: None, lambda: 0.0
     )
-)
-def test_limits_hold_after_any_events(events: list[tuple[str, int]]) -> None:
-    connections = Connections(6, 3)
-    slots: list[ConnectionSlot] = []
-    for event, number in events:
-        if event == "open" and connections.limiter.can_admit:
-            slot = connections.open(str(len(slots)), f"192.0.2.{number % 3}")
-            slots += [] if slot is None else [slot]
-        elif event == "evict":
-            connections.limiter.evict_idlest()
-        elif slots and event != "open":
-            slot = slots[number % len(slots)]
-            {"busy": slot.mark_busy, "idle": slot.mark_idle, "release": slot.release}[event]()
-        assert len(connections.limiter) <= 6
-    for slot in slots:
-        slot.release()
-    assert len(connections.limiter) == 0
-    assert not connections.limiter.evict_idlest()
+    limit = max_per_address or 3
+    admitted = [limiter.admit(peers[number % len(peers)]) for number in range(limit + 1)]
+    assert (admitted[limit] is None) == is_limited
+    assert None not in admitted[:limit]

@@ -11,7 +11,7 @@ import pytest
 
 from argosy.http_server import Deadlines
 from argosy.http_server.client_connection import ClientConnection, HttpServerState, get_peer_address
-from argosy.http_server.connection_limiter import ConnectionLimiter, ConnectionSlot
+from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.http1_transport import (
     MAX_COALESCED_BYTES,
     MAX_PREFETCHED_BODY_BYTES,
@@ -149,8 +149,7 @@ class FakeConnection(ClientConnection):
     """A connection whose transport records its writes."""
 
     def __init__(self) -> None:
-        limiter = ConnectionLimiter(1, None, lambda _: False, lambda _: None, lambda: 0.0)
-        super().__init__(HttpServerState(), ConnectionSlot(limiter, None))
+        super().__init__(HttpServerState(), ConnectionSlot(lambda: 0.0))
         self.is_reading_paused = False
         self.written_to = RecordingTransport()
         self.transport: asyncio.Transport = self.written_to
