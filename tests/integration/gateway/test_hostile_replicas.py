@@ -4,7 +4,7 @@ Each row of `ROWS` is one behaviour of one backend with its `Outcome`: the clien
 status of the replica. A row with failover runs twice: alone, and beside a healthy replica that must complete every
 request. Any other row runs on two replicas with the same behaviour, and each request must reach exactly one of them.
 
-`tests/unit/gateway/test_response_statuses.py` has the statuses for which errors stand, and
+`tests/unit/gateway/test_stream_parsers.py` has the statuses for which errors stand, and
 `tests/integration/gateway/test_upstream.py` the violations of HTTP.
 """
 

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 from array import array
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,7 @@ from tests.support.kv_event_publisher import (
     kv_event_publisher,
 )
 from tests.support.placed_requests import RoutedRequest, last_decision
-from tests.support.replica_servers import MODEL, RunningReplica, serve
+from tests.support.replica_servers import RunningReplica, serve
 from tests.support.waiting import until
 
 from argosy.deployment import BackendKind, KvEventAddress, ReplicaConfig
@@ -155,46 +154,42 @@ async def respond_not_found(_: asyncio.StreamReader, writer: asyncio.StreamWrite
     writer.write(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n")
 
 
-@dataclass
-class Subscription:
-    """The replica of a scripted server, with a running subscription."""
-
-    replica: ReplicaEndpoint
-    disconnects: asyncio.Semaphore
-    """Released for each closed connection."""
-    task: asyncio.Task[None]
-
-    async def wait_for_disconnects(self, connections: int) -> None:
-        """Wait until this many more connections are closed."""
-        async with asyncio.timeout(30):
-            for _ in range(connections):
-                await self.disconnects.acquire()
-
-    @property
-    def blocks(self) -> set[int] | None:
-        """Names of the indexed blocks, or None without events."""
-        index = self.replica.prefix_index
-        return index.blocks if isinstance(index, EventPrefixIndex) else None
-
-
 @contextlib.asynccontextmanager
-async def subscribe_to(url: str, disconnects: asyncio.Semaphore) -> AsyncIterator[Subscription]:
-    """Subscribe to the replica at this address."""
-    replica = ReplicaEndpoint("r", "argosy", MODEL, Upstream(parse_endpoint(url)))
+async def follow_replica(
+    kind: BackendKind, address: KvEventAddress | None, url: str = "http://127.0.0.1:9"
+) -> AsyncIterator[ReplicaEndpoint]:
+    """Subscribe to the events of a replica."""
+    replica = ReplicaEndpoint("r", kind, "cat", Upstream(parse_endpoint(url)), kv_events=address)
     task = asyncio.create_task(subscribe(replica, TextBlockMaps()))
     try:
-        yield Subscription(replica, disconnects, task)
+        yield replica
         assert not task.done()
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})
         replica.upstream.close()
 
 
+def indexed_blocks(replica: ReplicaEndpoint) -> set[int] | None:
+    """Return the names of the indexed blocks, or None without events."""
+    index = replica.prefix_index
+    return index.blocks if isinstance(index, EventPrefixIndex) else None
+
+
+def count_blocks(replica: ReplicaEndpoint) -> int | None:
+    """Return the number of indexed blocks, or None without events."""
+    blocks = indexed_blocks(replica)
+    return None if blocks is None else len(blocks)
+
+
 @contextlib.asynccontextmanager
-async def subscribe_to_scripts(*scripts: Handler) -> AsyncIterator[Subscription]:
-    """Subscribe to a server that runs one script per connection, and the last script for all further connections."""
+async def follow_scripts(
+    *scripts: Handler,
+) -> AsyncIterator[tuple[ReplicaEndpoint, asyncio.Semaphore]]:
+    """Subscribe to a native server that runs one script per connection, and the last one for all further connections.
+
+    Yields the replica, and a semaphore that is released for each closed connection.
+    """
     disconnects, connection_numbers = asyncio.Semaphore(0), itertools.count()
 
     async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,16 +202,17 @@ async def subscribe_to_scripts(*scripts: Handler) -> AsyncIterator[Subscription]
 
     async with (
         serve_handler(serve_connection) as url,
-        subscribe_to(url, disconnects) as subscription,
+        follow_replica("argosy", None, url) as replica,
+        asyncio.timeout(30),
     ):
-        yield subscription
+        yield replica, disconnects
 
 
 async def test_index_is_rebuilt_after_cut() -> None:
     first = send_and_close(START, format_event("stored", 1, 2), format_event("removed", 1))
     second = send_and_wait(START + format_event("stored", 3)[:20], format_event("stored", 3)[20:])
-    async with subscribe_to_scripts(first, second) as subscription:
-        await until(lambda: subscription.blocks == {3})
+    async with follow_scripts(first, second) as (replica, _):
+        await until(lambda: indexed_blocks(replica) == {3})
 
 
 async def test_changes_add_up() -> None:
@@ -226,22 +222,22 @@ async def test_changes_add_up() -> None:
         format_event("removed", 1),
         format_event("stored", 5),
     ]
-    async with subscribe_to_scripts(send_and_wait(*events)) as subscription:
-        await until(lambda: subscription.blocks == {2, 5})
-    async with subscribe_to_scripts(
-        send_and_wait(*events, START, format_event("stored", 7))
-    ) as subscription:
-        await until(lambda: subscription.blocks == {7})
+    async with follow_scripts(send_and_wait(*events)) as (replica, _):
+        await until(lambda: indexed_blocks(replica) == {2, 5})
+    events += [START, format_event("stored", 7)]
+    async with follow_scripts(send_and_wait(*events)) as (replica, _):
+        await until(lambda: indexed_blocks(replica) == {7})
 
 
 async def test_sent_prompts_are_estimated_as_cached_without_events() -> None:
-    async with subscribe_to_scripts(
+    async with follow_scripts(
         send_and_close(START, format_event("stored", 1)), respond_not_found
-    ) as subscription:
-        await subscription.wait_for_disconnects(2)
-        assert subscription.blocks is None
-        subscription.replica.prefix_index.on_prompt_sent([b"key"])
-        assert len(subscription.replica.prefix_index.match_prefix([b"key"])) == 1
+    ) as (replica, disconnects):
+        await disconnects.acquire()
+        await disconnects.acquire()
+        assert indexed_blocks(replica) is None
+        replica.prefix_index.on_prompt_sent([b"key"])
+        assert len(replica.prefix_index.match_prefix([b"key"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -259,9 +255,9 @@ async def test_invalid_events_end_subscription(
     invalid_events: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.MAX_INDEXED_BLOCKS", 3)
-    async with subscribe_to_scripts(send_and_wait(invalid_events)) as subscription:
-        await subscription.wait_for_disconnects(1)
-        assert subscription.blocks is None
+    async with follow_scripts(send_and_wait(invalid_events)) as (replica, disconnects):
+        await disconnects.acquire()
+        assert indexed_blocks(replica) is None
 
 
 @pytest.mark.parametrize("flood", [START, b":\n\n"], ids=["resets", "comments"])
@@ -279,33 +275,30 @@ async def test_other_work_runs_between_parts_of_a_flood(
     turn = 0
     events = START, flood * (500_000 // len(flood)), START + format_event("stored", 5)
     with capture_logs() as logs:
-        async with subscribe_to_scripts(send_and_wait(*events)) as subscription:
-            async with asyncio.timeout(30):
-                while subscription.blocks != {5}:
-                    turn = next(turns)
-                    await asyncio.sleep(0)
+        async with follow_scripts(send_and_wait(*events)) as (replica, _):
+            while indexed_blocks(replica) != {5}:
+                turn = next(turns)
+                await asyncio.sleep(0)
     assert len(logs) == 1, "each reset wrote to the log"
     assert len({turn for turn, _ in parts}) == len(parts)
     assert max(size for _, size in parts) <= MAX_BYTES_PER_TURN
 
 
-async def test_silent_stream_is_reopened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_silent_stream_is_reopened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.STREAM_IDLE_TIMEOUT_S", 0.2)
-    async with subscribe_to_scripts(
-        send_and_wait(START, format_event("stored", 1))
-    ) as subscription:
-        await subscription.wait_for_disconnects(2)
+    events = send_and_wait(START, format_event("stored", 1))
+    async with follow_scripts(events) as (_, disconnects):
+        await disconnects.acquire()
+        await disconnects.acquire()
 
 
 async def test_lost_engine_core_clears_index(engine: FakeEngine) -> None:
     async with serve(engine) as served:
         engine.kv_cache_view.apply_change(KvChange(pack_block_names([4]), b""))
-        async with subscribe_to(served.url, asyncio.Semaphore(0)) as subscription:
-            await until(lambda: subscription.blocks == {4})
+        async with follow_replica("argosy", None, served.url) as replica:
+            await until(lambda: indexed_blocks(replica) == {4})
             engine.kv_cache_view.reset()
-            await until(lambda: subscription.blocks == set())
+            await until(lambda: indexed_blocks(replica) == set())
 
 
 SIZE = 16
@@ -319,28 +312,6 @@ def make_block(number: int, parent: int | None = None, **fields: object) -> Even
 DEEPLY_NESTED_BATCH = encode_batch(make_block(1, extra_keys=[["*"]])).replace(
     b"\xa1*", b"\x91" * 100_000 + b"\xc0"
 )
-
-
-@contextlib.asynccontextmanager
-async def follow_replica(
-    kind: BackendKind, address: KvEventAddress | None, url: str = "http://127.0.0.1:9"
-) -> AsyncIterator[ReplicaEndpoint]:
-    """Subscribe to the events of a replica with this address."""
-    replica = ReplicaEndpoint("r", kind, "cat", Upstream(parse_endpoint(url)), kv_events=address)
-    task = asyncio.create_task(subscribe(replica, TextBlockMaps()))
-    try:
-        yield replica
-        assert not task.done()
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        replica.upstream.close()
-
-
-def count_blocks(replica: ReplicaEndpoint) -> int | None:
-    """Return the number of indexed blocks, or None without events."""
-    index = replica.prefix_index
-    return len(index.blocks) if isinstance(index, EventPrefixIndex) else None
 
 
 @pytest.fixture(name="soon", autouse=True)

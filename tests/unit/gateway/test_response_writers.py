@@ -41,42 +41,18 @@ def test_memory_per_token_does_not_grow_with_length_of_response() -> None:
     assert statistics.median(allocated[-500:]) < 2 * statistics.median(allocated[:500])
 
 
-def make_splice(handle: int) -> tuple[Mock, StreamSplice, Mock]:
-    """Return a fast path, a splice and an upstream response. Both sockets can be lent."""
+def test_stream_that_fast_path_rejects_is_read_by_event_loop_again() -> None:
     fast_path, response = Mock(spec=FastPath), Mock(spec=UpstreamResponse)
-    exchange = Mock(spec=HttpExchange)
-    fast_path.attach.return_value = 1, handle
-    response.lend_socket.return_value, exchange.lend_socket.return_value = 3, 4
-    context = Mock(
-        spec=RequestContext,
-        delivered=DeliveredOutput(output_tokens=1),
-        covered_output_tokens=UNLIMITED_TOKENS,
-        usage_slot=None,
-    )
-    return (
-        fast_path,
-        StreamSplice(fast_path, StreamingWriter(exchange), context),
-        response,
-    )
-
-
-def test_rejected_stream_is_read_by_event_loop_again() -> None:
-    fast_path, splice, response = make_splice(0)
+    exchange, context = Mock(spec=HttpExchange), Mock(spec=RequestContext)
+    context.delivered, context.usage_slot = DeliveredOutput(output_tokens=1), None
+    context.covered_output_tokens = UNLIMITED_TOKENS
+    fast_path.attach.return_value = 1, 0
+    splice = StreamSplice(fast_path, StreamingWriter(exchange), context)
     splice.begin(response, Mock())
     fast_path.attach.assert_called_once()
     response.reclaim_socket.assert_called_once_with(b"")
     times, unread = splice.end()
     assert (len(times), unread) == (0, b"")
-
-
-def test_attached_stream_is_not_lent_again() -> None:
-    """Two chunks that arrive together each ask for it."""
-    fast_path, splice, response = make_splice(7)
-    for _ in range(2):
-        splice.begin(response, Mock())
-    fast_path.attach.assert_called_once()
-    response.lend_socket.assert_called_once()
-    response.reclaim_socket.assert_not_called()
 
 
 def test_lent_writer_cannot_be_discarded() -> None:
