@@ -131,6 +131,14 @@ def test_project_claim_has_a_configured_name(issuer: TokenIssuer) -> None:
     assert authenticate(authenticator, bearer(token)).project == "proj_chat"
 
 
+def test_issuer_may_be_trusted_to_verify_all_emails(issuer: TokenIssuer) -> None:
+    authenticator = make_jwt_authenticator(issuer, issuer_verifies_emails=True)
+    token = issuer.token(email="ann@acme.test", email_verified=None)
+    assert authenticate(authenticator, bearer(token)).user == "user_ann"
+    token = issuer.token(email="ann@acme.test", email_verified=False)
+    assert token_rejection(authenticator, token)[0] == 403
+
+
 def test_role_claims_are_ignored_without_role_claim_setting(issuer: TokenIssuer) -> None:
     token = issuer.token(project="chat", role="admin", roles=["admin"])
     assert authenticate(make_jwt_authenticator(issuer), bearer(token)).role == "user"
@@ -142,6 +150,7 @@ def test_role_claims_are_ignored_without_role_claim_setting(issuer: TokenIssuer)
         ({"email": "bob@acme.test"}, 401, "disabled"),
         ({"sub": "user_bob"}, 401, "disabled"),
         ({"email": "ann@acme.test", "email_verified": False}, 403, "names no project"),
+        ({"email": "ann@acme.test", "email_verified": None}, 403, "names no project"),
         ({"email": "eve@zeta.test", "organisation": "acme"}, 403, "names no project"),
         ({}, 403, "names no project"),
         ({"project": "nowhere"}, 403, "is unknown"),

@@ -35,6 +35,9 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tolerated difference in seconds between the issuer's clock and the gateway's."""
     email_claim: str = "email"
     """Claim with the user's email. A user is also found if `sub` is the user's id."""
+    issuer_verifies_emails: bool = False
+    """Whether an email counts although the token has no claim `email_verified`. Set it only for an issuer that lets no
+    user choose an address without proving it; otherwise a user could take over another one's account."""
     organisation_claim: str = "organisation"
     """Claim with the organisation's id or name. A token that names an unknown organisation is rejected.
 

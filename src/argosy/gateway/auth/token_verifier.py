@@ -93,7 +93,7 @@ class TokenVerifier:
 
     def _parse_claims(self, claims: dict[str, Any]) -> TokenClaims:
         config = self._config
-        verified = claims.get("email_verified", True)
+        verified = claims.get("email_verified", config.issuer_verifies_emails)
         return TokenClaims(
             subject=_claim_text(claims, "sub"),
             email=_claim_text(claims, config.email_claim).lower() if verified is True else "",
