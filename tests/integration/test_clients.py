@@ -1,19 +1,15 @@
-"""Official clients and agent frameworks, in Python and JavaScript: conversations, tool loops and typed answers.
-
-Each framework runs in a process of its own, which keeps its imports, clients and threads out of the tests.
-"""
+"""Official clients and an agent framework, in Python and JavaScript: conversations, tool loops and typed answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import agents
 import httpx2
 import msgspec
 import openai
@@ -22,7 +18,6 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict, Field
 from tests.integration.test_metrics import samples
-from tests.support.agents.task import MAX_TOKENS, QUESTION, Forecast, Report, Server, Unit
 from tests.support.conversation import (
     APIS,
     Answer,
@@ -33,6 +28,7 @@ from tests.support.conversation import (
     Transcript,
 )
 from tests.support.javascript_sdk import run_javascript
+from tests.support.serve_process import run_serve
 from tests.support.waiting import until
 
 WEATHER = {
@@ -58,8 +54,39 @@ SCRIPT = Script(
     typed=Question("Give me a person as JSON."),
     cancelled=Question(FOX),
 )
-ROOT = Path(__file__).parents[3]
-OFFLINE = {"LANGSMITH_TRACING": "false", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+QUESTION = "What is the weather in Rome?"
+MAX_TOKENS = 256
+Unit = Literal["celsius", "fahrenheit"]
+
+
+class Forecast(BaseModel):
+    """Forecast for one city."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: str = Field(max_length=24, description="Name of the city.")
+    temperature: int = Field(ge=-90, le=60)
+    sky: Literal["clear", "cloudy", "rain"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A gateway before a replica with the bundled model, as `argosy serve` starts it."""
+
+    base_url: str
+    model: str
+
+    @property
+    def root_url(self) -> str:
+        """Address without the path of the OpenAI API."""
+        return self.base_url.removesuffix("/v1")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with run_serve() as running:
+        model = running.client().models.list().data[0].id
+        yield Server(f"{running.url}/v1", model)
 
 
 async def ask_in_python(server: Server, api: str) -> dict[str, Answer]:
@@ -123,33 +150,46 @@ def count_cancelled(server: Server) -> float:
     )
 
 
-@pytest.mark.parametrize("framework", ["openai_agents", "langchain_agents"])
-async def test_a_framework_runs_a_tool_loop_and_gets_a_typed_answer(
-    framework: str, server: Server
-) -> None:
-    report = await run_framework(framework, server)
-    outcome = report.outcome
-    assert report.tool_calls
-    assert outcome.answer
-    assert "<tool_call>" not in outcome.answer
-    assert outcome.num_streamed
-    assert outcome.call_ids
-    assert len(set(outcome.call_ids)) == len(outcome.call_ids)
-    assert outcome.result_ids == outcome.call_ids
-    Forecast.model_validate(report.forecast)
+async def test_the_agents_sdk_runs_a_tool_loop_and_gets_a_typed_answer(server: Server) -> None:
+    """After the first call the SDK resets `tool_choice`, and the tool is not there any more."""
+    cities: list[str] = []
 
+    def get_weather(city: str, unit: Unit) -> str:
+        """Get the weather of a city."""
+        cities.append(f"{city} in {unit}")
+        return "21 degrees and clear"
 
-async def run_framework(name: str, server: Server) -> Report:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.agents.runner", name, server.base_url, server.model),
-        cwd=ROOT,
-        env=os.environ | OFFLINE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+    sdk = AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
+    agents.set_tracing_disabled(True)
+    common: dict[str, Any] = {
+        "name": "Weather",
+        "instructions": "Use the tool.",
+        "model": agents.OpenAIChatCompletionsModel(server.model, sdk),
+    }
+    options = agents.ModelSettings(temperature=0.0, max_tokens=MAX_TOKENS, include_usage=True)
+    one_call = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False)
+    caller = agents.Agent(
+        **common,
+        tools=[agents.function_tool(get_weather, is_enabled=lambda *_: not cities)],
+        model_settings=options.resolve(one_call),
     )
-    out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    return msgspec.json.decode(out.splitlines()[-1], type=Report)
+    async with sdk:
+        run = agents.Runner.run_streamed(caller, QUESTION, max_turns=4)
+        assert [event async for event in run.stream_events() if event.type == "raw_response_event"]
+        typed = agents.Agent(**common, output_type=Forecast, model_settings=options)
+        result = await agents.Runner.run(typed, QUESTION)
+    assert isinstance(result.final_output, Forecast)
+    assert cities
+    assert run.final_output
+    assert "<tool_call>" not in run.final_output
+    items = run.to_input_list()
+    calls, results = (
+        [item["call_id"] for item in items if item.get("type") == kind]
+        for kind in ("function_call", "function_call_output")
+    )
+    assert calls
+    assert len(set(calls)) == len(calls)
+    assert results == calls
 
 
 async def test_javascript_sdks_run_tool_loops_and_get_typed_answers(server: Server) -> None:

@@ -1,1 +1,0 @@
-"""Agent frameworks that run against a server: a tool loop and a typed answer for each."""
