@@ -1,13 +1,12 @@
 """Random JSON schemas: reproducible from a seed, and as a hypothesis strategy.
 
-Half of them have six or more keywords. They use references (recursive ones too), regular expressions, formats, bounds,
-combinations and closed or open objects. Lengths are bounded, so that an answer of some hundred tokens can be complete.
+They use references (recursive ones too), regular expressions, formats, bounds, combinations and closed or open objects.
+Lengths are bounded, so that an answer of some hundred tokens can be complete.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,71 +16,39 @@ from argosy.protocol import ApiError
 
 Schema = dict[str, Any]
 
-NAMES = (
-    "id",
-    "name",
-    "kind",
-    "items",
-    "size",
-    "tags",
-    "next",
-    "a b",
-    'quo"te',
-    "naïve",
-    "x/y",
-    "~",
-)
-FORMATS = [
-    "date",
-    "time",
-    "date-time",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uuid",
-    "uri",
-]
-PATTERN_ATOMS = (
-    "[a-z]",
-    "[A-F0-9]",
-    r"\d",
-    r"\w",
-    "x",
-    "(?:ab|c)",
-    r"\.",
-    "é",
-    "[^a-c]",
-    "(a|bc)",
-    r"[\w-]",
-)
+NAMES = ("id", "name", "kind", "items", "next", "a b", 'quo"te', "naïve", "x/y", "~")
+FORMATS = ("date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+PATTERN_ATOMS = ("[A-F0-9]", r"\d", r"\w", "(?:ab|c)", r"\.", "é", "[^a-c]", "(a|bc)", r"[\w-]")
 QUANTIFIERS = ("", "", "+", "?", "{2}", "{1,3}", "*")
+ANCHORS = ("^{}$", "^{}$", "^{}", "{}$", "{}")
+VALUES: list[Any] = [None, True, -7, 2.5, "", 'q"\\', "naïve\n", [], [1, "x"], {"k": [None]}]
+PLAIN: list[Schema] = [{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"]}]
+OPENNESS: list[Schema] = [
+    *[{"additionalProperties": False}] * 3,
+    {"patternProperties": {"^x[0-9]$": PLAIN[2]}, "additionalProperties": False},
+    {"propertyNames": {"pattern": "^[a-z]{1,3}$"}, "additionalProperties": PLAIN[2]},
+    {},
+]
+UNENFORCEABLE: list[Schema] = [
+    {"minProperties": 2},
+    {"not": {"required": ["forbidden"]}},
+    {"if": {"required": ["id"]}, "then": {"required": ["name"]}},
+    {"dependentRequired": {"id": ["name"]}},
+    {"unevaluatedProperties": False, "allOf": [{"properties": {"id": True}}]},
+]
+"""Keywords of objects that have to be relaxed."""
 MAX_DEPTH = 4
-SOME_KEYWORDS = 6
-
-
-def count_keywords(schema: object) -> int:
-    """Return the number of keywords of a schema and its subschemas. Names of properties count as well."""
-    if isinstance(schema, dict):
-        return len(schema) + sum(count_keywords(value) for value in schema.values())
-    if isinstance(schema, list):
-        return sum(count_keywords(value) for value in schema)
-    return 0
 
 
 def random_schema(rng: random.Random, *, strict: bool = False) -> Schema:
-    """Return a schema that compiles. Every second one has at least six keywords.
+    """Return a schema that compiles.
 
     Args:
         rng: Source of randomness. The same state gives the same schema.
         strict: Whether the schema has no keyword that has to be relaxed.
     """
-    minimum = SOME_KEYWORDS if rng.random() < 0.5 else 1
     while True:
         schema = _SchemaBuilder(rng, strict=strict).build()
-        if count_keywords(schema) < minimum:
-            continue
         try:
             schema_grammar(schema, strict=strict, param="schema")
         except ApiError:
@@ -101,178 +68,117 @@ class _SchemaBuilder:
         self._rng = rng
         self._strict = strict
         self._definitions: dict[str, Schema] = {}
-        self._definition_names: list[str] = []
 
     def build(self) -> Schema:
-        for number in range(self._rng.choice((0, 0, 1, 2, 3))):
-            name = self._rng.choice((f"d{number}", f"n/{number}", f"p~{number}"))
-            self._definition_names.append(name)
+        for name in self._rng.sample(("d", "n/1", "p~2"), self._rng.randrange(4)):
+            self._definitions[name] = {}  # so that it can refer to itself
             self._definitions[name] = self._build_node(2)
         schema = self._rng.choice((self._build_object, self._build_node))(0)
         return {**schema, "$defs": self._definitions} if self._definitions else schema
 
     def _build_node(self, depth: int) -> Schema:
-        builders: list[Callable[[int], Schema]] = [
-            self._build_string,
-            self._build_string,
-            self._build_number,
-            self._build_enum,
-            self._build_plain,
-        ]
+        builders = [self._build_string, self._build_number, self._build_value]
         if depth < MAX_DEPTH:
             builders += [self._build_object, self._build_object, self._build_array]
             builders += [self._build_union, self._build_intersection]
-        if self._definition_names:
+        if self._definitions:
             builders += [self._build_reference, self._build_reference]
         schema = self._rng.choice(builders)(depth)
-        if self._rng.random() < 0.15:
-            schema = {"title": "A title", "description": "Its description.", **schema}
-        return schema
+        return {"title": "A title", **schema} if self._is_likely(0.15) else schema
 
-    def _build_plain(self, depth: int) -> Schema:
-        rng = self._rng
-        return rng.choice(({"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"]}))
+    def _is_likely(self, share: float) -> bool:
+        return self._rng.random() < share
+
+    def _is_relaxed(self) -> bool:
+        return not self._strict and self._is_likely(0.2)
 
     def _build_reference(self, depth: int) -> Schema:
-        name = self._rng.choice(self._definition_names)
-        escaped = name.replace("~", "~0").replace("/", "~1")
-        return {"$ref": f"#/$defs/{escaped}"}
+        name = self._rng.choice([*self._definitions])
+        return {"$ref": f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}"}
 
     def _build_string(self, depth: int) -> Schema:
-        rng = self._rng
-        kind = rng.random()
-        if kind < 0.4:
-            schema: Schema = {"type": "string", "pattern": self._build_pattern()}
-        elif kind < 0.6:
-            schema = {"type": "string", "format": rng.choice(FORMATS)}
-        else:
-            low = rng.randrange(4)
-            return {"type": "string", "minLength": low, "maxLength": low + rng.randrange(12)}
-        if rng.random() < 0.3 and "pattern" in schema:
-            schema["maxLength"] = rng.randrange(8, 40)
-        if not self._strict and rng.random() < 0.1:
-            schema["pattern"] = "^(?!b)" + self._build_pattern().strip("^$")
-        return schema
+        rng, low = self._rng, self._rng.randrange(4)
+        schema: Schema = rng.choice(
+            (
+                {"pattern": self._build_pattern()},
+                {"pattern": self._build_pattern(), "maxLength": rng.randrange(8, 40)},
+                {"format": rng.choice(FORMATS)},
+                {"minLength": low, "maxLength": low + rng.randrange(12)},
+            )
+        )
+        if self._is_relaxed():
+            schema = {"pattern": f"^(?!b){self._build_pattern().strip('^$')}"}
+        return {"type": "string", **schema}
 
     def _build_pattern(self) -> str:
         rng = self._rng
         body = "".join(
             rng.choice(PATTERN_ATOMS) + rng.choice(QUANTIFIERS) for _ in range(rng.randrange(1, 5))
         )
-        if rng.random() < 0.2:
+        if self._is_likely(0.2):
             body = f"(?:{body}|{rng.choice(PATTERN_ATOMS)}{{1,2}})"
-        return rng.choice((f"^{body}$", f"^{body}$", f"^{body}", f"{body}$", body))
+        return rng.choice(ANCHORS).replace("{}", body, 1)
 
     def _build_number(self, depth: int) -> Schema:
-        rng = self._rng
-        schema: Schema = {"type": rng.choice(("integer", "number"))}
-        low = rng.choice((-1000, -3, 0, 1, 17, 0.5, -2.25))
-        if rng.random() < 0.8:
-            schema[rng.choice(("minimum", "exclusiveMinimum"))] = low
-        if rng.random() < 0.8:
-            width = rng.choice((1, 10, 250, 100000, 2.5))
-            schema[rng.choice(("maximum", "exclusiveMaximum"))] = low + width
-        if rng.random() < 0.3:
-            schema["multipleOf"] = rng.choice((1, 2, 5, 0.25, 0.1, 7))
-        return schema
+        rng, low = self._rng, self._rng.choice((-1000, -3, 0, 1, 17, 0.5, -2.25))
+        bounds: Schema = {
+            rng.choice(("minimum", "exclusiveMinimum")): low,
+            rng.choice(("maximum", "exclusiveMaximum")): low + rng.choice((1, 10, 100000, 2.5)),
+            "multipleOf": rng.choice((1, 2, 5, 0.25, 0.1, 7)),
+        }
+        kept = rng.sample(sorted(bounds), rng.randrange(4))
+        return {"type": rng.choice(("integer", "number")), **{name: bounds[name] for name in kept}}
 
-    def _build_enum(self, depth: int) -> Schema:
-        numbers, texts = [0, 1, -7, 2.5], ["", "a", "red", 'q"\\', "naïve\n"]
-        values = [None, True, False, *numbers, *texts, [], [1, "x"], {"k": [None]}]
-        if self._rng.random() < 0.3:
-            return {"const": self._rng.choice(values)}
-        return {"enum": self._rng.sample(values, self._rng.randrange(1, 5))}
+    def _build_value(self, depth: int) -> Schema:
+        rng = self._rng
+        values = rng.sample(VALUES, rng.randrange(1, 5))
+        return rng.choice(({"const": values[0]}, {"enum": values}, rng.choice(PLAIN)))
 
     def _build_array(self, depth: int) -> Schema:
-        rng = self._rng
-        schema: Schema = {"type": "array"}
-        count = rng.randrange(4)
-        if rng.random() < 0.3:
-            schema["prefixItems"] = [
-                self._build_node(depth + 1) for _ in range(rng.randrange(1, 3))
-            ]
-        if rng.random() < 0.8:
-            schema["items"] = self._build_node(depth + 1)
-        if rng.random() < 0.5:
-            schema["minItems"] = count
-        schema["maxItems"] = count + rng.randrange(3)
-        if not self._strict and rng.random() < 0.3:
-            schema[rng.choice(("uniqueItems", "contains"))] = True
-        return schema
+        count = self._rng.randrange(4)
+        schema: Schema = {"type": "array", "items": self._build_node(depth + 1)}
+        if self._is_likely(0.3):
+            schema["prefixItems"] = [self._build_node(depth + 1)]
+        if self._is_relaxed():
+            schema[self._rng.choice(("uniqueItems", "contains"))] = True
+        return schema | {"minItems": count, "maxItems": count + self._rng.randrange(3)}
 
     def _build_object(self, depth: int) -> Schema:
         rng = self._rng
-        names = rng.sample(NAMES, rng.randrange(5 if depth else 6))
-        schema: Schema = {"type": "object"}
-        schema["properties"] = {name: self._build_node(depth + 1) for name in names}
-        schema["required"] = [name for name in names if rng.random() < 0.6]
-        openness = rng.random()
-        if openness < 0.6:
-            schema["additionalProperties"] = False
-        elif openness < 0.7:
-            schema["additionalProperties"] = self._build_node(depth + 1)
-        elif openness < 0.8:
-            schema["patternProperties"] = {"^x[0-9]$": self._build_node(depth + 1)}
-            schema["additionalProperties"] = False
-        elif openness < 0.85:
-            schema = {
-                "type": "object",
-                "propertyNames": {"pattern": "^[a-z]{1,3}$"},
-                "additionalProperties": self._build_node(depth + 1),
-            }
-        if rng.random() < 0.1:
+        names = rng.sample(NAMES, rng.randrange(5))
+        schema: Schema = {
+            "type": "object",
+            "properties": {name: self._build_node(depth + 1) for name in names},
+            "required": [name for name in names if self._is_likely(0.6)],
+            **rng.choice(OPENNESS),
+        }
+        if "propertyNames" in schema:
+            del schema["properties"], schema["required"]
+        if self._is_likely(0.1):
             schema["minProperties"] = len(schema.get("required", ()))
-        if not self._strict and rng.random() < 0.2:
-            schema.update(self._build_unenforceable(names))
-        items = list(schema.items())
-        rng.shuffle(items)
-        return dict(items)
-
-    def _build_unenforceable(self, names: list[str]) -> Schema:
-        rng = self._rng
-        options: list[Schema] = [
-            {"minProperties": 2},
-            {"not": {"required": ["forbidden"]}},
-            {"if": {"required": ["id"]}, "then": {"required": ["name"]}},
-            {"dependentRequired": {"id": ["name"]}},
-            {"unevaluatedProperties": False, "allOf": [{"properties": {"id": True}}]},
-        ]
-        if names:
-            options.append({"dependentRequired": {names[0]: names[1:2]}})
-        return rng.choice(options)
+        if self._is_relaxed():
+            schema |= rng.choice(UNENFORCEABLE)
+        return dict(rng.sample(list(schema.items()), len(schema)))
 
     def _build_union(self, depth: int) -> Schema:
-        rng = self._rng
-        if rng.random() < 0.4:
-            return {"anyOf": [self._build_node(depth + 1) for _ in range(rng.randrange(2, 4))]}
+        if self._is_likely(0.4):
+            return {"anyOf": [self._build_node(depth + 1) for _ in range(2)]}
         options = [
             {
-                **self._build_object(MAX_DEPTH),
                 "type": "object",
                 "properties": {"kind": {"const": kind}, "value": self._build_node(depth + 1)},
                 "required": ["kind"],
             }
             for kind in ("one", "two")
         ]
-        if not self._strict and rng.random() < 0.2:
+        if self._is_relaxed():
             options.append(self._build_object(depth + 1))
         return {"oneOf": [*options, {"type": "integer", "minimum": 0}]}
 
     def _build_intersection(self, depth: int) -> Schema:
-        rng = self._rng
-        name, other = rng.sample(NAMES, 2)
+        name, other = self._rng.sample(NAMES, 2)
         base: Schema = {"type": "object", "properties": {name: self._build_node(depth + 1)}}
-        if rng.random() < 0.5:
-            return {
-                **base,
-                "anyOf": [
-                    {"required": [name]},
-                    {"properties": {other: self._build_node(depth + 1)}, "required": [other]},
-                ],
-            }
-        return {
-            "allOf": [
-                base,
-                {"properties": {other: self._build_node(depth + 1)}, "required": [other]},
-            ]
-        }
+        more = {"properties": {other: self._build_node(depth + 1)}, "required": [other]}
+        if self._is_likely(0.5):
+            return {**base, "anyOf": [{"required": [name]}, more]}
+        return {"allOf": [base, more]}
