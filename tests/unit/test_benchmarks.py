@@ -10,7 +10,6 @@ from benchmarks.report import Limits, comparison, markdown, rows
 from benchmarks.roofline import Demand
 from benchmarks.workloads import (
     OFFLINE,
-    best_peer,
     figures,
     paced,
     ratio,
@@ -41,6 +40,7 @@ def test_w1_has_its_published_token_counts() -> None:
 @given(seed=st.integers(-1, 50))
 def test_rounds_differ_only_in_text(seed: int) -> None:
     for name in OFFLINE:
+        assert all(request.output <= 8 for request in warm_up(name, VOCABULARY))
         reference, same_shape = requests(name, 1000, VOCABULARY), requests(name, seed, VOCABULARY)
         assert [(len(r.prompt), r.output) for r in reference] == [
             (len(r.prompt), r.output) for r in same_shape
@@ -57,13 +57,6 @@ def test_w3_shares_only_its_prefix() -> None:
     assert len({tuple(request.prompt[1024:]) for request in workload}) == 32
 
 
-def test_warm_up_is_short() -> None:
-    for name in OFFLINE:
-        warm = warm_up(name, VOCABULARY)
-        assert 1 <= len(warm) <= 4
-        assert all(request.output <= 8 for request in warm)
-
-
 def test_figures_are_computed_from_token_times() -> None:
     workload = [Request([1], 3), Request([1], 1)]
     assert figures("W1", workload, [[1.0, 2.0, 4.0], [3.0]]) == {"out_tok_s": 1.0}
@@ -73,11 +66,8 @@ def test_figures_are_computed_from_token_times() -> None:
         "decode_tok_s": 2.0,
     }
     assert figures("W3 on", workload, [[2.5], [7.0]]) == {"total_s": 7.0}
-
-
-def test_missing_response_is_an_error() -> None:
     with pytest.raises(ValueError, match="1 of 2"):
-        figures("W1", [Request([1], 1)] * 2, [[1.0], []])
+        figures("W1", workload, [[1.0], []])
 
 
 def test_offline_w4_has_the_times_and_lengths_of_served_w4() -> None:
@@ -100,13 +90,6 @@ def test_w4_latencies_count_from_the_arrival() -> None:
     )
     with pytest.raises(ValueError, match="1 of 1"):
         served_figures(summarize(request_rows(workload, [[10.5, 10.6]])))
-
-
-def test_best_peer_has_the_highest_rate_or_the_lowest_time() -> None:
-    peers = {"a": {0: 1.0, 1: 9.0, 2: 2.0}, "b": {0: 3.0}, "c": {}}
-    assert best_peer("out_tok_s", peers) == "b"
-    assert best_peer("total_s", peers) == "a"
-    assert best_peer("total_s", {"c": {}}) is None
 
 
 @given(
@@ -187,7 +170,4 @@ def test_ratio_is_to_the_best_rival_of_each_figure() -> None:
     assert ratio_by_figure["p99_ms"]["ratio_to_best_rival"] == 0.5
     assert ratio_by_figure["p99_ms"]["best_rival"] == "sglang-router"
     assert "errors" not in ratio_by_figure
-
-
-def test_no_ratio_without_a_rival() -> None:
-    assert not list(ratios({"json": {"argosy": {"requests_s": 1.0}, "nginx": {"requests_s": 2.0}}}))
+    assert not list(ratios({"json": {name: proxies[name] for name in ("argosy", "nginx")}}))
