@@ -17,7 +17,7 @@ import transformers
 from tests.support.vocabularies import byte_level_backend
 
 from argosy.engine.serving.preprocessing.chat_messages import to_template_messages
-from argosy.engine.serving.rendering.template_renderer import TemplateSyntaxError
+from argosy.engine.serving.rendering.template_renderer import TemplateFailedError
 from argosy.engine.serving.text import ChatTemplate
 from argosy.protocol import ApiError, ChatMessageParam
 
@@ -183,7 +183,7 @@ def find_differences(file: Path) -> set[str]:
     source = file.read_text("utf-8")
     try:
         template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, lambda: NOW)
-    except TemplateSyntaxError:
+    except TemplateFailedError:
         template = None
     differences = set()
     for name, conversation in CONVERSATIONS.items():

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import marshal
 import os
+import pickle
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -30,11 +30,11 @@ from argosy.engine.serving.rendering.render_protocol import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
     MAX_OUTPUT_CHARS,
+    SIZE_BYTES,
     SLOW_CPU_S,
     SLOW_NICENESS,
-    FrameSocket,
-    Moment,
     ReplyKind,
+    frame,
 )
 
 MAX_ERROR_CHARS = 1000
@@ -113,7 +113,8 @@ class RenderRequest(NamedTuple):
     """Jinja source. None for a template that this process has compiled."""
     variables: dict[str, Any] | None
     """Variables to render with. None asks only for the names of the free variables of `source`."""
-    now: Moment | None
+    now: datetime | None
+    """Local time for `strftime_now`."""
 
 
 class _OutputLimitError(Exception):
@@ -123,39 +124,41 @@ class _OutputLimitError(Exception):
 class RenderProcess:
     """Main loop: one request at a time, each with one reply."""
 
-    def __init__(self, frames: FrameSocket) -> None:
-        self._frames = frames
+    def __init__(self, parent: socket.socket) -> None:
+        self._parent = parent
         self._environment = create_environment()
         self._templates: dict[str, jinja2.Template] = {}
 
     def run(self) -> None:
         """Serve until the parent closes the socket."""
         signal.signal(signal.SIGVTALRM, self._on_slow)
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                _, payload = self._frames.receive()
+        requests = self._parent.makefile("rb")
+        with contextlib.suppress(ConnectionError):
+            while size := int.from_bytes(requests.read(SIZE_BYTES), "little"):
+                payload = requests.read(size)
                 with _bounded_cpu_time():
-                    kind, reply = self._reply(payload)
-                self._frames.send(reply, kind)
+                    reply = self._reply(payload)
+                self._parent.sendall(reply)
 
-    def _reply(self, payload: bytes) -> tuple[ReplyKind, bytes]:
+    def _reply(self, payload: bytes) -> bytes:
         try:
-            return "text", _encode(self._handle(payload))
+            return _encode("text", self._handle(payload))
         except jinja2.TemplateSyntaxError as error:
-            return "syntax_error", _encode(f"{error.lineno}\n{error.message}"[:MAX_ERROR_CHARS])
+            problem = f"line {error.lineno}: {error.message}"
         except TemplateRaisedError as error:
-            return "failed", _encode(str(error)[:MAX_ERROR_CHARS])
+            problem = str(error)
         except MemoryError:
-            return "memory", b""
+            return _encode("memory")
         except _OutputLimitError:
-            return "output", b""
+            return _encode("output")
         except RecursionError:
-            return "failed", b"the messages are nested too deeply"
+            problem = "the messages are nested too deeply"
         except Exception as error:  # noqa: BLE001 - a template is a program: it can raise anything
-            return "failed", _encode(f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+            problem = f"{type(error).__name__}: {error}"
+        return _encode("failed", problem[:MAX_ERROR_CHARS])
 
     def _handle(self, payload: bytes) -> str:
-        request = RenderRequest(*marshal.loads(payload))  # noqa: S302 - from our own parent
+        request = RenderRequest(*pickle.loads(payload))  # noqa: S301 - from our own parent
         if request.source is not None:
             self._templates[request.digest] = self._environment.from_string(request.source)
         if request.variables is None:
@@ -164,12 +167,12 @@ class RenderProcess:
         signal.setitimer(signal.ITIMER_VIRTUAL, SLOW_CPU_S)
         variables = dict(request.variables)
         if request.now is not None:
-            variables["strftime_now"] = _to_datetime(request.now).strftime
+            variables["strftime_now"] = request.now.strftime
         return _render(self._templates[request.digest], variables)
 
     def _on_slow(self, _signal: int, _frame: FrameType | None) -> None:
         os.nice(SLOW_NICENESS)
-        self._frames.send(b"", "slow")
+        self._parent.sendall(_encode("slow"))
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -182,17 +185,8 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _to_datetime(moment: Moment) -> datetime:
-    text, offset_s, name = moment
-    local = datetime.fromisoformat(text)
-    if offset_s is None:
-        return local
-    offset = timedelta(seconds=offset_s)
-    return local.replace(tzinfo=timezone(offset) if name is None else timezone(offset, name))
+def _encode(kind: ReplyKind, text: str = "") -> bytes:
+    return frame(f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
 
 
 @contextlib.contextmanager
@@ -218,8 +212,8 @@ def _limit_resources() -> None:
 
 def main() -> NoReturn:
     """Serve the parent whose socket has the descriptor in the arguments."""
-    with socket.socket(fileno=int(sys.argv[1])) as sock:
-        process = RenderProcess(FrameSocket(sock))
+    with socket.socket(fileno=int(sys.argv[1])) as parent:
+        process = RenderProcess(parent)
         _limit_resources()
         process.run()
     os._exit(0)

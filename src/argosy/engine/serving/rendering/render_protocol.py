@@ -1,10 +1,11 @@
-"""Protocol between a server and its render processes: frames of bytes on a socket, and the bounds of a render."""
+"""Protocol between a server and its render processes: kinds of replies, and the bounds of a render.
+
+A request is a pickled tuple, because the server is trusted. A reply is its kind, a line break and its text. The size
+precedes each.
+"""
 
 from __future__ import annotations
 
-import socket
-import struct
-import time
 from typing import Literal
 
 MAX_CPU_S = 1.0
@@ -19,53 +20,11 @@ MAX_OUTPUT_CHARS = 32 << 20
 MAX_SOURCE_CHARS = 1 << 20
 """Longest template in characters."""
 
-Moment = tuple[str, float | None, str | None]
-"""Local time as ISO 8601, offset from UTC in seconds, and name of the time zone. Offset None is a naive time."""
-ReplyKind = Literal["text", "failed", "syntax_error", "memory", "output", "slow"]
+ReplyKind = Literal["text", "failed", "memory", "output", "slow"]
 """Kind of a reply. `slow` precedes the others: the process has lowered its priority."""
-_KINDS: tuple[ReplyKind, ...] = ("text", "failed", "syntax_error", "memory", "output", "slow")
-_HEADER = struct.Struct("<BI")
+SIZE_BYTES = 4
 
 
-class FrameSocket:
-    """Socket that carries frames of a kind and a payload."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-
-    def send(self, payload: bytes | bytearray, kind: ReplyKind = "text") -> None:
-        """Send a frame.
-
-        Raises:
-            OSError: The peer has closed the socket, or does not read it in time.
-        """
-        self._socket.sendall(_HEADER.pack(_KINDS.index(kind), len(payload)) + payload)
-
-    def receive(self, timeout_s: float | None = None) -> tuple[ReplyKind, bytes]:
-        """Receive a frame.
-
-        Raises:
-            TimeoutError: The frame is not complete after `timeout_s`.
-            EOFError: The peer has closed the socket.
-            OSError: The connection is broken.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        kind, size = _HEADER.unpack(self._receive_exactly(_HEADER.size, deadline))
-        return _KINDS[kind], bytes(self._receive_exactly(size, deadline))
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-
-    def _receive_exactly(self, size: int, deadline: float | None) -> bytearray:
-        data = bytearray(size)
-        view, received = memoryview(data), 0
-        while received < size:
-            if deadline is not None:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-6))
-            count = self._socket.recv_into(view[received:])
-            if not count:
-                raise EOFError
-            received += count
-        self._socket.settimeout(None)
-        return data
+def frame(payload: bytes) -> bytes:
+    """Return a payload behind its size."""
+    return len(payload).to_bytes(SIZE_BYTES, "little") + payload

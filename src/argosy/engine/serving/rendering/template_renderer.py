@@ -6,11 +6,12 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import marshal
 import os
+import pickle
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,11 +29,10 @@ from argosy.engine.serving.rendering.render_protocol import (
     MAX_MEMORY_BYTES,
     MAX_OUTPUT_CHARS,
     MAX_SOURCE_CHARS,
+    SIZE_BYTES,
     SLOW_CPU_S,
     SLOW_NICENESS,
-    FrameSocket,
-    Moment,
-    ReplyKind,
+    frame,
 )
 
 PROCESS_MODULE = "argosy.engine.serving.rendering.render_process"
@@ -44,8 +44,10 @@ SLOW_WAIT_S = 0.25
 """Wait for a reply, after which a render counts as slow even if its process cannot report that."""
 COMPILE_WAIT_S = 5.0
 """The same for a request that also compiles the template."""
-MAX_WAIT_S = 30.0
+MAX_WAIT_S = 30
 """Wait for a reply, after which the process is killed. A busy machine may take that long for `MAX_CPU_S`."""
+EXIT_WAIT_S = 1
+"""Wait for the exit of a process that ends its replies, after which it counts as stalled."""
 MAX_TEMPLATES_PER_PROCESS = 256
 MAX_TRIES = 3
 """Number of processes that try a request if they are killed meanwhile."""
@@ -84,13 +86,6 @@ class _ProcessKilledError(Exception):
     """Something else than the template ended the process, such as a lack of memory on the machine."""
 
 
-class TemplateSyntaxError(Exception):
-    """The source is not a valid template."""
-
-    def __init__(self, line: int, message: str) -> None:
-        super().__init__(f"line {line}: {message}")
-
-
 class TemplateRenderer:
     """Renders templates in other processes. Thread-safe. Calls block, so do not make them on an event loop."""
 
@@ -105,20 +100,19 @@ class TemplateRenderer:
         """Compile a template, and return the names of the variables that it reads and does not set itself.
 
         Raises:
-            TemplateSyntaxError: `source` is not a valid template.
             TemplateLimitError: Compilation exceeds a bound.
-            TemplateFailedError: Compilation failed otherwise.
+            TemplateFailedError: `source` is not a valid template, or cannot be compiled.
         """
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateFailedError(f"it is longer than {MAX_SOURCE_CHARS:,} characters")
         return frozenset(self._request(source, None, None).split("\n"))
 
     def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
-        """Render a template with variables of JSON's types, and `strftime_now` for the local time `now`.
+        """Render a template with variables, and `strftime_now` for the local time `now`.
 
         Raises:
             TemplateLimitError: The template exceeds a bound.
-            TemplateFailedError: The template raised an error, or a variable has another type.
+            TemplateFailedError: The template raised an error, or a variable cannot be sent.
             RenderersBusyError: No process became free in time, or all that tried were killed.
         """
         return self._request(source, dict(variables), now)
@@ -132,23 +126,13 @@ class TemplateRenderer:
 
     def _request(self, source: str, variables: dict[str, Any] | None, now: datetime | None) -> str:
         for _ in range(MAX_TRIES):
-            try:
-                kind, text = self._try_request(source, variables, now)
-            except _ProcessKilledError:
-                continue
-            match kind:
-                case "text":
-                    return text
-                case "syntax_error":
-                    line, _, message = text.partition("\n")
-                    raise TemplateSyntaxError(int(line), message)
-                case _:
-                    raise TemplateFailedError(text)
+            with contextlib.suppress(_ProcessKilledError):
+                return self._try_request(source, variables, now)
         raise RenderersBusyError
 
     def _try_request(
         self, source: str, variables: dict[str, Any] | None, now: datetime | None
-    ) -> tuple[ReplyKind, str]:
+    ) -> str:
         started_at = time.monotonic()
         process = self._acquire()
         try:
@@ -166,25 +150,28 @@ class TemplateRenderer:
         source: str,
         variables: dict[str, Any] | None,
         now: datetime | None,
-    ) -> tuple[ReplyKind, str]:
+    ) -> str:
         """Send a request and return its reply. A process that does not reply is killed."""
         is_replied = False
         try:
             compiles = process.send(source, variables, now)
-            if process.wait_readable(COMPILE_WAIT_S if compiles else SLOW_WAIT_S):
-                kind, text = process.receive(MAX_WAIT_S)
+            wait_s = COMPILE_WAIT_S if compiles else SLOW_WAIT_S
+            if process.reply_poll.poll(wait_s * 1000):
+                kind, text = process.receive()
             else:
                 process.lower_priority()
                 kind, text = "slow", ""
             if kind == "slow":
                 with self._slow_slot(process):
                     while kind == "slow":
-                        kind, text = process.receive(MAX_WAIT_S)
+                        kind, text = process.receive()
             is_replied = True
         finally:
             if not is_replied:
                 process.kill()
-        return kind, text
+        if kind == "failed":
+            raise TemplateFailedError(text)
+        return text
 
     def _acquire(self) -> _ProcessHandle:
         """Take an idle process, or start one. Keep another idle one for the next request."""
@@ -259,6 +246,8 @@ class _ProcessHandle:
             OSError: The system cannot start another process.
         """
         ours, theirs = socket.socketpair()
+        # A process that stalls in the middle of a reply may hold its reader only for a while.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", MAX_WAIT_S, 0))
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", PROCESS_MODULE, str(theirs.fileno())],
@@ -269,7 +258,10 @@ class _ProcessHandle:
                 start_new_session=True,  # the parent handles signals from the terminal
             )
         self._socket = ours
-        self._frames = FrameSocket(ours)
+        self._replies = open(ours.fileno(), "rb", closefd=False)  # noqa: SIM115 - as long as the socket
+        self.reply_poll = select.poll()
+        """Waits for the beginning of a reply."""
+        self.reply_poll.register(ours, select.POLLIN)
         self._templates: set[str] = set()
         self.is_slow = False
         """Whether the process has low priority, which it cannot raise again."""
@@ -289,51 +281,46 @@ class _ProcessHandle:
         """Send a request. Return whether the process has to compile the template first.
 
         Raises:
-            TemplateFailedError: A variable has a type that JSON does not have.
+            TemplateFailedError: A variable cannot be sent to another process.
             _ProcessKilledError: The process has ended.
         """
         digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         compiles = variables is None or digest not in self._templates
-        moment = None if now is None else _to_moment(now)
         try:
-            payload = marshal.dumps((digest, source if compiles else None, variables, moment))
-        except ValueError as error:
+            payload = pickle.dumps((digest, source if compiles else None, variables, now))
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise TemplateFailedError(f"its variables cannot be sent: {error}") from error
         self._templates.add(digest)
         try:
-            self._frames.send(payload)
+            self._socket.sendall(frame(payload))
         except OSError as error:
             raise _ProcessKilledError from error
         return compiles
 
-    def wait_readable(self, timeout_s: float) -> bool:
-        """Wait for the beginning of a reply. Return False after `timeout_s`."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
-
-    def receive(self, timeout_s: float) -> tuple[ReplyKind, str]:
-        """Receive a reply.
+    def receive(self) -> tuple[str, str]:
+        """Receive the kind and the text of a reply.
 
         Raises:
-            TemplateLimitError: The template exceeded a bound, or the reply is not complete after `timeout_s`.
+            TemplateLimitError: The template exceeded a bound, or nothing arrives for `MAX_WAIT_S`.
             TemplateFailedError: The template crashed the process.
             _ProcessKilledError: The process was killed.
         """
-        try:
-            kind, payload = self._frames.receive(timeout_s)
-        except TimeoutError:
-            raise TemplateLimitError("time") from None
-        except (EOFError, OSError):
-            status = self._process.wait()
+        size = int.from_bytes(self._replies.read(SIZE_BYTES) or b"", "little")
+        reply = self._replies.read(size) or b""
+        if not size or len(reply) < size:
+            try:
+                status = self._process.wait(EXIT_WAIT_S)
+            except subprocess.TimeoutExpired:
+                raise TemplateLimitError("time") from None
             if status == -signal.SIGPROF:
                 raise TemplateLimitError("time") from None
             if status > 0 or -status in _CRASH_SIGNALS:
                 raise TemplateFailedError("it crashed the process that ran it") from None
             raise _ProcessKilledError from None
+        kind, _, text = reply.decode("utf-8", "surrogatepass").partition("\n")
         if kind in {"memory", "output"}:
             raise TemplateLimitError("memory" if kind == "memory" else "output")
-        return kind, payload.decode("utf-8", "surrogatepass")
+        return kind, text
 
     def lower_priority(self) -> None:
         """Let all other processes of the machine run before this one."""
@@ -344,24 +331,15 @@ class _ProcessHandle:
         """End the process."""
         self._process.kill()
         self._process.wait()
-        self._frames.close()
-
-
-def default_renderer() -> TemplateRenderer:
-    """Return the renderer of this process, which all templates share."""
-    return _renderer_of_process(os.getpid())
+        self._socket.close()
 
 
 @functools.cache
-def _renderer_of_process(pid: int) -> TemplateRenderer:
-    """Return the renderer of a process. A forked child must not use the sockets of its parent."""
-    del pid
+def default_renderer() -> TemplateRenderer:
+    """Return the renderer of this process, which all templates share."""
     renderer = TemplateRenderer()
     atexit.register(renderer.close)
     return renderer
 
 
-def _to_moment(now: datetime) -> Moment:
-    offset = now.utcoffset()
-    offset_s = None if offset is None else offset.total_seconds()
-    return now.replace(tzinfo=None).isoformat(), offset_s, now.tzname()
+os.register_at_fork(after_in_child=default_renderer.cache_clear)  # its sockets are the parent's

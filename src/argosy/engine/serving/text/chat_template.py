@@ -14,7 +14,6 @@ from argosy.engine.serving.rendering.template_renderer import (
     RenderersBusyError,
     TemplateFailedError,
     TemplateLimitError,
-    TemplateSyntaxError,
     default_renderer,
 )
 from argosy.engine.serving.text.checkpoint_files import (
@@ -150,9 +149,8 @@ class ChatTemplate:
             origin: File of the template, for messages and logs.
 
         Raises:
-            TemplateSyntaxError: `source` is not a valid template.
             TemplateLimitError: `source` is too expensive to compile.
-            TemplateFailedError: `source` cannot be compiled for another reason.
+            TemplateFailedError: `source` is not a valid template, or cannot be compiled.
         """
         self._variables = dict(variables)
         tool_source = source if tool_source is None else tool_source
@@ -192,14 +190,11 @@ class ChatTemplate:
         special_tokens = read_special_tokens(path)
         try:
             return cls(source, special_tokens, tool_source=tool_source, origin=origin)
-        except TemplateSyntaxError as error:
-            problem = f"is not valid Jinja ({error})"
         except (TemplateLimitError, TemplateFailedError) as error:
-            problem = f"cannot be compiled: {error}"
-        raise ValueError(
-            f"the chat template of {origin} {problem}; "
-            "correct it or select another one with --chat-template"
-        )
+            raise ValueError(
+                f"the chat template of {origin} cannot be compiled: {error}; "
+                "correct it or select another one with --chat-template"
+            ) from error
 
     def reads(self, name: str) -> bool:
         """Return whether the template mentions `name`, so that a variable of this name may have an effect."""
