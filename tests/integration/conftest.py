@@ -13,7 +13,6 @@ from tests.support.replica_servers import RunningReplica, serve
 
 from argosy.engine.serving.text import Tokenizer
 from argosy.models import BUNDLED_MODEL
-from argosy.store import open_store
 
 REPLY = "Hello there. How can I help you today?"
 
@@ -33,16 +32,6 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
 async def replica_server(engine: FakeEngine) -> AsyncIterator[RunningReplica]:
     async with serve(engine) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with tables and no accounts, to be copied."""
-    path = tmp_path_factory.mktemp("store") / "migrated.db"
-    store = open_store(f"sqlite:///{path}")
-    store.migrate()
-    store.close()
-    return path
 
 
 @pytest.fixture

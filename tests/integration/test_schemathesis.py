@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateway_client import run_gateway_server
+from tests.support.migrated_store import write_migrated_file
 from tests.support.organisations import AdminGateway
 from tests.support.pooling_engine import EMBEDDER, pooling_engine
 from tests.support.replica_servers import MODEL, RunningReplica, serve
@@ -207,14 +207,14 @@ async def test_models_that_pool_conform_to_the_openapi_documents() -> None:
 
 
 async def test_gateway_conforms_to_its_openapi_document(
-    replica_server: RunningReplica, engine: FakeEngine, migrated: Path, tmp_path: Path
+    replica_server: RunningReplica, engine: FakeEngine, tmp_path: Path
 ) -> None:
-    shutil.copy(migrated, tmp_path / "store.db")
+    url = write_migrated_file(tmp_path / "store.db")
     replica = ReplicaConfig(url=replica_server.url, name="one", model=MODEL)
     config = GatewayConfig(
         port=0,
         models=[ModelConfig(name=MODEL, replicas=[replica])],
-        store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+        store=StoreConfig(url=url),
     )
     async with run_gateway_server(config) as (_, client):
         body: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}

@@ -21,11 +21,17 @@ def _migrated_file() -> bytes:
         return path.read_bytes()
 
 
+def write_migrated_file(path: Path) -> str:
+    """Write an SQLite file with tables and without accounts, as a copy, which is faster. Returns its URL."""
+    path.write_bytes(_migrated_file())
+    return f"{SQLITE}{path}"
+
+
 def open_migrated_store(url: str) -> Store:
-    """Open a store and create its tables, in SQLite as a copy of a file, which is faster."""
+    """Open a store and create its tables."""
     path = Path(url.removeprefix(SQLITE))
     if url.startswith(SQLITE) and not path.exists():
-        path.write_bytes(_migrated_file())
+        write_migrated_file(path)
     store = open_store(url)
     store.migrate()
     return store

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import anthropic
 import httpx2
@@ -140,12 +138,8 @@ class DialectFleet:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running_fleet(
-    migrated: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[DialectFleet]:
-    path = tmp_path_factory.mktemp("dialects") / "store.db"
-    shutil.copy(migrated, path)
-    url = f"sqlite:///{path}"
+async def running_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DialectFleet]:
+    url = f"sqlite:///{tmp_path_factory.mktemp('dialects')}/store.db"
     text = text_processing()
     fleet: DialectFleet
     engines = [

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.migrated_store import open_migrated_store
 
 from argosy.gateway import PublishedVersions
 from argosy.gateway.version_comparison import LocalGate
 from argosy.policy.rollout import Arm, Comparison, OutcomeAggregator, OutcomeStatus, RequestOutcome
 from argosy.policy.traffic import PoolRoute, Variant
-from argosy.store import FleetDocument, Store, StoreUnavailableError, open_store
+from argosy.store import FleetDocument, Store, StoreUnavailableError
 
 FLEET = "demo"
 ROUTE = PoolRoute(
@@ -27,10 +27,8 @@ COMPARISON = Comparison(rollout="r1", candidate="new", step=1, share=0.5, num_ga
 
 
 @pytest.fixture
-def store(migrated: Path, tmp_path: Path) -> Iterator[Store]:
-    path = tmp_path / "argosy.db"
-    shutil.copy(migrated, path)
-    store = open_store(f"sqlite:///{path}")
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = open_migrated_store(f"sqlite:///{tmp_path}/argosy.db")
     write(store, ROUTE)
     yield store
     store.close()

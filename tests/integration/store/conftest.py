@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.fake_clock import FakeClock
+from tests.support.migrated_store import write_migrated_file
 from tests.support.services import PostgresServer
 from tests.support.store_process import StoreProcesses
 
@@ -41,14 +41,6 @@ def empty_url(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path
 
 
 @pytest.fixture(scope="session")
-def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SQLite file with tables and without accounts, to be copied."""
-    path = tmp_path_factory.mktemp("store") / "migrated.db"
-    migrate(f"sqlite:///{path}")
-    return path
-
-
-@pytest.fixture(scope="session")
 def migrated_server(postgres: PostgresServer) -> PostgresServer:
     """PostgreSQL server with a migrated template database."""
     migrate(postgres.create(TEMPLATE))
@@ -59,9 +51,7 @@ def migrated_server(postgres: PostgresServer) -> PostgresServer:
 def url(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """URL of a migrated database without accounts."""
     if database_kind == "sqlite":
-        path = tmp_path / "store.db"
-        shutil.copy(request.getfixturevalue("migrated_file"), path)
-        yield f"sqlite:///{path}"
+        yield write_migrated_file(tmp_path / "store.db")
     else:
         server: PostgresServer = request.getfixturevalue("migrated_server")
         with server.database(like=TEMPLATE) as url:

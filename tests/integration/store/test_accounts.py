@@ -150,18 +150,6 @@ def test_names_are_unique_within_their_owner_until_the_record_ends(
 
 
 @RULES
-def test_archived_organisation_ends_its_projects_and_users(
-    store: Store, project: Project, user: User, clock: FakeClock
-) -> None:
-    clock.now += 10
-    archived = store.accounts.archive_organisation(project.organisation, actor=ACTOR)
-    snapshot = store.load_snapshot()
-    assert snapshot.organisations == (archived,)
-    assert [project.archived_at for project in snapshot.projects] == [START + 10]
-    assert [user.disabled_at for user in snapshot.users] == [START + 10]
-
-
-@RULES
 def test_ended_records_cannot_be_changed_or_used(
     store: Store, project: Project, user: User
 ) -> None:

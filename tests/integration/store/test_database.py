@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import resource
-import shutil
 import socket
 import struct
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 import sqlalchemy as sa
 from tests.integration.store.conftest import migrate
 from tests.support import store_process
+from tests.support.migrated_store import write_migrated_file
 
 from argosy.store import (
     QueryTimeoutError,
@@ -186,20 +186,21 @@ def test_unusable_file_is_reported_with_a_remedy(
 
 
 @pytest.fixture
-def store_file(migrated_file: Path, tmp_path: Path) -> Path:
+def store_file(tmp_path: Path) -> Path:
     """Migrated SQLite file of this test."""
-    return Path(shutil.copy(migrated_file, tmp_path / "store.db"))
+    write_migrated_file(tmp_path / "store.db")
+    return tmp_path / "store.db"
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_file_removed_during_use_is_reported_and_not_recreated(
-    migrated_file: Path, store_file: Path, *, is_replaced: bool
+    store_file: Path, *, is_replaced: bool
 ) -> None:
     store = open_store(f"sqlite:///{store_file}")
     store.load_snapshot()
     store_file.unlink()
     if is_replaced:
-        shutil.copy(migrated_file, store_file)
+        write_migrated_file(store_file)
     for _ in range(3):
         with pytest.raises(StoreError, match=r"removed while it was in use\..* start it again"):
             store.accounts.create_organisation("lost", actor="me")
@@ -209,11 +210,11 @@ def test_file_removed_during_use_is_reported_and_not_recreated(
     assert store_file.exists() == is_replaced
 
 
-def test_backup_moved_over_an_open_file_stays_unchanged(
-    migrated_file: Path, store_file: Path, tmp_path: Path
-) -> None:
+def test_backup_moved_over_an_open_file_stays_unchanged(store_file: Path, tmp_path: Path) -> None:
     """Opening the backup would apply the write-ahead log of the previous file to it."""
-    backup = Path(shutil.copy(migrated_file, tmp_path / "backup.db"))
+    backup = tmp_path / "backup.db"
+    write_migrated_file(backup)
+    content = backup.read_bytes()
     store = open_store(f"sqlite:///{store_file}")
     store.accounts.create_organisation("newer", actor="me")
     backup.replace(store_file)
@@ -221,7 +222,7 @@ def test_backup_moved_over_an_open_file_stays_unchanged(
         with pytest.raises(StoreError, match=r"store\.db-wal and .*start it again"):
             store.load_snapshot()
     store.close()
-    assert store_file.read_bytes() == migrated_file.read_bytes()
+    assert store_file.read_bytes() == content
 
 
 def test_full_disk_is_reported_without_retries(
@@ -240,13 +241,10 @@ def test_full_disk_is_reported_without_retries(
         store.close()
 
 
-def test_diverged_backup_with_the_same_version_is_not_current(
-    migrated_file: Path, tmp_path: Path
-) -> None:
+def test_diverged_backup_with_the_same_version_is_not_current(tmp_path: Path) -> None:
     stores = []
     for name in ("first", "second"):
-        shutil.copy(migrated_file, tmp_path / name)
-        store = open_store(f"sqlite:///{tmp_path / name}")
+        store = open_store(write_migrated_file(tmp_path / name))
         store.accounts.create_organisation(name, actor="me")
         stores.append(store)
     first, second = stores

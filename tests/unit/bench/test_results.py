@@ -273,7 +273,8 @@ def test_any_text_survives_both_formats(error: str, label: str) -> None:
 
 def test_metrics_equal_the_summary() -> None:
     rows = [request_row(), request_row(1), request_row(2, outcome="error", error="cut")]
-    metrics = read_prometheus(bench_result(rows, objectives=Objectives({"ttft": 500.0})))
+    bench = bench_result(rows, objectives=Objectives({"ttft": 500.0}))
+    metrics = read_prometheus(bench)
     assert metrics["argosy_bench_requests", "rate 1", "ok"] == 2
     assert metrics["argosy_bench_requests", "rate 1", "error"] == 1
     assert metrics["argosy_bench_tokens", "rate 1", "output"] == 10
@@ -283,6 +284,10 @@ def test_metrics_equal_the_summary() -> None:
     assert metrics["argosy_bench_ttft_seconds_count", "rate 1"] == 2
     assert metrics["argosy_bench_created_timestamp_seconds", ""] == 1767225600
     assert ("argosy_bench_tokens", "rate 1", "cached") not in metrics
+    double = msgspec.structs.replace(
+        bench, runs=[*bench.runs, *bench_result(rows[:1], "rate 2").runs]
+    )
+    assert read_prometheus(double)["argosy_bench_requests", "rate 2", "ok"] == 1
 
 
 def test_unknown_values_are_left_out() -> None:
@@ -294,13 +299,3 @@ def test_unknown_values_are_left_out() -> None:
     (cells,) = read_csv(bench)
     assert cells["error"] == "cut"
     assert {cells[name] for name in ("finish", "ttft_ms", "e2e_ms", "itl_max_ms")} == {""}
-
-
-def test_runs_have_a_load_label() -> None:
-    first, second = (
-        bench_result([request_row()], "rate 1"),
-        bench_result([request_row(), request_row(1)], "rate 2"),
-    )
-    metrics = read_prometheus(msgspec.structs.replace(first, runs=[*first.runs, *second.runs]))
-    assert metrics["argosy_bench_requests", "rate 1", "ok"] == 1
-    assert metrics["argosy_bench_requests", "rate 2", "ok"] == 2
