@@ -222,6 +222,18 @@ def test_chat_removes_terminal_control_characters(rejected: bool) -> None:
         assert result.stdout == "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n\n"
 
 
+@pytest.mark.parametrize("command", ["chat", "embed"])
+@pytest.mark.parametrize(
+    "answer", [b'data: {"choices": [{"delta": null}]}\n\n', b"data: {\n\n", b"{}", b'{"data": 1}']
+)
+def test_server_with_another_api_is_reported(command: str, answer: bytes) -> None:
+    with answer_once(200, answer) as (url, _):
+        result = runner.invoke(app, [command, "Hi", "--url", url, "--model", "m"])
+    assert result.exit_code == 2
+    is_cut = command == "chat" and not answer.startswith(b"data")
+    assert ("ended the answer early" if is_cut else "check --url") in result.stderr
+
+
 def test_models_inspects_bundled_model() -> None:
     table = runner.invoke(app, ["models"])
     assert table.exit_code == 0

@@ -13,6 +13,7 @@ from argosy.cli.failure import fail
 from argosy.cli.output import strip_control_characters
 from argosy.cli.server_client import (
     DEFAULT_URL,
+    OTHER_API,
     ServerApiKey,
     ServerUrl,
     error_message,
@@ -109,7 +110,7 @@ def _fetch_default_model(client: httpx2.Client) -> str:
     try:
         return str(msgspec.json.decode(response.content)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise ChatFailedError("the server does not speak the OpenAI API; check --url") from error
+        raise ChatFailedError(OTHER_API) from error
 
 
 def _user_message(text: str) -> Message:
@@ -187,12 +188,16 @@ class AnswerPrinter:
 
     def print_answer(self, client: httpx2.Client, body: dict[str, Any]) -> Message:
         """Send a request, print the answer and return it as a message. Ctrl-C keeps the output received so far."""
+        import msgspec
+
         try:
             for delta in _stream_deltas(client, body):
                 self._print_delta(delta)
         except KeyboardInterrupt:
             sys.stdout.write(" [interrupted]")
             self._calls.clear()  # their arguments may be incomplete
+        except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
+            raise ChatFailedError(OTHER_API) from error
         sys.stdout.write("\n")
         sys.stdout.flush()
         message: Message = {"role": "assistant", "content": "".join(self._content)}

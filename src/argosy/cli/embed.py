@@ -11,6 +11,7 @@ from argosy.cli.failure import fail
 from argosy.cli.output import JsonOutput, print_records
 from argosy.cli.server_client import (
     DEFAULT_URL,
+    OTHER_API,
     ServerApiKey,
     ServerUrl,
     error_message,
@@ -81,8 +82,11 @@ def _find_model(client: httpx2.Client) -> str:
 
 def _fetch_vectors(client: httpx2.Client, body: dict[str, Any]) -> list[list[float]]:
     response = _send(client, "POST", "/v1/embeddings", body)
-    vectors = sorted(response["data"], key=lambda vector: vector["index"])
-    return [vector["embedding"] for vector in vectors]
+    try:
+        vectors = sorted(response["data"], key=lambda vector: vector["index"])
+        return [vector["embedding"] for vector in vectors]
+    except (LookupError, TypeError):
+        fail(OTHER_API)
 
 
 def _send(
@@ -97,7 +101,7 @@ def _send(
     try:
         return msgspec.json.decode(response.content, type=dict[str, Any])
     except msgspec.DecodeError:
-        fail("the server does not speak the OpenAI API; check --url")
+        fail(OTHER_API)
 
 
 def _print_json(texts: list[str], vectors: list[list[float]]) -> None:

@@ -26,6 +26,7 @@ ServerApiKey = Annotated[
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
+OTHER_API = "the server does not speak the OpenAI API; check --url"
 GatewayUrl = Annotated[str, Option(help="URL of the gateway, or unix:PATH.", envvar="ARGOSY_URL")]
 GatewayApiKey = Annotated[
     str | None,
