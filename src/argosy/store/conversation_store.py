@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, update
@@ -19,6 +18,7 @@ from argosy.store.item_table import (
     check_history_size,
     delete_expired,
     delete_with_items,
+    find_row,
     insert_items,
     next_position,
     read_items,
@@ -160,13 +160,7 @@ class ConversationStore:
     def _read(
         self, connection: Connection, owner: ItemOwner, conversation_id: str
     ) -> StoredConversation:
-        query: Any = select(schema.conversations).where(
-            _conversations.id == conversation_id,
-            _conversations.expires_at > self._clock(),
-            owner.owns(schema.conversations),
-        )
-        # PostgreSQL refuses texts with NUL.
-        row = connection.execute(query).one_or_none() if conversation_id.isprintable() else None
+        row = find_row(connection, schema.conversations, owner, conversation_id, self._clock())
         if row is None:
             raise NotFoundError(
                 f"The conversation {conversation_id[:200]!r} does not exist. It was deleted or has expired."

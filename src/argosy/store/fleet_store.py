@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, Table, delete, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, Table, delete, insert, or_, select, update
 
 from argosy.store import schema
 from argosy.store.database import Database, conflict_aware_insert
@@ -219,12 +219,7 @@ class FleetStore:
         self, fleet: str, limit: int = 100, before: int | None = None
     ) -> list[FleetRevision]:
         """Return the latest revisions, or those with numbers below `before`, newest first."""
-        query = (
-            select(schema.fleet_revisions)
-            .where(_revisions.fleet == fleet)
-            .order_by(_revisions.number.desc())
-            .limit(limit)
-        )
+        query = _latest_revisions(fleet).limit(limit)
         if before is not None:
             query = query.where(_revisions.number < before)
         with self._database.read_transaction() as connection:
@@ -430,14 +425,13 @@ class FleetStore:
 
     @staticmethod
     def _read_latest(connection: Connection, fleet: str) -> FleetRevision | None:
-        query = (
-            select(schema.fleet_revisions)
-            .where(_revisions.fleet == fleet)
-            .order_by(_revisions.number.desc())
-            .limit(1)
-        )
-        row = connection.execute(query).one_or_none()
+        row = connection.execute(_latest_revisions(fleet).limit(1)).one_or_none()
         return None if row is None else _decode_revision(row)
+
+
+def _latest_revisions(fleet: str) -> Select[Any]:
+    query = select(schema.fleet_revisions).where(_revisions.fleet == fleet)
+    return query.order_by(_revisions.number.desc())
 
 
 def _insert_rows(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:

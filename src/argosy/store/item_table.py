@@ -10,6 +10,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     FromClause,
+    Row,
     Table,
     and_,
     delete,
@@ -42,6 +43,17 @@ class ItemOwner(NamedTuple):
         """Return the condition that a row belongs to this owner."""
         columns = table.c
         return and_(columns.organisation == self.organisation, columns.owner == self.owner)
+
+
+def find_row(
+    connection: Connection, table: Table, owner: ItemOwner, record_id: str, now: float
+) -> Row[Any] | None:
+    """Return the row of an owner's response or conversation that has not expired at `now`."""
+    if not record_id.isprintable():  # PostgreSQL refuses NUL
+        return None
+    is_usable = (table.c.expires_at > now, owner.owns(table))
+    query = select(table).where(table.c.id == record_id, *is_usable)
+    return connection.execute(query).one_or_none()
 
 
 def insert_items(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from sqlalchemy import delete, insert, or_, select
+from sqlalchemy import ColumnElement, ScalarSelect, delete, insert, or_, select
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -88,13 +88,7 @@ class ReplicaLogStore:
         Raises DeposedError, and saves nothing, if another controller leads by now.
         """
         of_replica = (_logs.fleet == lease.fleet) & (_logs.replica == replica)
-        oldest = (
-            select(_logs.started_at)
-            .where(of_replica)
-            .order_by(_logs.started_at.desc())
-            .offset(MAX_RUNS - 1)
-            .limit(1)
-        ).scalar_subquery()
+        oldest = _find_nth_latest(_logs.started_at, MAX_RUNS, of_replica)
         row = msgspec.structs.asdict(run) | {"fleet": lease.fleet, "replica": replica, "log": log}
         with self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S) as connection:
             require_leader(connection, lease)
@@ -130,15 +124,16 @@ class ReplicaLogStore:
 
         Raises DeposedError, and deletes nothing, if another controller leads by now.
         """
-        oldest = (
-            select(_logs.read_at)
-            .where(_logs.fleet == lease.fleet)
-            .order_by(_logs.read_at.desc())
-            .offset(MAX_FLEET_RUNS - 1)
-            .limit(1)
-        ).scalar_subquery()
+        oldest = _find_nth_latest(_logs.read_at, MAX_FLEET_RUNS, _logs.fleet == lease.fleet)
         is_old = or_(_logs.read_at < self._clock() - keep_s, _logs.read_at < oldest)
         with self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S) as connection:
             require_leader(connection, lease)
             pruned = delete(schema.replica_logs).where(_logs.fleet == lease.fleet, is_old)
             return connection.execute(pruned).rowcount
+
+
+def _find_nth_latest(
+    at: ColumnElement[float], n: int, where: ColumnElement[bool]
+) -> ScalarSelect[float]:
+    """Select the nth latest time of the logs that meet a condition. It is NULL if there are fewer."""
+    return select(at).where(where).order_by(at.desc()).offset(n - 1).limit(1).scalar_subquery()

@@ -20,6 +20,7 @@ from argosy.store.item_table import (
     delete_expired,
     delete_with_items,
     find_items,
+    find_row,
     insert_items,
     next_position,
     read_items,
@@ -229,13 +230,7 @@ class ResponseStore:
 
     def _require(self, connection: Connection, owner: ItemOwner, response_id: str) -> Row[Any]:
         """Return the row of a response."""
-        _check_id(response_id)
-        query = select(schema.responses).where(
-            _responses.id == response_id,
-            _responses.expires_at > self._clock(),
-            owner.owns(schema.responses),
-        )
-        row = connection.execute(query).one_or_none()
+        row = find_row(connection, schema.responses, owner, response_id, self._clock())
         if row is None:
             raise _not_found(response_id)
         return row
