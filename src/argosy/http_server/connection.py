@@ -30,7 +30,6 @@ import asyncio
 import enum
 import math
 import random
-import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -183,14 +182,10 @@ class HttpConnection(ClientConnection):
     # --- asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Configure the socket, register the connection, and start the header deadline."""
+        """Register the connection, and start the header deadline."""
         self.transport = transport
         self.slot.close_connection = self.abort
         self._parser = httptools.HttpRequestParser(self)
-        peer = transport.get_extra_info("socket")
-        if peer is not None and peer.family != socket.AF_UNIX:
-            # uvloop sets this option itself; other event loops may not.
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peer_address = get_peer_address(transport)
         # Jitter, or clients that connected at the same time would also reconnect at the same time.
         jitter = random.uniform(0.9, 1.1)  # noqa: S311 - spreads connections, guards nothing

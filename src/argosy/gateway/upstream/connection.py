@@ -162,7 +162,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             enable_tcp_keepalive(peer, TCP_USER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
