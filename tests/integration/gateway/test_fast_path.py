@@ -9,9 +9,8 @@ import itertools
 import json
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import pytest
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tests.support.fake_engine import FakeEngine, Script
+from tests.support.fake_upstream import encode_chunk
 from tests.support.gateway_client import run_gateway_server
 from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.limit_harness import make_limit, make_snapshot
@@ -35,10 +35,6 @@ from argosy.gateway.request_context import UNLIMITED_TOKENS
 from argosy.store import LocalQuotaBackend, UsageLog, UsageRecord
 
 DONE = b"data: [DONE]\n\n"
-
-
-def encode_chunk(body: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(body), body)
 
 
 def decode_chunks(data: bytes) -> bytes:
@@ -71,85 +67,77 @@ def socket_pair(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket,
 @contextlib.contextmanager
 def splice_stream(
     on_returned: Callable[[], object],
+    kind: int = socket.SOCK_STREAM,
+    output_tokens: int = 1,
+    max_tokens: int = UNLIMITED_TOKENS,
+    counter: ctypes.c_int64 | None = None,
 ) -> Iterator[tuple[FastPath, tuple[int, int], list[socket.socket]]]:
-    """Splice a stream whose first token has been delivered, without a limit.
+    """Splice a stream whose first tokens have been delivered.
 
     Yields the fast path, the stream's number and handle, and the sockets of the replica, of the gateway towards it and
     towards the client, and of the client.
     """
     fast_path = FastPath(load_fast_path())
-    with socket_pair() as (replica, near), socket_pair() as (far, client):
+    address = None if counter is None else ctypes.addressof(counter)
+    with socket_pair(kind) as (replica, near), socket_pair() as (far, client):
         sockets = near.fileno(), far.fileno()
-        stream = fast_path.attach(on_returned, *sockets, 1, UNLIMITED_TOKENS, None)
+        stream = fast_path.attach(on_returned, *sockets, output_tokens, max_tokens, address)
         assert all(stream)
         yield fast_path, stream, [replica, near, far, client]
     fast_path.close()
 
 
-@dataclass
-class SpliceHarness:
-    """The fast path between a replica's and a client's socket."""
+class Spliced(NamedTuple):
+    """Result of a splice."""
 
-    output: int = 1
-    max_tokens: int = UNLIMITED_TOKENS
-    send_buffer_bytes: int | None = None
-    """Approximate send buffer of the client's socket, or None for the default."""
-    counter: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
-    received: bytes = b""
+    progress: SpliceProgress
+    """Progress at the end, with all bytes that were not read."""
+    received: bytes
     """Bytes that the client received."""
+    counted: int
+    """Output tokens in the usage log's counter."""
 
-    async def run(self, sent: list[bytes]) -> SpliceProgress:
-        """Splice packets of the replica, each of which is read at once or in parts, and return the progress."""
+
+def splice(
+    sent: list[bytes],
+    output_tokens: int = 1,
+    max_tokens: int = UNLIMITED_TOKENS,
+    send_buffer_bytes: int | None = None,
+) -> Spliced:
+    """Splice packets of the replica, each of which is read at once or in parts.
+
+    `send_buffer_bytes` is the approximate send buffer of the client's socket, or None for the default.
+    """
+
+    async def run() -> Spliced:
+        ended, loop, counter = asyncio.Event(), asyncio.get_running_loop(), ctypes.c_int64()
         # Packets keep their boundaries, so the test decides which bytes are read together.
-        with socket_pair(socket.SOCK_SEQPACKET) as (replica, near), socket_pair() as (far, client):
-            return await self._run(sent, replica, near, far, client)
-
-    async def _run(
-        self,
-        sent: list[bytes],
-        replica: socket.socket,
-        near: socket.socket,
-        far: socket.socket,
-        client: socket.socket,
-    ) -> SpliceProgress:
-        if self.send_buffer_bytes is not None:
-            far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer_bytes)
-        fast_path, ended = FastPath(load_fast_path()), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        try:
-            stream = fast_path.attach(
-                ended.set,
-                near.fileno(),
-                far.fileno(),
-                self.output,
-                self.max_tokens,
-                ctypes.addressof(self.counter),
-            )
+        with splice_stream(
+            ended.set, socket.SOCK_SEQPACKET, output_tokens, max_tokens, counter
+        ) as (fast_path, stream, (replica, near, far, client)):
+            if send_buffer_bytes is not None:
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
             assert len(fast_path) == 1
             sending = asyncio.create_task(send_packets(replica, sent))
             await ended.wait()
             progress = fast_path.detach(*stream)
             assert len(fast_path) == 0
-        finally:
-            fast_path.close()
-        unread = []
-        while packet := await loop.sock_recv(near, 1 << 20):
-            unread.append(packet)
-        await sending
-        far.close()
-        while data := await loop.sock_recv(client, 1 << 20):
-            self.received += data
-        return progress._replace(unread=progress.unread + b"".join(unread))
+            unread, received = progress.unread, b""
+            while packet := await loop.sock_recv(near, 1 << 20):
+                unread += packet
+            await sending
+            far.close()
+            while data := await loop.sock_recv(client, 1 << 20):
+                received += data
+        return Spliced(progress._replace(unread=unread), received, counter.value)
+
+    return asyncio.run(run())
 
 
 async def send_packets(replica: socket.socket, packets: list[bytes]) -> None:
     for packet in packets:
         await asyncio.get_running_loop().sock_sendall(replica, packet)
     replica.shutdown(socket.SHUT_WR)
-
-
-def splice(harness: SpliceHarness, sent: list[bytes]) -> SpliceProgress:
-    return asyncio.run(harness.run(sent))
 
 
 IRREGULAR = st.sampled_from(
@@ -183,12 +171,12 @@ REGULAR = st.builds(
 def test_client_gets_same_bytes_as_from_interpreter(bodies: list[bytes], cuts: list[int]) -> None:
     raw_stream = b"".join(map(encode_chunk, bodies)) + encode_chunk(DONE)
     boundaries = sorted({0, len(raw_stream), *(cut % len(raw_stream) for cut in cuts)})
-    harness = SpliceHarness()
-    progress = splice(harness, [raw_stream[a:b] for a, b in itertools.pairwise(boundaries)])
+    packets = [raw_stream[a:b] for a, b in itertools.pairwise(boundaries)]
+    progress, received, counted = splice(packets)
 
     interpreted, spliced = DeliveredOutput(output_tokens=1), DeliveredOutput(output_tokens=1)
     expected = NativeStreamParser(interpreted).feed(b"".join(bodies) + DONE)
-    spliced_bytes = decode_chunks(harness.received + progress.unsent)
+    spliced_bytes = decode_chunks(received + progress.unsent)
     if progress.token_ids:
         spliced.token_id_pieces[0] = [progress.token_ids]
         spliced.output_tokens = progress.output_tokens
@@ -196,16 +184,15 @@ def test_client_gets_same_bytes_as_from_interpreter(bodies: list[bytes], cuts: l
     assert spliced_bytes + interpreted_rest == expected
     assert spliced.output_tokens == interpreted.output_tokens
     assert spliced.token_ids(0) == interpreted.token_ids(0)
-    assert progress.output_tokens == harness.counter.value or not progress.chunk_times
+    assert progress.output_tokens == counted or not progress.chunk_times
     assert list(progress.chunk_times) == sorted(progress.chunk_times)
 
 
 @given(junk=st.binary(min_size=1, max_size=400), before=st.integers(0, 3))
 def test_invalid_stream_is_handed_back_unchanged(junk: bytes, before: int) -> None:
     valid = encode_chunk(make_event(5)) * before
-    harness = SpliceHarness()
-    progress = splice(harness, [valid + junk])
-    assert harness.received == encode_chunk(b'data: {"text":"x"}\n\n') * (len(progress.chunk_times))
+    progress, received, _ = splice([valid + junk])
+    assert received == encode_chunk(b'data: {"text":"x"}\n\n') * (len(progress.chunk_times))
     assert len(progress.chunk_times) >= before
     assert (valid + junk).endswith(progress.unread)
 
@@ -215,47 +202,34 @@ def test_invalid_stream_is_handed_back_unchanged(junk: bytes, before: int) -> No
 )
 def test_irregular_chunk_sizes_are_left_to_parser(size: bytes) -> None:
     sent = size + b"\r\n" + make_event(5) + b"\r\n"
-    harness = SpliceHarness()
-    progress = splice(harness, [sent])
-    assert (harness.received, progress.unread) == (b"", sent)
+    progress, received, _ = splice([sent])
+    assert (received, progress.unread) == (b"", sent)
 
 
 def test_invalid_token_ids_are_not_counted() -> None:
     """Another replica resumes the response from these ids."""
     sent = encode_chunk(make_event(5)) + encode_chunk(make_event(6, 12345678901))
-    harness = SpliceHarness()
-    progress = splice(harness, [sent])
+    progress, _, _ = splice([sent])
     assert (progress.token_ids, progress.unread) == (b"5", encode_chunk(make_event(6, 12345678901)))
 
 
 def test_splice_ends_before_token_limit_is_exceeded() -> None:
-    harness = SpliceHarness(output=3, max_tokens=6)
-    progress = splice(
-        harness,
-        [
-            encode_chunk(make_event(10, 11)),
-            encode_chunk(make_event(12)) + encode_chunk(make_event(13)),
-            encode_chunk(DONE),
-        ],
-    )
-    assert (progress.output_tokens, progress.token_ids, harness.counter.value) == (
-        6,
-        b"10,11,12",
-        6,
-    )
+    last = encode_chunk(make_event(12)) + encode_chunk(make_event(13))
+    sent = [encode_chunk(make_event(10, 11)), last, encode_chunk(DONE)]
+    progress, _, counted = splice(sent, output_tokens=3, max_tokens=6)
+    assert (progress.output_tokens, progress.token_ids, counted) == (6, b"10,11,12", 6)
     assert progress.unread == encode_chunk(make_event(13)) + encode_chunk(DONE)
 
 
 def test_bytes_not_taken_by_slow_client_are_handed_back() -> None:
     text = "y" * 3000
     sent = [encode_chunk(make_event(index, text=text)) for index in range(200)]
-    harness = SpliceHarness(send_buffer_bytes=8192)
-    progress = splice(harness, sent)
+    progress, received, _ = splice(sent, send_buffer_bytes=8192)
     assert progress.unsent
     event_count = len(progress.chunk_times)
     assert 0 < event_count < 200
     assert (
-        harness.received + progress.unsent
+        received + progress.unsent
         == encode_chunk(make_event(1, text=text).split(b": argosy")[0]) * event_count
     )
     assert progress.unread == b"".join(sent[event_count:])
