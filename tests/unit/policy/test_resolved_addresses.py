@@ -45,13 +45,6 @@ def test_address_is_removed_after_missing_grace() -> None:
     assert addresses.update({"a"}, 100 + MISSING_GRACE_S) == {"a"}
 
 
-def test_intermittent_address_stays() -> None:
-    addresses = ResolvedAddresses()
-    for now in range(0, 1000, 5):
-        current = addresses.update({"a"} if now % 10 else {"a", "b"}, float(now))
-        assert current == {"a", "b"}
-
-
 def test_empty_answer_takes_effect_after_its_grace() -> None:
     addresses = ResolvedAddresses()
     addresses.update({"a", "b"}, 0)

@@ -25,15 +25,6 @@ def test_rate_lies_within_the_measured_rates(
     assert min(rates) * 0.999 <= rate.units_per_s <= max(rates) * 1.001
 
 
-def test_rate_follows_a_slowdown() -> None:
-    rate = EwmaRate(half_life_units=1000.0)
-    for _ in range(100):
-        rate.add(100, 0.1)
-    for _ in range(50):
-        rate.add(100, 1.0)
-    assert rate.units_per_s == pytest.approx(100, rel=0.2)
-
-
 @given(st.lists(SECONDS, min_size=1, max_size=50), SECONDS)
 def test_mean_lies_within_its_samples_and_follows_them(
     samples: list[float], later_sample: float
