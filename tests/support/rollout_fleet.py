@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,6 @@ from argosy.fleet.control import (
     leader_term,
     rollout_evidence,
 )
-from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReading
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchState,
@@ -64,7 +63,12 @@ from argosy.policy.traffic import PoolRoute
 from argosy.store import FleetRevision, GatewayRecord
 from tests.support.controlled_fleet import FLEET, Fleet, build_fleet
 from tests.support.fake_clock import FakeClock
-from tests.support.simulated_cluster import SimulatedBehaviour, SimulatedCluster, SimulatedLauncher
+from tests.support.simulated_cluster import (
+    SimulatedBehaviour,
+    SimulatedCluster,
+    SimulatedLauncher,
+    SimulatedMonitor,
+)
 
 POOL = "chat"
 PLAN: dict[str, object] = {
@@ -97,28 +101,6 @@ def declare(mode: str = "v1", *, replicas: int | None = 2, **pool: object) -> Fl
 @cache
 def digest_of(mode: str) -> str:
     return pool_digests(declare(mode))[POOL]
-
-
-class SimulatedMonitor:
-    """Health checks of simulated replicas, in place of those by HTTP."""
-
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
-
-    def watch(
-        self, replicas: Collection[LaunchedReplica], paths: Callable[[LaunchedReplica], CheckPaths]
-    ) -> None:
-        for replica in replicas:
-            paths(replica)
-
-    async def wait_first_checks(self) -> None:
-        pass
-
-    def reading(self, replica: LaunchedReplica) -> ReplicaHealthReading:
-        return self._cluster.check_health(replica.name)
-
-    async def close(self) -> None:
-        pass
 
 
 @dataclass

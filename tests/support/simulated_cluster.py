@@ -10,13 +10,13 @@ import asyncio
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
 
-from argosy.fleet.control.replica_monitor import ReplicaHealthReading
+from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReading
 from argosy.fleet.launchers import (
     LaunchedReplica,
     LaunchError,
@@ -100,6 +100,7 @@ class SimulatedCluster:
     @property
     def next_change_at(self) -> float:
         """Time of the next change; infinite if there is none."""
+        self._advance()
         return self._timers[0][0] if self._timers else math.inf
 
     def list_replicas(self) -> Mapping[str, LaunchedReplica]:
@@ -348,3 +349,25 @@ class SimulatedLauncher:
     def _check_reachable(self) -> None:
         if self.cluster.unreachable_reason:
             raise LaunchError(self.cluster.unreachable_reason)
+
+
+class SimulatedMonitor:
+    """Health checks of simulated replicas, in place of those by HTTP."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+
+    def watch(
+        self, replicas: Collection[LaunchedReplica], paths: Callable[[LaunchedReplica], CheckPaths]
+    ) -> None:
+        for replica in replicas:
+            paths(replica)
+
+    async def wait_first_checks(self) -> None:
+        pass
+
+    def reading(self, replica: LaunchedReplica) -> ReplicaHealthReading:
+        return self._cluster.check_health(replica.name)
+
+    async def close(self) -> None:
+        pass

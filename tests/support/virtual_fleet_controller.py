@@ -1,50 +1,49 @@
-"""A fleet under a virtual clock: a simulated cluster, gateways, a store, and controllers that reconcile.
+"""A fleet under a virtual clock: a simulated cluster, gateways, and a controller that observes, reconciles and acts.
 
-After each action the fleet checks by what really serves, and not by what a controller believes, that it was permitted.
+Observation and actions are those of real controllers. After each action the fleet checks by what really serves, and not
+by what a controller believes, that it was permitted.
 
 Never compared with a real fleet.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections import Counter, defaultdict
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock, patch
 
 import msgspec
 
-from argosy.deployment import LaunchResources
-from argosy.fleet.control.replica_monitor import ReplicaHealthReading
-from argosy.fleet.launchers import (
-    LaunchedReplica,
-    LaunchError,
-    LaunchSpec,
-    LaunchState,
-    StaleEpochError,
-)
+from argosy.deployment import FleetRecords, LaunchResources
+from argosy.fleet.control import fleet_observer, replica_actions
+from argosy.fleet.control.fleet_observer import FleetObserver
+from argosy.fleet.control.replica_actions import ReplicaActions
+from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaHealthReading
+from argosy.fleet.control.term_journal import TermJournal
+from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchSpec, LaunchState
 from argosy.policy.reconciliation import (
-    MAX_PAST_RUNS,
     Action,
     Admit,
     DesiredFleet,
     DesiredPool,
     Drain,
     ObservedFleet,
-    ObservedReplica,
     Reconciliation,
     Remove,
     ReplicaPhase,
-    ReplicaRun,
     Start,
     Stop,
-    Warm,
     WarmUpState,
     Withdraw,
     continue_observation,
     reconcile,
+    replica_name,
 )
 from tests.support.fake_clock import FakeClock
 from tests.support.simulated_cluster import (
@@ -52,22 +51,12 @@ from tests.support.simulated_cluster import (
     SimulatedBehaviour,
     SimulatedCluster,
     SimulatedLauncher,
+    SimulatedMonitor,
 )
 
 LAUNCHER = "simulated"
 OBSERVATION_INTERVAL_S = 2.0
 WARM_UP_S = 1.5
-
-_Result = TypeVar("_Result")
-
-
-def run_now(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return cast("_Result", stop.value)
-    raise AssertionError("the coroutine waits")
 
 
 @dataclass
@@ -80,27 +69,8 @@ class VirtualGateway:
     syncs_at: float = math.inf
 
 
-@dataclass
-class VirtualStore:
-    """Durable state that outlives a controller. Refuses writes of controllers with an outdated epoch."""
-
-    epoch: int = 0
-    rotation: frozenset[str] = frozenset()
-    ready_at: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Times by replica and attempt."""
-    warm_ups: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Time at which each warm-up ends, by replica and attempt."""
-    past_runs: defaultdict[str, list[ReplicaRun]] = field(
-        default_factory=lambda: defaultdict[str, list[ReplicaRun]](list)
-    )
-
-    def check_epoch(self, epoch: int) -> None:
-        if epoch < self.epoch:
-            raise StaleEpochError
-
-
 class VirtualFleet:
-    """The environment of the controllers."""
+    """The environment of a controller, with its records."""
 
     def __init__(
         self,
@@ -109,11 +79,13 @@ class VirtualFleet:
         gateways: int = 2,
         accelerators: float = math.inf,
     ) -> None:
-        self.random = Random(seed)
+        random = Random(seed)
         self.clock = FakeClock(1000.0)
         self.cluster = SimulatedCluster(self.clock, seed, accelerators)
-        self.store = VirtualStore()
-        self.gateways = [VirtualGateway(self.random.uniform(0.0, 3.0)) for _ in range(gateways)]
+        self.records = FleetRecords()
+        self.warm_ups: list[float] = []
+        """Times at which warm-ups end."""
+        self.gateways = [VirtualGateway(random.uniform(0.0, 3.0)) for _ in range(gateways)]
         self.pools: dict[str, DesiredPool] = {}
         self.candidates: dict[str, DesiredPool] = {}
         """Second versions of pools that are divided, by name of the pool."""
@@ -125,7 +97,6 @@ class VirtualFleet:
         """Time since which the controllers' health checks fail, although the replicas serve."""
         self.has_had_wrong_health = False
         self.num_actions: Counter[type[Action]] = Counter()
-        self.removals: Counter[str] = Counter()
         for pool in pools:
             self.declare(pool)
 
@@ -158,14 +129,30 @@ class VirtualFleet:
             return candidate
         return self.pools.get(pool)
 
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """Return a version of each replica, which changes with each start and each removal."""
-        listed = self.cluster.list_replicas()
-        names = listed.keys() | self.removals.keys()
-        return {
-            name: (self.removals[name], listed[name].attempt if name in listed else 0)
-            for name in names
-        }
+    def launch_spec(self, pool: str, generation: int, ordinal: int) -> LaunchSpec:
+        if (pool, generation) in self.broken:
+            raise LaunchError("no such program")
+        return LaunchSpec(
+            name=replica_name(pool, generation, ordinal),
+            pool=pool,
+            generation=generation,
+            ordinal=ordinal,
+            command=("server",),
+            resources=LaunchResources(accelerators=1),
+        )
+
+    async def warm_up(self, url: str, model: str) -> None:
+        """Stand for the warm-up requests to a replica."""
+        del url, model
+        ends_at = self.now + WARM_UP_S
+        self.warm_ups.append(ends_at)
+        while self.now < ends_at:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0)
+
+    @property
+    def rotation(self) -> frozenset[str]:
+        """Replicas that gateways shall route to."""
+        return frozenset(name for name, each in self.records.replicas.items() if each.in_rotation)
 
     def set_health_signal(self, *, is_wrong: bool) -> None:
         """Let the health checks of all replicas fail from now on, or no longer."""
@@ -190,7 +177,7 @@ class VirtualFleet:
         return {
             replica.name
             for replica in self.list_version(version)
-            if replica.name in self.store.rotation
+            if replica.name in self.rotation
             and self.cluster.check_health(replica.name).is_serving
             and self.is_routed(replica.name)
         }
@@ -204,9 +191,8 @@ class VirtualFleet:
     def is_routed_by_any(self, name: str) -> bool:
         return any(each.is_reachable and name in each.routed for each in self.gateways)
 
-    def publish(self, rotation: frozenset[str], epoch: int) -> None:
-        self.store.check_epoch(epoch)
-        self.store.rotation = rotation
+    def publish(self) -> None:
+        """Let the gateways take in the rotation after their lags."""
         for gateway in self.gateways:
             gateway.syncs_at = min(gateway.syncs_at, self.now + gateway.lag_s)
 
@@ -215,11 +201,11 @@ class VirtualFleet:
         self.clock.now = to
         for gateway in self.gateways:
             if gateway.is_reachable and gateway.syncs_at <= to:
-                gateway.routed, gateway.syncs_at = self.store.rotation, math.inf
+                gateway.routed, gateway.syncs_at = self.rotation, math.inf
 
     def next_change_at(self) -> float:
         syncs = [each.syncs_at for each in self.gateways if each.is_reachable]
-        warm_ups = [at for at in self.store.warm_ups.values() if at > self.now]
+        warm_ups = [at for at in self.warm_ups if at > self.now]
         return min([self.cluster.next_change_at, *syncs, *warm_ups])
 
     def check_permitted(self, action: Action, *, is_suspended: bool) -> None:
@@ -252,212 +238,160 @@ class VirtualFleet:
                         tolerance = max(1, pool.max_unavailable)
                     assert len(available) - 1 >= pool.replicas - tolerance
             case Drain() | Stop() | Remove():
-                assert action.replica not in self.store.rotation
+                assert action.replica not in self.rotation
                 if isinstance(action, Drain):
                     assert not self.is_routed_by_any(action.replica)
                 elif isinstance(action, Stop) and not self.has_had_wrong_health:
-                    version = self.versions()[action.replica]
-                    assert not (
-                        self.serves(action.replica)
-                        and (action.replica, version[1]) in self.store.ready_at
-                    )
+                    has_served = self.records.replicas[action.replica].ready_at is not None
+                    assert not (has_served and self.serves(action.replica))
             case Admit() if not is_suspended:
                 assert self.cluster.check_health(action.replica).is_serving
 
 
-class VirtualController:
-    """Observes, reconciles and carries out, with the epoch that it acquired."""
+class VirtualMonitor(SimulatedMonitor):
+    """Health checks, which fail or stand still with their controller."""
 
     def __init__(self, fleet: VirtualFleet) -> None:
-        self.fleet = fleet
-        self.launcher = SimulatedLauncher(fleet.cluster)
-        self.epoch = fleet.store.epoch = fleet.store.epoch + 1
-        self._observed_at = fleet.now
-        self._observing_since = fleet.now
-        self._last_listing: dict[str, LaunchedReplica] = {}
-        self._warming: set[tuple[str, int]] = set()
-        """Warm-ups that this controller started."""
+        super().__init__(fleet.cluster)
+        self._fleet = fleet
         self._readings: dict[tuple[str, int], ReplicaHealthReading] = {}
-        """Results of health checks by replica and attempt."""
+        """Latest readings by replica and attempt."""
         self.is_suspended = False
         """Whether the controller was suspended before its last observation, and has not checked since."""
-        self._versions: dict[str, tuple[int, int]] = {}
-        """Versions of the replicas at the last observation."""
 
-    def observe(self) -> ObservedFleet:
-        fleet, now, unavailable = self.fleet, self.fleet.now, {}
-        try:
-            self._last_listing = dict(run_now(self.launcher.list_replicas()))
-        except LaunchError as error:
-            unavailable[LAUNCHER] = str(error)
+    def reading(self, replica: LaunchedReplica) -> ReplicaHealthReading:
+        key, since = (replica.name, replica.attempt), self._fleet.health_fails_since
+        if not self.is_suspended:
+            self._readings[key] = super().reading(replica)
+        health = self._readings.setdefault(key, ReplicaHealthReading(attempt=replica.attempt))
+        if self._fleet.now < since:
+            return health
+        responded_at = min(health.last_response_at or math.inf, since)
+        return msgspec.structs.replace(
+            health,
+            is_serving=False,
+            last_response_at=None if responded_at < replica.started_at else responded_at,
+        )
+
+
+class VirtualController:
+    """A controller that leads."""
+
+    def __init__(self, fleet: VirtualFleet, epoch: int) -> None:
+        self.fleet = fleet
+        self.epoch = epoch
+        self.monitor = VirtualMonitor(fleet)
+        for name, record in fleet.records.replicas.items():
+            if record.warm_up is WarmUpState.RUNNING:
+                fleet.records.replicas[name] = msgspec.structs.replace(
+                    record, warm_up=WarmUpState.NOT_STARTED
+                )
+        context: Any = SimpleNamespace(fleet="virtual", store=None, clock=fleet.clock)
+        journal = TermJournal(
+            context, cast("Any", SimpleNamespace(lease=SimpleNamespace(epoch=epoch)))
+        )
+        journal.records = fleet.records
+        journal.save = AsyncMock()  # type: ignore[method-assign] # the records outlive the controller
+        with patch.object(fleet_observer, "ReplicaMonitor", lambda *_: self.monitor):
+            self.observer = FleetObserver(
+                journal, cast("Any", fleet), lambda _: SimulatedLauncher(fleet.cluster)
+            )
+        self.actions = ReplicaActions(journal, self.observer, AsyncMock())
+        self._declared: Any = SimpleNamespace(
+            launchers=[LAUNCHER],
+            check_paths=lambda *_: CheckPaths(),
+            source=lambda _: "",
+            model_name=str,
+            launch_spec=fleet.launch_spec,
+        )
+        self._observed_at = self._observing_since = fleet.now
+
+    async def close(self) -> None:
+        await self.actions.close()
+        await self.observer.close()
+
+    async def observe(self) -> ObservedFleet:
+        now = self.fleet.now
+        await asyncio.sleep(0)  # warm-ups end
+        unavailable = await self.observer.list_replicas(self._declared, self.epoch)
         self._observing_since = continue_observation(
             self._observing_since, self._observed_at, now, OBSERVATION_INTERVAL_S * 1.5
         )
-        self.is_suspended = now - self._observed_at > OBSERVATION_INTERVAL_S * 1.5
+        self.monitor.is_suspended = now - self._observed_at > OBSERVATION_INTERVAL_S * 1.5
         self._observed_at = now
-        self._versions = fleet.versions()
-        unlisted = (fleet.store.rotation | fleet.store.past_runs.keys()) - self._last_listing.keys()
         return ObservedFleet(
-            replicas=(
-                *(self._observe_replica(each) for each in self._last_listing.values()),
-                *(self._observe_unlisted(name) for name in sorted(unlisted)),
-            ),
+            replicas=tuple(self.observer.observe(self._declared, now)),
             observing_since=self._observing_since,
             unavailable_launchers=unavailable,
         )
 
-    def _observe_unlisted(self, name: str) -> ObservedReplica:
-        pool, generation, ordinal = name.rsplit("-", 2)
-        store = self.fleet.store
-        return ObservedReplica(
-            name=name,
-            pool=pool,
-            generation=int(generation),
-            ordinal=int(ordinal),
-            launcher=LAUNCHER,
-            in_rotation=name in store.rotation,
-            is_routed=self.fleet.is_routed(name),
-            is_routed_by_any=self.fleet.is_routed_by_any(name),
-            past_runs=tuple(store.past_runs.get(name, ())),
-        )
-
-    def _observe_replica(self, replica: LaunchedReplica) -> ObservedReplica:
-        fleet, store, key = self.fleet, self.fleet.store, (replica.name, replica.attempt)
-        health = fleet.cluster.check_health(replica.name)
-        if self.is_suspended:
-            health = self._readings.get(key, ReplicaHealthReading(attempt=replica.attempt))
-        self._readings[key] = health
-        is_serving, responded_at = health.is_serving, health.last_response_at
-        if fleet.health_fails_since <= fleet.now:
-            is_serving = False
-            responded_at = min(responded_at or math.inf, fleet.health_fails_since)
-            if responded_at < replica.started_at:
-                responded_at = None
-        if is_serving:
-            store.ready_at.setdefault(key, fleet.now)
-        warm_up = WarmUpState.NOT_STARTED
-        ends_at = store.warm_ups.get(key)
-        if ends_at is not None and ends_at <= fleet.now:
-            warm_up = WarmUpState.SUCCEEDED
-        elif key in self._warming:
-            warm_up = WarmUpState.RUNNING
-        return msgspec.structs.replace(
-            self._observe_unlisted(replica.name),
-            state=replica.state,
-            reason=replica.reason,
-            attempt=replica.attempt,
-            started_at=replica.started_at,
-            exited_at=replica.exited_at,
-            last_response_at=responded_at,
-            last_step_at=health.last_step_at,
-            is_serving=is_serving,
-            ready_at=store.ready_at.get(key),
-            warm_up=warm_up,
-        )
-
-    def decide(self) -> Reconciliation:
+    async def decide(self) -> Reconciliation:
         """Reconcile twice with one observation, which must give the same result."""
-        fleet = self.fleet
-        desired = DesiredFleet(pools=fleet.desired)
-        observed = self.observe()
-        result = reconcile(desired, observed, fleet.now)
-        assert reconcile(desired, observed, fleet.now) == result
+        desired = DesiredFleet(pools=self.fleet.desired)
+        observed = await self.observe()
+        result = reconcile(desired, observed, self.fleet.now)
+        assert reconcile(desired, observed, self.fleet.now) == result
         if observed.unavailable_launchers:
             assert not result.actions
         return result
 
-    def carry_out(self, action: Action) -> None:
-        """Carry out one action.
-
-        Raises:
-            StaleEpochError: Another controller leads.
-        """
-        fleet, store, name = self.fleet, self.fleet.store, action.replica
-        before, version = fleet.cluster.list_replicas().get(name), fleet.versions().get(name)
-        match action:
-            case Start():
-                self._start(action)
-            case Warm():
-                store.check_epoch(self.epoch)
-                key = (name, self._versions[name][1])
-                store.warm_ups[key] = fleet.now + WARM_UP_S
-                self._warming.add(key)
-            case Admit():
-                fleet.publish(store.rotation | {name}, self.epoch)
-            case Withdraw():
-                fleet.publish(store.rotation - {name}, self.epoch)
-            case Drain():
-                run_now(self.launcher.drain(name, self.epoch))
-            case Stop():
-                run_now(self.launcher.stop(name, self.epoch))
-            case Remove():
-                run_now(self.launcher.remove(name, self.epoch))
-                store.past_runs.pop(name, None)
-        fleet.num_actions[type(action)] += 1
-        if fleet.cluster.list_replicas().get(name) != before:
-            assert self._versions.get(name, (0, 0)) == (version or (0, 0))
-            fleet.removals[name] += isinstance(action, Remove)
-
-    def _start(self, action: Start) -> None:
-        fleet, store, name = self.fleet, self.fleet.store, action.replica
-        store.check_epoch(self.epoch)
-        runs = store.past_runs[name]
-        run = action.ended_run
-        if run is not None and run.attempt not in {each.attempt for each in runs}:
-            runs.append(run)
-        spec = LaunchSpec(
-            name=name,
-            pool=action.pool,
-            generation=action.generation,
-            ordinal=action.ordinal,
-            command=("server",),
-            resources=LaunchResources(accelerators=1),
-        )
-        if (action.pool, action.generation) in fleet.broken:
-            attempt = max((each.attempt for each in runs), default=0) + 1
-            failed = ReplicaRun(
-                attempt=attempt, started_at=fleet.now, exited_at=fleet.now, reason="no such program"
-            )
-            runs.append(failed)
-        else:
-            run_now(self.launcher.start(spec, self.epoch))
-        del runs[:-MAX_PAST_RUNS]
-        if not runs:
-            del store.past_runs[name]
+    async def carry_out(self, action: Action) -> None:
+        self.actions.start([action], self._declared, frozenset())
+        await asyncio.sleep(0)
+        while self.actions.busy_pools:  # noqa: ASYNC110 - of the same loop
+            await asyncio.sleep(0)
+        if isinstance(action, Admit | Withdraw):
+            self.fleet.publish()
+        self.fleet.num_actions[type(action)] += 1
 
 
-class FleetSimulation:
+class FleetSimulation(contextlib.AbstractContextManager["FleetSimulation"]):
     """A virtual fleet with one controller, whose actions are all checked."""
 
     def __init__(self, pools: list[DesiredPool], *world: Any, **settings: Any) -> None:  # noqa: ANN401 - of the fleet
         self.fleet = VirtualFleet(pools, *world, **settings)
-        self.controller = VirtualController(self.fleet)
-        self.last = self.reconcile()
+        self._runner = asyncio.Runner()
+        self._warm_ups = patch.object(replica_actions, "warm_up_replica", self.fleet.warm_up)
+        self._warm_ups.start()
+        self.controller = VirtualController(self.fleet, 1)
+        self.reconcile()
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self.controller.close())
+        self._runner.close()
+        self._warm_ups.stop()
 
     def take_over(self) -> None:
-        """Replace the controller by a new one, which knows only what the store and the launcher keep."""
-        self.controller = VirtualController(self.fleet)
+        """Replace the controller by a new one, which knows only what the records and the launcher keep."""
+        self._runner.run(self.controller.close())
+        self.controller = VirtualController(self.fleet, self.controller.epoch + 1)
 
-    def reconcile(self) -> Reconciliation:
+    def reconcile(self) -> None:
+        """Reconcile once."""
+        self._runner.run(self._reconcile())
+
+    async def _reconcile(self) -> None:
         """Reconcile once, carry out all actions, and check that none of them is repeated."""
-        result = self.controller.decide()
+        result = await self.controller.decide()
         for action in result.actions:
-            self.fleet.check_permitted(action, is_suspended=self.controller.is_suspended)
-            self.controller.carry_out(action)
-        repeated = set(self.controller.decide().actions) & set(result.actions)
+            self.fleet.check_permitted(action, is_suspended=self.controller.monitor.is_suspended)
+            await self.controller.carry_out(action)
+        repeated = {*(await self.controller.decide()).actions} & {*result.actions}
         assert not {each for each in repeated if not isinstance(each, Start)}
         self.last = result
-        return result
 
     def run(self, seconds: float) -> None:
         """Let time pass, and reconcile at each change."""
+        self._runner.run(self._run(seconds))
+
+    async def _run(self, seconds: float) -> None:
         fleet, end = self.fleet, self.fleet.now + seconds
         while fleet.now < end:
             wake_at = self.last.wake_at
             soonest = min(fleet.next_change_at(), math.inf if wake_at is None else wake_at)
             next_at = max(soonest, fleet.now + 0.01)
             fleet.advance(min(next_at, fleet.now + OBSERVATION_INTERVAL_S, end))
-            self.reconcile()
+            await self._reconcile()
 
     def settle(self, timeout_s: float = 1500.0) -> None:
         """End all disturbances, and check that the fleet becomes what is declared, and stays so."""
@@ -491,7 +425,7 @@ class FleetSimulation:
             not self.last.actions
             and listed == wanted
             and all(len(fleet.available(pool)) == pool.replicas for pool in fleet.desired)
-            and all(map(fleet.serves, fleet.store.rotation))
-            and len(fleet.store.rotation) == sum(pool.replicas for pool in fleet.desired)
+            and all(map(fleet.serves, fleet.rotation))
+            and len(fleet.rotation) == sum(pool.replicas for pool in fleet.desired)
             and all(each.phase is ReplicaPhase.READY for each in self.last.phases.values())
         )

@@ -167,7 +167,8 @@ class FleetMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "simulation"):
-            self.simulation.settle()
+            with self.simulation:
+                self.simulation.settle()
 
 
 @pytest.mark.parametrize(
@@ -183,24 +184,24 @@ def test_any_history_ends_in_declared_state(number: int) -> None:
 def test_fleet_follows_a_fixed_history() -> None:
     """Replace, scale, break and repair a fleet in one fixed order."""
     surging, replacing = pool("a", 3, spares=1), pool("b", 2, max_surge=0, max_unavailable=1)
-    simulation = FleetSimulation([surging, replacing], seed=1)
-    fleet = simulation.fleet
-    simulation.settle()
-    for changed in (surging, replacing):
-        fleet.declare(msgspec.structs.replace(changed, generation=2))
-    simulation.settle()
-    for replica, engine_only in (("a-2-0", False), ("b-2-1", True)):
-        fleet.cluster.hang(replica, engine_only=engine_only)
+    with FleetSimulation([surging, replacing], seed=1) as simulation:
+        fleet = simulation.fleet
         simulation.settle()
-    fleet.cluster.unreachable_reason = "connection refused"
-    fleet.declare(msgspec.structs.replace(surging, generation=3, replicas=2))
-    simulation.run(10.0)
-    simulation.settle()
-    fleet.advance(fleet.now + 100.0)
-    simulation.reconcile()
-    fleet.set_health_signal(is_wrong=True)
-    simulation.run(200.0)
-    simulation.settle()
+        for changed in (surging, replacing):
+            fleet.declare(msgspec.structs.replace(changed, generation=2))
+        simulation.settle()
+        for replica, engine_only in (("a-2-0", False), ("b-2-1", True)):
+            fleet.cluster.hang(replica, engine_only=engine_only)
+            simulation.settle()
+        fleet.cluster.unreachable_reason = "connection refused"
+        fleet.declare(msgspec.structs.replace(surging, generation=3, replicas=2))
+        simulation.run(10.0)
+        simulation.settle()
+        fleet.advance(fleet.now + 100.0)
+        simulation.reconcile()
+        fleet.set_health_signal(is_wrong=True)
+        simulation.run(200.0)
+        simulation.settle()
 
 
 @pytest.mark.parametrize(("max_unavailable", "spares"), [(1, 0), (0, 1)])
@@ -208,7 +209,7 @@ def test_replacement_makes_room_where_old_replicas_occupy_all_gpus(
     max_unavailable: int, spares: int
 ) -> None:
     declared = pool("a", 4 - spares, spares=spares, max_unavailable=max_unavailable)
-    simulation = FleetSimulation([declared], accelerators=2)
-    simulation.settle()
-    simulation.fleet.declare(msgspec.structs.replace(declared, generation=2))
-    simulation.settle()
+    with FleetSimulation([declared], accelerators=2) as simulation:
+        simulation.settle()
+        simulation.fleet.declare(msgspec.structs.replace(declared, generation=2))
+        simulation.settle()
