@@ -118,9 +118,9 @@ def find_organisation(store: Store, reference: str) -> Organisation:
     return _find(organisations, reference, named, described, "argosy tenants organisations list")
 
 
-def find_organisation_id(store: Store, reference: str | None) -> str | None:
-    """Return the id of the organisation, or None (all organisations) if `reference` is None."""
-    return None if reference is None else find_organisation(store, reference).id
+def find_id(find: Callable[[Store, str], R], store: Store, reference: str | None) -> str | None:
+    """Return the id of the record that one of the functions around this one finds, or None without a reference."""
+    return None if reference is None else find(store, reference).id
 
 
 def find_project(store: Store, reference: str) -> Project:
@@ -136,11 +136,6 @@ def find_project(store: Store, reference: str) -> Project:
     return _find(projects, reference, named, f"project {reference!r}", "argosy tenants list")
 
 
-def find_project_id(store: Store, reference: str | None) -> str | None:
-    """Return the id of the project, or None if `reference` is None."""
-    return None if reference is None else find_project(store, reference).id
-
-
 def display_name(store: Store, project: Project) -> str:
     """Return the reference by which commands find the project: its name, or its id if the name is ambiguous."""
     try:
@@ -154,11 +149,6 @@ def find_user(store: Store, reference: str) -> User:
     users = store.accounts.list_users()
     named = [each for each in users if each.disabled_at is None and each.email == reference.lower()]
     return _find(users, reference, named, f"user {reference!r}", "argosy tenants users list")
-
-
-def find_user_id(store: Store, reference: str | None) -> str | None:
-    """Return the id of the user, or None if `reference` is None."""
-    return None if reference is None else find_user(store, reference).id
 
 
 def find_key(store: Store, reference: str) -> Key:

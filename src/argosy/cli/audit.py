@@ -10,7 +10,8 @@ import typer
 from argosy.cli.account_lookup import (
     OrganisationFilterOption,
     StoreUrl,
-    find_organisation_id,
+    find_id,
+    find_organisation,
     open_existing_store,
 )
 from argosy.cli.failure import EXIT_FAILURE, fail
@@ -57,7 +58,7 @@ def audit(
         if action == "verify":
             verification = opened_store.audit_log.verify()
         else:
-            organisation_id = find_organisation_id(opened_store, organisation)
+            organisation_id = find_id(find_organisation, opened_store, organisation)
             entries = opened_store.audit_log.for_organisation(organisation_id).list_entries(
                 subject=subject, limit=limit or DEFAULT_LIMIT
             )

@@ -15,9 +15,10 @@ from argosy.cli.account_lookup import (
     ScopeName,
     StoreUrl,
     audit_actor,
+    find_id,
     find_key,
-    find_project_id,
-    find_user_id,
+    find_project,
+    find_user,
     format_scope,
     open_existing_store,
     open_or_create_store,
@@ -84,7 +85,7 @@ def create_key(
         created, secret = opened_store.accounts.create_key(
             owner.id,
             name,
-            user=find_user_id(opened_store, user),
+            user=find_id(find_user, opened_store, user),
             role=role,
             scope=scope or default_scope,
             models=model or (),
@@ -111,7 +112,7 @@ def list_keys(
 ) -> None:
     """List keys by their prefixes."""
     with open_existing_store(store) as opened_store:
-        project_id = find_project_id(opened_store, project)
+        project_id = find_id(find_project, opened_store, project)
         keys = [
             key
             for key in opened_store.accounts.list_keys(project_id)

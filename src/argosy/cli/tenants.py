@@ -21,9 +21,9 @@ from argosy.cli.account_lookup import (
     TierName,
     audit_actor,
     display_name,
+    find_id,
     find_organisation,
     find_project,
-    find_project_id,
     find_user,
     format_scope,
     given_changes,
@@ -280,7 +280,7 @@ def create_user(
             email,
             role=role,
             scope=scope or "organisation",
-            project=find_project_id(opened_store, project),
+            project=find_id(find_project, opened_store, project),
             actor=audit_actor(),
         )
     print_result(created, f"{created.email} is created ({created.id}).", json=json)
@@ -303,7 +303,7 @@ def change_user(
             email=email,
             role=role,
             scope=scope,
-            project=find_project_id(opened_store, project),
+            project=find_id(find_project, opened_store, project),
         )
         found = find_user(opened_store, user)
         changed = opened_store.accounts.change_user(found.id, **changes, actor=audit_actor())
