@@ -49,23 +49,17 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
 async def measure_noise_floor(seed: int = 0) -> NoiseFloor:
     """Measure the noise floor against a stub in its own process. Takes about ten seconds."""
     load = LoadSpec(arrivals=ArrivalProcess(rate=40), requests=SCHEDULED_REQUESTS)
-    plan = build_plan(
-        Workload(input=LengthDistribution("fixed", 32), output=LengthDistribution("fixed", 16)),
-        load,
-        seed,
-    )
+    plan = _build_plan(load, 16, seed)
     async with _run_stub(_STUB_DELAYS) as client:
         rows, _ = await _run_plan(client, plan)
         response = await client.get("/served", JsonResponse())
         stub_times = msgspec.json.decode(response.body, type=dict[str, StubRequestTimes])
     async with _run_stub(StubDelays()) as client:
-        single_rows, single_s = await _run_plan(
-            client, _build_flood_plan(requests=FLOOD_REQUESTS, output=1, seed=seed)
-        )
+        flood = LoadSpec(concurrency=32, requests=FLOOD_REQUESTS)
+        single_rows, single_s = await _run_plan(client, _build_plan(flood, 1, seed))
         before = time.process_time()
-        stream_rows, stream_s = await _run_plan(
-            client, _build_flood_plan(requests=96, output=400, seed=seed)
-        )
+        streams = LoadSpec(concurrency=32, requests=96)
+        stream_rows, stream_s = await _run_plan(client, _build_plan(streams, 400, seed))
         cpu_s = time.process_time() - before
     chunks = sum(len(row.chunks_s) for row in stream_rows)
     if not chunks or len(rows) != plan.request_count or any(row.outcome != "ok" for row in rows):
@@ -110,11 +104,9 @@ def render_noise_floor(floor: NoiseFloor) -> str:
     )
 
 
-def _build_flood_plan(*, requests: int, output: int, seed: int) -> LoadPlan:
-    workload = Workload(
-        input=LengthDistribution("fixed", 32), output=LengthDistribution("fixed", output)
-    )
-    return build_plan(workload, LoadSpec(concurrency=32, requests=requests), seed)
+def _build_plan(load: LoadSpec, output: int, seed: int) -> LoadPlan:
+    prompts, outputs = (LengthDistribution("fixed", tokens) for tokens in (32, output))
+    return build_plan(Workload(input=prompts, output=outputs), load, seed)
 
 
 async def _run_plan(client: BenchClient, plan: LoadPlan) -> tuple[list[RequestRow], float]:
