@@ -64,7 +64,7 @@ class _StoredEventMap(_StoredEvent, tag="BlockStored"):
         return self.cache_salt
 
 
-class _RemovedEvent(msgspec.Struct):
+class _RemovedEvent(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[_BlockHash]
     medium: str | None = None
     group_idx: _GroupIndex | None = None
@@ -74,15 +74,11 @@ class _RemovedEventArray(_RemovedEvent, tag="BlockRemoved", array_like=True):
     pass
 
 
-class _RemovedEventMap(_RemovedEvent, tag="BlockRemoved"):
+class _ClearedEvent(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-class _ClearedEventArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
-    pass
-
-
-class _ClearedEventMap(msgspec.Struct, tag="AllBlocksCleared"):
+class _ClearedEventArray(_ClearedEvent, tag="AllBlocksCleared", array_like=True):
     pass
 
 
@@ -93,7 +89,7 @@ class _ArrayBatch(msgspec.Struct, array_like=True):
 
 class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[_StoredEventMap | _RemovedEventMap | _ClearedEventMap]
+    events: list[_StoredEventMap | _RemovedEvent | _ClearedEvent]
 
 
 _decode_array_batch = msgspec.msgpack.Decoder(_ArrayBatch).decode
