@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
@@ -47,36 +45,24 @@ def make_body(**extra: object) -> dict[str, Any]:
     } | extra
 
 
-class EarlyStream:
-    """A stream that has started before its replica answered."""
-
-    def __init__(self, response: httpx2.Response) -> None:
-        self.response = response
-        self.received = b""
-        self._chunks = response.aiter_bytes()
-
-    async def read_first(self) -> bytes:
-        self.received = await anext(self._chunks)
-        return self.received
-
-    async def read_rest(self) -> bytes:
-        """Return all bytes, also those received before."""
-        return self.received + b"".join([chunk async for chunk in self._chunks])
-
-
 @contextlib.asynccontextmanager
 async def open_early_stream(
     gateway: GatewayHarness, body: dict[str, Any], **headers: str
-) -> AsyncIterator[EarlyStream]:
-    """Send a request, and wait for the headers and the first comment."""
+) -> AsyncIterator[Callable[[], Awaitable[bytes]]]:
+    """Send a request, and wait for the headers and the first comment. Yield a function that returns all bytes."""
     async with gateway.client.stream("POST", PATH, json=body, headers=headers) as response:
-        stream = EarlyStream(response)
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-argosy-request"]
         assert response.headers["x-watched"] == "yes"
-        assert (await stream.read_first()).startswith(KEEPALIVE)
-        yield stream
+        chunks = response.aiter_bytes()
+        received = await anext(chunks)
+        assert received.startswith(KEEPALIVE)
+
+        async def read_all() -> bytes:
+            return received + b"".join([chunk async for chunk in chunks])
+
+        yield read_all
 
 
 @contextlib.asynccontextmanager
@@ -113,7 +99,7 @@ async def test_slow_stream_equals_a_prompt_one_and_its_replay(tokenizer: Tokeniz
             buffered = asyncio.create_task(gateway.client.post(PATH, json=make_body(stream=False)))
             await gateway.wait_for_queued(2)
             engine.may_continue.set()
-            slow = [await stream.read_rest() for stream in (first, queued)]
+            slow = [await first(), await queued()]
         assert (await buffered).headers["content-type"] == "application/json"
         assert (await buffered).json()["usage"]["completion_tokens"] == 40
         prompt = await gateway.client.post(PATH, json=make_body())
@@ -150,23 +136,15 @@ async def test_python_sdk_skips_keepalives_and_raises_a_late_error(tokenizer: To
         assert len([chunk async for chunk in slow]) > 40
 
 
-@dataclass
-class LateFault:
-    """Fault of the replica or the gateway, and the error that the client receives for it."""
-
-    code: str
-    fault: str
-    recorded_status: str = "failed"
-
-
-LATE_FAULTS = [
-    LateFault("overloaded", "queue", "refused"),
-    LateFault("bad_temperature", "refusal", "refused"),
-    LateFault("refused_by_replica", "odd-refusal", "refused"),
-    LateFault("upstream_failed", "loss"),
-    LateFault("deadline_exceeded", "deadline", "stopped"),
-    LateFault("internal_error", "bug"),
-]
+LATE_FAULTS = {
+    "queue": ("overloaded", "refused"),
+    "refusal": ("bad_temperature", "refused"),
+    "odd-refusal": ("refused_by_replica", "refused"),
+    "loss": ("upstream_failed", "failed"),
+    "deadline": ("deadline_exceeded", "stopped"),
+    "bug": ("internal_error", "failed"),
+}
+"""Code of the error that the client receives, and the recorded status, by fault of the replica or the gateway."""
 
 
 @contextlib.asynccontextmanager
@@ -200,11 +178,11 @@ async def run_faulty_gateway(
         yield gateway, upstream, recorder
 
 
-@pytest.mark.parametrize("expected", LATE_FAULTS, ids=lambda expected: expected.fault)
+@pytest.mark.parametrize("fault", LATE_FAULTS)
 async def test_error_after_the_early_start_is_the_last_event(
-    monkeypatch: pytest.MonkeyPatch, expected: LateFault
+    monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    may_fail, fault = asyncio.Event(), expected.fault
+    may_fail, (code, recorded_status) = asyncio.Event(), LATE_FAULTS[fault]
     timeout = {"timeout_s": 0.3} if fault == "deadline" else {}
     async with run_faulty_gateway(fault, may_fail) as (gateway, upstream, recorder):
         blocking = None
@@ -213,15 +191,15 @@ async def test_error_after_the_early_start_is_the_last_event(
             await until(lambda: len(upstream.requests) == 1)
         if fault == "bug":
             monkeypatch.setattr(RequestProxy, "_report_end", None)
-        async with open_early_stream(gateway, make_body(**timeout)) as stream:
+        async with open_early_stream(gateway, make_body(**timeout)) as read_all:
             may_fail.set()
-            (event,) = events((await stream.read_rest()).replace(KEEPALIVE, b""))
-        assert json.loads(event)["error"]["code"] == expected.code
+            (event,) = events((await read_all()).replace(KEEPALIVE, b""))
+        assert json.loads(event)["error"]["code"] == code
         if blocking is not None:
             blocking.cancel()
             await asyncio.gather(blocking, return_exceptions=True)
     context = next(c for c in recorder.completed if c.fields.max_output_tokens == 40)
-    assert context.status == expected.recorded_status
+    assert context.status == recorded_status
     assert context.delivered.prompt_tokens == context.delivered.output_tokens == 0
 
 
@@ -262,9 +240,9 @@ async def test_stream_that_started_early_is_still_hedged(tokenizer: Tokenizer) -
             run_gateway(
                 [recorder], *replicas, early_stream_start_s=EARLY_START_S, hedge_after_s=0.5
             ) as gateway,
-            open_early_stream(gateway, make_body()) as stream,
+            open_early_stream(gateway, make_body()) as read_all,
         ):
-            assert events(await stream.read_rest())[-1] == b"[DONE]"
+            assert events(await read_all())[-1] == b"[DONE]"
     (context,) = recorder.completed
     assert [attempt.is_hedge for attempt in context.trace.attempts] == [False, True]
 
@@ -288,7 +266,7 @@ async def test_invalid_request_is_refused_instead_of_queued(
         del valid["messages"]
         valid["prompt"] = "Hi"
     async with run_slow_gateway(tokenizer) as (gateway, engine, _):
-        async with open_early_stream(gateway, make_body()) as running:
+        async with open_early_stream(gateway, make_body()) as read_running:
             refusals = [
                 (await gateway.client.post(path, json=valid | invalid)).json()["error"]
                 for invalid in invalid_fields
@@ -296,7 +274,7 @@ async def test_invalid_request_is_refused_instead_of_queued(
             queued = asyncio.create_task(gateway.client.post(path, json=valid))
             await gateway.wait_for_queued(1)
             engine.may_continue.set()
-            await running.read_rest()
+            await read_running()
         assert (await queued).status_code == 200
         for invalid, refusal in zip(invalid_fields, refusals, strict=True):
             response = await gateway.client.post(path, json=valid | invalid)
