@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from tests.support.placed_requests import place
 
 from argosy.deployment import BackendKind, GatewayConfig, Timeouts
 from argosy.gateway.backends import (
+    DeliveredOutput,
     StreamContinuation,
     UpstreamTarget,
     get_adapter,
@@ -31,11 +34,13 @@ from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.principal import ANONYMOUS
+from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
-from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.proxy.response_writers import AggregatingWriter, ResponseWriter, StreamingWriter
+from argosy.gateway.proxy.stream_splice import StreamSplice
 from argosy.gateway.proxy.upstream_call import BufferedResponse, UpstreamCall
-from argosy.gateway.request_context import CHAT, COMPLETION, RequestContext
+from argosy.gateway.request_context import CHAT, COMPLETION, UNLIMITED_TOKENS, RequestContext
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
@@ -618,3 +623,51 @@ async def test_tokens_of_whole_response(
     assert prompt[0] <= prompt_tokens <= prompt[1]
     assert output[0] <= output_tokens <= output[1]
     assert cached_tokens == 0
+
+
+# --- writers ---------------------------------------------------------------------------------------
+
+
+def chat_event(number: int) -> bytes:
+    """Return the event of one chat token with log-probabilities."""
+    logprob = {"token": f"t{number}", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    choice: dict[str, Any] = {"index": 0, "delta": {"content": "t"}, "token_ids": [number]}
+    choice |= {"logprobs": {"content": [logprob]}, "finish_reason": None, "stop_reason": None}
+    return b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n"
+
+
+def test_memory_per_token_does_not_grow_with_length_of_response() -> None:
+    """Otherwise each of 100,000 tokens with log-probabilities would block the event loop for longer than the last."""
+    writer, allocated = AggregatingWriter(cast("RequestContext", None)), list[int]()
+    events = [chat_event(number) for number in range(4000)]
+    tracemalloc.start()
+    try:
+        for event in events:
+            tracemalloc.reset_peak()
+            used_before, _ = tracemalloc.get_traced_memory()
+            writer.write_events(event)
+            allocated.append(tracemalloc.get_traced_memory()[1] - used_before)
+    finally:
+        tracemalloc.stop()
+    assert statistics.median(allocated[-500:]) < 2 * statistics.median(allocated[:500])
+
+
+def test_stream_that_fast_path_rejects_is_read_by_event_loop_again() -> None:
+    fast_path, response = Mock(spec=FastPath), Mock(spec=UpstreamResponse)
+    exchange, context = Mock(spec=HttpExchange), Mock(spec=RequestContext)
+    context.delivered, context.usage_slot = DeliveredOutput(output_tokens=1), None
+    context.covered_output_tokens = UNLIMITED_TOKENS
+    fast_path.attach.return_value = 1, 0
+    splice = StreamSplice(fast_path, StreamingWriter(exchange), context)
+    splice.begin(response, Mock())
+    fast_path.attach.assert_called_once()
+    response.reclaim_socket.assert_called_once_with(b"")
+    times, unread = splice.end()
+    assert (len(times), unread) == (0, b"")
+
+
+def test_lent_writer_cannot_be_discarded() -> None:
+    writer = StreamingWriter(Mock(spec=HttpExchange))
+    assert writer.discard()
+    writer.lend_socket()
+    assert not writer.discard()
