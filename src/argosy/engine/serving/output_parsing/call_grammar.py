@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing.argument_schema import (
@@ -20,168 +20,215 @@ from argosy.engine.serving.output_parsing.grammar_writer import (
 from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
 from argosy.engine.serving.output_parsing.literal_grammar import MappingValues, PythonValues
 from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
+from argosy.engine.serving.output_parsing.output_format import CallSyntax
 from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
 
 _JSON_KINDS = ("array", "boolean", "null", "number", "object")
 
 
-class CallGrammar(Protocol):
-    """Grammar of the calls of one syntax."""
+class BareCalls(NamedTuple):
+    """Expressions for an output in which calls begin with ordinary text."""
+
+    first: str
+    """First call. Its beginning is one lexeme, so that it differs from free text with its last character."""
+    text: str
+    """Text that does not look like a call."""
+    marked: list[tuple[str, str]]
+    """Each expression between such text and calls, and the one behind these calls."""
+
+
+class CallGrammar(NamedTuple):
+    """Expressions for the calls of one syntax."""
 
     opener: str
-    """Text with which calls begin."""
+    """Text with which calls begin. Empty if they begin with ordinary text."""
+    first: str
+    """First call, behind the opener."""
+    more: str
+    """Any number of further calls."""
+    end: str = ""
+    """End of the calls."""
+    bare: BareCalls | None = None
 
     def calls(self, head: str, *, parallel: bool) -> str:
         """Return an expression for one call, or for one or more, behind the expression `head` for the opener."""
-        ...
+        return f"{head} {self.first} {self.more * parallel} {self.end}"
+
+    def bare_output(self, bare: BareCalls, *, parallel: bool) -> str:
+        """Return an expression for calls or text, if calls begin with ordinary text."""
+        choices = [self._replace(first=bare.first).calls("", parallel=parallel)]
+        choices += [
+            f"{self.calls(f'{bare.text} {marker}', parallel=parallel)} {end}"
+            for marker, end in bare.marked
+        ]
+        return " | ".join([*choices, bare.text])
 
 
-class JsonArguments:
-    """Arguments of tools as JSON. Each tool's schema is compiled once."""
+def build_call_grammar(
+    writer: GrammarWriter, syntax: CallSyntax, tools: Sequence[Tool], *, allows_text: bool
+) -> CallGrammar | None:
+    """Return the grammar of the calls of a syntax, or None if it has none of its own.
 
-    def __init__(self, writer: GrammarWriter, tools: Sequence[Tool]) -> None:
-        self.writer = writer
-        self.tools = tools
-        schemas = SchemaGrammars(writer)
-        self.references = [
+    Args:
+        writer: Grammar of the output.
+        syntax: Syntax of the model.
+        tools: Tools that may be called.
+        allows_text: Whether text may stand instead of calls, so that `bare` is needed.
+    """
+    match syntax:
+        case JsonSyntax():
+            return _json_calls(writer, syntax, tools, allows_text)
+        case NamedJsonSyntax():
+            return _named_json_calls(writer, syntax, tools)
+        case TagSyntax():
+            return _TaggedCalls(writer, syntax).build(tools)
+        case PythonSyntax():
+            return _python_calls(writer, syntax, tools, allows_text)
+        case MappingSyntax():
+            return _mapping_calls(writer, syntax, tools)
+    return None
+
+
+def add_arguments(writer: GrammarWriter, tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
+    """Return each tool with a reference to the grammar of its arguments as JSON."""
+    schemas = SchemaGrammars(writer)
+    return [
+        (
+            tool,
             schemas.add(
                 tool.parameters or {"type": "object"}, strict=tool.strict, param=tool.schema_param
-            )
-            for tool in tools
-        ]
-
-
-class JsonCallGrammar(JsonArguments):
-    """Grammar of `JsonSyntax`."""
-
-    def __init__(self, writer: GrammarWriter, syntax: JsonSyntax, tools: Sequence[Tool]) -> None:
-        super().__init__(writer, tools)
-        self._syntax = syntax
-        ws = writer.white_space()
-        self._objects = alternatives(
-            [
-                f'"{{" {ws} "\\"name\\"" {ws} ":" {ws} {quote(quote(tool.name))} {ws} "," {ws} '
-                f'{quote(quote(syntax.arguments_key))} {ws} ":" {ws} {reference} {ws} "}}"'
-                for tool, reference in zip(tools, self.references, strict=True)
-            ]
+            ),
         )
-        self._object = writer.rule("object", self._objects)
-        self.opener = syntax.open[0]
-
-    def calls(self, head: str, *, parallel: bool) -> str:
-        """Return an expression for calls behind their opener."""
-        writer, syntax = self.writer, self._syntax
-        ws = writer.white_space()
-        closer = f"{ws} {writer.literal(syntax.close)}" if syntax.close else ""
-        if syntax.is_array:
-            more = f'({ws} "," {ws} {self._object})*' if parallel else ""
-            return f'{head} {ws} "[" {ws} {self._object} {more} {ws} "]" {closer}'
-        call = f"{ws} {self._object} {closer}"
-        if not parallel:
-            return f"{head} {call}"
-        if not syntax.close:
-            return f"{head} {call} ({writer.literal(syntax.separator)} {self._object})*"
-        return f"{head} {call} ({ws} {writer.literal(self.opener)} {call})*"
-
-    def bare_calls(self, *, parallel: bool) -> tuple[str, str]:
-        """Return calls that begin with their bracket, and an expression for text that does not look like one.
-
-        The beginning of a call is one lexeme, so that it differs from free text with its last character.
-        """
-        writer, syntax = self.writer, self._syntax
-        ws = writer.white_space()
-        names = "|".join(escape_regex(tool.name) for tool in self.tools)
-        space = r"[ \n]{0,16}"
-        bracket = rf"\[{space}" if syntax.is_array else ""
-        heads = [
-            writer.rule(
-                "HEAD",
-                rf'/{bracket}\{{{space}"name"{space}:{space}"{escape_regex(tool.name)}"{space},{space}'
-                rf'"{syntax.arguments_key}"{space}:/',
-            )
-            for tool in self.tools
-        ]
-        call = alternatives(
-            [
-                f'{head} {ws} {reference} {ws} "}}"'
-                for head, reference in zip(heads, self.references, strict=True)
-            ]
-        )
-        separator = f'{ws} "," {ws}' if syntax.is_array else writer.literal(syntax.separator)
-        more = f"({separator} {self._object})*" if parallel else ""
-        end = f'{ws} "]"' if syntax.is_array else ""
-        bracket = r"\[\s*" if syntax.is_array else ""
-        text = writer.rule(
-            "ANSWER",
-            rf'/[\s\S]*/ & ~/\s*{bracket}\{{\s*"name"\s*:\s*"({names})"[\s\S]*/',
-        )
-        calls = [f"{call} {more} {end}"]
-        calls += [
-            f"{text} {writer.literal(opener)} {ws} {self._object} {more}"
-            for opener in syntax.open
-            if opener and writer.is_token(opener)
-        ]
-        return " | ".join(calls), text
+        for tool in tools
+    ]
 
 
-class NamedJsonCallGrammar(JsonArguments):
-    """Grammar of `NamedJsonSyntax`."""
+def _json_calls(
+    writer: GrammarWriter,
+    syntax: JsonSyntax,
+    tools: Sequence[Tool],
+    allows_text: bool,  # noqa: FBT001 - positional like the others
+) -> CallGrammar:
+    arguments = add_arguments(writer, tools)
+    ws, opener = writer.white_space(), syntax.open[0]
+    objects = [
+        f'"{{" {ws} "\\"name\\"" {ws} ":" {ws} {quote(quote(tool.name))} {ws} "," {ws} '
+        f'{quote(quote(syntax.arguments_key))} {ws} ":" {ws} {reference} {ws} "}}"'
+        for tool, reference in arguments
+    ]
+    call = writer.rule("object", alternatives(objects))
+    closer = f"{ws} {writer.literal(syntax.close)}" if syntax.close else ""
+    first, more, end = f"{ws} {call}", f"({writer.literal(syntax.separator)} {call})*", closer
+    if syntax.is_array:
+        first, more = f'{ws} "[" {ws} {call}', f'({ws} "," {ws} {call})*'
+        end = f'{ws} "]" {closer}'
+    elif syntax.close:
+        first, end = f"{ws} {call} {closer}", ""
+        more = f"({ws} {writer.literal(opener)} {first})*"
+    if opener or not allows_text:
+        return CallGrammar(opener, first, more, end)
+    names = "|".join(escape_regex(tool.name) for tool in tools)
+    space = r"[ \n]{0,16}"
+    bracket = rf"\[{space}" if syntax.is_array else ""
+    head = rf'/{bracket}\{{{space}"name"{space}:{space}"{{name}}"{space},{space}"{syntax.arguments_key}"{space}:/'
+    heads = [writer.rule("HEAD", head.replace("{name}", escape_regex(tool.name))) for tool in tools]
+    bare_calls = [
+        f'{head} {ws} {reference} {ws} "}}"'
+        for head, (_, reference) in zip(heads, arguments, strict=True)
+    ]
+    bracket = r"\[\s*" if syntax.is_array else ""
+    text = writer.rule(
+        "ANSWER", rf'/[\s\S]*/ & ~/\s*{bracket}\{{\s*"name"\s*:\s*"({names})"[\s\S]*/'
+    )
+    marked = [(writer.literal(each), "") for each in syntax.open[1:] if writer.is_token(each)]
+    return CallGrammar("", first, more, end, BareCalls(alternatives(bare_calls), text, marked))
 
-    def __init__(
-        self, writer: GrammarWriter, syntax: NamedJsonSyntax, tools: Sequence[Tool]
-    ) -> None:
-        super().__init__(writer, tools)
-        self._syntax = syntax
-        suffix = r"/:[0-9]{1,4} ?/" if syntax.has_index else ""
-        call_id = ""
-        if syntax.id_open and writer.is_token(syntax.id_open):
-            call_id = f"({writer.literal(syntax.id_open)} /[a-zA-Z0-9]{{9}}/)?"
-        prefix = syntax.name_prefix + syntax.optional_prefix
-        name_end = syntax.name_end[0] + syntax.arguments_open
-        calls = [
-            f"{writer.literal(prefix + tool.name)} {suffix} {call_id} {writer.literal(name_end)} "
-            f"{reference} {writer.literal(syntax.arguments_close + syntax.call_close)}"
-            for tool, reference in zip(tools, self.references, strict=True)
-        ]
-        self._call = writer.rule("call", alternatives(calls))
-        self.opener = syntax.section_open or syntax.call_open
 
-    def calls(self, head: str, *, parallel: bool) -> str:
-        """Return an expression for calls behind their opener."""
-        writer, syntax = self.writer, self._syntax
-        separator = f"{writer.literal(syntax.separator)}?" if syntax.separator else ""
-        call_open = writer.literal(syntax.call_open)
-        more = f"({separator} {call_open} {self._call})*" if parallel else ""
-        first = call_open if syntax.section_open else ""
-        return f"{head} {first} {self._call} {more} {writer.literal(syntax.section_close)}"
+def _named_json_calls(
+    writer: GrammarWriter, syntax: NamedJsonSyntax, tools: Sequence[Tool]
+) -> CallGrammar:
+    suffix = r"/:[0-9]{1,4} ?/" if syntax.has_index else ""
+    call_id = ""
+    if syntax.id_open and writer.is_token(syntax.id_open):
+        call_id = f"({writer.literal(syntax.id_open)} /[a-zA-Z0-9]{{9}}/)?"
+    prefix = syntax.name_prefix + syntax.optional_prefix
+    name_end = writer.literal(syntax.name_end[0] + syntax.arguments_open)
+    close = writer.literal(syntax.arguments_close + syntax.call_close)
+    calls = [
+        f"{writer.literal(prefix + tool.name)} {suffix} {call_id} {name_end} {reference} {close}"
+        for tool, reference in add_arguments(writer, tools)
+    ]
+    call = writer.rule("call", alternatives(calls))
+    separator = f"{writer.literal(syntax.separator)}?" if syntax.separator else ""
+    call_open = writer.literal(syntax.call_open)
+    return CallGrammar(
+        syntax.section_open or syntax.call_open,
+        f"{call_open if syntax.section_open else ''} {call}",
+        f"({separator} {call_open} {call})*",
+        writer.literal(syntax.section_close),
+    )
 
 
-class TaggedCallGrammar:
+def _python_calls(
+    writer: GrammarWriter,
+    syntax: PythonSyntax,
+    tools: Sequence[Tool],
+    allows_text: bool,  # noqa: FBT001 - positional like the others
+) -> CallGrammar:
+    values = PythonValues(writer)
+    arguments = [writer.rule("arguments", f'{values.members(tool)} ")"') for tool in tools]
+
+    def calls(heads: list[str]) -> str:
+        return alternatives([f"{head} {each}" for head, each in zip(heads, arguments, strict=True)])
+
+    call = writer.rule("call", calls([f'{quote(tool.name)} "("' for tool in tools]))
+    more = f'("," " "? {call})*'
+    if not syntax.is_bare:
+        return CallGrammar(syntax.open + "[", call, more, f'"]" {writer.literal(syntax.close)}')
+    if not allows_text:
+        return CallGrammar("[", call, more, '"]"')
+    names = [escape_regex(tool.name) for tool in tools]
+    heads = [writer.rule("HEAD", rf"/\[ ?{name}\(/") for name in names]
+    text = writer.rule("ANSWER", rf"/[\s\S]*/ & ~/\s*\[\s*({'|'.join(names)})\s*\([\s\S]*/")
+    marked = []
+    if writer.is_token(syntax.open):
+        marked = [(f'{writer.literal(syntax.open)} "["', f"({writer.literal(syntax.close)})?")]
+    return CallGrammar("[", call, more, '"]"', BareCalls(calls(heads), text, marked))
+
+
+def _mapping_calls(
+    writer: GrammarWriter, syntax: MappingSyntax, tools: Sequence[Tool]
+) -> CallGrammar:
+    """Return the grammar. Keys are sorted, as in training, or stand in the order of the schema."""
+    values = MappingValues(writer, syntax.quote)
+    calls = [f'{quote(f"call:{tool.name}{{")} {values.members(tool)} "}}"' for tool in tools]
+    call = writer.rule("call", f"{alternatives(calls)} {writer.literal(syntax.close)}")
+    return CallGrammar(syntax.open, call, f"({writer.literal(syntax.open)} {call})*")
+
+
+class _TaggedCalls:
     """Grammar of `TagSyntax`. Parameters stand in the order of the schema, and optional ones may be left out."""
 
-    def __init__(self, writer: GrammarWriter, syntax: TagSyntax, tools: Sequence[Tool]) -> None:
+    def __init__(self, writer: GrammarWriter, syntax: TagSyntax) -> None:
         self._writer = writer
         self._syntax = syntax
         self._schemas = SchemaGrammars(writer)
         self._space = f"{quote(syntax.separator)}?" if syntax.separator else ""
-        calls = [self._call_of(tool, tool.schema_param) for tool in tools]
-        self._call = writer.rule("call", alternatives(calls))
-        self._call_open = syntax.wrapper_open or syntax.name_open
-        self.opener = syntax.section_open or self._call_open
 
-    def calls(self, head: str, *, parallel: bool) -> str:
-        """Return an expression for calls behind their opener."""
+    def build(self, tools: Sequence[Tool]) -> CallGrammar:
         writer, syntax = self._writer, self._syntax
-        separator = f"{quote(syntax.call_separator)}?" if syntax.call_separator else ""
-        call_open = writer.literal(self._call_open)
-        more = f"({separator} {call_open} {self._call})*" if parallel else ""
-        if not syntax.section_open:
-            return f"{head} {self._call} {more}"
-        return (
-            f"{head} {separator} {call_open} {self._call} {more} "
-            f"{separator} {writer.literal(syntax.section_close)}"
+        call = writer.rule(
+            "call", alternatives([self._call_of(tool, tool.schema_param) for tool in tools])
         )
+        opener = syntax.wrapper_open or syntax.name_open
+        call_open = writer.literal(opener)
+        separator = f"{quote(syntax.call_separator)}?" if syntax.call_separator else ""
+        more = f"({separator} {call_open} {call})*"
+        if not syntax.section_open:
+            return CallGrammar(opener, call, more)
+        end = f"{separator} {writer.literal(syntax.section_close)}"
+        return CallGrammar(syntax.section_open, f"{separator} {call_open} {call}", more, end)
 
     def _call_of(self, tool: Tool, param: str) -> str:
         """Return an expression for a call of one tool, behind the text that opens every call."""
@@ -295,71 +342,3 @@ class TaggedCallGrammar:
             reference = self._schemas.add(schema, strict=False, param=param)
             choices.append(f"{self._tag(key, kind, is_rule=True)} {reference} {closer}")
         return alternatives(choices)
-
-
-class PythonCallGrammar:
-    """Grammar of `PythonSyntax`. Arguments have keywords and stand in the order of the schema."""
-
-    def __init__(self, writer: GrammarWriter, syntax: PythonSyntax, tools: Sequence[Tool]) -> None:
-        values = PythonValues(writer)
-        self._writer = writer
-        self._syntax = syntax
-        self.is_bare = syntax.is_bare
-        self.opener = "[" if syntax.is_bare else syntax.open + "["
-        self._names = [tool.name for tool in tools]
-        self._arguments = [
-            writer.rule("arguments", values.members(tool, tool.schema_param, '"="') + ' ")"')
-            for tool in tools
-        ]
-        self._call = writer.rule(
-            "call", self._alternatives(f'{quote(name)} "("' for name in self._names)
-        )
-
-    def calls(self, head: str, *, parallel: bool) -> str:
-        """Return an expression for calls behind their opener."""
-        return f"{head} {self._call} {self._more(parallel=parallel)}"
-
-    def bare_calls(self, *, parallel: bool) -> tuple[str, str]:
-        """Return calls without a marker, and an expression for text that does not look like one.
-
-        The beginning of a call is one lexeme, so that it differs from free text with its last character.
-        """
-        writer, syntax = self._writer, self._syntax
-        heads = [writer.rule("HEAD", rf"/\[ ?{escape_regex(name)}\(/") for name in self._names]
-        more = self._more(parallel=parallel)
-        names = "|".join(map(escape_regex, self._names))
-        text = writer.rule("ANSWER", rf"/[\s\S]*/ & ~/\s*\[\s*({names})\s*\([\s\S]*/")
-        calls = f"{self._alternatives(heads)} {more}"
-        if writer.is_token(syntax.open):
-            head = f'{text} {writer.literal(syntax.open)} "["'
-            calls += f" | {self.calls(head, parallel=parallel)} ({writer.literal(syntax.close)})?"
-        return calls, text
-
-    def _alternatives(self, heads: Iterable[str]) -> str:
-        return alternatives(
-            [f"{head} {arguments}" for head, arguments in zip(heads, self._arguments, strict=True)]
-        )
-
-    def _more(self, *, parallel: bool) -> str:
-        more = f'("," " "? {self._call})*' if parallel else ""
-        closer = "" if self.is_bare else self._writer.literal(self._syntax.close)
-        return f'{more} "]" {closer}'
-
-
-class MappingCallGrammar:
-    """Grammar of `MappingSyntax`. Keys are sorted, as in training, or stand in the order of the schema."""
-
-    def __init__(self, writer: GrammarWriter, syntax: MappingSyntax, tools: Sequence[Tool]) -> None:
-        values = MappingValues(writer, syntax.quote)
-        calls = []
-        for tool in tools:
-            arguments = values.members(tool, tool.schema_param, '":"')
-            calls.append(f'{quote(f"call:{tool.name}{{")} {arguments} "}}"')
-        self._call = writer.rule("call", f"{alternatives(calls)} {writer.literal(syntax.close)}")
-        self._writer = writer
-        self.opener = syntax.open
-
-    def calls(self, head: str, *, parallel: bool) -> str:
-        """Return an expression for calls behind their opener."""
-        more = f"({self._writer.literal(self.opener)} {self._call})*" if parallel else ""
-        return f"{head} {self._call} {more}"

@@ -36,6 +36,8 @@ class LiteralValues(ABC):
 
     constants: ClassVar[dict[str, str]]
     """Spelling of `true`, `false` and `null`."""
+    assign: ClassVar[str]
+    """Expression between the name of an argument and its value."""
     is_sorted: ClassVar[bool] = False
     """Whether keys were sorted in training."""
 
@@ -58,24 +60,24 @@ class LiteralValues(ABC):
     def any_key(self) -> str:
         """Return an expression for any key within an object."""
 
-    def members(self, tool: Tool, param: str, assign: str) -> str:
-        """Return an expression for the arguments of a tool, with `assign` between name and value.
+    def members(self, tool: Tool) -> str:
+        """Return an expression for the arguments of a tool.
 
         Raises:
             ApiError: 400 if the tool is strict, and its schema has a keyword that the language cannot enforce.
         """
         schema = tool.parameters
         if tool.strict:
-            _require_keywords(schema, param)
+            _require_keywords(schema, tool.schema_param)
         properties = schema.get("properties")
         if not isinstance(properties, dict):
             properties = {}
         if not properties and schema.get("additionalProperties") is not False:
             any_name = self.writer.shared_rule("NAME", r"/[A-Za-z_][A-Za-z0-9_]{0,63}/")
-            pair = f"{any_name} {assign} {self._any()}"
+            pair = f"{any_name} {self.assign} {self._any()}"
             return f'({pair} ("," " "? {pair})*)?'
         pairs = {
-            name: f"{quote(name)} {assign} {self.value(subschema, schema)}"
+            name: f"{quote(name)} {self.assign} {self.value(subschema, schema)}"
             for name, subschema in properties.items()
         }
         return self._ordered(pairs, tool.required)
@@ -180,6 +182,7 @@ class PythonValues(LiteralValues):
     """Python literals."""
 
     constants: ClassVar[dict[str, str]] = {"true": "True", "false": "False", "null": "None"}
+    assign = '"="'
 
     def string(self) -> str:
         """Return an expression for any string."""
@@ -207,6 +210,7 @@ class MappingValues(LiteralValues):
     """Values of `MappingSyntax`."""
 
     constants: ClassVar[dict[str, str]] = {"true": "true", "false": "false", "null": "null"}
+    assign = '":"'
     is_sorted = True
 
     def __init__(self, writer: GrammarWriter, quote_marker: str) -> None:

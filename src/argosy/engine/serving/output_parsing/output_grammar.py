@@ -10,12 +10,8 @@ from argosy.engine.serving.output_parsing import harmony
 from argosy.engine.serving.output_parsing.argument_schema import unenforced_keywords
 from argosy.engine.serving.output_parsing.call_grammar import (
     CallGrammar,
-    JsonArguments,
-    JsonCallGrammar,
-    MappingCallGrammar,
-    NamedJsonCallGrammar,
-    PythonCallGrammar,
-    TaggedCallGrammar,
+    add_arguments,
+    build_call_grammar,
 )
 from argosy.engine.serving.output_parsing.grammar_writer import (
     GrammarWriter,
@@ -23,9 +19,7 @@ from argosy.engine.serving.output_parsing.grammar_writer import (
 )
 from argosy.engine.serving.output_parsing.harmony import HarmonySyntax
 from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
-from argosy.engine.serving.output_parsing.mapping_calls import MappingSyntax
 from argosy.engine.serving.output_parsing.output_format import AnswerFrame, OutputFormat
-from argosy.engine.serving.output_parsing.python_calls import PythonSyntax
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
 
 _LEADING_SPACE = r"/[ \n]{1,2}/"
@@ -65,7 +59,12 @@ def build_output_grammar(
     if isinstance(output_format.syntax, HarmonySyntax):
         text = _harmony_grammar(writer, callable_tools, mode, answer)
         return OutputGrammar(text, tuple(writer.relaxations))
-    grammar = _call_grammar(output_format, writer, callable_tools) if callable_tools else None
+    grammar = None
+    allows_text = mode == "auto" and answer is None
+    if callable_tools:
+        grammar = build_call_grammar(
+            writer, output_format.syntax, callable_tools, allows_text=allows_text
+        )
     if grammar is None:
         return OutputGrammar(_answer_grammar(writer, output_format, answer))
     if not isinstance(output_format.syntax, JsonSyntax | NamedJsonSyntax):
@@ -77,7 +76,7 @@ def build_output_grammar(
         ]
     space = writer.shared_rule("SPACE", _LEADING_SPACE) + "?"
     thinking = _text_thinking(writer, output_format)
-    if mode == "auto" and answer is None:
+    if allows_text:
         start = _free_text(writer, output_format, grammar, parallel=parallel)
     else:
         start = f"{space} {grammar.calls(writer.literal(grammar.opener), parallel=parallel)}"
@@ -91,23 +90,6 @@ def build_output_grammar(
             start = f"{start} | {_framed_answer(writer, output_format.frame, answer)}"
         start = f"{thinking} ({start})" if thinking else start
     return OutputGrammar(writer.encode(start), tuple(dict.fromkeys(writer.relaxations)))
-
-
-def _call_grammar(
-    output_format: OutputFormat, writer: GrammarWriter, tools: Sequence[Tool]
-) -> CallGrammar | None:
-    match output_format.syntax:
-        case JsonSyntax() as syntax:
-            return JsonCallGrammar(writer, syntax, tools)
-        case NamedJsonSyntax() as syntax:
-            return NamedJsonCallGrammar(writer, syntax, tools)
-        case TagSyntax() as syntax:
-            return TaggedCallGrammar(writer, syntax, tools)
-        case PythonSyntax() as syntax:
-            return PythonCallGrammar(writer, syntax, tools)
-        case MappingSyntax() as syntax:
-            return MappingCallGrammar(writer, syntax, tools)
-    return None
 
 
 def _answer_grammar(
@@ -151,12 +133,8 @@ def _free_text(
     writer: GrammarWriter, output_format: OutputFormat, grammar: CallGrammar, *, parallel: bool
 ) -> str:
     """Return an expression for text in which calls may occur. A call begins with the first trigger."""
-    if isinstance(grammar, JsonCallGrammar) and not grammar.opener:
-        calls, text = grammar.bare_calls(parallel=parallel)
-        return f"{calls} | {text}"
-    if isinstance(grammar, PythonCallGrammar) and grammar.is_bare:
-        calls, text = grammar.bare_calls(parallel=parallel)
-        return f"{calls} | {text}"
+    if grammar.bare is not None:
+        return grammar.bare_output(grammar.bare, parallel=parallel)
     first, *rest = writer.split(grammar.opener)
     unwanted: list[str] = list(_bare_triggers(output_format, writer))
     if writer.is_token(first):
@@ -209,14 +187,13 @@ def _harmony_grammar(
     )
     last = []
     if tools:
-        arguments = JsonArguments(writer, tools)
         content_type = f'(" "? {literal(harmony.CONSTRAIN)} "json" | " json")?'
         message = literal(harmony.MESSAGE)
         calls = [
             f"({literal(f' to=functions.{tool.name}{harmony.CHANNEL}commentary')} | "
             f"{literal(f'{harmony.CHANNEL}commentary to=functions.{tool.name}')}) "
             f"{content_type} {message} {reference}"
-            for tool, reference in zip(tools, arguments.references, strict=True)
+            for tool, reference in add_arguments(writer, tools)
         ]
         last.append(writer.rule("call", alternatives(calls)))
     if mode in ("auto", "none"):
