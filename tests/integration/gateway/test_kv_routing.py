@@ -136,15 +136,9 @@ async def test_evicted_blocks_are_known(pair: ReplicaPair, story: str) -> None:
     assert shares[warm] == 1.0
 
 
-async def test_blocks_computed_for_other_clients_are_known(pair: ReplicaPair, story: str) -> None:
-    first = await pair.send(story)
-    other = 1 - pair.gateway.replicas.index(first.replica)
-    await pair.send_directly(other, story)
-    await pair.wait_until_synced()
-    assert await pair.uncached_shares(story) == [0.0, 0.0]
-
-
-async def test_partly_cached_prompt_counts_partly(pair: ReplicaPair, story: str) -> None:
+async def test_part_of_a_prompt_computed_for_other_clients_is_known(
+    pair: ReplicaPair, story: str
+) -> None:
     first = await pair.send(story)
     other = 1 - pair.gateway.replicas.index(first.replica)
     await pair.send_directly(other, story[: len(story) // 2])

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from argosy.policy import (
     ROUTING_POLICIES,
     BoundedHash,
-    EstimatedPrefixIndex,
     ReplicaLoad,
     RoundRobin,
     RoutingCandidate,
     RoutingPolicy,
     RoutingPolicyName,
-    compute_prefix_keys,
     estimate_cost,
 )
 from argosy.policy.routing import select_least_cost, select_power_of_two
@@ -192,45 +190,6 @@ def test_bounded_hash_does_not_depend_on_absent_replicas(
         candidates = [load(name) for name in sorted(present)]
         fresh_choice = select_replica(BoundedHash(), candidates, 0.4, key=key)
         assert select_replica(policy, candidates, 0.4, key=key) is fresh_choice
-
-
-# --- the prefix index ----------------------------------------------------------------------------
-
-
-@given(st.binary(max_size=400), st.binary(max_size=400), st.binary(max_size=4))
-def test_prefix_keys_agree_exactly_as_far_as_the_prompts(a: bytes, b: bytes, salt: bytes) -> None:
-    shared = sum(
-        x == y
-        for x, y in zip(
-            compute_prefix_keys(salt, a, 16), compute_prefix_keys(salt, b, 16), strict=False
-        )
-    )
-    same = 0
-    while same < min(len(a), len(b)) and a[same] == b[same]:
-        same += 1
-    assert shared == same // 16
-    assert not set(compute_prefix_keys(salt, a, 16)) & set(compute_prefix_keys(salt + b"!", a, 16))
-
-
-def test_match_starts_at_the_beginning_and_least_recent_tail_is_evicted() -> None:
-    index = EstimatedPrefixIndex(capacity_blocks=4)
-    first, second = compute_prefix_keys(b"", b"a" * 48, 16), compute_prefix_keys(b"", b"b" * 32, 16)
-    index.on_prompt_sent(first)
-    assert len(index.match_prefix(first)) == 3
-    index.on_prompt_sent(second)
-    assert len(index.match_prefix(first)) == len(index.match_prefix(second)) == 2
-    index.resize(3)
-    assert len(index.match_prefix(first)) == 1
-    index.clear()
-    assert index.match_prefix(first) == index.match_prefix(second) == []
-
-
-@given(st.lists(st.binary(min_size=16, max_size=64), max_size=100))
-def test_prefix_index_stays_within_capacity(prompts: list[bytes]) -> None:
-    index = EstimatedPrefixIndex(capacity_blocks=7)
-    for prompt in prompts:
-        index.on_prompt_sent(compute_prefix_keys(b"", prompt, 16))
-        assert len(index) <= 7
 
 
 def test_latency_policy_tries_new_replicas_once_and_retries_slow_ones() -> None:

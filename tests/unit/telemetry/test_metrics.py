@@ -1,8 +1,16 @@
-"""Metrics of gateways and replicas: recorded values are exported, for replicas under the names of vLLM too."""
+"""Metrics of gateways and replicas: recorded values are exported, as `prometheus_client` would, or as vLLM does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import prometheus_client
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from argosy.policy import ReplicaStatus
 from argosy.protocol import TokenUsage
@@ -16,6 +24,7 @@ from argosy.telemetry import (
     SequenceTimes,
 )
 from argosy.telemetry.gateway_metrics import MAX_TENANT_LABELS
+from argosy.telemetry.instruments import TTFT_BUCKETS, Counter, Histogram
 
 GAUGES = GatewayGauges(
     in_flight=3,
@@ -175,3 +184,56 @@ def test_names_have_the_vllm_prefix_only_in_the_vllm_exposition() -> None:
     vllm_values = exported_values(metrics.vllm_exposition())
     assert vllm_values
     assert all(name.startswith("vllm:") for name in vllm_values)
+
+
+# --- instruments ----------------------------------------------------------------------------------
+
+
+LABELS = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["c", 'd"\n']))
+BUCKETS = st.sampled_from([TTFT_BUCKETS, (1, 2, 50, 1_000_000, 5_000_000), (0.5,)])
+
+
+class SingleMetricCollector(Collector):
+    def __init__(self, instrument: Counter | Histogram) -> None:
+        self._instrument = instrument
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._instrument.metric_family()
+
+
+def exposition_lines(collector: Collector) -> list[str]:
+    text = generate_latest(collector).decode()
+    return sorted(line for line in text.splitlines() if "_created" not in line)
+
+
+@given(st.lists(st.tuples(LABELS, st.lists(st.integers(0, 2**33), max_size=3))), BUCKETS)
+def test_histogram_equals_that_of_prometheus_client(
+    observed: list[tuple[tuple[str, str], list[int]]], buckets: tuple[float, ...]
+) -> None:
+    registry = CollectorRegistry()
+    library = prometheus_client.Histogram(
+        "x", "X.", ["one", "two"], buckets=buckets, registry=registry
+    )
+    instrument = Histogram("x", "X.", buckets, "one", "two")
+    for labels, numbers in observed:
+        values = [number / 1024 for number in numbers]  # whose sums are exact
+        instrument.observe_many(labels, values[1:])
+        for value in values[:1]:
+            instrument.observe(labels, value)
+        child = library.labels(*labels)
+        for value in values:
+            child.observe(value)
+    assert exposition_lines(SingleMetricCollector(instrument)) == exposition_lines(registry)
+
+
+@given(st.lists(st.tuples(LABELS, st.integers(0, 10))))
+def test_counter_equals_that_of_prometheus_client(
+    amounts: list[tuple[tuple[str, str], int]],
+) -> None:
+    registry = CollectorRegistry()
+    library = prometheus_client.Counter("x", "X.", ["one", "two"], registry=registry)
+    instrument = Counter("x", "X.", "one", "two")
+    for labels, amount in amounts:
+        instrument.add(labels, amount)
+        library.labels(*labels).inc(amount)
+    assert exposition_lines(SingleMetricCollector(instrument)) == exposition_lines(registry)
