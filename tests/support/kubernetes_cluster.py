@@ -1,7 +1,7 @@
 """Double of a Kubernetes cluster: its controllers, its scheduler and its nodes, which run pods as processes.
 
-What it leaves out: ReplicaSets between Deployments and pods, preStop hooks (their time is not waited for), probes, and
-images, which are those of this machine. Pods of one Deployment get the same address again.
+What it leaves out: ReplicaSets between Deployments and pods, preStop hooks (their time is not waited for), probes, node
+selectors, and images, which are those of this machine. Pods of one Deployment get the same address again.
 
 Never compared with a real cluster.
 """
@@ -18,11 +18,11 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.support.kubernetes_api import KubernetesApiServer, Object, matches, now
+from tests.support.kubernetes_api import KubernetesApiServer, Object, now
 
 GPU = "nvidia.com/gpu"
 ZONE = "topology.kubernetes.io/zone"
@@ -34,7 +34,6 @@ class Node:
     name: str
     zone: str = "a"
     gpus: int = 0
-    labels: dict[str, str] = field(default_factory=dict)
 
 
 class KubernetesCluster:
@@ -69,10 +68,8 @@ class KubernetesCluster:
         """Events that are set once a pod is being deleted, by UID."""
         api.read_log = self._read_log
         for node in nodes:
-            labels = {ZONE: node.zone, **node.labels}
-            body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node.name}}
-            body["metadata"]["labels"] = labels  # type: ignore[index]
-            api.create("nodes", body)
+            metadata = {"name": node.name, "labels": {ZONE: node.zone}}
+            api.create("nodes", {"apiVersion": "v1", "kind": "Node", "metadata": metadata})
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
@@ -201,7 +198,6 @@ class KubernetesCluster:
             for pod in self.api.objects["pods"].values()
             if pod["spec"].get("nodeName") == node.name
         )
-        labels = {ZONE: node.zone, **node.labels}
         affinity = spec.get("affinity", {}).get("nodeAffinity", {})
         terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
         zones = [
@@ -209,12 +205,8 @@ class KubernetesCluster:
             for term in terms.get("nodeSelectorTerms", ())
             for expression in term["matchExpressions"]
         ]
-        selector = ",".join(f"{key}={value}" for key, value in spec.get("nodeSelector", {}).items())
-        return (
-            matches({"metadata": {"labels": labels}}, selector)
-            and all(node.zone in values for values in zones)
-            and used + _gpus(spec) <= node.gpus
-        )
+        is_in_zone = all(node.zone in values for values in zones)
+        return is_in_zone and used + _gpus(spec) <= node.gpus
 
     # --- nodes -----------------------------------------------------------------------------------
 
