@@ -264,10 +264,8 @@ def _parse_retry_after(response: aiohttp.ClientResponse) -> float | None:
 
 def _parse_error(status: int, content: bytes) -> KubernetesApiError:
     try:
-        body = msgspec.json.decode(content)
+        body = msgspec.json.decode(content, type=dict[str, Any])
     except msgspec.DecodeError:
-        body = None
-    if not isinstance(body, dict):
         body = {"message": content[:200].decode(errors="replace")}
     return _to_error(status, body)
 
@@ -318,12 +316,8 @@ class KubernetesCache:
 
     def remove(self, each: KubernetesObject) -> None:
         """Forget an object that this process has deleted."""
-        metadata = each["metadata"]
-        self._removed.add(metadata["uid"])
-        known = self.objects.get(metadata["name"])
-        if known is not None and known["metadata"]["uid"] == metadata["uid"]:
-            del self.objects[metadata["name"]]
-            self._on_changed()
+        self._removed.add(each["metadata"]["uid"])
+        self._forget(each["metadata"])
 
     async def run(self) -> None:
         """Follow the changes until cancelled."""
@@ -365,10 +359,13 @@ class KubernetesCache:
             self.update(each)
         elif kind == "DELETED":
             self._removed.discard(each["metadata"]["uid"])
-            known = self.objects.get(each["metadata"]["name"])
-            if known is not None and known["metadata"]["uid"] == each["metadata"]["uid"]:
-                del self.objects[each["metadata"]["name"]]
-                self._on_changed()
+            self._forget(each["metadata"])
+
+    def _forget(self, metadata: KubernetesObject) -> None:
+        known = self.objects.get(metadata["name"])
+        if known is not None and known["metadata"]["uid"] == metadata["uid"]:
+            del self.objects[metadata["name"]]
+            self._on_changed()
 
     def _fail(self, error: LaunchError) -> None:
         self.error = str(error)

@@ -57,7 +57,7 @@ class MonitorProcesses:
         lock = self._folder.lock_run(record.name)
         try:
             self._folder.write_record(record)
-            with _open_log(log_path) as log:
+            with contextlib.nullcontext() if log_path is None else log_path.open("ab") as log:
                 monitor = subprocess.Popen(
                     [sys.executable, "-P", "-m", "argosy.process_monitor"],
                     env={**environment, OWNER_VARIABLE: self.owner(record)},
@@ -166,15 +166,6 @@ class MonitorProcesses:
                 with contextlib.suppress(OSError):  # a full disk; the next list tries again
                     self._folder.write_status(record.name, status)
             return status
-
-
-@contextlib.contextmanager
-def _open_log(path: Path | None) -> Iterator[int | None]:
-    if path is None:
-        yield None
-    else:
-        with path.open("ab") as file:
-            yield file.fileno()
 
 
 @contextlib.contextmanager
