@@ -77,18 +77,9 @@ class FleetEvents(msgspec.Struct, frozen=True, kw_only=True):
 async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEvents:
     """List or await what the controllers of the gateway's fleet did, and why."""
     query, fleet = request.query, scope.declared_fleet
-    read_events = partial(
-        fleet.store.list_events,
-        fleet.name,
-        after=query.after,
-        limit=query.limit,
-        replica=query.replica,
-        pool=query.pool,
-        kinds=split_names(query.kind),
-        outcome=query.outcome,
-        since=query.since,
-        until=query.until,
-    )
+    selection = msgspec.structs.asdict(query) | {"kinds": split_names(query.kind)}
+    del selection["kind"], selection["wait_s"]
+    read_events = partial(fleet.store.list_events, fleet.name, **selection)
     deadline = time.monotonic() + query.wait_s
     while True:
         async with scope.limiter.slot(request.principal):

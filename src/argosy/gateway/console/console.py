@@ -123,7 +123,7 @@ class Console:
         async def handle(exchange: HttpExchange, principal: Principal) -> None:
             if b"text/html" in exchange.headers.get(b"accept", b""):
                 self._guard.check_host(exchange)
-                await self.__send_file(exchange, DOCUMENT)
+                await self._send_file(exchange, DOCUMENT)
             else:
                 await other(exchange, principal)
 
@@ -140,7 +140,7 @@ class Console:
     async def _send_static_file(self, exchange: HttpExchange, principal: Principal) -> None:
         del principal  # the files are the same for all
         self._guard.check_host(exchange)
-        await self.__send_file(exchange, exchange.path_parameters["path"])
+        await self._send_file(exchange, exchange.path_parameters["path"])
 
     async def _list_sign_in_methods(self, exchange: HttpExchange) -> None:
         exchange.extra_headers.append((b"cache-control", b"no-store"))
@@ -163,13 +163,26 @@ class Console:
         await self.sessions.sign_out(exchange)
         await exchange.send_response(200, b"{}")
 
-    async def __send_file(self, exchange: HttpExchange, path: str) -> None:
-        file = (await self._load_files()).find(path)
+    async def _send_file(self, exchange: HttpExchange, path: str) -> None:
+        """Answer with a file, or with 304 if the browser has it. Raises ApiError 404 if there is none."""
+        file = (await self._load_files()).by_path.get(path)
         if file is None:
             path = exchange.path[:200]
             raise ApiError(404, "not_found", f"The console has no path {path!r}.")
-        exchange.extra_headers += SECURITY_HEADERS
-        await _send_file(exchange, file)
+        exchange.extra_headers += [
+            *SECURITY_HEADERS,
+            (b"etag", file.etag),
+            (b"cache-control", b"no-cache"),
+            (b"vary", b"accept-encoding"),
+        ]
+        if file.etag in exchange.headers.get(b"if-none-match", b""):
+            await exchange.send_response(304, b"", file.media_type)
+            return
+        body = file.content
+        if b"gzip" in exchange.headers.get(b"accept-encoding", b""):
+            exchange.extra_headers.append((b"content-encoding", b"gzip"))
+            body = file.compressed
+        await exchange.send_response(200, body, file.media_type)
 
     async def _load_files(self) -> StaticFiles:
         if self._files is None:
@@ -194,38 +207,17 @@ class StaticFile:
 
 
 class StaticFiles:
-    """Files by path below the folder `static`, with their compressed forms.
+    """Files by their path below the folder `static`, with their compressed forms.
 
     Reading them all takes some milliseconds, so do it in a thread.
     """
 
     def __init__(self) -> None:
         root = resources.files("argosy.gateway.console") / "static"
-        self._files = dict(_read_folder(root, ""))
-        contents = b"".join(self._files[path].etag for path in sorted(self._files))
+        self.by_path = dict(_read_folder(root, ""))
+        contents = b"".join(self.by_path[path].etag for path in sorted(self.by_path))
         self.build_id = hashlib.sha256(contents).hexdigest()[:12]
         """Identifies the version of all files. A page that was loaded from another one offers to reload."""
-
-    def find(self, path: str) -> StaticFile | None:
-        """Return a file, or None if there is none with this path."""
-        return self._files.get(path)
-
-
-async def _send_file(exchange: HttpExchange, file: StaticFile) -> None:
-    """Answer with a file, or with 304 if the browser has it."""
-    exchange.extra_headers += [
-        (b"etag", file.etag),
-        (b"cache-control", b"no-cache"),
-        (b"vary", b"accept-encoding"),
-    ]
-    if file.etag in exchange.headers.get(b"if-none-match", b""):
-        await exchange.send_response(304, b"", file.media_type)
-        return
-    body = file.content
-    if b"gzip" in exchange.headers.get(b"accept-encoding", b""):
-        exchange.extra_headers.append((b"content-encoding", b"gzip"))
-        body = file.compressed
-    await exchange.send_response(200, body, file.media_type)
 
 
 def _read_folder(folder: Traversable, prefix: str) -> list[tuple[str, StaticFile]]:

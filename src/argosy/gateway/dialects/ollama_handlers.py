@@ -108,7 +108,7 @@ class OllamaHandlers:
         request = translate(body, time.time, refuse_unknown=self._refuse_unknown)
         if is_load_request(request):
             self._models.resolve_target(request.body["model"], principal, exchange.headers)
-            request.output.finish_load("load")
+            request.output.finish_load()
             content = _encode(request.output.build_response())
             await exchange.send_response(200, content)
             return

@@ -64,8 +64,9 @@ class ResponsesHandlers:
 
     Args:
         state: Stored responses and conversations.
-        tokenize: Handler of `/tokenize`.
-        refuse: Handler of chats.
+        background: Background responses.
+        stored: Handlers of stored responses.
+        chat: Handler of chats.
         tokenize: Handler of `/tokenize`.
         refuse_unknown_fields: Whether unknown fields are errors.
     """

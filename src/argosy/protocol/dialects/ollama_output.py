@@ -126,9 +126,9 @@ class OllamaOutput(DialectOutput):
         }
         self._unsent.append(_encode_line({**self._line(done=True), **counts}))
 
-    def finish_load(self, reason: str) -> None:
+    def finish_load(self) -> None:
         """End the response to a request without a prompt."""
-        self._response = {**self._line(done=True), "done_reason": reason}
+        self._response = {**self._line(done=True), "done_reason": "load"}
         self._unsent.append(_encode_line(self._response))
 
     def fail(self, error: ApiError) -> None:

@@ -24,6 +24,7 @@ RESPONSE_ID_PREFIX = "resp_"
 _INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt", 413: "invalid_prompt"}
 _encode = msgspec.json.Encoder().encode
+_LOGPROB_FIELDS = ("token", "bytes", "logprob")
 _TEXT_FIELDS = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
@@ -124,7 +125,7 @@ class ResponsesOutput(DialectOutput):
 
     def add_call_text(self, text: str) -> None:
         self._texts.append(text)
-        self._send_item_event(f"{self._call_event()}.delta", delta=text)
+        self._send_item_event(f"{_TEXT_FIELDS[self._items[-1]['type']][1]}.delta", delta=text)
 
     def finish(self, finish_reason: str, stop_reason: int | str | None, tokens: TokenUsage) -> None:
         reason = _INCOMPLETE_REASONS.get(finish_reason)
@@ -195,16 +196,15 @@ class ResponsesOutput(DialectOutput):
                 self._end_part({"type": "reasoning_text", "text": text})
                 if self._encrypt is not None:
                     item["encrypted_content"] = self._encrypt(text)
-            case "function_call":
-                if not text:  # clients parse the arguments, and an empty text is no JSON
+            case kind:
+                field, event = _TEXT_FIELDS[kind]
+                is_function = kind == "function_call"
+                if is_function and not text:  # clients parse it, and an empty text is no JSON
                     text = "{}"
-                    self._send_item_event(f"{self._call_event()}.delta", delta=text)
-                item["arguments"] = text
-                name = item["name"]
-                self._send_item_event(f"{self._call_event()}.done", arguments=text, name=name)
-            case "custom_tool_call":
-                item["input"] = text
-                self._send_item_event(f"{self._call_event()}.done", input=text)
+                    self._send_item_event(f"{event}.delta", delta=text)
+                item[field] = text
+                name = {"name": item["name"]} if is_function else {}
+                self._send_item_event(f"{event}.done", **{field: text}, **name)
         if "status" in item:
             item["status"] = status
         self._send("response.output_item.done", output_index=len(self._items) - 1, item=item)
@@ -213,12 +213,6 @@ class ResponsesOutput(DialectOutput):
     def _end_part(self, part: dict[str, Any]) -> None:
         self._items[-1]["content"] = [part]
         self._send_part("response.content_part.done", part)
-
-    def _call_event(self) -> str:
-        """Return the name of the open call's events, without their last word."""
-        if self._items[-1]["type"] == "custom_tool_call":
-            return "response.custom_tool_call_input"
-        return "response.function_call_arguments"
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -243,16 +237,11 @@ def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _convert_logprobs(logprobs: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
     for entry in logprobs:
-        top = [
-            {name: other.get(name) for name in ("token", "bytes", "logprob")}
-            for other in entry.get("top_logprobs") or ()
+        one, *top = [
+            {name: each.get(name) for name in _LOGPROB_FIELDS}
+            for each in (entry, *(entry.get("top_logprobs") or ()))
         ]
-        yield {
-            "token": entry.get("token"),
-            "bytes": entry.get("bytes"),
-            "logprob": entry.get("logprob"),
-            "top_logprobs": top,
-        }
+        yield one | {"top_logprobs": top}
 
 
 def render_usage(tokens: TokenUsage) -> dict[str, Any]:
