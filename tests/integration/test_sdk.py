@@ -1,4 +1,4 @@
-"""OpenAI SDK against a replica: errors and retries. `test_gateway_sdk.py` and `agents` test responses."""
+"""OpenAI SDK against a replica: errors and retries. `test_gateway_sdk.py` and `test_clients.py` test responses."""
 
 from __future__ import annotations
 
