@@ -21,7 +21,6 @@ class ToolName(NamedTuple):
 
     name: str
     namespace: str | None = None
-    is_custom: bool = False
 
 
 class TranslatedTools(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +54,7 @@ def translate_tools(tools: Sequence[JsonObject]) -> TranslatedTools:
             return
         name = _require_text(tool, "name", path)
         chat_name = join_name(namespace, name)
-        names[chat_name] = ToolName(name, namespace, is_custom=kind == "custom")
+        names[chat_name] = ToolName(name, namespace)
         if kind == "custom":
             chat_tools.append(_translate_custom(tool, chat_name, path, ignored))
         else:
