@@ -1,4 +1,4 @@
-"""Replica pools: the state of each replica of a model, and the choice of one for each request.
+"""Replica pools: the replicas of a model with their state and connections.
 
 A `Pool` holds the `ReplicaEndpoint`s of one version of a model. A `ReplicaEndpoint` adds the connections to a
 replica to its state: its load, its `ReplicaHealth` and its prefix cache. Both extend the classes of `policy.placement`,
