@@ -305,8 +305,10 @@ class _ProcessHandle:
             TemplateFailedError: The template crashed the process.
             _ProcessKilledError: The process was killed.
         """
-        size = int.from_bytes(self._replies.read(SIZE_BYTES) or b"", "little")
-        reply = self._replies.read(size) or b""
+        size, reply = 0, b""
+        with contextlib.suppress(ConnectionError):  # the process has ended with a request unread
+            size = int.from_bytes(self._replies.read(SIZE_BYTES) or b"", "little")
+            reply = self._replies.read(size) or b""
         if not size or len(reply) < size:
             try:
                 status = self._process.wait(EXIT_WAIT_S)
