@@ -53,7 +53,7 @@ async def stream_chunks(
     return [json.loads(chunk) for chunk in chunks]
 
 
-# --- non-stream_chunks responses -------------------------------------------------------------------------------
+# --- whole responses -----------------------------------------------------------------------------------------
 
 
 async def test_chat_response_shape(replica_server: RunningReplica, tokenizer: Tokenizer) -> None:
@@ -157,18 +157,6 @@ async def test_vllm_extension_fields(replica_server: RunningReplica) -> None:
     second = choice["prompt_token_ids"][1]
     assert choice["prompt_logprobs"][1][str(second)]["rank"] == 1
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
-
-
-async def test_resume_continues_after_given_tokens(
-    replica_server: RunningReplica, tokenizer: Tokenizer
-) -> None:
-    reply_tokens = tokenizer.encode(REPLY, add_special_tokens=False)
-    body = chat(resume={"token_ids": reply_tokens[:4]}, return_token_ids=True)
-    response = (await post(replica_server, "/v1/chat/completions", body)).json()
-    choice = response["choices"][0]
-    assert tokenizer.decode(reply_tokens[:4]) + choice["message"]["content"] == REPLY
-    assert choice["token_ids"] == [*reply_tokens[4:], tokenizer.eos_token_ids[0]]
-    assert response["usage"]["completion_tokens"] == len(reply_tokens) + 1
 
 
 # --- streams -------------------------------------------------------------------------------------

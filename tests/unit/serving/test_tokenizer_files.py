@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import random
-import struct
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import pytest
 import tiktoken
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.utils import sentencepiece_model_pb2_new
 
 from argosy.engine.serving.text.byte_level_bpe import (
     KIMI_PATTERN,
@@ -153,24 +153,6 @@ def test_vocabulary_and_merges_give_ids_of_gpt_2(tmp_path: Path) -> None:
 # --- SentencePiece -------------------------------------------------------------------------------
 
 
-def field(number: int, value: object) -> bytes:
-    """Encode one field of a protocol buffer."""
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    data = value.encode() if isinstance(value, str) else bytes(value)  # type: ignore[call-overload]
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def varint(value: int) -> bytes:
-    data = b""
-    while value > 127:
-        data += bytes([value & 127 | 128])
-        value >>= 7
-    return data + bytes([value])
-
-
 def sentencepiece_pieces() -> list[tuple[str, float, int]]:
     """Pieces with scores and types: specials, bytes, characters and random merges of them."""
     generator = random.Random(3)
@@ -193,13 +175,15 @@ def sentencepiece_pieces() -> list[tuple[str, float, int]]:
 
 
 def sentencepiece_model(*, prefix: bool = True) -> bytes:
-    pieces = b"".join(
-        field(1, field(1, text) + field(2, score) + field(3, kind))
-        for text, score, kind in sentencepiece_pieces()
-    )
-    trainer = field(3, 2) + field(35, 1)
-    normalizer = field(3, int(prefix)) + field(4, 0)
-    return pieces + field(2, trainer) + field(3, normalizer)
+    model: Any = sentencepiece_model_pb2_new.ModelProto()
+    for text, score, kind in sentencepiece_pieces():
+        model.pieces.add(piece=text, score=score, type=kind)
+    model.trainer_spec.model_type = 2
+    model.trainer_spec.byte_fallback = True
+    model.normalizer_spec.add_dummy_prefix = prefix
+    model.normalizer_spec.remove_extra_whitespaces = False
+    content: bytes = model.SerializeToString()
+    return content
 
 
 def merge_by_score(text: str, pieces: list[tuple[str, float, int]]) -> list[int]:

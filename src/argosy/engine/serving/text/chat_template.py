@@ -245,7 +245,9 @@ class ChatTemplate:
             **(variables or {}),
             "add_generation_prompt": add_generation_prompt,
         }
-        now = self._render_time(created_at)
+        now = self._clock()
+        if created_at is not None:
+            now = datetime.fromtimestamp(created_at, UTC).astimezone()
         text = self._render_messages(source, template_messages, template_variables, now)
         return _cut_at_marker(text) if continue_final_message else text
 
@@ -282,13 +284,6 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._has_developer_role:
             return {**message, "role": "system"}
         return dict(message)
-
-    def _render_time(self, created_at: int | None) -> datetime:
-        return (
-            self._clock()
-            if created_at is None
-            else datetime.fromtimestamp(created_at, UTC).astimezone()
-        )
 
     def _render_text(self, source: str, variables: dict[str, Any], now: datetime) -> str:
         try:
