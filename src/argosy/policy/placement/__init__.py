@@ -4,7 +4,7 @@ A `PlacementCore` receives events (`handle`) and returns effects. The driver cre
 admitted request and reports its arrival. The core keeps it in the `PoolQueue` of its `PlacementPool`, selects a
 `PlacementReplica`, and follows each `Attempt` there. The module `failures` decides whether a failed request is tried
 again, and a `StreamPauser` lets streams give way (see `giving_way`). A request that the pool of one version of a model
-cannot serve moves to that of the stable version (see `takeover`).
+cannot serve moves to that of the stable version.
 """
 
 from argosy.policy.placement.attempt import (

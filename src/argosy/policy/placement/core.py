@@ -44,18 +44,11 @@ from argosy.policy.placement.messages import (
     Send,
     Tick,
 )
-from argosy.policy.placement.pool import PlacementPool, RandomSource, Selection
+from argosy.policy.placement.pool import NONE_LEFT, PlacementPool, RandomSource, Selection
 from argosy.policy.placement.pool_queue import PoolQueue, QueueLimits
 from argosy.policy.placement.preview import PlacementPreview, preview_placement
 from argosy.policy.placement.request import PlacementRequest, RequestState
 from argosy.policy.placement.stream_pauser import StreamPauser
-from argosy.policy.placement.takeover import (
-    NONE_LEFT,
-    can_be_served,
-    find_takeover_reason,
-    has_replica_left,
-    may_move,
-)
 from argosy.policy.placement.timers import Timers
 from argosy.policy.retries import backoff_s
 from argosy.policy.wake_at import WakeAt
@@ -169,7 +162,7 @@ class PlacementCore:
 
     def _arrive(self, request: PlacementRequest, pool: _Pool, now: float) -> None:
         queue = self._requests[request] = self._get_queue(pool)
-        takeover_reason = find_takeover_reason(pool, now)
+        takeover_reason = pool.find_takeover_reason(now)
         if pool.takeover is not None and takeover_reason:
             self._emit(Move(request, pool.takeover, takeover_reason))
             self._arrive(request, pool.takeover, now)
@@ -229,7 +222,7 @@ class PlacementCore:
         if queue.is_idle:
             return
         pool = queue.pool
-        takeover_reason = find_takeover_reason(pool, now)
+        takeover_reason = pool.find_takeover_reason(now)
         if takeover_reason:
             self._move_waiting(queue, takeover_reason, now)
         if queue.displaced:
@@ -267,7 +260,7 @@ class PlacementCore:
             for request, its_queue in self._requests.items()
             if its_queue is queue
             and (request.is_queued or request.displaced_key is not None)
-            and may_move(queue.pool, request, now)
+            and queue.pool.may_move(request, now)
         ]
         for request in moving:
             self._move(request, queue, reason, now)
@@ -487,7 +480,7 @@ class PlacementCore:
                 request.arithmetic_id = ""
             case AttemptEnding.UNSUITABLE:
                 request.unsuitable.add(replica.name)
-                if not (pool.can_resume(request, now) or can_be_served(pool, request, now)):
+                if not (pool.can_resume(request, now) or pool.can_be_taken_over(request, now)):
                     self._refuse(Refuse(request, RefusalReason.INTERRUPTED))
                     return
             case _:
@@ -502,7 +495,7 @@ class PlacementCore:
         """Let a displaced request wait for another replica, for a short backoff time."""
         request.failing_since = min(request.failing_since, now)
         pool = queue.pool
-        if can_be_served(pool, request, now) and not has_replica_left(pool, request):
+        if pool.can_be_taken_over(request, now) and not pool.has_replica_left(request):
             self._move(request, queue, NONE_LEFT, now)
             self._dispatch(self._requests[request], now)
             return
@@ -521,7 +514,7 @@ class PlacementCore:
         queue = self._requests[request]
         pool = queue.pool
         queue.withdraw_displaced(request)
-        if can_be_served(pool, request, now):
+        if pool.can_be_taken_over(request, now):
             self._move(request, queue, NONE_LEFT, now)
             self._dispatch(self._requests[request], now)
             return

@@ -33,6 +33,10 @@ MIN_DECODE_S = 1e-3
 DEFAULT_OUTPUT_TOKENS = 256
 """Expected output of a request that sets no limit, before any response has completed."""
 
+WITHDRAWN = "the version has no share of the users"
+UNAVAILABLE = "no replica of the version is available"
+NONE_LEFT = "no other replica of the version can serve the request"
+
 R = TypeVar("R", bound=PlacementReplica)
 
 
@@ -240,6 +244,47 @@ class PlacementPool(Generic[R]):
             and replica.has_arithmetic(request.arithmetic_id)
             and replica.name not in request.unsuitable
             for replica in self.replicas.values()
+        )
+
+    # --- takeover by the pool of the stable version ----------------------------------------------
+
+    def find_takeover_reason(self, now: float) -> str:
+        """Return why requests that do not run leave the pool; empty if they stay, as in a pool without takeover."""
+        if self.takeover is None:
+            return ""
+        if self.is_withdrawn:
+            return WITHDRAWN
+        return UNAVAILABLE if not self.is_available() and self.takeover.may_recover(now) else ""
+
+    def may_move(self, request: PlacementRequest, now: float) -> bool:
+        """Whether a request without a running attempt may go to the pool that takes over.
+
+        A response that has begun goes there only if it can be resumed exactly or starts from its beginning, or if no
+        replica of this pool can resume it either. If the arithmetic of the response is unknown, the versions may differ
+        in the model, so it stays.
+        """
+        takeover = self.takeover
+        if takeover is None or not request.output_tokens:
+            return takeover is not None
+        return bool(request.arithmetic_id) and (
+            not request.is_stream
+            or takeover.can_resume(request, now)
+            or not self.can_resume(request, now)
+        )
+
+    def can_be_taken_over(self, request: PlacementRequest, now: float) -> bool:
+        """Whether a displaced request may move, and the pool that takes over has replicas or may have soon."""
+        takeover = self.takeover
+        return takeover is not None and takeover.may_recover(now) and self.may_move(request, now)
+
+    def has_replica_left(self, request: PlacementRequest) -> bool:
+        """Whether the pool has a replica for a displaced request, free or not, that has not failed it."""
+        return not self.is_withdrawn and any(
+            replica.name not in request.failed
+            and replica.name not in request.unsuitable
+            and not replica.health.is_down
+            and replica.has_arithmetic(request.arithmetic_id)
+            for replica in self.eligible_replicas()
         )
 
     # --- requests --------------------------------------------------------------------------------

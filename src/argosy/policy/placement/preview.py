@@ -13,7 +13,6 @@ from argosy.policy.placement.pool import PlacementPool, RandomSource, Selection
 from argosy.policy.placement.pool_queue import Arrival, PoolQueue
 from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
-from argosy.policy.placement.takeover import find_takeover_reason
 from argosy.policy.replica_status import ReplicaStatus
 
 _Pool = PlacementPool[Any]
@@ -50,7 +49,7 @@ def preview_placement(
         now: Monotonic time.
         random_source: Copy of the source of random numbers.
     """
-    takeover_reason = find_takeover_reason(pool, now)
+    takeover_reason = pool.find_takeover_reason(now)
     if pool.takeover is None or not takeover_reason:
         queue = find_queue(pool)
         arrival = _preview_arrival(request, queue, now, random_source)
