@@ -100,21 +100,6 @@ IGNORED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
 }
 """Parameters that are ignored and named in a response header, with a predicate of the values that need no action."""
 
-NEUTRAL_PARAMETERS = frozenset(
-    {
-        "user",
-        "metadata",
-        "safety_identifier",
-        "request_id",
-        "session_id",
-        "prompt_cache_key",  # hints; the prefix cache is always on within the tenant's domain
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "spaces_between_special_tokens",  # no effect on the supported tokenizers
-    }
-)
-"""Accepted parameters that have no effect on the answer by their meaning."""
-
 PARAMETER_RANGES: dict[str, NumericRange] = {
     "temperature": NumericRange(0, 100),
     "top_p": NumericRange(0, 1, exclusive_minimum=True),

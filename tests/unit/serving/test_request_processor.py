@@ -49,7 +49,6 @@ from argosy.protocol import (
 )
 from argosy.protocol.parameter_rules import (
     IGNORED_PARAMETERS,
-    NEUTRAL_PARAMETERS,
     RESTRICTED_PARAMETERS,
 )
 
@@ -430,6 +429,14 @@ def test_unsupported_parameter_is_rejected_by_name(name: str) -> None:
     with pytest.raises(ApiError) as caught:
         prepare_with(name, -1)  # no restricted parameter supports this number
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+NEUTRAL_PARAMETERS = (
+    *("user", "metadata", "safety_identifier", "request_id", "session_id"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    "spaces_between_special_tokens",
+)
+"""Parameters that have no effect on the answer by their meaning."""
 
 
 def test_values_without_effect_are_accepted() -> None:
