@@ -74,7 +74,9 @@ CALLS = {
         ("viewer", "organisation", TENANT, ["pools", "new limit", "drain", "new organisation"]),
         ("admin", "organisation", TENANT, ["pools", "drain", "new organisation"]),
         ("viewer", "gateway", FLEET, ["new limit", "drain", "new organisation"]),
-        ("operator", "gateway", FLEET, ["new organisation"]),
+        pytest.param(
+            "operator", "gateway", FLEET, ["new organisation"], marks=pytest.mark.exhaustive
+        ),
         ("admin", "gateway", FLEET, []),
     ],
 )
