@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -380,38 +379,6 @@ async def test_key_revoked_by_command_line_is_rejected_although_a_poll_failed(
         result = await asyncio.to_thread(CliRunner().invoke, app, revoke)
         assert result.exit_code == 0, result.output
         await wait_for_status(client, chat, 401, POLL_INTERVAL_S)
-
-
-@pytest.mark.parametrize("num_lost_keys", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-async def test_changes_after_store_is_restored_to_earlier_state_take_effect(
-    url: str, tmp_path: Path, num_lost_keys: int
-) -> None:
-    """A PostgreSQL standby that takes over may lack the last changes."""
-    path, backup = url.removeprefix("sqlite:///"), str(tmp_path / "backup.db")
-    with open_organisation(url) as accounts:
-        project = accounts.project("web")
-        chat = {"authorization": f"Bearer {accounts.key(project, 'chat')}"}
-    copy_database(path, backup)
-    async with gateway_with_store(url) as client, asyncio.timeout(TIMEOUT_S):
-        store = open_store(url)
-        for number in range(num_lost_keys):
-            _, plaintext = store.accounts.create_key(project, f"lost{number}", actor="test")
-        # Rejected attempts of an address are throttled, so poll slowly.
-        await wait_for_status(client, {"authorization": f"Bearer {plaintext}"}, 200, 0.5)
-        copy_database(backup, path)
-        (key,) = (key for key in store.load_snapshot().keys if key.name == "chat")
-        store.accounts.revoke_key(key.id, actor="test")
-        store.close()
-        await wait_for_status(client, chat, 401, POLL_INTERVAL_S)
-
-
-def copy_database(source: str, target: str) -> None:
-    """Copy an SQLite database over another one that may be in use."""
-    with (
-        contextlib.closing(sqlite3.connect(source)) as source_connection,
-        contextlib.closing(sqlite3.connect(target)) as target_connection,
-    ):
-        source_connection.backup(target_connection)
 
 
 async def test_all_forwarded_for_lines_are_read(url: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from structlog.testing import capture_logs
 from tests.support.fake_clock import FakeClock
 from tests.support.limit_harness import (
@@ -41,6 +44,7 @@ from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
     Limit,
+    LimitUnit,
     LocalQuotaBackend,
     Price,
     SteadyClock,
@@ -351,81 +355,6 @@ async def test_changed_limit_keeps_current_usage(clock: FakeClock) -> None:
     complete(limits, context)
 
 
-TOKEN_LIMIT = make_limit("tokens", 400, "day")
-
-
-def with_amount(limit: Limit, amount: int) -> Limit:
-    return msgspec.structs.replace(limit, amount=amount)
-
-
-@pytest.mark.parametrize(
-    ("limit", "stop_reason"),
-    [
-        (TOKEN_LIMIT, "limit"),
-        (make_limit("output_tokens", 390), "limit"),
-        (make_limit("nano_dollars", 10 * 1_000 + 390 * 10_000, "month", "project"), "budget"),
-    ],
-    ids=["tokens", "output-tokens", "budget"],
-)
-@pytest.mark.parametrize("max_tokens", [None, 380, 2000])
-async def test_lowered_limit_stops_running_streams_and_raised_limit_lets_them_go_on(
-    clock: FakeClock, limit: Limit, stop_reason: str, max_tokens: int | None
-) -> None:
-    """The streams have reserved more than they have used. Each of 390 tokens is worth an even part of the limit."""
-    limits = make_filter(clock, limit, prices=(PRICE,))
-    contexts = [make_context(prompt_tokens=10, max_tokens=count) for count in (max_tokens, 1)]
-    stream, other = contexts
-    await limits.on_request(stream)
-    assert deliver(limits, stream, 100) is None
-    limits.apply_snapshot(make_snapshot(with_amount(limit, limit.amount // 2), prices=(PRICE,)))
-    assert deliver(limits, stream, 50) is None
-    assert deliver(limits, stream, 50) == stop_reason
-    complete(limits, stream, "stopped")
-    assert stream.trace.limits[-1].limit == limit.amount // 2
-    assert await find_rejection(limits, other) is not None
-    limits.apply_snapshot(make_snapshot(with_amount(limit, limit.amount * 2), prices=(PRICE,)))
-    await limits.on_request(other)
-    assert deliver(limits, other, 350) is None
-    limits.apply_snapshot(make_snapshot(with_amount(limit, 10), prices=(PRICE,)))
-    assert deliver(limits, other, 1) == stop_reason
-    complete(limits, other, "stopped")
-
-
-@pytest.mark.parametrize("past_tokens", [0, 70])
-async def test_created_limit_counts_what_a_running_stream_still_produces(
-    clock: FakeClock, past_tokens: int
-) -> None:
-    def sum_by_owner(
-        kind: str, owners: Collection[str], since: float
-    ) -> dict[str, list[UsageReportRow]]:
-        del kind, since
-        rows = [UsageReportRow(model="big", input_tokens=past_tokens)]
-        return dict.fromkeys(owners, rows)
-
-    limits = make_filter(clock)
-    streams = [make_context(max_tokens=2000) for _ in range(2)]
-    for stream in streams:
-        await limits.on_request(stream)
-        assert deliver(limits, stream, 500) is None
-    limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, 200)))
-    await limits.seed_usage(sum_by_owner)
-    room = 200 - past_tokens
-    assert deliver(limits, streams[0], 60) is None
-    assert deliver(limits, streams[1], room - 100) is None
-    assert deliver(limits, streams[0], 41) == "limit"
-    complete(limits, streams[0], "stopped")
-    complete(limits, streams[1])
-    error = await expect_rejection(limits, make_context())
-    assert "Used: 201 tokens." in error.message
-
-
-async def test_created_limit_stops_a_queued_request_at_its_first_token(clock: FakeClock) -> None:
-    limits = make_filter(clock)
-    await limits.on_request(context := make_context(prompt_tokens=50))
-    limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, 40)))
-    assert deliver(limits, context, 1, prompt_tokens=50) == "limit"
-
-
 async def test_created_limits_on_requests_count_slots_and_later_requests(clock: FakeClock) -> None:
     limits = make_filter(clock)
     await limits.on_request(running := make_context())
@@ -442,63 +371,94 @@ async def test_created_limits_on_requests_count_slots_and_later_requests(clock: 
     assert "2 requests per minute" in (await expect_rejection(limits, make_context())).message
 
 
-async def test_deleted_limit_no_longer_stops_a_running_stream(clock: FakeClock) -> None:
-    kept = make_limit("tokens", 10_000, "hour", "project")
-    limits = make_filter(clock, TOKEN_LIMIT, kept)
-    await limits.on_request(context := make_context(max_tokens=None))
-    assert deliver(limits, context, 100) is None
-    limits.apply_snapshot(make_snapshot(kept))
-    assert deliver(limits, context, 5000) is None
-    assert deliver(limits, context, 5000) == "limit"
-    complete(limits, context, "stopped")
+UNITS_PER_TOKEN = {
+    "tokens": (1, 1, "limit"),
+    "output_tokens": (0, 1, "limit"),
+    "nano_dollars": (PRICE.input, PRICE.output, "budget"),
+}
+"""Units of a limit for a token of a prompt and of the output, and the reason for which it stops a stream."""
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("deliver"), st.integers(0, 3), st.integers(1, 60)),
-            st.tuples(st.just("change"), st.just(0), st.integers(0, 1500)),
-            st.tuples(st.just("end"), st.integers(0, 3), st.just(0)),
-        ),
-        max_size=40,
+class ChangingLimit(RuleBasedStateMachine):
+    """Running streams follow a limit that is created, changed and deleted.
+
+    A created limit counts past usage, and what the running streams have not delivered yet.
+    """
+
+    @initialize(
+        unit=st.sampled_from(["tokens", "output_tokens", "nano_dollars"]),
+        past_tokens=st.sampled_from([0, 70]),
     )
-)
-@example([("deliver", 0, 1), ("change", 0, 11), ("end", 1, 0), ("deliver", 1, 1)])
-def test_no_stream_goes_on_above_a_changing_limit(steps: list[tuple[str, int, int]]) -> None:
-    async def run() -> None:
-        limits, amount = make_filter(FakeClock(NOON), TOKEN_LIMIT), TOKEN_LIMIT.amount
-        running: dict[int, RequestContext] = {}
-        used = 0
-        for action, number, value in steps:
-            if action == "change":
-                amount = value
-                limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, amount)))
-                continue
-            if number not in running:
-                context = make_context(max_tokens=None)
-                if await find_rejection(limits, context) is None:
-                    running[number] = context
-                    used += 10
-                continue
-            stop_reason = None
-            if action == "deliver":
-                stop_reason = deliver(limits, running[number], value)
-                used += value
-                assert stop_reason is not None or used <= amount
-            if action == "end" or stop_reason is not None:
-                status: RequestStatus = "completed" if stop_reason is None else "stopped"
-                context = running.pop(number)
-                context.delivered.prompt_tokens = 10
-                complete(limits, context, status)
-        for context in running.values():
-            context.delivered.prompt_tokens = 10
-            complete(limits, context)
-        limits.apply_snapshot(make_snapshot(with_amount(TOKEN_LIMIT, 10**6)))
-        await limits.on_request(last := make_context())
-        assert last.trace.limits[0].used == used
+    def begin(self, unit: LimitUnit, past_tokens: int) -> None:
+        self.unit, self.past_tokens = unit, past_tokens
+        self.prompt_units, self.output_units, self.reason = UNITS_PER_TOKEN[unit]
+        self.limits = make_filter(FakeClock(NOON), prices=(PRICE,))
+        self.amount, self.used = math.inf, 0
+        self.running: list[RequestContext] = []
 
-    asyncio.run(run())
+    def sum_by_owner(self, kind: str, owners: Collection[str], _: float) -> dict[str, Any]:
+        assert (kind, owners) == ("key", {"k1"})
+        tokens, cost = self.past_tokens, self.past_tokens * PRICE.output
+        return {"k1": [UsageReportRow(model="big", output_tokens=tokens, nano_dollars=cost)]}
+
+    def units(self, context: RequestContext) -> int:
+        output_units = self.output_units * context.delivered.output_tokens
+        return self.prompt_units * context.delivered.prompt_tokens + output_units
+
+    def end_stream(self, context: RequestContext, status: RequestStatus = "completed") -> None:
+        self.running.remove(context)
+        self.used -= self.units(context)
+        context.delivered.prompt_tokens = 10
+        self.used += self.units(context)
+        complete(self.limits, context, status)
+
+    @rule(max_tokens=st.sampled_from([None, 2000]))
+    def start(self, max_tokens: int | None) -> None:
+        context = make_context(max_tokens=max_tokens)
+        if asyncio.run(find_rejection(self.limits, context)) is None:
+            self.running.append(context)
+
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, 3), tokens=st.integers(1, 60))
+    def deliver(self, number: int, tokens: int) -> None:
+        context = self.running[number % len(self.running)]
+        self.used -= self.units(context)
+        stop_reason = deliver(self.limits, context, tokens)
+        self.used += self.units(context)
+        if self.used > self.amount:
+            assert stop_reason == self.reason
+        elif math.isinf(self.amount) or len(self.running) == 1:
+            assert stop_reason is None, "nothing else is reserved"
+        if stop_reason is not None:
+            self.end_stream(context, "stopped")
+            assert context.trace.limits[-1].limit == self.amount
+
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, 3))
+    def end(self, number: int) -> None:
+        self.end_stream(self.running[number % len(self.running)])
+
+    @rule(tokens=st.integers(0, 120) | st.just(math.inf))
+    def change(self, tokens: float) -> None:
+        is_new, self.amount = math.isinf(self.amount), tokens * self.output_units
+        is_deleted = math.isinf(tokens)
+        changed = [] if is_deleted else [make_limit(self.unit, int(self.amount), "day")]
+        self.limits.apply_snapshot(make_snapshot(*changed, prices=(PRICE,)))
+        if is_new:
+            self.used = self.past_tokens * self.output_units
+            asyncio.run(self.limits.seed_usage(self.sum_by_owner))
+
+    def teardown(self) -> None:
+        for context in tuple(self.running):
+            self.end_stream(context)
+        if not math.isinf(self.amount):
+            self.change(10**9)
+            asyncio.run(self.limits.on_request(last := make_context()))
+            assert last.trace.limits[0].used == self.used
+
+
+ChangingLimit.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestChangingLimit = ChangingLimit.TestCase
 
 
 async def test_rotated_key_shares_limit_with_predecessors(clock: FakeClock) -> None:

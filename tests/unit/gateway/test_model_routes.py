@@ -70,33 +70,6 @@ def resolve_model(
     return make_router(route).resolve_target(requested_model, principal, headers).pool.model
 
 
-@pytest.mark.parametrize("named", ["qwen", "default"])
-def test_route_matches_all_names_of_model(named: str) -> None:
-    moved = make_router(RouteConfig(model=named, target_model="latest"))
-    for requested_model in ("qwen", "default"):
-        target = moved.resolve_target(requested_model, Principal(), {})
-        assert target == RouteTarget(
-            moved.resolve_target("next", Principal(), {}).pool, "routes[0]"
-        )
-    assert moved.resolve_target("next", Principal(), {}).route_name == ""
-    route_of_any_model = RouteConfig(target_model="qwen")
-    assert resolve_model(route_of_any_model, "next") == "qwen"
-
-
-def test_headers_of_route_must_all_match_exactly() -> None:
-    route = RouteConfig(headers={"X-Beta": "1", "x-team": "*"}, target_model="next")
-    matching_headers = {b"x-beta": b"1", b"x-team": b"blue", b"host": b"here"}
-    assert resolve_model(route, headers=matching_headers) == "next"
-    for other_headers in (
-        {b"x-beta": b"1"},
-        {b"x-team": b"blue"},
-        matching_headers | {b"x-beta": b"1, 1"},
-        matching_headers | {b"x-beta": b""},
-        {},
-    ):
-        assert resolve_model(route, headers=other_headers) == "qwen", other_headers
-
-
 @pytest.mark.parametrize(
     ("tenant", "expected"),
     [
@@ -148,14 +121,16 @@ def test_route_matches_any_flag_of_principal() -> None:
     st.lists(
         st.tuples(
             st.sampled_from([None, "qwen", "latest"]),
-            st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from("12*"), min_size=1)
+            st.dictionaries(st.sampled_from(["A", "b"]), st.sampled_from("12*"), min_size=1)
             | st.none(),
             st.sampled_from(["default", "next"]),
         ),
         max_size=5,
     ),
     st.sampled_from(["qwen", "default", "next", "latest"]),
-    st.dictionaries(st.sampled_from([b"a", b"b"]), st.sampled_from([b"1", b"2"])),
+    st.dictionaries(
+        st.sampled_from([b"a", b"b", b"host"]), st.sampled_from([b"1", b"2", b"1, 1", b""])
+    ),
 )
 def test_routes_are_evaluated_in_order(
     rules: list[tuple[str | None, dict[str, str] | None, str]],
@@ -164,11 +139,12 @@ def test_routes_are_evaluated_in_order(
 ) -> None:
     canonical = {"qwen": "qwen", "default": "qwen", "next": "next", "latest": "next"}
     expected = canonical[requested_model], ""
+    present = {name.decode(): value.decode() for name, value in headers.items()}
     for index, (model, conditions, target) in enumerate(rules):
         model_matches = model is None or canonical[model] == canonical[requested_model]
-        values = {name: headers.get(name.encode(), b"").decode() for name in conditions or {}}
+        values = {name: present.get(name.lower()) for name in conditions or {}}
         if model_matches and all(
-            values[name] and value in {"*", values[name]}
+            values[name] is not None and value in {"*", values[name]}
             for name, value in (conditions or {}).items()
         ):
             expected = canonical[target], f"routes[{index}]"
