@@ -9,12 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.support.usage_log_harness import RATES, drain
 
-from argosy.policy import Rates
 from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageRecord
 
-RATES = Rates(3, 1, 5)
 Outcome = tuple[str, int]
 """Status of a request and its number of tokens."""
 
@@ -50,10 +49,9 @@ def test_killed_processes_leave_one_record_for_each_request(tmp_path: Path, kill
     outcomes: dict[str, set[Outcome | None]] = {}
     for _ in range(kills):
         outcomes |= run_until_killed(folder, store)
-    records: list[UsageRecord] = []
     log = UsageLog(folder)
     log.recover()
-    log.drain(records.extend)
+    records = drain(log)
     log.close()
     torn_lines = 0
     for line in filter(None, store.read_bytes().split(b"\n")):

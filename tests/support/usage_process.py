@@ -11,18 +11,11 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from argosy.policy import Rates
 from argosy.protocol import TokenUsage
 from argosy.store import UsageLog, UsageRecord, UsageSlot
+from tests.support.usage_log_harness import NOW, RATES, new_record
 
-RATES = Rates(3, 1, 5)
 CONCURRENT_REQUESTS = 8
-
-
-def record(request: str) -> UsageRecord:
-    return UsageRecord(
-        request=request, started_at=0.0, ended_at=0.0, status="interrupted", model="m"
-    )
 
 
 def count_until_killed(folder: Path, store: Path) -> None:
@@ -49,13 +42,13 @@ def count_until_killed(folder: Path, store: Path) -> None:
         name, choice = f"{os.getpid()}-{number}", random.random()
         if len(running) < CONCURRENT_REQUESTS:
             announce("begin", name)
-            running[name] = log.allocate_slot(record(name), RATES), 0
+            running[name] = log.allocate_slot(new_record(name), RATES), 0
             continue
         name = random.choice(list(running))
         slot, tokens = running.pop(name)
         if choice < 0.1:
             announce("finish", name)
-            slot.finish("completed", "here", 1.0)
+            slot.finish("completed", "here", NOW)
             continue
         tokens += random.randrange(1, 9)
         announce("count", name, tokens)
