@@ -17,6 +17,8 @@ MAX_MEMORY_BYTES = 512 << 20
 """Memory for one prompt, beside that of the idle process."""
 MAX_OUTPUT_CHARS = 32 << 20
 """Longest prompt in characters."""
+MAX_REPLY_BYTES = 4 * MAX_OUTPUT_CHARS + 100
+"""Longest reply, with its kind."""
 MAX_SOURCE_CHARS = 1 << 20
 """Longest template in characters."""
 

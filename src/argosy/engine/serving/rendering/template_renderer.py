@@ -28,6 +28,7 @@ from argosy.engine.serving.rendering.render_protocol import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
     MAX_OUTPUT_CHARS,
+    MAX_REPLY_BYTES,
     MAX_SOURCE_CHARS,
     SIZE_BYTES,
     SLOW_CPU_S,
@@ -308,7 +309,8 @@ class _ProcessHandle:
         size, reply = 0, b""
         with contextlib.suppress(ConnectionError):  # the process has ended with a request unread
             size = int.from_bytes(self._replies.read(SIZE_BYTES) or b"", "little")
-            reply = self._replies.read(size) or b""
+            # A template that took its process over could send any size.
+            reply = self._replies.read(min(size, MAX_REPLY_BYTES)) or b""
         if not size or len(reply) < size:
             try:
                 status = self._process.wait(EXIT_WAIT_S)
