@@ -126,6 +126,11 @@ class Acceptor:
                     pass
             close_listen_socket(self._listen_socket)
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether an accepted connection is not open yet."""
+        return bool(self._handshakes)
+
     async def wait_closed(self) -> None:
         """Wait until the accepted connections are open, or for `HANDSHAKE_GRACE_S` at most."""
         handshakes = asyncio.gather(*self._handshakes, return_exceptions=True)

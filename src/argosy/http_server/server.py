@@ -173,7 +173,11 @@ class HttpServer:
         self.stop_accepting()
         for connection in self.connections.open:
             connection.close_gracefully()
-        while drain_deadlines or self.connections.state.tasks:  # noqa: ASYNC110 - the deadlines have no event
+        while (  # noqa: ASYNC110 - the deadlines have no event
+            drain_deadlines
+            or self.connections.state.tasks
+            or any(acceptor.is_opening for acceptor in self._acceptors)  # it may bring a request
+        ):
             await asyncio.sleep(DRAIN_POLL_INTERVAL_S)
 
 

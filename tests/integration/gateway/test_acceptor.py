@@ -8,6 +8,7 @@ import resource
 import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,14 @@ from structlog.testing import capture_logs
 from tests.support.http_serving import run_server
 from tests.support.waiting import is_listening, until
 
-from argosy.http_server import HttpRequest, HttpServer, bind_tcp, bind_unix, listening_socket
+from argosy.http_server import (
+    HttpRequest,
+    HttpServer,
+    acceptor,
+    bind_tcp,
+    bind_unix,
+    listening_socket,
+)
 from argosy.http_server import server as server_module
 from argosy.http_server.acceptor import UnixListenSocket, close_listen_socket
 
@@ -94,8 +102,24 @@ def test_closed_server_leaves_socket_of_its_successor(tmp_path: Path) -> None:
         assert not path.exists()
 
 
-async def test_connections_waiting_for_accept_are_served_while_server_drains() -> None:
-    server, listen_socket = HttpServer(respond), bind_tcp("127.0.0.1", 0)
+async def test_connections_waiting_for_accept_are_served_while_server_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = acceptor.Acceptor._open_connection  # noqa: SLF001 - made slow, as on a busy machine
+
+    async def open_late(self: acceptor.Acceptor, *arguments: Any) -> None:  # noqa: ANN401 - as the original
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await original(self, *arguments)
+
+    monkeypatch.setattr(acceptor.Acceptor, "_open_connection", open_late)
+    answered = []
+
+    async def respond_and_count(request: HttpRequest) -> None:
+        await respond(request)
+        answered.append(request)
+
+    server, listen_socket = HttpServer(respond_and_count), bind_tcp("127.0.0.1", 0)
     with ExitStack() as stack:
         clients = [
             stack.enter_context(socket.create_connection(listen_socket.getsockname()))
@@ -106,6 +130,7 @@ async def test_connections_waiting_for_accept_are_served_while_server_drains() -
         task = asyncio.create_task(server.serve(sockets=[listen_socket]))
         await server.started.wait()
         await server.drain(60)
+        assert len(answered) == len(clients)
         server.stop()
         await task
         responses = [client.makefile("rb").read() for client in clients]
