@@ -33,7 +33,7 @@ MAX_LINES = 60
 MAX_BRANCHES_OF_LIST = 5
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.Match)
 LIMITS = {
-    "test files that import foreign private modules": 93,
+    "test files that import foreign private modules": 81,
     "circles of imports": 0,
     "functions over 60 lines that are no list or kernel": 0,
 }
