@@ -240,6 +240,11 @@ def old() -> FleetConfig:
         ("fleet: demo", "log_content: true", "log_content"),
         ("source: owner/chat", "source: 'ftp://10.0.0.1/x'", "models[0].source"),
         ("source: owner/chat", "source: 'https://other.example.com/x'", "models[0].source"),
+        (
+            "models:\n",
+            "models:\n- {name: copy, replicas: [{url: 'https://api.example.com', api_key_env: KEY}]}\n",
+            "models[0].replicas",
+        ),
         ("model: chat}", "model: chat, engine: trusting}", "pools[0].model"),
         (
             "model: chat}",

@@ -88,6 +88,10 @@ def _check_section(
             _check_section(before if type(before) is type(value) else None, (), value, here)
         elif isinstance(value, (list, tuple)):
             _check_items(before or (), value, here)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if isinstance(item, msgspec.Struct):
+                    _check_section((before or {}).get(key), (), item, (*here, key))
 
 
 def _check_items(old: Sequence[Any], new: Sequence[Any], path: SettingPath) -> None:
@@ -97,7 +101,8 @@ def _check_items(old: Sequence[Any], new: Sequence[Any], path: SettingPath) -> N
         if isinstance(item, msgspec.Struct):
             name = getattr(item, "name", None)
             before = None if name is None else by_name.get(name)
-            _check_section(before, known, item, (*path, index))
+            siblings = known if path == ("pools",) else ()
+            _check_section(before, siblings, item, (*path, index))
 
 
 def _protected(path: SettingPath) -> SettingError:
