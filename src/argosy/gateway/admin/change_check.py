@@ -87,6 +87,7 @@ def _check_project(
 
 def _check_flags(principal: Principal, transaction: AccountTransaction, key: Key) -> None:
     """Check that a new key has flags only from an admin of the gateway, or from the key that it replaces."""
-    replaced = transaction.find_records(Key, replaced_by=key.id)
-    if key.flags and key.flags not in [each.flags for each in replaced]:
-        check_role(principal, "admin", "gateway")
+    if key.flags:
+        replaced = transaction.find_records(Key, replaced_by=key.id)
+        if key.flags not in [each.flags for each in replaced]:
+            check_role(principal, "admin", "gateway")
