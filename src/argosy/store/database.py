@@ -73,12 +73,19 @@ _READ_ONLY_ADVICE = (
 
 _DISK_FULL_ERRORS = ("disk is full", "No space left on device", "SQLITE_IOERR_SHMSIZE")
 _NO_TABLES_ADVICE = "It has no tables. Restore a backup, or start a gateway, which creates them."
+_OTHER_COLUMNS_ADVICE = (
+    "A build before the first release created it. Move it away, or give another one."
+)
 _RESTORING_ERROR = "no unique or exclusion constraint"
 _SERVER_FULL_ERRORS = ("connection slots", "too many clients")
 _POOLER_FULL_ERRORS = ("max_client_conn", "query_wait_timeout")
 
 _ERROR_ADVICE = (
     *((words, _NO_TABLES_ADVICE) for words in ("no such table", "UndefinedTable")),
+    *(
+        (words, _OTHER_COLUMNS_ADVICE)
+        for words in ("no such column", "has no column", "UndefinedColumn")
+    ),
     (
         "No row was found",
         "It is damaged. Restore a backup, or move it away to start with an empty one.",

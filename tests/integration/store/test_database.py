@@ -25,6 +25,7 @@ from argosy.store import (
     QueryTimeoutError,
     Store,
     StoreError,
+    UsageRecord,
     database,
     default_store_url,
     hash_key,
@@ -280,6 +281,16 @@ def test_tables_of_another_program_are_rejected(empty_url: str) -> None:
         pytest.raises(StoreError, match=r"of another program\. Use another database"),
     ):
         store.migrate()
+
+
+def test_tables_of_an_unreleased_build_are_reported(url: str) -> None:
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:", 1))
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE usage DROP COLUMN is_capped"))
+    engine.dispose()
+    record = UsageRecord(request="a", started_at=1.0, ended_at=2.0, status="completed")
+    with closing(open_store(url)) as store, pytest.raises(StoreError, match="Move it away"):
+        store.ledger.add_records([record])
 
 
 def test_missing_tables_are_reported(empty_url: str) -> None:
