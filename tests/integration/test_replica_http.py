@@ -422,8 +422,12 @@ async def test_wrong_method_and_path_have_error_codes(replica_server: RunningRep
     unknown_path = await replica_server.client.get("/v2/nothing")
     assert unknown_path.status_code == 404
     assert unknown_path.json()["error"]["type"] == "not_found_error"
-    unversioned = await replica_server.client.post("/chat/completions", json=chat())
-    error = unversioned.json()["error"]
+    unversioned = await replica_server.client.post(
+        "/chat/completions", json=chat() | {"model": None}
+    )
+    assert (unversioned.status_code, unversioned.json()["model"]) == (200, MODEL)
+    doubled = await replica_server.client.post("/v1/v1/chat/completions", json=chat())
+    error = doubled.json()["error"]
     assert error["code"] == "not_found"
     assert "'/v1/chat/completions'" in error["message"]
     assert "/v1 exactly once" in error["message"]

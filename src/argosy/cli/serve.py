@@ -95,8 +95,8 @@ def serve(
         list[str] | None,
         Option(
             metavar="ORIGIN",
-            help="Origin of web pages that may send requests, like https://app.example.com, or * for all; may be given"
-            " several times. By default origins on this machine.",
+            help="Origin of web pages that may send requests, like https://app.example.com or chrome-extension://ID, or"
+            " * for all; may be given several times. By default origins on this machine.",
             rich_help_panel="Access",
         ),
     ] = None,

@@ -11,7 +11,8 @@ from argosy.protocol import ApiError
 LOCALHOST = "localhost"
 """Stands for all origins that the browser's own machine serves."""
 ANY_ORIGIN = "*"
-_ORIGIN_PATTERN = re.compile(r"https?://[^/\s,*]+")
+_ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,*]+", re.IGNORECASE)
+"""Origin of a web page, or of an app or extension, such as `app://obsidian.md` and `chrome-extension://ID`."""
 _REQUESTED_METHOD, _REQUESTED_HEADERS = (
     b"access-control-request-method",
     b"access-control-request-headers",
@@ -35,7 +36,7 @@ class CorsPolicy:
         for origin in allowed_origins:
             if origin not in {LOCALHOST, ANY_ORIGIN} and not _ORIGIN_PATTERN.fullmatch(origin):
                 raise ValueError(
-                    f"allowed origins: {origin!r} is not an origin. Write https://HOST, localhost or *."
+                    f"allowed origins: {origin!r} is not an origin. Write https://HOST, SCHEME://ID, localhost or *."
                 )
         self._allowed_origins = frozenset(origin.lower() for origin in allowed_origins)
 

@@ -64,7 +64,10 @@ def to_openai_path(path: str) -> str:
     return path if parsed is None else f"/v1/{parsed[2] or parsed[3] or parsed[4]}"
 
 
-def find_deployment(path: str) -> str | None:
-    """Return the deployment in one of Azure's paths, which names the model of a request whose body names none."""
+def find_deployment(path: str) -> str:
+    """Return the deployment in one of Azure's paths, which names the model of a request whose body names none.
+
+    Empty for other paths.
+    """
     parsed = _AZURE_PATH.fullmatch(path) if path.startswith("/openai/") else None
-    return None if parsed is None else parsed[1]
+    return "" if parsed is None else parsed[1] or ""

@@ -184,7 +184,7 @@ def parse_request_fields(
     prompt_field: str,
     cache_domain: str = "",
     session_id: str = "",
-    default_model: str | None = None,
+    default_model: str = "",
 ) -> RequestFields:
     """Parse the body of a generation request.
 
@@ -193,19 +193,16 @@ def parse_request_fields(
         prompt_field: `messages` or `prompt`.
         cache_domain: Cache domain of the principal.
         session_id: Session from the headers, used if the body names none.
-        default_model: Model of a request whose body names none.
+        default_model: Model of a request whose body names none; empty for the only suitable one.
 
     Raises:
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
     """
     raw = parse_raw_fields(body)
     known = _decode_known(raw)
-    model = known.get("model", default_model)
-    if model is None or prompt_field not in raw:
-        name = "model" if model is None else prompt_field
-        raise ApiError(
-            400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
-        )
+    if prompt_field not in raw:
+        message = f"Missing parameter '{prompt_field}'. Add it."
+        raise ApiError(400, "missing_required_parameter", message, param=prompt_field)
     prompt = bytes(raw[prompt_field])
     prompt_count = 1 if prompt_field == "messages" else _count_prompts(prompt)
     choice_count = max(1, known.get("n", 1)) * prompt_count
@@ -225,7 +222,7 @@ def parse_request_fields(
     resume_tokens = bytes(raw["resume"]).count(b",") if "resume" in raw else 0
     return RequestFields(
         raw=raw,
-        model=model,
+        model=known.get("model") or default_model,
         stream=known.get("stream", False),
         choice_count=choice_count,
         max_output_tokens=None

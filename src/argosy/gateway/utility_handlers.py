@@ -23,6 +23,7 @@ from argosy.gateway.proxy import (
     no_replica_error,
     starting_error,
 )
+from argosy.gateway.request_context import GENERATE
 from argosy.gateway.request_fields import decode_fields, parse_raw_fields
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.http_server import JSON_CONTENT_TYPE, DisconnectedError, HttpExchange
@@ -96,14 +97,10 @@ class UtilityHandlers:
         path: str,
         fields: dict[str, Raw] | None = None,
     ) -> None:
-        """Forward the request to the only model or the one with this name, within the sender's limits."""
+        """Forward the request to the model with this name, or the only one, within the sender's limits."""
         models, headers = self._models, exchange.headers
-        target = (
-            models.resolve_only_model(principal, headers, request_id=exchange.request_id)
-            if name is None
-            else models.resolve_target(name, principal, headers, request_id=exchange.request_id)
-        )
-        pool = target.pool
+        name = name or models.find_only_model(principal, GENERATE)
+        pool = models.resolve_target(name, principal, headers, request_id=exchange.request_id).pool
         if self._limits is None:
             await self._forward(exchange, pool, fields, path)
             return

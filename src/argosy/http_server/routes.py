@@ -46,7 +46,10 @@ class RouteMatch(Generic[R]):
 
 
 class RouteTable(Generic[R]):
-    """All routes of a server. Of two templates that match a path, the first applies."""
+    """All routes of a server. Of two templates that match a path, the first applies.
+
+    A path that no route has stands for the one with `API_PREFIX` before it, since many clients' base URLs lack it.
+    """
 
     def __init__(self, routes: Iterable[R]) -> None:
         by_path: dict[str, dict[str, R]] = {}
@@ -74,7 +77,7 @@ class RouteTable(Generic[R]):
         for pattern, match in self._templates:
             if found := pattern.fullmatch(path):
                 return replace(match, parameters=found.groupdict())
-        return None
+        return None if path.startswith(f"{API_PREFIX}/") else self.find(API_PREFIX + path)
 
     def not_found_error(self, path: str) -> ApiError:
         """Build the 404 error for an unknown path, with the known path that the client probably meant."""

@@ -25,9 +25,11 @@ from argosy.model_store.model_files import (
     MAX_LISTED_FILES,
     MODEL_PATTERNS,
     MODULE_PATTERNS,
+    check_no_pointers,
     gguf_part_names,
     group_gguf_models,
     is_gguf_only,
+    layout_patterns,
     list_model_files,
 )
 from argosy.model_store.model_source import SourceFile, is_url

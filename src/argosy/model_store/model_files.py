@@ -26,6 +26,8 @@ IGNORED_PATTERNS = (
 MAX_LISTED_FILES = 8
 """Maximum number of files that an error lists."""
 MAX_PARTS = 10_000
+_POINTER_START, _MAX_POINTER_BYTES = b"version https://git-lfs", 1024
+"""Beginning and maximum size of the text that git keeps in place of a file in Git LFS."""
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _PART_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 _NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)|[-.]imatrix\.gguf$")
@@ -72,6 +74,25 @@ def select_model_files(files: Iterable[str]) -> list[str]:
             "it has no config.json. Give a directory in Hugging Face layout, or a GGUF file."
         )
     return selected
+
+
+def check_no_pointers(files: Iterable[Path]) -> None:
+    """Check that files are those of a model, and not what `git clone` leaves in their place without Git LFS.
+
+    Raises:
+        ModelStoreError: A file is a pointer.
+        OSError: A file cannot be read.
+    """
+    for file in files:
+        if file.stat().st_size > _MAX_POINTER_BYTES:
+            continue
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(_POINTER_START)) == _POINTER_START
+        if is_pointer:
+            raise ModelStoreError(
+                f"{file.name} is a Git LFS pointer, not the file itself. Install git-lfs and run `git lfs pull` in the "
+                "repository, or download the model again."
+            )
 
 
 def is_gguf_only(files: Iterable[str]) -> bool:
@@ -126,7 +147,9 @@ def list_model_files(path: Path) -> dict[str, Path]:
     try:
         if path.is_file():
             siblings = [file.name for file in path.parent.iterdir()]
-            return {name: path.parent / name for name in select_gguf_parts(path.name, siblings)}
+            files = {name: path.parent / name for name in select_gguf_parts(path.name, siblings)}
+            check_no_pointers(files.values())
+            return files
         if not path.is_dir():
             raise ModelStoreError("there is no such directory or GGUF file. Check the path.")  # noqa: TRY301
         names = [
@@ -135,6 +158,8 @@ def list_model_files(path: Path) -> dict[str, Path]:
             for file in path.glob(pattern)
             if file.is_file()
         ]
-        return {name: path / name for name in select_model_files(names)}
+        files = {name: path / name for name in select_model_files(names)}
+        check_no_pointers(files.values())
+        return files  # noqa: TRY300 - the checks above raise
     except ModelStoreError as error:
         raise ModelStoreError(f"{path}: {error}") from error

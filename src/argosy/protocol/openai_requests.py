@@ -80,7 +80,8 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields common to `/v1/chat/completions` and `/v1/completions`."""
 
-    model: str
+    model: str | None = None
+    """None for the only model."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None

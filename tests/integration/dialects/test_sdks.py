@@ -13,6 +13,7 @@ import pytest
 from tests.integration.dialects.conftest import MODEL, DialectFleet
 from tests.integration.test_parsed_output import CALL, THOUGHT, WEATHER
 from tests.support.conversation import APIS, SYSTEM, Answer, Question
+from tests.support.replica_servers import MODEL as REPLICA_MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -197,11 +198,40 @@ async def test_azure_client_finds_the_chat(fleet: DialectFleet) -> None:
         "/openai/v1/responses", json={"model": MODEL, "input": "Hi"}, headers={"api-key": fleet.key}
     )
     assert answer.json()["status"] == "completed"
+    without_model = {"messages": [{"role": "user", "content": "Hi"}]}
     for deployment, status in ((MODEL, 200), ("none", 404)):
         path = f"/openai/deployments/{deployment}/chat/completions?api-version=2026-10-01"
-        without_model = {"messages": [{"role": "user", "content": "Hi"}]}
         answer = await fleet.client.post(path, json=without_model, headers={"api-key": fleet.key})
         assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "stream": True}),
+        ("/completions", {"prompt": "Hi"}),
+        ("/responses", {"input": "Hi"}),
+        ("/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/detokenize", {"tokens": [4]}),
+    ],
+)
+async def test_path_needs_no_version_and_body_no_model_if_there_is_only_one(
+    fleet: DialectFleet, path: str, body: dict[str, Any]
+) -> None:
+    headers = {"authorization": f"Bearer {fleet.key}"}
+    is_utility = path.endswith("tokenize")
+    prefixed = path if is_utility else f"/v1{path}"
+    for each, model in ((path, {}), (path, {"model": None}), (prefixed, {"model": ""})):
+        answer = await fleet.client.post(each, json={**body, **model}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert is_utility or f'"model":"{REPLICA_MODEL}"' in answer.text
+        refused = await fleet.client.post(each, json={**body, **model})
+        assert refused.status_code == 401
+    if not is_utility:
+        assert [row.asked for row in await fleet.take_rows(3)] == [MODEL] * 3
+    assert (await fleet.client.get("/tokenizer_info", headers=headers)).status_code == 200
 
 
 async def test_limits_end_and_refuse_requests_in_the_shape_of_each_client(

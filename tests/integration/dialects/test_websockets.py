@@ -123,7 +123,7 @@ async def test_steering_is_refused_and_acknowledgements_are_ignored(fleet: Diale
     [
         ("{", None),
         ('{"type": "session.update"}', "type"),
-        ('{"type": "response.create"}', "model"),
+        ('{"type": "response.create"}', "input"),
         ('{"type": "response.create", "model": "big", "input": "x", "stream_id": "a"}', "stream_id"),
         ('{"type": "response.create", "model": "big", "input": "x", "background": true}', "background"),
         ('{"type": "response.create", "model": "none", "input": "x"}', "model"),

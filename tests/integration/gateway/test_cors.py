@@ -60,7 +60,19 @@ async def test_local_page_may_call_and_read_responses() -> None:
         assert (response.status_code, response.headers[ALLOW_ORIGIN]) == (404, LOCAL_ORIGIN)
 
 
-@pytest.mark.parametrize("origin", [APP_ORIGIN, "null", "https://localhost.example.com"])
+OTHER_ORIGINS = [
+    *(
+        APP_ORIGIN,
+        "null",
+        "https://localhost.example.com",
+        "app://obsidian.md",
+        "tauri://localhost",
+    ),
+    *("chrome-extension://abcdefgh", "vscode-webview://1a-2b", "moz-extension://0f"),
+]
+
+
+@pytest.mark.parametrize("origin", OTHER_ORIGINS)
 async def test_other_origin_is_rejected_unless_allowed(origin: str) -> None:
     async with cors_client() as client:
         rejected = await preflight(client, origin)
@@ -73,6 +85,8 @@ async def test_other_origin_is_rejected_unless_allowed(origin: str) -> None:
         assert (await preflight(client, origin, "/v1/models")).status_code == 200
         response = await client.get("/health", headers={"origin": origin})
         assert response.headers[ALLOW_ORIGIN] == origin
+        if origin != "null":
+            assert (await preflight(client, f"{origin}.evil")).status_code == 403
 
 
 async def test_allowed_origins_replace_local_default() -> None:

@@ -23,6 +23,7 @@ from argosy.deployment import (
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import GENERATE
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.policy.traffic import DailyWindow, PercentageFlag
 from argosy.protocol import ApiError
@@ -155,6 +156,23 @@ def test_routes_are_evaluated_in_order(
     ]
     found = make_router(*routes).resolve_target(requested_model, Principal(), headers)
     assert (found.pool.model, found.route_name) == expected
+
+
+@pytest.mark.parametrize(
+    ("allowed", "found"),
+    [(["qwen"], "qwen"), (["latest"], "latest"), (["next", "latest"], "next"), (None, None), ([], None)],
+)  # fmt: skip
+def test_request_without_a_model_is_for_the_only_one_that_its_sender_may_use(
+    allowed: list[str] | None, found: str | None
+) -> None:
+    principal = Principal(allowed_models=None if allowed is None else frozenset(allowed))
+    if found is not None:
+        assert make_router().find_only_model(principal, GENERATE) == found
+        return
+    listed = "0 models: none" if allowed == [] else "2 models: qwen, next"
+    with pytest.raises(ApiError, match=listed) as error:
+        make_router().find_only_model(principal, GENERATE)
+    assert (error.value.status, error.value.param) == (400, "model")
 
 
 def test_access_is_checked_for_requested_model() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
+from argosy.engine import resolve_model_path
 from argosy.model_store import ModelStoreError, list_model_files
 from argosy.model_store.hub import read_model_card
 
@@ -44,6 +46,24 @@ def test_what_is_no_model_is_refused(
     _create(tmp_path, files)
     with pytest.raises(ModelStoreError, match=message):
         list_model_files(tmp_path / model)
+
+
+@pytest.mark.parametrize(
+    ("files", "pointer"),
+    [(LAYOUT, "model.safetensors"), (LAYOUT, "tokenizer.json"), (["m-Q4_K.gguf"], "m-Q4_K.gguf")],
+)
+def test_pointer_of_git_lfs_is_named(tmp_path: Path, files: list[str], pointer: str) -> None:
+    _create(tmp_path, files)
+    text = f"version https://git-lfs.example.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n"
+    (tmp_path / pointer).write_text(text)
+    paths = [tmp_path, tmp_path / pointer] if pointer.endswith(".gguf") else [tmp_path]
+    for find, path in itertools.product((list_model_files, _resolve), paths):
+        with pytest.raises(ValueError, match=rf"{pointer} is a Git LFS pointer.*git lfs pull"):
+            find(path)
+
+
+def _resolve(path: Path) -> Path:
+    return resolve_model_path(str(path), None)
 
 
 @pytest.mark.parametrize(

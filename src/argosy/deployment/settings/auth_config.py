@@ -68,6 +68,7 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     allowed_origins: tuple[str, ...] = ("localhost",)
     """Origins of web pages that may call the gateway from a browser (CORS). Example: `https://app.example.com`.
 
+    Apps and browser extensions have origins too, such as `app://obsidian.md` or `chrome-extension://ID`.
     `localhost` allows pages that the browser's own machine serves, at any port. `*` allows all origins.
     """
 

@@ -78,7 +78,7 @@ def start_translation(
         identity: Identity of the response; None to create it.
     """
     name_ignored_fields(exchange, request.ignored)
-    identity = identity or create_identity(exchange, str(request.body.get("model", "")))
+    identity = identity or create_identity(exchange, request.body.get("model") or "")
     translator = DialectTranslator(request.output, identity, encode_error, on_end)
     exchange.translate(msgspec.json.encode(request.body), translator)
 

@@ -134,7 +134,9 @@ class ResponsesHandlers:
             await self._save(principal, request, items, response)
 
         if request.generate is False:
-            response = translated.output.describe_empty(create_identity(exchange, request.model))
+            response = translated.output.describe_empty(
+                create_identity(exchange, request.model or "")
+            )
             await save(response)
             await exchange.start_stream()
             await exchange.write(b"".join(render_stored_events(response)))
@@ -172,7 +174,7 @@ class ResponsesHandlers:
             principal, normalize_input(request.input), previous=request.previous_response_id
         )
         cipher = await self._state.build_cipher(principal)
-        identity = create_identity(exchange, request.model)
+        identity = create_identity(exchange, request.model or "")
         translated = translate_compact_request(request, cipher, identity, items, history)
         start_rendering(exchange, translated, encode_responses_error)
         await self._chat(exchange, principal)
@@ -266,7 +268,7 @@ class ResponsesHandlers:
             translated,
             body=translated.body | {"stream": True, "stream_options": {"include_usage": True}},
         )
-        identity = create_identity(detached, request.model)
+        identity = create_identity(detached, request.model or "")
         response = translated.output.describe_start(identity)
         claim = await claim_background_key(
             self._state.idempotency_store, exchange, principal, request, response["id"]

@@ -32,6 +32,8 @@ FALLBACK = "fallback_models"
 """Route name of requests that a fallback model answers."""
 MAX_LOGGED_MODELS = 10
 """Maximum number of unknown models that one log event names."""
+MAX_LISTED_MODELS = 20
+"""Maximum number of models that an error lists."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
@@ -257,29 +259,28 @@ class ModelRouter:
             passed_over=passed_over,
         )
 
-    def resolve_only_model(
-        self,
-        principal: Principal,
-        headers: Mapping[bytes, bytes],
-        tasks: frozenset[TaskName] = frozenset(),
-        fields: RequestFields | None = None,
-        request_id: str = "",
-    ) -> RouteTarget:
-        """Return the pool for a request without a model name.
+    def find_only_model(self, principal: Principal, tasks: frozenset[TaskName]) -> str:
+        """Return the name of the model for a request that names none: the only one that the principal may use.
+
+        Models that have none of the tasks count only if all are such. Those whose tasks are unknown may have them.
 
         Raises:
-            ApiError: 400 if there are several models.
+            ApiError: 400 if there are several models, or none.
         """
-        pools = [
-            pool
-            for pool in self.pools
-            if not tasks or pool.tasks is None or not pool.tasks.isdisjoint(tasks)
+        permitted: dict[str, tuple[str, Pool]] = {}
+        for name, pool in self._pools_by_name.items():
+            if WILDCARD not in name and can_use_model(principal, name, pool.model):
+                permitted.setdefault(pool.model, (name, pool))
+        suitable = [
+            name
+            for name, pool in permitted.values()
+            if pool.tasks is None or not pool.tasks.isdisjoint(tasks)
         ]
-        if len(pools) == 1:
-            return self.resolve_target(pools[0].model, principal, headers, fields, request_id)
-        message = (
-            "Missing parameter 'model'. Add it, since there are several models. See /v1/models."
-        )
+        names = suitable or [name for name, _ in permitted.values()]
+        if len(names) == 1:
+            return names[0]
+        listed = ", ".join(names[:MAX_LISTED_MODELS]) or "none"
+        message = f"Missing parameter 'model'. Add it. There are {len(names)} models: {listed}. See /v1/models."
         raise ApiError(400, "missing_required_parameter", message, param="model")
 
     def resolve_aliases(self, snapshot: AccountSnapshot) -> AccountSnapshot:

@@ -14,7 +14,7 @@ import structlog
 from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.http_route import find_deployment
-from argosy.gateway.model_registry import ModelRouter, RouteTarget
+from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
@@ -244,14 +244,18 @@ class CompletionHandlers:
         """Resolve the model and build the request's context.
 
         Raises:
-            ApiError: The model does not exist for the principal, or no replica of it could serve the request.
+            ApiError: The model does not exist for the principal, or could not serve the request.
         """
-        target = self._resolve_target(exchange, fields, api, principal)
+        if not fields.model:
+            name = self._models.find_only_model(principal, api.tasks)
+            fields = msgspec.structs.replace(fields, model=name)
+        target = self._models.resolve_target(
+            fields.model, principal, exchange.headers, fields, exchange.request_id
+        )
         pool = target.pool
+        check_task(pool, fields.model, api)
         if target.route_name:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
-        if not fields.model:
-            fields = msgspec.structs.replace(fields, model=pool.model)
         check_prompt(pool, fields)
         unsupporting = (
             find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
@@ -277,24 +281,6 @@ class CompletionHandlers:
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
         )
-
-    def _resolve_target(
-        self, exchange: HttpExchange, fields: RequestFields, api: ApiShape, principal: Principal
-    ) -> RouteTarget:
-        """Return the pool that answers, which is that of the only suitable model if the request names none.
-
-        Raises:
-            ApiError: The model does not exist for the principal, or has none of the API's tasks.
-        """
-        if not fields.model:
-            return self._models.resolve_only_model(
-                principal, exchange.headers, api.tasks, fields, exchange.request_id
-            )
-        target = self._models.resolve_target(
-            fields.model, principal, exchange.headers, fields, exchange.request_id
-        )
-        check_task(target.pool, fields.model, api)
-        return target
 
     def _on_request_admitted(self, context: RequestContext) -> None:
         """Let a request count in the comparison of versions, and copy it if the route of its pool says so."""
@@ -400,7 +386,7 @@ class CompletionHandlers:
 
 
 def _parse_fields(
-    body: bytes, api: ApiShape, cache_domain: str, session_id: str, default_model: str | None
+    body: bytes, api: ApiShape, cache_domain: str, session_id: str, default_model: str
 ) -> RequestFields:
     """Parse the body of a request. Raises as `parse_request_fields` does."""
     if api.generates:
@@ -413,7 +399,7 @@ def _parse_fields(
         api.query_fields,
         cache_domain=cache_domain,
         session_id=session_id,
-        default_model=default_model or "",
+        default_model=default_model,
     )
 
 

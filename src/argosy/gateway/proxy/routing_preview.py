@@ -165,6 +165,8 @@ class RoutingPreviewer:
             ApiError: The body is malformed.
         """
         api, fields = _parse_fields(body, principal, headers)
+        if not fields.model:
+            fields = replace(fields, model=self._models.find_only_model(principal, api.tasks))
         tier = min(principal.tier + fields.priority, len(TIERS) - 1)
         preview = RoutingPreview(
             outcome="refused",

@@ -108,7 +108,7 @@ class MessageOutputConfig(msgspec.Struct, gc=False):
 class CountTokensRequest(ExtensionFields, frozen=True, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`."""
 
-    model: str
+    model: str | None = None
     messages: list[MessageParam]
     system: str | list[MessageBlock] | None = None
     tools: list[MessageTool] | None = None

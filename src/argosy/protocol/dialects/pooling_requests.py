@@ -49,7 +49,7 @@ class CohereInput(msgspec.Struct, gc=False):
 class CohereEmbedRequest(SharedFields, frozen=True, kw_only=True):
     """Body of `POST /v2/embed`."""
 
-    model: str
+    model: str | None = None
     input_type: str | None = None
     texts: list[str] | None = None
     inputs: list[CohereInput] | None = None
@@ -63,7 +63,7 @@ class CohereEmbedRequest(SharedFields, frozen=True, kw_only=True):
 class CohereRerankRequest(SharedFields, frozen=True, kw_only=True):
     """Body of `POST /v2/rerank`."""
 
-    model: str
+    model: str | None = None
     query: str
     documents: list[Document]
     top_n: PositiveInt | None = None

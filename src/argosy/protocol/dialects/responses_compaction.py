@@ -24,7 +24,7 @@ _SUMMARY_PREFIX = "Summary of the conversation so far:\n"
 class CompactRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/responses/compact`."""
 
-    model: str
+    model: str | None = None
     input: str | list[JsonObject] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -56,7 +56,7 @@ class ResponsesReasoningConfig(msgspec.Struct, gc=False):
 class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`."""
 
-    model: str
+    model: str | None = None
     input: str | Annotated[list[JsonObject], Meta(max_length=MAX_INPUT_ITEMS)] | None = None
     instructions: str | None = None
     stream: bool | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from argosy.engine.execution.checkpoint_formats.gguf_config import read_gguf_config
@@ -17,11 +18,13 @@ from argosy.model_store import (
     MODULE_PATTERNS,
     REFERENCE_PREFIX,
     HubName,
+    check_no_pointers,
     download_model,
     group_gguf_models,
     hub_commit,
     is_gguf_only,
     is_url,
+    layout_patterns,
     open_model_store,
     pull_model,
 )
@@ -107,9 +110,12 @@ def _find_checkpoint(folder: Path) -> Path:
     Raises:
         ValueError: The directory holds no model that can be served.
     """
-    if (folder / CONFIG_FILE).is_file() and not is_gguf_only(
-        file.name for file in folder.iterdir()
-    ):
+    names = [file.name for file in folder.iterdir() if file.is_file()]
+    if CONFIG_FILE in names and not is_gguf_only(names):
+        patterns = layout_patterns(names)
+        check_no_pointers(
+            folder / name for name in names if any(fnmatchcase(name, each) for each in patterns)
+        )
         return folder
     if (folder / ADAPTER_FILE).is_file():
         base = read_json(folder / ADAPTER_FILE).get("base_model_name_or_path")

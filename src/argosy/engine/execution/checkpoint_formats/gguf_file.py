@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.model_store import gguf_part_names
+from argosy.model_store import check_no_pointers, gguf_part_names
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -129,7 +129,7 @@ def gguf_parts(path: Path) -> list[Path]:
     """Return the files of a model, of which `path` is the only or any part.
 
     Raises:
-        ValueError: A part is missing.
+        ValueError: A part is missing, or is a pointer of Git LFS.
     """
     parts = [path.with_name(name) for name in gguf_part_names(path.name)]
     missing = [part.name for part in parts if part != path and not part.is_file()]
@@ -137,6 +137,7 @@ def gguf_parts(path: Path) -> list[Path]:
         raise ValueError(
             f"{path.parent} lacks {missing[0]}, a part of {path.name}; fetch all {len(parts)} parts"
         )
+    check_no_pointers(part for part in parts if part.is_file())
     return parts
 
 

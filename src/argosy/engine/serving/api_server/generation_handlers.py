@@ -189,7 +189,9 @@ class GenerationHandlers:
         body, unknown = parse_request_body(
             endpoint.request_type, raw, refuse_unknown=refuse_unknown
         )
-        self._replica.check_model(body.model)
+        name = self._replica.check_model(body.model)
+        if not body.model:
+            body = msgspec.structs.replace(body, model=name)
         return body, endpoint.prepare_request(model.processor, body, headers), unknown
 
     async def _generate(

@@ -121,8 +121,7 @@ class ReplicaPoolingHandlers:
         body, inputs, ignored = (
             read() if is_quick else await self._replica.preparation_threads.run(read)
         )
-        name = self._replica.model_names[0] if body.model is None else body.model
-        self._replica.check_model(name)
+        name = self._replica.check_model(body.model)
         if model.pooling is None or endpoint.tasks.isdisjoint(model.tasks):
             raise unsupported_task_error(name, exchange.path, model.tasks)
         report_ignored_fields(exchange, ignored)

@@ -233,8 +233,7 @@ class ReplicaApp:
 
         def run() -> tuple[bytes, tuple[str, ...]]:
             body, ignored = parse_request_body(body_type, raw, refuse_unknown=refuse_unknown)
-            if body.model is not None:
-                self._replica.check_model(body.model)
+            self._replica.check_model(body.model)
             return _encode(process(body)), ignored
 
         response, ignored = await self._replica.preparation_threads.run(run)

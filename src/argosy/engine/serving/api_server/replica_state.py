@@ -183,17 +183,19 @@ class ReplicaState:
             raise self.unavailable_error()
         return self._model
 
-    def check_model(self, name: str) -> None:
-        """Check that this replica serves the model `name`.
+    def check_model(self, name: str | None) -> str:
+        """Check that this replica serves the model `name`, and return it. A request without one is for its model.
 
         Raises:
             ApiError: 404 if it does not.
         """
+        name = name or self.model_names[0]
         if name not in self.model_names:
             message = (
                 f"The model {name[:200]!r} is not served here. Use {', '.join(self.model_names)}."
             )
             raise ApiError(404, "model_not_found", message, param="model")
+        return name
 
     def unavailable_error(self) -> ApiError:
         """Return the error for a request that the replica cannot accept in its current state."""

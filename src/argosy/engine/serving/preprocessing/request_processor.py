@@ -293,7 +293,7 @@ class RequestProcessor:
         return ResponseSpec(
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
-            model=body.model,
+            model=body.model or "",
             choices=[
                 self._create_choice(
                     index,
