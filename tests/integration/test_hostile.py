@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -158,6 +159,18 @@ async def test_hostile_grammar_is_refused_or_costs_its_own_request_only() -> Non
             assert response.status_code < 500, name
         assert (await neighbour).status_code == 200
         assert replica_server.replica.engine.state == "ready"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("option", [[], ["--upstreams"]], ids=["tenant", "upstreams"])
+async def test_benchmark_of_hostile_tenants_measures_every_bound(option: list[str]) -> None:
+    command = [sys.executable, "-m", "benchmarks.hostile_tenant", "--toy", *option]
+    benchmark = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await benchmark.communicate()
+    bounds, row = (json.loads(line) for line in output.splitlines())
+    assert bounds["bounds"].keys() <= row.keys() | {"core_mib"}
+    assert row["requests"] == 3
+    assert row["outcomes"]
 
 
 async def test_wrong_content_type_is_tolerated(replica_server: RunningReplica) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.checkpoints import SHAPES
 from benchmarks.gateway import DIRECT, medians, ratios
+from benchmarks.hostile_tenant import BOUNDS, count_ejections, find_exceeded
 from benchmarks.peers.worker import Request
 from benchmarks.report import Limits, comparison, markdown, rows
 from benchmarks.roofline import Demand
@@ -171,3 +172,19 @@ def test_ratio_is_to_the_best_rival_of_each_figure() -> None:
     assert ratio_by_figure["p99_ms"]["best_rival"] == "sglang-router"
     assert "errors" not in ratio_by_figure
     assert not list(ratios({"json": {name: proxies[name] for name in ("argosy", "nginx")}}))
+
+
+# --- hostile tenants -----------------------------------------------------------------------------
+
+
+def test_figures_over_their_bounds_are_exceeded() -> None:
+    assert not find_exceeded(BOUNDS)
+    assert find_exceeded(BOUNDS | {"failures": 1, "p99_ms": 3001}) == ["failures", "p99_ms"]
+
+
+def test_only_ejections_of_replicas_that_behave_well_count() -> None:
+    line = '{"event": "replica_status_changed", "replica": "%s", "status": "%s"}\n'
+    log = "".join(
+        line % each for each in (("own", "ejected"), ("own", "ready"), ("bad", "ejected"))
+    )
+    assert count_ejections(log + "argosy gateway is ready\n") == 1
