@@ -297,9 +297,24 @@ def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:
         raise _to_api_error(str(error)) from error
 
 
-def _to_api_error(problem: str) -> ApiError:
+def convert_field(field_type: type[T], value: object, path: str) -> T:
+    """Convert the decoded value of the field at `path`, whose type the other fields of its object decide.
+
+    Raises:
+        ApiError(400): The value does not fit.
+    """
+    _get_decoder(field_type)  # builds the type in one thread
+    try:
+        return msgspec.convert(value, type=field_type, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _to_api_error(str(error), path) from error
+
+
+def _to_api_error(problem: str, parent: str = "") -> ApiError:
     path_match = _ERROR_PATH.search(problem)
     path = path_match[1] if path_match else ""
+    if parent:
+        path = parent + ("." if path and not path.startswith("[") else "") + path
     if unknown := _UNKNOWN_FIELD.search(problem):
         name = _join_path(path, unknown[1])
         return invalid_request(f"Unknown parameter '{name}'. Remove it.", name, "unknown_parameter")

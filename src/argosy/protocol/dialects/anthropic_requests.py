@@ -1,7 +1,7 @@
 """Translation of requests of Anthropic's Messages API to chats.
 
-Facts are from the types of the SDK `anthropic` 2.12. Beta features that need a server of Anthropic are ignored and
-named in a response header.
+Facts are from the types of the SDK `anthropic` 2.12. Tools that the client runs become functions. What needs a server
+of Anthropic is ignored and named in a response header, whatever its shape.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 
 from argosy.protocol.dialects.anthropic_output import UNSUPPORTED_THREAD, AnthropicOutput
+from argosy.protocol.dialects.anthropic_tools import describe_client_tool
 from argosy.protocol.dialects.chat_request import (
     DEFAULT_EFFORT,
     ExtensionFields,
     MessageList,
     TranslatedRequest,
+    decode_text_file,
     drop_unset,
     function_call,
     function_tool,
@@ -23,7 +25,7 @@ from argosy.protocol.dialects.chat_request import (
     json_schema_format,
 )
 from argosy.protocol.errors import invalid_request
-from argosy.protocol.parsing import parse_request_body
+from argosy.protocol.parsing import convert_field, parse_request_body
 
 BILLING_HEADER_PREFIX = "x-anthropic-billing-header:"
 """Start of a line that Claude Code puts in front of its system prompt. It differs in each request, so with it no
@@ -44,17 +46,21 @@ class MessageSource(msgspec.Struct, gc=False):
 
 
 class MessageBlock(msgspec.Struct, gc=False):
-    """Content block. The fields depend on its type."""
+    """Content block. The fields depend on its type.
+
+    `source` and `content` are converted when the type is known. In results of tools that Anthropic's servers ran, they
+    have shapes of their own.
+    """
 
     type: str
     text: str | None = None
-    source: MessageSource | None = None
+    source: Any = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[MessageBlock] | None = None
+    content: Any = None
     is_error: bool | None = None
     title: str | None = None
 
@@ -67,7 +73,7 @@ class MessageParam(msgspec.Struct, gc=False):
 
 
 class MessageTool(msgspec.Struct, gc=False):
-    """Tool. Those with another type than `custom` run on Anthropic's servers or clients."""
+    """Tool. Another type than `custom` implies the schema, or a tool that Anthropic's servers run."""
 
     name: str | None = None
     type: str | None = None
@@ -244,11 +250,14 @@ class _Translator:
         """
         tools = []
         for index, tool in enumerate(self._request.tools or ()):
-            if tool.type not in {None, "custom"} or not tool.name:
+            if tool.type in {None, "custom"}:
+                described = tool.description, tool.input_schema or {"type": "object"}
+            else:
+                described = describe_client_tool(tool.type)
+            if described is None or not tool.name:
                 self.ignored.append(f"tools[{index}]")
             else:
-                schema = tool.input_schema or {"type": "object"}
-                tools.append(function_tool(tool.name, tool.description, schema, strict=tool.strict))
+                tools.append(function_tool(tool.name, *described, strict=tool.strict))
         choice = self._request.tool_choice
         if choice is None:
             return {"tools": tools or None}
@@ -305,7 +314,7 @@ class _Translator:
             if isinstance(content, str)
             else [
                 part
-                for index, inner in enumerate(content or ())
+                for index, inner in enumerate(_inner_blocks(block, path))
                 for part in self._content_parts(inner, f"{path}.content[{index}]")
             ]
         )
@@ -317,18 +326,20 @@ class _Translator:
 
     def _content_parts(self, block: MessageBlock, path: str) -> list[dict[str, Any]]:
         """Translate a block of a user's message. Blocks without effect are noted and give no part."""
-        source = block.source
         match block.type:
             case "text":
                 return [{"type": "text", "text": block.text or ""}]
-            case "image" if source is not None:
+            case "image" if block.source is not None:
+                source = convert_field(MessageSource, block.source, f"{path}.source")
                 return [image_part(_image_url(source, path))]
-            case "document" if source is not None:
+            case "document" if block.source is not None:
+                source = convert_field(MessageSource, block.source, f"{path}.source")
                 return [{"type": "text", "text": self._document_text(block, source, path)}]
             case "search_result":
-                inner = block.content if isinstance(block.content, list) else []
-                texts = [block.title or "", *self._texts(inner, f"{path}.content")]
-                return [{"type": "text", "text": "\n".join(filter(None, texts))}]
+                link = convert_field(str, block.source or "", f"{path}.source")
+                texts = self._texts(_inner_blocks(block, path), f"{path}.content")
+                joined = "\n".join(filter(None, (block.title, link, *texts)))
+                return [{"type": "text", "text": joined}]
             case _:
                 self.ignored.append(path)
                 return []
@@ -337,6 +348,9 @@ class _Translator:
         match source.type, source.content:
             case "text", _:
                 text = source.data or ""
+            case "base64", _ if source.media_type:
+                data = f"data:{source.media_type};base64,{source.data or ''}"
+                text = decode_text_file(data, f"{path}.source")
             case "content", str(content):
                 text = content
             case "content", list(blocks):
@@ -365,6 +379,15 @@ class _Translator:
                     pass  # other servers' thinking, which only they can read
                 case _:
                     self.ignored.append(f"{path}[{index}]")
+
+
+def _inner_blocks(block: MessageBlock, path: str) -> list[MessageBlock]:
+    """Return the blocks within a block.
+
+    Raises:
+        ApiError: 400 if its content is malformed.
+    """
+    return convert_field(list[MessageBlock], block.content or [], f"{path}.content")
 
 
 def _join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

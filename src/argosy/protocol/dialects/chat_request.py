@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64decode
 from collections.abc import Callable
+from mimetypes import guess_type
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from argosy.protocol.dialects.dialect_output import DialectOutput
+from argosy.protocol.errors import invalid_request
 
 OutputT_co = TypeVar("OutputT_co", bound=DialectOutput, covariant=True)
 
 DEFAULT_EFFORT = "medium"
 """Reasoning effort of a request that enables reasoning without an effort."""
+_DATA_URL = re.compile(r"data:([^;,]{1,100})(?:;[^;,]{1,100})*;base64,", re.IGNORECASE)
+_TEXT_MEDIA_TYPE = re.compile(
+    r"text/.+|application/(?:json|jsonl|x-ndjson|xml|toml|x?-?yaml|javascript|x-sh|sql|.+\+(?:json|xml))"
+)
+"""Media types of files that are read as text."""
 
 
 class SharedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +157,32 @@ def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
     """Build an image part of a chat's message."""
     image = {"url": url} if detail is None else {"url": url, "detail": detail}
     return {"type": "image_url", "image_url": image}
+
+
+def decode_text_file(data: str, param: str, name: str = "") -> str:
+    """Return the text of a file that a request contains.
+
+    Any caller may send it. It has at most the bytes of the request's body.
+
+    Args:
+        data: Data URL, or base64 of a file whose `name` says that it is a text.
+        param: Path of the file in the request.
+        name: Name of the file.
+
+    Raises:
+        ApiError: 400 if the file is no text in UTF-8.
+    """
+    media_type, encoded = guess_type(name)[0] or "", data
+    if match := _DATA_URL.match(data):
+        media_type, encoded = match[1].lower(), data[match.end() :]
+    is_text = _TEXT_MEDIA_TYPE.fullmatch(media_type) is not None
+    try:
+        if is_text:
+            return b64decode(encoded, validate=True).decode("utf-8-sig")
+    except ValueError:
+        is_text = False
+    message = f"'{param}' is no text file. Send a text in UTF-8 as data:text/plain;base64,..."
+    raise invalid_request(message, param, "unsupported_parameter")
 
 
 def drop_unset(fields: dict[str, Any]) -> dict[str, Any]:

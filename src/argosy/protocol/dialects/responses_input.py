@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from argosy.protocol.dialects.chat_request import MessageList, function_call, image_part
+from argosy.protocol.dialects.chat_request import (
+    MessageList,
+    decode_text_file,
+    function_call,
+    image_part,
+)
 from argosy.protocol.dialects.responses_tools import join_name
 from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
@@ -210,9 +215,13 @@ class InputTranslator:
                 parts.append({"type": "text", "text": _text(part.get("refusal"))})
             elif kind == "input_image" and isinstance(part.get("image_url"), str):
                 parts.append(image_part(part["image_url"], part.get("detail")))
+            elif kind == "input_file" and isinstance(part.get("file_data"), str):
+                name = _text(part.get("filename"))
+                text = decode_text_file(part["file_data"], f"{path}[{index}].file_data", name)
+                parts.append({"type": "text", "text": f"{name}\n{text}" if name else text})
             elif kind in {"input_image", "input_file", "input_audio"}:
                 part_path = f"{path}[{index}]"
-                message = f"'{part_path}' is a stored file or audio. Send text, or an image by URL."
+                message = f"'{part_path}' is a stored file or audio. Send text or a text file, or an image by URL."
                 raise invalid_request(message, part_path, "unsupported_parameter")
             else:
                 self.ignored.append(f"{path}[{index}]")

@@ -12,6 +12,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from tests.support.case_tables import read_cases
 
+from argosy.constraints import read_tools
 from argosy.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -248,14 +249,41 @@ def test_system_prompt_of_billing_header_only_is_left_out() -> None:
 
 
 def test_what_has_no_effect_is_named() -> None:
-    _, ignored = translate(
+    results = [{"type": "any_tool_result", "content": value, "source": value} for value in VALUES]
+    body, ignored = translate(
         "anthropic",
         context_management={},
         mcp_servers=[],
         tools=[TOOL, {"type": "web_search_20260209", "name": "web_search"}],
-        messages=[{"role": "user", "content": [text("a"), {"type": "container_upload"}]}],
+        messages=[
+            {"role": "user", "content": [text("a"), {"type": "container_upload"}]},
+            {"role": "assistant", "content": [*results, text("b")]},
+            USER,
+        ],
     )
-    assert ignored == ("context_management", "mcp_servers", "messages[0].content[1]", "tools[1]")
+    assert [message["content"] for message in body["messages"]] == ["a", "b", "Hi"]
+    places = [f"messages[1].content[{index}]" for index in range(len(VALUES))]
+    assert ignored == (
+        *("context_management", "mcp_servers", "messages[0].content[1]"),
+        *(*places, "tools[1]"),
+    )
+
+
+def test_tools_that_anthropics_clients_run_are_functions() -> None:
+    kinds = {
+        "bash_20250124": "bash",
+        "text_editor_20250124": "str_replace_editor",
+        "text_editor_20250728": "str_replace_based_edit_tool",
+        "memory_20250818": "memory",
+    }
+    tools = [{"type": kind, "name": name, "max_characters": 9} for kind, name in kinds.items()]
+    body, ignored = translate("anthropic", tools=tools, tool_choice={"type": "any"})
+    assert not ignored
+    tools = read_tools(body).tools  # as replicas read them
+    assert [tool.name for tool in tools] == list(kinds.values())
+    texts = [set(tool.parameter_types) & {"command", "new_str", "insert_text"} for tool in tools]
+    edited = {"command", "new_str"}
+    assert texts == [{"command"}, edited, edited | {"insert_text"}, edited | {"insert_text"}]
 
 
 def test_count_tokens_is_a_tokenize_request() -> None:
