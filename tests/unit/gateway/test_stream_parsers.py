@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from argosy.deployment import BackendKind
@@ -130,6 +130,83 @@ def test_delta_with_any_content_counts_as_token(delta: dict[str, object]) -> Non
     chunk = format_chunk(choices=[{"index": 0, "delta": delta, "finish_reason": None}])
     assert make_parser(delivered).feed(chunk) == chunk
     assert delivered.output_tokens == 1
+
+
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["f", "g"]), st.dictionaries(st.sampled_from("ab"), st.integers())),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(
+    CALLS,
+    st.sampled_from(["right", "none", "null", "from 5", "all 0"]),
+    st.sampled_from(["once", "repeated", "invented", "none"]),
+    *([st.booleans()] * 3),
+)
+def test_calls_of_any_server_reach_clients_in_one_shape(
+    calls: list[tuple[str, dict[str, int]]],
+    index: str,
+    call_id: str,
+    repeats_name: bool,
+    is_whole: bool,
+    is_stopped: bool,
+) -> None:
+    """Deltas may lack what another server sends, as long as it is clear to which call they belong."""
+    shows_call = index in {"right", "from 5"} or call_id == "repeated"
+    assume(shows_call or (not repeats_name and (index != "all 0" or call_id != "none")) or is_whole)
+    assume(not (is_whole and index == "all 0" and call_id == "none"))
+    assume(call_id != "invented" or not repeats_name or is_whole)
+    deltas = []
+    for number, (name, arguments) in enumerate(calls):
+        text = json.dumps(arguments)
+        pieces: list[Any] = [arguments] if is_whole else [text[:1], text[1:]]
+        for part, piece in enumerate(pieces):
+            function = {"arguments": piece} | ({"name": name} if not part or repeats_name else {})
+            delta: dict[str, Any] = {"function": function}
+            if index != "none":
+                known = {"right": number, "null": None, "from 5": number + 5, "all 0": 0}
+                delta["index"] = known[index]
+            if call_id == "invented" or (call_id != "none" and (not part or call_id == "repeated")):
+                delta["id"] = f"t{number}" + f".{part}" * (call_id == "invented")
+            deltas.append(delta)
+    reason = "stop" if is_stopped else "tool_calls"
+    delivered = DeliveredOutput()
+    parser, events = make_parser(delivered), EventParser()
+    sent = b""
+    for delta in deltas:
+        sent += parser.feed(format_chunk(choices=[{"index": 0, "delta": {"tool_calls": [delta]}}]))
+    sent += parser.feed(format_chunk(choices=[{"index": 0, "delta": {}, "finish_reason": reason}]))
+    choices = [json.loads(data)["choices"][0] for data in events.feed(sent)]
+    assert choices[-1]["finish_reason"] == delivered.finish_reasons[0] == "tool_calls"
+    received: dict[int, dict[str, str]] = {}
+    for choice in choices[:-1]:
+        (delta,) = choice["delta"]["tool_calls"]
+        call = received.setdefault(delta["index"], {"id": "", "type": "", "name": ""})
+        for name in ("id", "type"):  # as clients add them up
+            call[name] += delta.get(name) or ""
+        call["name"] += delta["function"].get("name", "")
+        call["arguments"] = call.get("arguments", "") + delta["function"]["arguments"]
+    assert list(received) == list(range(len(calls)))
+    assert [(c["name"], json.loads(c["arguments"])) for c in received.values()] == calls
+    assert {call["type"] for call in received.values()} == {"function"}
+    ids = [call["id"] for call in received.values()]
+    assert len(set(ids)) == len(calls)
+    assert call_id == "none" or [each[:2] for each in ids] == [f"t{n}" for n in range(len(calls))]
+
+
+def test_whole_response_with_calls_ends_for_them() -> None:
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in "fg"]
+    choice = {"message": {"tool_calls": calls}, "finish_reason": "stop"}
+    body = json.dumps({"choices": [choice], "usage": {"completion_tokens": 3}}).encode()
+    response = check_buffered_response(200, body, b"", get_adapter("openai"), has_started=False)
+    (received,) = json.loads(response.body)["choices"]
+    assert response.parsed.choices is not None
+    assert {received["finish_reason"], response.parsed.choices[0].finish_reason} == {"tool_calls"}
+    functions = [call["function"] for call in received["message"]["tool_calls"]]
+    assert functions == [{"name": name, "arguments": '{"a":1}'} for name in "fg"]
+    assert len({call["id"] for call in received["message"]["tool_calls"]}) == 2
 
 
 def test_chunk_with_invalid_utf8_sets_no_response_identity() -> None:

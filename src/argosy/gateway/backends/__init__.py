@@ -32,6 +32,7 @@ from argosy.gateway.backends.request_builder import (
 from argosy.gateway.backends.response_body import (
     ResponseBody,
     is_json_object,
+    normalize_calls,
     parse_response_body,
 )
 from argosy.gateway.backends.stream_continuation import (

@@ -1,4 +1,4 @@
-"""Parser for streams that cannot be resumed: events pass unchanged and their tokens are counted."""
+"""Parser for streams that cannot be resumed: events pass with their calls normalized, and their tokens are counted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from argosy.gateway.backends.stream_events import (
     split_events,
 )
 from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
+from argosy.gateway.backends.tool_calls import ToolCallNormalizer
 from argosy.gateway.backends.usage import (
     ChoiceUsageSum,
     MessageDelta,
@@ -22,7 +23,7 @@ from argosy.gateway.backends.usage import (
     estimate_tokens,
 )
 from argosy.gateway.request_fields import MAX_CHOICES
-from argosy.protocol import EVENT_END, SSE_DONE, EventSplitter, event_data
+from argosy.protocol import EVENT_END, SSE_DONE, EventSplitter, event_data, format_event
 
 
 class ResponseIdentity(msgspec.Struct):
@@ -83,6 +84,7 @@ class PassthroughParser(StreamParser):
         """Choices that have content."""
         self._decode = msgspec.json.Decoder(_StreamChunk).decode
         self._splitter = EventSplitter()
+        self._calls = ToolCallNormalizer()
         self._first_data = b""
         self.is_committed = False
         """Whether the client received an event with data, so that no other replica can give the response."""
@@ -101,8 +103,8 @@ class PassthroughParser(StreamParser):
         """Count the events that `body` completes and return those that the client receives."""
         if self.is_done or self.failure:
             return b""
-        events = split_events(self._splitter, body)
-        kept = [event for event in events if self._process_event(event)]
+        events = map(self._process_event, split_events(self._splitter, body))
+        kept = [event for event in events if event is not None]
         self.is_committed = self.is_committed or any(
             event_data(event) is not None for event in kept
         )
@@ -112,37 +114,48 @@ class PassthroughParser(StreamParser):
         """Return the `[DONE]` event."""
         return SSE_DONE
 
-    def _process_event(self, event: bytes) -> bool:
-        """Count an event and return whether the client receives it."""
+    def _process_event(self, event: bytes) -> bytes | None:
+        """Count an event and return what the client receives of it; None for nothing."""
         if self.is_done or self.failure:
-            return False
+            return None
         data = event_data(event)
         if data == DONE_DATA:
             self.is_done = True
             self._record_usage(None if self._choice_usages is None else self._choice_usages.total())
-            return False
+            return None
         if data is None:
-            return True
+            return event
         try:
             chunk = self._decode(data)
         except (msgspec.DecodeError, RecursionError):
-            return True  # not an OpenAI chunk, but the client may understand it
+            return event  # not an OpenAI chunk, but the client may understand it
         if chunk.error is not None or chunk.object == "error":
             error = msgspec.json.decode(data)
             self.failure, self.failure_status = (
                 describe_error_chunk(error),
                 error_chunk_status(error),
             )
-            return False
-        if len(chunk.choices or ()) > MAX_CHOICES:
+            return None
+        choices = chunk.choices or ()
+        if len(choices) > MAX_CHOICES:
             self.failure = f"an event of the replica's stream has more than {MAX_CHOICES} choices"
-            return False
-        if any(choice.finish_reason in INCOMPLETE_FINISH_REASONS for choice in chunk.choices or ()):
-            self.failure = "the replica ended the response early"
-            return False
+            return None
+        for choice in choices:
+            if choice.finish_reason in INCOMPLETE_FINISH_REASONS:
+                self.failure = "the replica ended the response early"
+                return None
+            if self._calls.has_calls or (choice.delta is not None and choice.delta.has_calls):
+                normalized = self._calls.normalize(data)
+                if normalized is not data:
+                    event, chunk = (
+                        format_event(normalized)[: -len(EVENT_END)],
+                        self._decode(normalized),
+                    )
+                break
         self._first_data = self._first_data or data
         self._record_chunk(chunk)
-        return bool(chunk.choices) or chunk.usage is None or self._include_usage
+        is_kept = chunk.choices or chunk.usage is None or self._include_usage
+        return event if is_kept else None
 
     def _record_chunk(self, chunk: _StreamChunk) -> None:
         delivered, usage = self._delivered, chunk.usage

@@ -10,6 +10,7 @@ import msgspec
 from argosy.gateway.backends.backend_adapter import INCOMPLETE_FINISH_REASONS, BackendAdapter
 from argosy.gateway.backends.stream_events import MALFORMED_EVENT_ERRORS, error_chunk_status
 from argosy.gateway.backends.stream_parser import DeliveredOutput
+from argosy.gateway.backends.tool_calls import ToolCallNormalizer
 from argosy.gateway.backends.usage import MessageDelta, ReportedUsage
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, MAX_CHOICES, RequestFields
 
@@ -35,6 +36,14 @@ class ResponseChoice(msgspec.Struct):
             if value
         )
         return size // BYTES_PER_TOKEN or 1
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message has tool calls."""
+        message = self.message
+        return isinstance(message, dict) and bool(
+            message.get("tool_calls") or message.get("function_call")
+        )
 
 
 class ResponseBody(msgspec.Struct):
@@ -101,6 +110,18 @@ def parse_response_body(content: bytes) -> ResponseBody:
         return _decode(content)
     except MALFORMED_EVENT_ERRORS:
         return ResponseBody()
+
+
+def normalize_calls(content: bytes, parsed: ResponseBody) -> tuple[bytes, ResponseBody]:
+    """Return a response in one piece and its fields, with its tool calls as clients need them."""
+    if not any(choice.has_calls for choice in parsed.choices or ()):
+        return content, parsed
+    normalized = ToolCallNormalizer().normalize(content)
+    return (
+        (content, parsed)
+        if normalized is content
+        else (normalized, parse_response_body(normalized))
+    )
 
 
 def is_json_object(content: bytes) -> bool:

@@ -169,6 +169,11 @@ class MessageDelta(msgspec.Struct):
     audio: Any = None
 
     @property
+    def has_calls(self) -> bool:
+        """Whether the delta has tool calls, or a part of them."""
+        return bool(self.tool_calls or self.function_call)
+
+    @property
     def has_content(self) -> bool:
         """Whether the delta carries more than a role."""
         more = self.reasoning or self.reasoning_content or self.refusal or self.tool_calls

@@ -20,6 +20,7 @@ from argosy.gateway.backends import (
     derive_cache_salt,
     infer_status,
     is_json_object,
+    normalize_calls,
     parse_error_message,
     parse_response_body,
 )
@@ -187,6 +188,7 @@ def check_buffered_response(
         status = parsed.find_status() if status == 200 else status
         if classify_status(status) is not AttemptOutcome.SUCCESS:
             raise UpstreamError("the replica ended the response early")
+        body, parsed = normalize_calls(body, parsed)
     return BufferedResponse(status, body, content_type, parsed)
 
 

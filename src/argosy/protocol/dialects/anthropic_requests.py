@@ -25,6 +25,7 @@ from argosy.protocol.dialects.chat_request import (
     json_schema_format,
 )
 from argosy.protocol.errors import invalid_request
+from argosy.protocol.openai_requests import JsonObject
 from argosy.protocol.parsing import convert_field, parse_request_body
 
 BILLING_HEADER_PREFIX = "x-anthropic-billing-header:"
@@ -250,10 +251,7 @@ class _Translator:
         """
         tools = []
         for index, tool in enumerate(self._request.tools or ()):
-            if tool.type in {None, "custom"}:
-                described = tool.description, tool.input_schema or {"type": "object"}
-            else:
-                described = describe_client_tool(tool.type)
+            described = _describe_tool(tool)
             if described is None or not tool.name:
                 self.ignored.append(f"tools[{index}]")
             else:
@@ -388,6 +386,13 @@ def _inner_blocks(block: MessageBlock, path: str) -> list[MessageBlock]:
         ApiError: 400 if its content is malformed.
     """
     return convert_field(list[MessageBlock], block.content or [], f"{path}.content")
+
+
+def _describe_tool(tool: MessageTool) -> tuple[str | None, JsonObject] | None:
+    """Return description and schema of a tool; None for a tool that Anthropic's servers run."""
+    if tool.type is None or tool.type == "custom":
+        return tool.description, tool.input_schema or {"type": "object"}
+    return describe_client_tool(tool.type)
 
 
 def _join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -249,7 +249,9 @@ def test_system_prompt_of_billing_header_only_is_left_out() -> None:
 
 
 def test_what_has_no_effect_is_named() -> None:
-    results = [{"type": "any_tool_result", "content": value, "source": value} for value in VALUES]
+    results: list[Json] = [
+        {"type": "any_tool_result", "content": value, "source": value} for value in VALUES
+    ]
     body, ignored = translate(
         "anthropic",
         context_management={},
@@ -279,9 +281,9 @@ def test_tools_that_anthropics_clients_run_are_functions() -> None:
     tools = [{"type": kind, "name": name, "max_characters": 9} for kind, name in kinds.items()]
     body, ignored = translate("anthropic", tools=tools, tool_choice={"type": "any"})
     assert not ignored
-    tools = read_tools(body).tools  # as replicas read them
-    assert [tool.name for tool in tools] == list(kinds.values())
-    texts = [set(tool.parameter_types) & {"command", "new_str", "insert_text"} for tool in tools]
+    read = read_tools(body).tools  # as replicas read them
+    assert [tool.name for tool in read] == list(kinds.values())
+    texts = [set(tool.parameter_types) & {"command", "new_str", "insert_text"} for tool in read]
     edited = {"command", "new_str"}
     assert texts == [{"command"}, edited, edited | {"insert_text"}, edited | {"insert_text"}]
 
