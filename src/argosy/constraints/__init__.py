@@ -17,7 +17,7 @@ from argosy.constraints.output_constraint import (
 )
 from argosy.constraints.request_constraint import read_constraint
 from argosy.constraints.schema_compiler import schema_grammar
-from argosy.constraints.schema_vocabulary import json_type, schema_types
+from argosy.constraints.schema_vocabulary import json_type, resolve_local, schema_types
 from argosy.constraints.tools import (
     CUSTOM_INPUT,
     TOOL_FIELDS,

@@ -190,15 +190,14 @@ def _iter_types(schema: object, root: Mapping[str, Any], depth: int) -> Iterator
             for alternative in schema.get(keyword) or ():
                 yield from _iter_types(alternative, root, depth - 1)
         if isinstance(schema.get("$ref"), str):
-            yield from _iter_types(_resolve(schema["$ref"], root), root, depth - 1)
+            yield from _iter_types(resolve_local(schema["$ref"], root), root, depth - 1)
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    """Return the part of `root` to which a local reference points, or None."""
-    if not reference.startswith("#"):
+def resolve_local(reference: object, root: Mapping[str, Any]) -> object:
+    """Return the part of `root` to which a reference within it points, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    node: object = root
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        node = node.get(key) if isinstance(node, dict) else None
-    return node
+    try:
+        return resolve_pointer(root, reference[1:])
+    except LookupError:
+        return None

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 from canitoolcall.fixtures import Fixture
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.call_renderer import render_calls, split_markers
 from tests.support.grammar_matcher import GrammarMatcher
 from tests.support.tool_call_fixtures import (
@@ -256,6 +260,99 @@ def test_a_strict_tool_that_cannot_be_enforced_is_refused(name: str) -> None:
             matcher, output_format, tools=[Tool(name="tag", parameters=parameters, strict=True)]
         )
     assert raised.value.status == 400
+
+
+def by_reference(schema: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a reference to a schema, which stands beside it until it is a definition of the tool."""
+    return {"$ref": f"#/$defs/d{number}", "description": "A unit.", "target": schema}
+
+
+WRAPPERS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
+    "reference": by_reference,
+    "allOf": lambda schema, _: {"allOf": [schema], "default": "a"},
+    "optional": lambda schema, _: {"anyOf": [schema, {"type": "null"}]},
+    "or a number": lambda schema, _: {"anyOf": [{"type": "integer"}, schema]},
+}
+CHOICES: list[dict[str, Any]] = [
+    {"type": "string", "enum": ["a", "b c"]},
+    {"enum": ["a", "b c"]},
+    {"anyOf": [{"const": "a"}, {"const": "b c", "type": "string"}]},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3-xml", "glm45", "deepseek-v32", "kimi-k3", "gemma4"])
+@settings(max_examples=8)
+@given(
+    schema=st.sampled_from(CHOICES),
+    wrappers=st.lists(st.sampled_from(list(WRAPPERS)), unique=True),
+    strict=st.booleans(),
+)
+def test_choice_holds_however_its_schema_is_written(
+    name: str, schema: dict[str, Any], wrappers: list[str], *, strict: bool
+) -> None:
+    """Where arguments are plain text, references and unions hold as in JSON, with `strict` and without."""
+    definitions: dict[str, Any] = {}
+    for number, wrapper in enumerate(wrappers):
+        schema = WRAPPERS[wrapper](schema, number)
+        if "target" in schema:
+            definitions[f"d{number}"] = schema.pop("target")
+    parameters = {
+        "type": "object",
+        "properties": {"unit": schema},
+        "required": ["unit"],
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+    tool = Tool(name="weather", parameters=parameters, strict=strict)
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    request = ToolRequest(tools=(tool,), choice=ToolChoice(mode="required"))
+    grammar = build_output_grammar(output_format, request, None, matcher.marker_id)
+    assert not grammar.relaxations
+    extra = {"optional": None, "or a number": 7}
+    allowed = ["a", "b c", *(extra[wrapper] for wrapper in wrappers if wrapper in extra)]
+    for value in [*extra.values(), "a", "b c", "c", "ab"]:
+        pieces = render_calls(output_format, [("weather", {"unit": value})])
+        assert matcher.accepts(grammar.text, pieces) == (value in allowed), value
+        if value in allowed:
+            parser = OutputParser(output_format, [tool], in_reasoning=False)
+            events = [*parser.feed(pieces), *parser.finish()]
+            arguments = to_result(events).tool_calls[0].arguments_raw or ""
+            assert json.loads(arguments) == {"unit": value}
+
+
+@pytest.mark.parametrize("name", ["qwen3-xml", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "pattern": "^a$"}, "pattern"),
+        ({"anyOf": [{"type": "string", "pattern": "^a$"}, {"type": "null"}]}, "pattern"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 2}]}, "minimum"),
+        ({"$ref": "#/$defs/loop"}, "$ref"),
+        ({"$ref": "#/$defs/missing"}, "$ref"),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, "oneOf"),
+        ({"allOf": [{"type": "string"}, {"enum": ["a"]}]}, "allOf"),
+        ({"type": "string", "anyOf": [{"type": "integer"}]}, "anyOf"),
+    ],
+)
+def test_what_does_not_hold_in_plain_text_is_named_or_refused(
+    name: str, schema: dict[str, Any], keyword: str
+) -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]}
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"loop": loop}}
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+
+    def relaxed(*, strict: bool) -> set[str]:
+        tool = Tool(name="f", parameters=parameters, strict=strict)
+        request = ToolRequest(tools=(tool,), choice=ToolChoice(mode="required"))
+        grammar = build_output_grammar(output_format, request, None, matcher.marker_id)
+        constraints.check_grammar(grammar.text, "tools")
+        return {item.keyword for _, item in grammar.relaxations}
+
+    assert relaxed(strict=False) == {keyword}
+    with pytest.raises(ApiError, match=re.escape(f"'{keyword}'")):
+        relaxed(strict=True)
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from argosy.constraints import Tool
 from argosy.engine.serving.output_parsing.argument_schema import (
     Parameter,
     SchemaGrammars,
+    find_pattern,
     split_parameters,
 )
 from argosy.engine.serving.output_parsing.grammar_writer import (
@@ -233,7 +234,9 @@ class _TaggedCalls:
     def _call_of(self, tool: Tool, param: str) -> str:
         """Return an expression for a call of one tool, behind the text that opens every call."""
         writer, syntax, space = self._writer, self._syntax, self._space
-        parameters, is_open = split_parameters(tool, param)
+        parameters, is_open = split_parameters(
+            writer, tool, param, has_types=bool(syntax.type_attribute)
+        )
         elements = []
         for parameter in parameters:
             element = self._element(parameter, tool, f"{param}.properties.{parameter.name}")
@@ -264,16 +267,23 @@ class _TaggedCalls:
         others = sorted(types - {"string"})
         choices = []
         if not attribute:
+            # Where text may stand, other values are texts as well, or alternatives of their own (`_string`).
             kinds = [] if parameter.is_text else [others]
         elif attribute == "type":
             kinds = [[kind] for kind in (others if types else _JSON_KINDS)]
         else:
             kinds = [others] if others or not types else []
         if parameter.is_text:
-            choices.append(self._tag(parameter.name, "string") + self._string(parameter))
+            choices += [
+                self._tag(parameter.name, "string") + value
+                for value in self._strings(parameter, tool, param)
+            ]
         for allowed in kinds:
             tag = self._tag(parameter.name, allowed[0] if allowed else "value")
-            choices.append(tag + self._json(parameter, allowed, tool, param))
+            schema = parameter.schema
+            if allowed:
+                schema = schema | {"type": allowed[0] if len(allowed) == 1 else allowed}
+            choices.append(tag + self._json(schema, tool, param))
         return alternatives(choices)
 
     def _tag(self, key: str, kind: str, *, is_rule: bool = False) -> str:
@@ -303,13 +313,22 @@ class _TaggedCalls:
     def _value_close(self) -> str:
         return "\n" * self._syntax.has_line_breaks + self._syntax.value_close
 
-    def _string(self, parameter: Parameter) -> str:
-        """Return an expression for a value as plain text, and what closes it."""
-        texts = parameter.texts(has_types=bool(self._syntax.type_attribute))
-        if texts is None:
-            return self._text(parameter.pattern)
-        values = alternatives([quote(text) for text in texts if text] or ['""'])
-        return f"{values}{'?' * ('' in texts)} {self._writer.literal(self._value_close)}"
+    def _strings(self, parameter: Parameter, tool: Tool, param: str) -> Iterator[str]:
+        """Yield expressions for a value as plain text, and what closes it.
+
+        In formats without types, values of other types stand there too, as JSON.
+        """
+        has_types = bool(self._syntax.type_attribute)
+        texts, others = parameter.list_texts(has_types=has_types)
+        if texts or not others:
+            values = alternatives([quote(text) for text in texts if text] or ['""'])
+            yield f"{values}{'?' * ('' in texts)} {self._writer.literal(self._value_close)}"
+        free = [each for each in others if parameter.allows_text(each)]
+        for pattern in dict.fromkeys(map(find_pattern, free)):
+            yield self._text(pattern)
+        if not free:
+            for alternative in others:
+                yield self._json(alternative | parameter.definitions, tool, param)
 
     def _text(self, pattern: str = r"[\s\S]*") -> str:
         """Return an expression for plain text and what closes it, without tags at which a parser would end it."""
@@ -322,11 +341,8 @@ class _TaggedCalls:
             without = [rf"\n{key}", rf"\n{call}", rf"{value}\s*({key}|{call})"]
         return self._writer.text_until(self._value_close, pattern, without=without)
 
-    def _json(self, parameter: Parameter, kinds: list[str], tool: Tool, param: str) -> str:
-        """Return an expression for a value of one of the types as JSON, and what closes it."""
-        schema = dict(parameter.schema)
-        if kinds:
-            schema["type"] = kinds[0] if len(kinds) == 1 else kinds
+    def _json(self, schema: dict[str, Any], tool: Tool, param: str) -> str:
+        """Return an expression for a value as JSON, and what closes it."""
         reference = self._schemas.add(schema, strict=tool.strict, param=param)
         return f"{reference} {self._writer.literal(self._value_close)}"
 

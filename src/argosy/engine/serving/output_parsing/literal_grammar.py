@@ -7,17 +7,22 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from argosy.constraints import Tool, json_type, schema_types
-from argosy.engine.serving.output_parsing.argument_schema import require_keywords
+from argosy.engine.serving.output_parsing.argument_schema import (
+    ANNOTATIONS,
+    expand_alternatives,
+    limit_keywords,
+    list_values,
+)
 from argosy.engine.serving.output_parsing.grammar_writer import (
     GrammarWriter,
     alternatives,
     quote,
 )
 
-_MAX_DEPTH = 8
+_MAX_PLACE = 16
+"""Most parts of the place of a value whose schema is enforced: eight objects within each other."""
 _MAX_MEMBERS = 64
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$schema", "$id"})
-_KEYWORDS = _ANNOTATIONS | {
+_KEYWORDS = ANNOTATIONS | {
     "type",
     "enum",
     "const",
@@ -43,6 +48,8 @@ class LiteralValues(ABC):
 
     def __init__(self, writer: GrammarWriter) -> None:
         self.writer = writer
+        self._values: dict[tuple[int, int], str] = {}
+        """Expressions by the identity and the depth of their schema, since references may repeat a schema often."""
 
     @abstractmethod
     def string(self) -> str:
@@ -67,8 +74,9 @@ class LiteralValues(ABC):
             ApiError: 400 if the tool is strict, and its schema has a keyword that the language cannot enforce.
         """
         schema = tool.parameters
-        if tool.strict:
-            _require_keywords(schema, tool.schema_param)
+        self._values.clear()
+        keywords = _KEYWORDS | {"$defs", "definitions"}
+        limit_keywords(self.writer, tool, schema, keywords, "#", tool.schema_param)
         properties = schema.get("properties")
         if not isinstance(properties, dict):
             properties = {}
@@ -77,22 +85,59 @@ class LiteralValues(ABC):
             pair = f"{any_name} {self.assign} {self._any()}"
             return f'({pair} ("," " "? {pair})*)?'
         pairs = {
-            name: f"{quote(name)} {self.assign} {self.value(subschema, schema)}"
+            name: f"{quote(name)} {self.assign} {self.value(subschema, tool, ('properties', name))}"
             for name, subschema in properties.items()
         }
         return self._ordered(pairs, tool.required)
 
-    def value(self, schema: object, root: dict[str, Any], depth: int = 0) -> str:
-        """Return an expression for a value of a schema."""
-        if not isinstance(schema, dict) or depth >= _MAX_DEPTH:
+    def value(self, schema: object, tool: Tool, place: tuple[str, ...]) -> str:
+        """Return an expression for a value of a schema, which is a part of the tool's at `place`."""
+        if not isinstance(schema, dict):
             return self._any()
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and values:
-            return alternatives([self._fixed(value) for value in values])
-        types = sorted(schema_types(schema, root)) or list(_TYPES)
-        return alternatives([self._typed(kind, schema, root, depth) for kind in types])
+        key = (id(schema), len(place))
+        if key not in self._values:
+            choices = [
+                self._alternative(alternative, tool, place)
+                for alternative in expand_alternatives(schema, tool.parameters)
+            ]
+            self._values[key] = alternatives(list(dict.fromkeys(choices)))
+        return self._values[key]
 
-    def _typed(self, kind: str, schema: dict[str, Any], root: dict[str, Any], depth: int) -> str:
+    def _alternative(self, schema: dict[str, Any], tool: Tool, place: tuple[str, ...]) -> str:
+        is_deep = len(place) > _MAX_PLACE
+        limit_keywords(
+            *(self.writer, tool, schema, ANNOTATIONS if is_deep else _KEYWORDS),
+            "/".join(["#", *place]),
+            ".".join([tool.schema_param, *place]),
+        )
+        if is_deep:
+            return self._any()
+        values = list_values(schema)
+        if values:
+            return alternatives([self._fixed(value) for value in values])
+        types = sorted(schema_types(schema, tool.parameters)) or list(_TYPES)
+        return alternatives([self._typed(kind, schema, tool, place) for kind in types])
+
+    def _typed(self, kind: str, schema: dict[str, Any], tool: Tool, place: tuple[str, ...]) -> str:
+        match kind:
+            case "string" | "integer" | "number" | "boolean" | "null":
+                return self._scalar(kind)
+            case "array":
+                item = self.writer.rule(
+                    "item", self.value(schema.get("items"), tool, (*place, "items"))
+                )
+                return f'"[" ({item} ("," " "? {item})*)? "]"'
+            case "object" if isinstance(schema.get("properties"), dict):
+                properties = schema["properties"]
+                required = schema.get("required") or ()
+                pairs = {
+                    name: f"{self.key(name)} {self.value(subschema, tool, (*place, 'properties', name))}"
+                    for name, subschema in properties.items()
+                }
+                return f'"{{" {self._ordered(pairs, required)} "}}"'
+        return self._any_object()
+
+    def _scalar(self, kind: str) -> str:
         match kind:
             case "string":
                 return self.string()
@@ -102,20 +147,7 @@ class LiteralValues(ABC):
                 return self.writer.shared_rule("NUMBER", _NUMBER)
             case "boolean":
                 return f"({quote(self.constants['true'])} | {quote(self.constants['false'])})"
-            case "null":
-                return quote(self.constants["null"])
-            case "array":
-                item = self.writer.rule("item", self.value(schema.get("items"), root, depth + 1))
-                return f'"[" ({item} ("," " "? {item})*)? "]"'
-            case "object" if isinstance(schema.get("properties"), dict):
-                properties = schema["properties"]
-                required = schema.get("required") or ()
-                pairs = {
-                    name: f"{self.key(name)} {self.value(subschema, root, depth + 1)}"
-                    for name, subschema in properties.items()
-                }
-                return f'"{{" {self._ordered(pairs, required)} "}}"'
-        return self._any_object()
+        return quote(self.constants["null"])
 
     def _ordered(self, pairs: Mapping[str, str], required: Collection[str]) -> str:
         """Return an expression for pairs in the order of the schema or, if the language sorts, in sorted order."""
@@ -166,7 +198,8 @@ class LiteralValues(ABC):
             return name
         self.writer.shared_rule(name, "")
         members = self._any_object()
-        scalars = [self._typed(kind, {}, {}, 0) for kind in ("string", "number", "boolean", "null")]
+        kinds = ("string", "number", "boolean", "null")
+        scalars = [self._scalar(kind) for kind in kinds]
         array = f'"[" ({name} ("," " "? {name})*)? "]"'
         self.writer.replace_rule(name, " | ".join([*scalars, array, members]))
         return name
@@ -235,14 +268,3 @@ class MappingValues(LiteralValues):
     def any_key(self) -> str:
         """Return an expression for any key within an object."""
         return self.writer.shared_rule("KEY", r"/[A-Za-z_][A-Za-z0-9_ -]{0,63}:/")
-
-
-def _require_keywords(schema: object, param: str) -> None:
-    """Check all parts of a strict schema with `require_keywords`."""
-    if not isinstance(schema, dict):
-        return
-    require_keywords(schema, _KEYWORDS, param)
-    properties = schema.get("properties")
-    for key, value in (properties if isinstance(properties, dict) else {}).items():
-        _require_keywords(value, f"{param}.properties.{key}")
-    _require_keywords(schema.get("items"), f"{param}.items")

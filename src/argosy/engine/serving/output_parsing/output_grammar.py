@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from argosy.constraints import OutputConstraint, Relaxation, Tool, ToolChoiceMode, ToolRequest
 from argosy.engine.serving.output_parsing import harmony
-from argosy.engine.serving.output_parsing.argument_schema import unenforced_keywords
 from argosy.engine.serving.output_parsing.call_grammar import (
     CallGrammar,
     add_arguments,
@@ -18,7 +17,7 @@ from argosy.engine.serving.output_parsing.grammar_writer import (
     alternatives,
 )
 from argosy.engine.serving.output_parsing.harmony import HarmonySyntax
-from argosy.engine.serving.output_parsing.json_calls import JsonSyntax, NamedJsonSyntax
+from argosy.engine.serving.output_parsing.json_calls import JsonSyntax
 from argosy.engine.serving.output_parsing.output_format import AnswerFrame, OutputFormat
 from argosy.engine.serving.output_parsing.tagged_calls import TagSyntax
 
@@ -67,13 +66,6 @@ def build_output_grammar(
         )
     if grammar is None:
         return OutputGrammar(_answer_grammar(writer, output_format, answer))
-    if not isinstance(output_format.syntax, JsonSyntax | NamedJsonSyntax):
-        writer.relaxations += [
-            (tool.schema_param, item)
-            for tool in callable_tools
-            if not tool.strict
-            for item in unenforced_keywords(tool)
-        ]
     space = writer.shared_rule("SPACE", _LEADING_SPACE) + "?"
     thinking = _text_thinking(writer, output_format)
     if allows_text:
