@@ -146,6 +146,35 @@ async def test_output_of_inexact_model_is_not_resumed(
         assert tokens == expected_tokens(waiting, LENGTH)
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+async def test_core_above_its_memory_bound_is_replaced_without_losing_a_request(
+    start_client: StartClient, tmp_path: Path, *, is_exact: bool
+) -> None:
+    """The core first sheds memory twice. A model that is not exact finishes its requests before."""
+    if not is_exact:
+        (tmp_path / "inexact").touch()
+    async with start_client(stall_timeout_s=1.0) as client:
+        prompts = [prompt(Command.GATE, at=10 + i, salt=i) for i in range(8)]
+        streams = [client.generate(request(p, name=f"r{i}")) for i, p in enumerate(prompts)]
+        heads = await asyncio.gather(*(read_some(s, 10 + i) for i, s in enumerate(streams)))
+        first, leak = client.core_pid, prompt(Command.LEAK, at=5)
+        assert (await read(client.generate(request(leak))))[0] == expected_tokens(leak, LENGTH)
+        if not is_exact:
+            await until(lambda: client.state == "restarting")
+            with pytest.raises(ApiError, match="try again shortly"):
+                client.generate(request(prompt()))
+            assert client.core_pid == first
+            open_gate(tmp_path)
+        await until(lambda: client.restarts_total == 1 and client.state == "ready")
+        assert client.core_pid != first
+        assert (tmp_path / "shed").read_text() == "01"
+        open_gate(tmp_path)
+        tails = await asyncio.gather(*(read(stream) for stream in streams))
+        for tokens, head, (tail, last) in zip(prompts, heads, tails, strict=True):
+            assert head + tail == expected_tokens(tokens, LENGTH)
+            assert last.finish_reason == "length"
+
+
 async def test_sigkill_resumes_all_running_requests(
     start_client: StartClient, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 from argosy.engine.engine_request import EngineRequest
@@ -22,12 +23,14 @@ from argosy.engine.execution.kernels.cpu.resources import CpuTimes
 from argosy.engine.scheduling import StepPlan, StepResult
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
 from argosy.models import BUNDLED_MODEL
+from argosy.process import private_memory_bytes
 from argosy.protocol import SamplingParams, unpack_block_names
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 GRAMMARS = ["", "", *(f'{{"grammars": [{{"lark_grammar": "start: /[{c}-z]+/"}}]}}' for c in "abz~")]
 """Grammars, of which the last is invalid. The empty one stands for none."""
+HOSTILE_PATTERN = "((.*[a-m].{20})|(.*[g-q].{21})|(.*[h-z].{22}))"
 POISON_TOKEN = 3999
 """Token whose presence in a step makes it fail."""
 
@@ -304,6 +307,40 @@ def test_stored_blocks_are_reported_by_first_token_and_at_end(core: EngineCore) 
     assert prompt_blocks["a"].isdisjoint(prompt_blocks["b"])
     assert len(reported) == 2 * ((50 + 40 - 1) // 16)
     assert not core.scheduler.kv_cache.has_changes
+
+
+def test_memory_of_grammars_is_released_and_only_its_largest_cause_loses_requests(
+    core: EngineCore,
+) -> None:
+    """Each hostile grammar grows its lexer by megabytes within some tokens."""
+    params = [
+        msgspec.structs.replace(
+            GREEDY, max_tokens=6, grammar=LLMatcher.grammar_from_regex(f"{HOSTILE_PATTERN}q{n}")
+        )
+        for n in range(9)
+    ]
+    hostile = [create_request(f"x{n}", tenant="x", params=params[n]) for n in range(8)]
+    others = [create_request("y", tenant="y", params=params[8]), create_request("z", tenant="z")]
+    expected = run_requests(core, others)
+    core.shed_memory(end_requests=False)
+    before = private_memory_bytes()
+
+    outputs = {request.id: RequestOutput() for request in [*hostile, *others]}
+    sheds = itertools.chain([False, True], itertools.repeat(None))
+    for request in [*hostile, *others]:
+        core.add(request)
+    grown = 0
+    while core.has_work:
+        for delta in core.step().deltas:
+            outputs[delta.id].add(delta)
+        if len(outputs["x0"].tokens) >= 4 and (end_requests := next(sheds)) is not None:
+            grown = max(grown, private_memory_bytes() - before)
+            core.shed_memory(end_requests=end_requests)
+    core.shed_memory(end_requests=False)
+    kept = private_memory_bytes() - before
+    assert {outputs[r.id].error_code for r in hostile} == {"grammar_failed"}
+    assert [outputs[r.id].tokens for r in others] == [output.tokens for output in expected.values()]
+    assert kept < grown / 4, (kept, grown)
 
 
 @pytest.mark.parametrize("at_result", [False, True], ids=["launch", "result"])

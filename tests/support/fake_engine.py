@@ -76,6 +76,7 @@ class FakeEngine:
     pooling: PoolingInfo | None = None
     """Properties of a model that pools; None for one that generates."""
     load_progress: LoadProgress | None = None
+    memory_bytes = memory_bound_bytes = 0
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)

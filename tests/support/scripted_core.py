@@ -26,6 +26,7 @@ from argosy.engine.serving.core_messages import (
     EngineFinishReason,
     StepOutputs,
 )
+from argosy.process import private_memory_bytes
 from argosy.telemetry import CoreStats
 
 CORE = "tests.support.scripted_core:ScriptedCore"
@@ -48,6 +49,8 @@ class Command(enum.IntEnum):
     """`add` raises."""
     GATE = 6
     """Run empty steps until `open_gate` is called."""
+    LEAK = 7
+    """Keep 128 MiB, which no shedding releases. The bound is 64 MiB above the memory after the load."""
 
 
 def prompt(
@@ -114,6 +117,8 @@ class ScriptedCore:
         self._jobs: dict[str, ScriptedRequest] = {}
         self._aborted: list[str] = []
         self._step = 0
+        self._leaked: list[bytes] = []
+        self._memory_bound_bytes = private_memory_bytes() + (64 << 20)
 
     @property
     def info(self) -> CoreReady:
@@ -129,6 +134,7 @@ class ScriptedCore:
             backend=f"scripted {os.getpid()}",
             fingerprint=self._fingerprint,
             is_exact=not (self._directory / "inexact").exists(),
+            memory_bound_bytes=self._memory_bound_bytes,
         )
 
     @property
@@ -145,6 +151,10 @@ class ScriptedCore:
         self._aborted += [id_ for id_ in request_ids if self._jobs.pop(id_, None)]
         with (self._directory / "aborted").open("a") as file:
             file.write("x" * len(request_ids))
+
+    def shed_memory(self, *, end_requests: bool) -> None:
+        with (self._directory / "shed").open("a") as file:
+            file.write(f"{end_requests:d}")
 
     def step(self) -> StepOutputs:
         self._step += 1
@@ -209,6 +219,9 @@ class ScriptedCore:
                 os._exit(7)
             case Command.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
+            case Command.LEAK:
+                self._leaked.append(b"x" * (128 << 20))
+                return True
             case Command.HANG:
                 threading.Event().wait()
             case _:

@@ -46,7 +46,7 @@ BESIDE_THE_PATH = {
     "argosy.constraints.tools": {"Tool", "ToolChoice"},
     "argosy.engine.serving.core_messages": {
         *("AbortRequests", "CoreFailed", "CoreReady", "Heartbeat"),
-        *("KvChange", "LoadProgress", "Shutdown"),
+        *("KvChange", "LoadProgress", "ShedMemory", "Shutdown"),
     },
     "argosy.engine.serving.text.detokenizer": {"StopMatch"},
 }

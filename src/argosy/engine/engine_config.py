@@ -141,6 +141,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_kv_bytes: Annotated[
         int, option("Host memory for evicted KV blocks; by default none.", "Memory", ge=0)
     ] = 0
+    memory_headroom_bytes: Annotated[
+        int,
+        option(
+            "Memory that an engine process may take besides weights, KV caches and the tensors of a step, such as for"
+            " grammars. Beyond it, the process drops caches, ends the requests that cause most of it, and is replaced"
+            " at last, while its streams pause. 0 sets no bound.",
+            "Memory",
+            ge=0,
+        ),
+    ] = 2 << 30
     pack_cache_bytes: Annotated[
         int,
         option(

@@ -109,7 +109,8 @@ _MEANINGS = {
         "invalid_grammar": "A grammar, a regular expression, a list of choices or a structural tag does not compile.",
         "grammar_dead_end": "No token can continue the constrained output. The grammar is too complex, or"
         " `allowed_token_ids` and banned tokens exclude everything that it allows.",
-        "grammar_failed": "The engine could not compile the grammar of the request. Simplify it.",
+        "grammar_failed": "The engine could not compile the grammar of the request, or has no memory for it."
+        " Simplify it.",
         "context_length_exceeded": "The prompt and the requested output do not fit the model's context. Shorten the"
         " prompt, lower `max_tokens`, or set `truncate_prompt_tokens`.",
         "unsupported_task": "The model cannot do what the path asks for; the message has what it can do. `GET"

@@ -86,6 +86,7 @@ class ReplicaMetrics(Collector):
         }
         self._stats: CoreStats | None = None
         self._ready = False
+        self._memory_bytes = self._memory_bound_bytes = 0
         self._kv_layout: dict[LabelValues, float] = {}
         self._vllm_collector = VllmMetricsCollector(self)
 
@@ -227,8 +228,11 @@ class ReplicaMetrics(Collector):
 
     # --- exposition -----------------------------------------------------------------------------
 
-    def update_stats(self, stats: CoreStats, *, ready: bool) -> None:
-        """Update the metrics from the engine core's statistics; call it before `exposition`."""
+    def update_stats(
+        self, stats: CoreStats, *, ready: bool, memory_bytes: int = 0, memory_bound_bytes: int = 0
+    ) -> None:
+        """Update the metrics from the engine core's statistics and its memory; call it before `exposition`."""
+        self._memory_bytes, self._memory_bound_bytes = memory_bytes, memory_bound_bytes
         previous, self._stats, self._ready = self._stats, stats, ready
         for name, counter in self._core_counters.items():
             total = attrgetter(name.replace("_seconds", "_s") + "_total")
@@ -291,6 +295,16 @@ class ReplicaMetrics(Collector):
                 "schedule_duration_seconds",
                 "Time of the latest step spent on scheduling.",
                 stats.schedule_s,
+            ),
+            (
+                "engine_memory_bytes",
+                "Private memory of the engine process, without mapped weights.",
+                self._memory_bytes,
+            ),
+            (
+                "engine_memory_bound_bytes",
+                "Memory above which the engine process sheds and is replaced. 0 means no bound.",
+                self._memory_bound_bytes,
             ),
             ("ready", "1 while the replica accepts new requests.", self._ready),
         ):

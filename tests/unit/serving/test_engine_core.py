@@ -13,6 +13,7 @@ from argosy.engine.scheduling import StepDurations, StepPlan
 from argosy.engine.serving.core_messages import Delta, Heartbeat, KvChange
 from argosy.engine.serving.engine_core.heartbeat_monitor import (
     LOAD_PROGRESS_TIMEOUT_S,
+    MAX_LOAD_FRACTION,
     MAX_MISSED_HEARTBEATS,
     CoreRestartPolicy,
     HeartbeatMonitor,
@@ -167,6 +168,25 @@ def test_core_is_hung_that_makes_no_step_or_is_silent(
             assert (second, reason in failure) == (failed_at, True)
             return
     assert failed_at is None
+
+
+@given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 20), st.integers(0, 4))
+def test_core_above_its_memory_bound_sheds_before_it_is_recycled(
+    memory: list[int], bound: int, load_s: int
+) -> None:
+    """Nothing happens below the bound, and recycling leaves most of the time for serving."""
+    monitor = HeartbeatMonitor(STALL_S, 1.0, started_at=0.0)
+    monitor.record_ready(0.0, float(load_s), bound)
+    actions = [
+        monitor.record_heartbeat(Heartbeat(second, True, used), float(second))
+        for second, used in enumerate(memory)
+    ]
+    streak = 0
+    for second, (used, action) in enumerate(zip(memory, actions, strict=True)):
+        streak = streak + 1 if 0 < bound < used else 0
+        can_recycle = second >= load_s / MAX_LOAD_FRACTION
+        expected = {1: "drop_caches", 3: "end_requests", 0: "recycle" if can_recycle else None}
+        assert action == (expected.get(streak % 5) if streak else None)
 
 
 def test_loading_core_is_healthy_while_it_reports_progress() -> None:

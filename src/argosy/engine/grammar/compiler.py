@@ -136,6 +136,15 @@ class GrammarCompiler:
         """
         return self._available[text]
 
+    def drop_cached(self) -> int:
+        """Drop the cached grammars, and return their number. Those in use stay available."""
+        with self._lock:
+            compiled = [text for text, future in self._cache.items() if future.done()]
+            for text in compiled:
+                del self._cache[text]
+                self._cached_bytes -= len(text)
+            return len(compiled)
+
     def close(self) -> None:
         """Stop the threads. Grammars that wait for compilation are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -133,6 +133,16 @@ class RowMasks:
         """Record the tokens that a step with `masks` samples. `get_tokens` waits for the step, in another thread."""
         self._sampled.append(_SampledTokens(masks.constraints, get_tokens))
 
+    def keep_rows(self, rows: set[int]) -> None:
+        """Remove the constraints of all other rows, whose sequences have ended. Call it between two steps."""
+        self._constraints = {row: c for row, c in self._constraints.items() if row in rows}
+        kept = set(map(id, self._constraints.values()))
+        self._replays = [replay for replay in self._replays if id(replay[0]) in kept]
+        self._sampled = [
+            step._replace(constraints=[pair for pair in step.constraints if id(pair[1]) in kept])
+            for step in self._sampled
+        ]
+
     def clear(self) -> None:
         """Remove all constraints, after the masks in progress are done or have failed."""
         if self._job is not None:

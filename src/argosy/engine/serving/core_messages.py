@@ -21,6 +21,12 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     request_ids: list[str]
 
 
+class ShedMemory(msgspec.Struct, frozen=True, array_like=True, tag="shed"):
+    """Release memory that no request uses, and with `end_requests` also end the requests that cause most of it."""
+
+    end_requests: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop the core loop and exit with status 0."""
 
@@ -113,6 +119,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Whether results depend only on their own sequence, bit for bit. Streams of other models cannot be resumed."""
     pooling: PoolingInfo | None = None
     """Properties of a model that computes vectors. None for a model that generates."""
+    memory_bound_bytes: int = 0
+    """Bound of the core's private memory. 0 sets none."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
@@ -142,6 +150,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
     step: int
     busy: bool
+    memory_bytes: int = 0
+    """Private memory of the process, or 0 if it is unknown."""
 
 
 class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -150,5 +160,5 @@ class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-ToCore = EngineRequest | AbortRequests | Shutdown
+ToCore = EngineRequest | AbortRequests | ShedMemory | Shutdown
 FromCore = LoadProgress | CoreReady | StepOutputs | Heartbeat | CoreFailed

@@ -71,6 +71,10 @@ class Executor:
         self._persistent_batch.clear()
         self._stage.clear()
 
+    def keep_rows(self, rows: set[int]) -> None:
+        """Release the memory that all other rows still have of sequences that have ended."""
+        self._stage.keep_rows(rows)
+
     @property
     def attention_name(self) -> str:
         """Name of the attention backend, for the log."""

@@ -63,6 +63,10 @@ class OutputStage(Protocol):
         """Discard all rows."""
         ...
 
+    def keep_rows(self, rows: set[int]) -> None:
+        """Release the memory of all other rows, whose sequences have ended. Called between two steps."""
+        ...
+
     def admit(self, admission: AdmittedSequence) -> None:
         """Fill a row for a sequence that joins the batch."""
         ...

@@ -57,6 +57,9 @@ class PoolingStage:
         self._params.clear()
         self._states.clear()
 
+    def keep_rows(self, rows: set[int]) -> None:
+        self._states = {row: states for row, states in self._states.items() if row in rows}
+
     def admit(self, admission: AdmittedSequence) -> None:
         self._params[admission.row] = admission.pooling or self._default_params
         self._states[admission.row] = []

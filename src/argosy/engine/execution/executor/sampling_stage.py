@@ -77,6 +77,9 @@ class SamplingStage:
         )
         self._prompt_logprob_counts.clear()
 
+    def keep_rows(self, rows: set[int]) -> None:
+        self._masks.keep_rows(rows)
+
     def admit(self, admission: AdmittedSequence) -> None:
         params = admission.params
         self._sampler.admit(admission, sorted(end_token_ids(params, self._eos_token_ids)))
@@ -98,7 +101,8 @@ class SamplingStage:
 
     def finish(self, step: LaunchedStep) -> StepHandle:
         prompt_logprobs = self._prompt_logprobs(step)
-        job, token_masks = self._mask_job, None
+        job, self._mask_job = self._mask_job, None
+        token_masks = None
         masks = None if job is None else job.result()
         if masks is not None:
             words = self._device.to_device(torch.from_numpy(masks.words))

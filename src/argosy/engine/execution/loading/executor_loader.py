@@ -93,6 +93,8 @@ class LoadedExecutor:
     """Whether the self-test found that results depend only on their own sequence, bit for bit."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
+    reserved_bytes: int
+    """Memory of the process that the KV cache, its host tier, recurrent states and the largest step may still take."""
     pooling: PoolingInfo | None = None
     """Properties of a model that computes vectors, or None for one that generates."""
 
@@ -372,8 +374,23 @@ def _prove(
         max_steps_in_flight=device.max_steps_in_flight
         if max_steps_in_flight is None
         else max_steps_in_flight,
+        reserved_bytes=_count_reserved_bytes(config, loaded, limits),
         pooling=pooling,
     )
+
+
+def _count_reserved_bytes(
+    config: EngineConfig, loaded: _LoadedModel, limits: SchedulerLimits
+) -> int:
+    """Return the memory that is allocated when it is first used, after the model is loaded."""
+    plan, block_bytes = loaded.plan, loaded.block_bytes(config.block_size)
+    needs = MemoryNeeds(
+        plan.architecture, config, plan.dtype.itemsize, plan.kv_dtype.itemsize
+    ).estimate()
+    on_device = limits.num_blocks * block_bytes + needs.state_bytes
+    on_device += (limits.state_snapshots or 0) * plan.architecture.state_bytes
+    is_cpu = plan.device.torch_device.type == "cpu"
+    return limits.host_blocks * block_bytes + needs.working_bytes + is_cpu * on_device
 
 
 def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str) -> bool:

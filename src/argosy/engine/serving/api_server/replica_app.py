@@ -278,7 +278,13 @@ class ReplicaApp:
 
     async def _render_metrics(self) -> bytes:
         replica = self._replica
-        replica.metrics.update_stats(replica.engine.stats, ready=replica.state == "ready")
+        engine = replica.engine
+        replica.metrics.update_stats(
+            engine.stats,
+            ready=replica.state == "ready",
+            memory_bytes=engine.memory_bytes,
+            memory_bound_bytes=engine.memory_bound_bytes,
+        )
         text = await asyncio.to_thread(replica.metrics.exposition)
         if replica.config.vllm_metrics:
             text += await asyncio.to_thread(replica.metrics.vllm_exposition)

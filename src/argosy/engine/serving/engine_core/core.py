@@ -6,7 +6,8 @@ next one, which hides the host's work. A stop is therefore seen one step late, a
 
 from __future__ import annotations
 
-from collections import deque
+import gc
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
@@ -52,6 +53,8 @@ from argosy.engine.serving.engine_core.step_stats import (
     SpeedEstimator,
 )
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.policy import TenantCounter
+from argosy.process import private_memory_bytes, return_free_memory
 from argosy.protocol import BLOCK_NAME_BYTES
 from argosy.telemetry import CoreStats
 
@@ -67,6 +70,11 @@ HELD_WAIT_S = 0.001
 """Maximum wait for a grammar in a step that has nothing else to do."""
 OUT_OF_MEMORY = SequenceFailure(
     "there is not enough memory to compute one token of it; free some memory, or lower --kv-memory or max_tokens"
+)
+TOO_MUCH_MEMORY = SequenceFailure(
+    "it and other requests of its tenant have the grammars that take most of the engine's memory; "
+    "send fewer different grammars at a time, or simpler ones",
+    "grammar_failed",
 )
 PREPARE_INTERVAL_STEPS = 32
 """While the engine computes, one optional preparation (such as a graph capture) runs every this many steps."""
@@ -92,7 +100,7 @@ class EngineCore:
         self.executor = loaded.executor
         self._device = loaded.device
         self.scheduler = Scheduler(loaded.limits, _build_batching_policy(config))
-        self.info = describe_core(loaded)
+        self.info = describe_core(loaded, _bound_memory(config, loaded))
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
         self._grammars_in_use: dict[str, CompiledGrammar] = {}
@@ -186,6 +194,39 @@ class EngineCore:
             return False
         self.scheduler.kv_cache.clear_cache()
         return True
+
+    def shed_memory(self, *, end_requests: bool) -> None:
+        """Drop the grammars and rows that no request uses. With `end_requests`, end the requests of the largest cause.
+
+        That is the tenant with the most grammars in use, each of which takes up to `MAX_LEXER_STATES` states.
+        """
+        dropped = self._grammars.drop_cached()
+        ended = self._find_largest_cause() if end_requests else []
+        for seq in ended:
+            self.scheduler.cancel(seq.id)
+        self._pending_deltas += self._fail_requests(ended, TOO_MUCH_MEMORY)
+        self.executor.keep_rows({seq.row for seq in self.scheduler.running})
+        before = private_memory_bytes()
+        gc.collect()
+        return_free_memory()
+        log.warning(
+            "engine_memory_shed",
+            dropped_grammars=dropped,
+            ended=[seq.id for seq in ended],
+            released_bytes=before - private_memory_bytes(),
+        )
+
+    def _find_largest_cause(self) -> list[Sequence]:
+        """Return the constrained requests of the tenant with the most grammars in use."""
+        by_tenant: defaultdict[TenantCounter, list[Sequence]] = defaultdict(list)
+        for request_id in self._grammars_in_use:
+            if (seq := self.scheduler.requests.get(request_id)) is not None:
+                by_tenant[seq.tenant_counter].append(seq)
+        return max(
+            by_tenant.values(),
+            key=lambda seqs: len({seq.params.grammar for seq in seqs}),
+            default=[],
+        )
 
     def close(self) -> None:
         """Stop the threads. The core cannot be used any more."""
@@ -385,7 +426,15 @@ class EngineCore:
         )
 
 
-def describe_core(loaded: LoadedExecutor) -> CoreReady:
+def _bound_memory(config: EngineConfig, loaded: LoadedExecutor) -> int:
+    """Return the bound of the process's private memory, measured after loading. 0 sets none."""
+    used_bytes = private_memory_bytes()
+    if not used_bytes or not config.memory_headroom_bytes:
+        return 0
+    return used_bytes + loaded.reserved_bytes + config.memory_headroom_bytes
+
+
+def describe_core(loaded: LoadedExecutor, memory_bound_bytes: int) -> CoreReady:
     """Describe the core of a loaded executor to the request's side."""
     limits = loaded.limits
     return CoreReady(
@@ -403,6 +452,7 @@ def describe_core(loaded: LoadedExecutor) -> CoreReady:
         arithmetic=loaded.arithmetic,
         is_exact=loaded.is_exact,
         pooling=loaded.pooling,
+        memory_bound_bytes=memory_bound_bytes,
     )
 
 

@@ -37,12 +37,13 @@ from argosy.engine.serving.core_messages import (
     FromCore,
     Heartbeat,
     LoadProgress,
+    ShedMemory,
     Shutdown,
     StepOutputs,
     ToCore,
 )
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
-from argosy.process import protect_standard_streams
+from argosy.process import private_memory_bytes, protect_standard_streams
 from argosy.telemetry import CoreStats, LogFormat, configure_logging
 
 EXIT_FAILED = 1
@@ -101,6 +102,10 @@ class Core(Protocol):
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort requests. Running ones end as `cancelled` in the next step's outputs."""
+        ...
+
+    def shed_memory(self, *, end_requests: bool) -> None:
+        """Release memory, see `ShedMemory`. Requests end as errors in the next step's outputs."""
         ...
 
     def step(self) -> StepOutputs:
@@ -189,17 +194,18 @@ class CoreLoop:
                 send_message(self._message_socket, outputs)
                 wait_ms = 0 if outputs.deltas or outputs.stats.step_tokens else EMPTY_STEP_WAIT_MS
 
-    def _receive_messages(
-        self, wait_ms: int | None
-    ) -> Iterator[EngineRequest | AbortRequests | Shutdown]:
+    def _receive_messages(self, wait_ms: int | None) -> Iterator[ToCore]:
         """Yield the messages that have arrived. If `wait_ms` is None, wait for the first one."""
         while self._message_socket.poll(wait_ms, zmq.POLLIN):
             yield self._decode(self._message_socket.recv())
             wait_ms = 0
 
-    def _handle_message(self, message: EngineRequest | AbortRequests) -> None:
+    def _handle_message(self, message: EngineRequest | AbortRequests | ShedMemory) -> None:
         if isinstance(message, AbortRequests):
             self._core.abort(message.request_ids)
+            return
+        if isinstance(message, ShedMemory):
+            self._core.shed_memory(end_requests=message.end_requests)
             return
         try:
             self._core.add(message)
@@ -218,7 +224,7 @@ def run_heartbeat(spec: CoreLaunchSpec, heartbeat: HeartbeatState) -> None:
     """Send heartbeats until the process ends. Exits the process if the parent has exited. Runs in its own thread."""
     socket = _connect(zmq.Context(), zmq.PUSH, spec.heartbeat_address)
     while os.getppid() == spec.parent_pid:
-        send_message(socket, Heartbeat(heartbeat.step, heartbeat.busy))
+        send_message(socket, Heartbeat(heartbeat.step, heartbeat.busy, private_memory_bytes()))
         time.sleep(spec.heartbeat_interval_s)
     os._exit(EXIT_FAILED)
 

@@ -1,7 +1,7 @@
 """Client of the engine core: sends requests, delivers deltas and restarts the core process.
 
-If a core crashes or hangs, the client starts another one. Requests in flight (`in_flight_requests.py`) continue exactly
-after their last token, so a reader only notices a pause.
+If a core crashes, hangs or keeps more memory than its bound, the client starts another one. Requests in flight
+(`in_flight_requests.py`) continue exactly after their last token, so a reader only notices a pause.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from argosy.engine.serving.core_messages import (
     FromCore,
     Heartbeat,
     LoadProgress,
+    ShedMemory,
     Shutdown,
     StepOutputs,
     ToCore,
@@ -32,7 +33,11 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.core_handle import CoreHandle
 from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE, CoreLaunchSpec
 from argosy.engine.serving.engine_core.core_start import DEFAULT_CORE_FACTORY, PrestartedCore
-from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy, HeartbeatMonitor
+from argosy.engine.serving.engine_core.heartbeat_monitor import (
+    CoreRestartPolicy,
+    HeartbeatMonitor,
+    MemoryAction,
+)
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream, InFlightRequests
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.protocol import ApiError
@@ -99,10 +104,14 @@ class EngineClient:
         self._info: CoreReady | None = None
         self.stats = CoreStats()
         """State of the core after its last step."""
+        self.memory_bytes = self.memory_bound_bytes = 0
+        """Private memory of the core at its last heartbeat, and the bound of it. 0 if it is unknown."""
         self._core: CoreHandle | None = None
         self._failure = ""
         self._exit_message = ""
         self._no_restart = False
+        self._recycle_reason = ""
+        """Why the core is replaced on purpose, or an empty text."""
         self._in_flight = InFlightRequests(self._send)
         self._ready_at = 0.0
         self._consecutive_restarts = 0
@@ -216,7 +225,7 @@ class EngineClient:
         self._no_restart = status == EXIT_UNRECOVERABLE
         if kill_reason is not None:
             return kill_reason
-        return self._exit_message or _describe_exit(status)
+        return self._exit_message or self._recycle_reason or _describe_exit(status)
 
     async def _watch_core(
         self, core: CoreHandle, monitor: HeartbeatMonitor, exited: asyncio.Future[int]
@@ -229,7 +238,8 @@ class EngineClient:
             await asyncio.wait(
                 awaited, timeout=self._heartbeat_interval_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if closing.done():
+            can_recycle = self._recycle_reason and (self.info.is_exact or not self.in_flight)
+            if closing.done() or can_recycle:
                 await self._shutdown_core(core, monitor, exited)
                 break
             core.receive_pending()  # messages that arrived while this task did not run count
@@ -257,6 +267,14 @@ class EngineClient:
         self.kv_cache_view.reset()
         if self._info is None:  # `start` raises the reason
             return None
+        recycle_reason, self._recycle_reason = self._recycle_reason, ""
+        if reason == recycle_reason:
+            self.state = "restarting"
+            resumed = self._in_flight.queue_replay(
+                reason, is_exact=self._info.is_exact, is_crash=False
+            )
+            log.warning("core_recycled", reason=reason, resumed=resumed)
+            return 0.0
         log.error("core_exited", reason=reason, in_flight=self.in_flight)
         if self._no_restart:
             return None
@@ -293,18 +311,39 @@ class EngineClient:
                     if self._in_flight.deliver(delta):
                         self._consecutive_restarts = 0  # the core completes requests
             case Heartbeat():
-                monitor.record_heartbeat(message, now)
+                self.memory_bytes = message.memory_bytes
+                self._limit_memory(monitor.record_heartbeat(message, now))
             case LoadProgress():
                 monitor.record_load_progress(now)
                 self.load_progress = message
                 if self._on_load_progress is not None and self._info is None:
                     self._on_load_progress(message.activity, message.fraction)
             case CoreReady():
-                monitor.record_ready(now)
+                monitor.record_ready(now, message.load_s, message.memory_bound_bytes)
                 self.load_progress = None
+                self.memory_bound_bytes = message.memory_bound_bytes
                 self._on_core_ready(message, now)
             case CoreFailed():
                 self._exit_message = message.message
+
+    def _limit_memory(self, action: MemoryAction | None) -> None:
+        """Let the core shed memory, or replace it if that did not help.
+
+        A model whose results are not exact finishes its running requests before, and accepts no others meanwhile.
+        """
+        if action is None or self._recycle_reason or self.state != "ready":
+            return
+        if action != "recycle":
+            self._send(ShedMemory(end_requests=action == "end_requests"))
+            return
+        self._recycle_reason = (
+            f"the engine is replaced, because its memory of {self.memory_bytes >> 20} MiB stayed above its bound of"
+            f" {self.memory_bound_bytes >> 20} MiB"
+        )
+        self.load_progress = LoadProgress(self._recycle_reason, 0.0)
+        if not self.info.is_exact:
+            self.state = "restarting"
+        log.warning("core_recycle_scheduled", reason=self._recycle_reason, in_flight=self.in_flight)
 
     def _on_core_ready(self, ready: CoreReady, now: float) -> None:
         if self._info is not None and self._info.fingerprint != ready.fingerprint:

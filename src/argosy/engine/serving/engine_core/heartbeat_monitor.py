@@ -1,13 +1,19 @@
-"""Hang detection and restart policy for the core process, as pure functions of time."""
+"""Hang detection, memory bound and restart policy for the core process, as pure functions of time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from argosy.engine.serving.core_messages import Heartbeat
 
 MAX_MISSED_HEARTBEATS = 10
 """A core that misses this many consecutive heartbeats is considered stopped."""
+MemoryAction = Literal["drop_caches", "end_requests", "recycle"]
+MEMORY_ACTIONS: dict[int, MemoryAction] = {1: "drop_caches", 3: "end_requests", 5: "recycle"}
+"""Action by number of consecutive heartbeats above the memory bound. Each action has two heartbeats to take effect."""
+MAX_LOAD_FRACTION = 0.1
+"""Largest fraction of the time that a core which is recycled again and again may spend on loading."""
 LOAD_PROGRESS_TIMEOUT_S = 600.0
 """A loading core that reports no progress for this long is considered hung."""
 
@@ -42,6 +48,9 @@ class HeartbeatMonitor:
     """Start time in seconds, on the clock of every `now` below."""
     is_serving: bool = field(default=False, init=False)
     """Whether loading is complete."""
+    _memory_bound_bytes: int = field(default=0, init=False)
+    _min_recycled_at: float = field(default=0.0, init=False)
+    _beats_above_bound: int = field(default=0, init=False)
     _last_step: int = field(default=-1, init=False)
     _last_progress_at: float = field(default=0.0, init=False)
     _last_heartbeat_at: float = field(default=0.0, init=False)
@@ -54,18 +63,29 @@ class HeartbeatMonitor:
         """Record progress of loading."""
         self._last_progress_at = now
 
-    def record_ready(self, now: float) -> None:
+    def record_ready(self, now: float, load_s: float = 0.0, memory_bound_bytes: int = 0) -> None:
         """Record that loading is complete. Heartbeats and steps are expected from then on."""
         self.is_serving = True
+        self._memory_bound_bytes = memory_bound_bytes
+        self._min_recycled_at = now + load_s / MAX_LOAD_FRACTION
         self._reset_clocks(now)
 
-    def record_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Record a heartbeat."""
+    def record_heartbeat(self, heartbeat: Heartbeat, now: float) -> MemoryAction | None:
+        """Record a heartbeat. Return what to do about the core's memory, if anything."""
         self._last_heartbeat_at = now
         if not heartbeat.busy or heartbeat.step != self._last_step:
             self._last_step = heartbeat.step
             if self.is_serving:
                 self._last_progress_at = now
+        if not 0 < self._memory_bound_bytes < heartbeat.memory_bytes:
+            self._beats_above_bound = 0
+            return None
+        self._beats_above_bound += 1
+        action = MEMORY_ACTIONS.get(self._beats_above_bound)
+        if action != "recycle":
+            return action
+        self._beats_above_bound = 0
+        return action if now >= self._min_recycled_at else None
 
     def check(self, now: float) -> str | None:
         """Return why the core must be killed, or None. Call it once per heartbeat interval."""

@@ -165,8 +165,8 @@ class InFlightRequests:
     """All requests without a final delta.
 
     After a crash the surviving requests are replayed one by one, each when the previous one has produced a token. A
-    request that crashes cores is therefore the only suspect, and the other requests are not penalised. Not thread-safe:
-    use it from one event loop.
+    request that crashes cores is therefore the only suspect, and the other requests are not penalised. If the core was
+    replaced on purpose, all are replayed at once. Not thread-safe: use it from one event loop.
     """
 
     def __init__(self, send: Callable[[ToCore], None]) -> None:
@@ -177,6 +177,8 @@ class InFlightRequests:
         """Latest stream by the request's own id. Several requests may share an id."""
         self._serial_numbers = itertools.count(1)
         self._replay_queue: deque[DeltaStream] = deque()
+        self._has_suspects = True
+        """Whether a request of the replay queue may have crashed the core."""
         self._probation: DeltaStream | None = None
 
     def __len__(self) -> int:
@@ -207,19 +209,20 @@ class InFlightRequests:
             self._end_probation(stream)
         return stream.is_ended
 
-    def queue_replay(self, reason: str, *, is_exact: bool) -> int:
+    def queue_replay(self, reason: str, *, is_exact: bool, is_crash: bool = True) -> int:
         """Queue the surviving requests for replay after a core exited for `reason`.
 
         Requests that were running in too many crashes end with an error, and so do those that have output of a model
-        that is not exact.
+        that is not exact. Without `is_crash`, no request is suspected.
 
         Returns:
             The number of queued requests.
         """
         self._probation = None
         self._replay_queue.clear()
+        self._has_suspects = is_crash
         for stream in list(self._streams.values()):
-            if not stream.record_crash():
+            if is_crash and not stream.record_crash():
                 log.error("request_quarantined", request=stream.id, reason=reason)
                 self._fail(stream, f"the engine failed each time it ran this request ({reason})")
             elif stream.has_output and not is_exact:
@@ -234,7 +237,7 @@ class InFlightRequests:
         self._probation = None
         while self._replay_queue and self._probation is None:
             stream = self._replay_queue.popleft()
-            if not stream.is_ended and self._submit(stream, None):
+            if not stream.is_ended and self._submit(stream, None) and self._has_suspects:
                 self._probation = stream
                 asyncio.get_running_loop().call_later(
                     PROBATION_TIMEOUT_S, self._end_probation, stream
