@@ -175,6 +175,7 @@ def workloads(draw: st.DrawFn) -> Workload:
             "max_tokens": max_tokens,
             "resumed_tokens": resumed_output,
             "tenant": draw(st.sampled_from("ab")),
+            "group_id": draw(st.sampled_from(["", "", "g", "h"])),
             "tier": draw(st.integers(0, 2)),
             "cache_domain": draw(st.sampled_from(["x", "x", "y"])),
             "timeout_s": draw(st.sampled_from([float("inf")] * 4 + [0.05])),

@@ -21,6 +21,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     params: SamplingParams
     parent_id: str | None = None
     """Id of the request that has the same prompt. This request forks from it once that prompt is prefilled."""
+    group_id: str = ""
+    """Id that the choices, prompts or inputs of one request share. Empty for a single one."""
     cache_domain: str = ""
     """Cache domain. KV blocks are never shared between domains."""
     tenant: str = ""

@@ -145,6 +145,75 @@ def test_higher_tier_preempts_lower_and_equal_tier_does_not() -> None:
     assert list(harness.finish_reasons) == ["premium", "free", "equal"]
 
 
+def add_group(
+    harness: SchedulerHarness, name: str, count: int, max_tokens: int, tenant: str = ""
+) -> None:
+    """Add a request with `count` choices, which fork from the first one's prompt."""
+    for number in range(count):
+        harness.add(
+            f"{name}{number}",
+            [7] * 6,
+            max_tokens,
+            tenant=tenant,
+            group_id=name,
+            parent_id=f"{name}0" if number else None,
+        )
+
+
+def run_beside(harness: SchedulerHarness, names: list[str]) -> int:
+    """Run until these requests have ended, and return the number of steps."""
+    steps = 0
+    while not set(names) <= harness.finish_reasons.keys():
+        harness.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("tenant", ["other", "wide"])
+def test_request_with_many_choices_yields_one_to_each_other_request(tenant: str) -> None:
+    """Requests of its own tenant get all but a quarter of the rows. The choices run again, and each output is exact."""
+    harness = SchedulerHarness(scheduler_limits(max_seqs=8, num_blocks=128, max_step_tokens=32))
+    add_group(harness, "wide", 20, 60, "wide")
+    for _ in range(5):
+        harness.step()
+    assert [seq.tenant_counter.tenant for seq in harness.scheduler.running] == ["wide"] * 8
+    for number in range(3):
+        harness.add(f"single{number}", [number], 1, tenant=tenant)
+        assert run_beside(harness, [f"single{number}"]) <= 2
+        harness.step()
+        assert len(harness.scheduler.running) == 8, "the choice runs again"
+    assert harness.scheduler.preemptions == 3
+    long = [f"long{number}" for number in range(8)]
+    for number, name in enumerate(long):
+        harness.add(name, [number], 40, tenant=tenant)
+    run_beside(harness, long[:1])
+    running = [seq.group is not None for seq in harness.scheduler.running]
+    share = 4 if tenant == "other" else 2
+    assert running.count(True) in {share, share + 1}, (
+        "shares are equal, and one of the others has ended"
+    )
+    assert harness.scheduler.preemptions == 3 + 8 - share, "it yields once for each, and not back"
+    harness.run()
+    assert all(harness.outputs[f"wide{n}"] == reference_output([7] * 6, 60) for n in range(20))
+    assert all(harness.outputs[name] == reference_output([n], 40) for n, name in enumerate(long))
+
+
+def test_tenant_that_fills_the_cache_bears_the_shortage_itself() -> None:
+    harness = SchedulerHarness(scheduler_limits(max_seqs=16, num_blocks=60, max_step_tokens=64))
+    for number in range(16):
+        harness.add(f"flood{number}", [number] * 8, 60, tenant="flood")
+    for _ in range(8):
+        harness.step()
+    for number in range(15):
+        name = f"calm{number}"
+        seq = harness.add(name, [number] * 20, 6, tenant="calm")
+        assert run_beside(harness, [name]) <= 12
+        assert not seq.preemptions
+    assert harness.scheduler.preemptions > 0
+    harness.run()
+    assert all(harness.outputs[f"flood{n}"] == reference_output([n] * 8, 60) for n in range(16))
+
+
 def test_step_mixes_partial_prefills_with_decodes() -> None:
     harness = SchedulerHarness(scheduler_limits(max_step_tokens=16, num_blocks=64))
     harness.add("decode", [1], 30)

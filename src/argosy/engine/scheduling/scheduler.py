@@ -55,6 +55,15 @@ class SchedulerLimits:
     """Maximum tokens of one sequence, which is checked before a request is added. The executor has room for them."""
 
     @property
+    def max_group_seqs(self) -> int:
+        """Sequences of one request that may run while other requests of its tenant wait.
+
+        A quarter of all, so that four requests run side by side. Smaller requests keep the order of their arrivals, in
+        which the sequences of one prompt follow each other and share its blocks.
+        """
+        return max(1, self.max_seqs // 4)
+
+    @property
     def kv_capacity_tokens(self) -> int:
         """Number of tokens that fit into the KV cache, if there is one, when all sequences have `max_model_len`."""
         if not self.kv_windows:
@@ -90,11 +99,12 @@ class Scheduler:
             prefix_cache=limits.prefix_cache,
             state_snapshots=limits.state_snapshots,
         )
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue(limits.max_group_seqs)
         self.requests = RequestRegistry()
         """All unfinished requests, whether they run, wait or are blocked."""
         self._batch = RunningBatch(
             max_seqs=limits.max_seqs,
+            max_group_seqs=limits.max_group_seqs,
             watermark=limits.watermark,
             batching_policy=batching_policy,
             kv_cache=self.kv_cache,
@@ -133,6 +143,7 @@ class Scheduler:
             arrived_at=now,
             deadline=now + timeout_s,
             parent=self.requests.get(request.parent_id),
+            group=self.requests.find_group(request),
         )
         if self.requests.add(seq):
             self.queue.push(seq)

@@ -5,12 +5,26 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Iterator
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.policy import INPUT_TOKEN_WEIGHT, OUTPUT_TOKEN_WEIGHT, TenantCounter
 
 NEVER = 1 << 62
+
+
+class SequenceGroup:
+    """Unfinished sequences of one request: its choices, the prompts of a batch, or the inputs to pool."""
+
+    __slots__ = ("key", "num_running", "num_unfinished", "waiting")
+
+    def __init__(self, key: tuple[str, int, str]) -> None:
+        self.key = key
+        self.num_unfinished = 0
+        self.num_running = 0
+        self.waiting: deque[Sequence] = deque()
+        """Sequences in the queue, where only the first of them has a position."""
 
 
 class Sequence:
@@ -31,6 +45,7 @@ class Sequence:
         "deadline",
         "decode_cost",
         "first_blocks",
+        "group",
         "hit_tokens",
         "id",
         "is_prefilled",
@@ -63,6 +78,7 @@ class Sequence:
         arrived_at: float,
         deadline: float,
         parent: Sequence | None,
+        group: SequenceGroup | None = None,
     ) -> None:
         self.id = request.id
         self.tokens = request.prompt + request.resumed_tokens
@@ -76,6 +92,8 @@ class Sequence:
         self.arrived_at = arrived_at
         self.deadline = deadline
         self.parent = parent
+        self.group = group
+        """Group of the sequences of its request. None if it is the only one."""
         self.max_length = self.prompt_len + request.max_tokens
         self.prefill_cost = INPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.decode_cost = OUTPUT_TOKEN_WEIGHT / tenant_counter.weight
@@ -95,7 +113,7 @@ class Sequence:
         self.row = -1
         """Row in the persistent batch while running, else -1."""
         self.priority_order = (request.tier, NEVER)
-        """(tier, admission number), by which running sequences are sorted, most important first."""
+        """(tier, number of its first admission), by which running sequences are sorted, most important first."""
         self.hit_tokens = 0
         self.scheduled_at: float | None = None
         self.is_prefilled = False
@@ -145,6 +163,8 @@ class RequestRegistry:
         self._blocked: dict[Sequence | bytes, list[Sequence]] = {}
         """Lead or block key -> sequences that wait for it."""
         self._deadlines: list[tuple[float, str]] = []
+        self._groups: dict[tuple[str, int, str], SequenceGroup] = {}
+        """Tenant, tier and group id -> group. Callers choose ids, so equal ids of two tenants are two groups."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -159,10 +179,22 @@ class RequestRegistry:
         """Return the unfinished request with this id, or None."""
         return None if request_id is None else self._by_id.get(request_id)
 
+    def find_group(self, request: EngineRequest) -> SequenceGroup | None:
+        """Return the group of a new request, which is created for its first sequence. None if it is a single one."""
+        if not request.group_id:
+            return None
+        key = request.tenant, request.tier, request.group_id
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = SequenceGroup(key)
+        return group
+
     def add(self, seq: Sequence) -> bool:
         """Add a request, whose id must not be in use, and return whether it may enter the queue."""
         assert seq.id not in self._by_id, f"request id {seq.id} is in use"
         self._by_id[seq.id] = seq
+        if seq.group is not None:
+            seq.group.num_unfinished += 1
         if seq.deadline < float("inf"):
             heapq.heappush(self._deadlines, (seq.deadline, seq.id))
         if len(self._deadlines) > 1000 + 4 * len(self._by_id):  # drop deadlines of ended requests
@@ -188,6 +220,10 @@ class RequestRegistry:
     def remove(self, seq: Sequence) -> None:
         """Remove a request that has ended."""
         del self._by_id[seq.id]
+        if seq.group is not None:
+            seq.group.num_unfinished -= 1
+            if not seq.group.num_unfinished:
+                del self._groups[seq.group.key]
         if seq.blocked_on is not None:
             self._blocked[seq.blocked_on].remove(seq)
             seq.blocked_on = None

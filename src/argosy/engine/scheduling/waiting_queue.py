@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import insort, insort_left
 from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
@@ -15,74 +15,81 @@ _arrival_key = attrgetter("arrived_at")
 class WaitingQueue:
     """Queue of waiting sequences by (tier, tenant's service per weight, arrival).
 
-    Preempted sequences go to the head of their tier, in the order of their first admission.
+    A preempted sequence waits there too. It has its old place, because it arrived before the others of its tenant. A
+    request of which `max_group_seqs` sequences run lets the other requests of its tenant go first.
     """
 
-    def __init__(self) -> None:
-        self._preempted: dict[int, list[Sequence]] = {}
-        """Tier -> preempted sequences, first admitted last."""
+    def __init__(self, max_group_seqs: int) -> None:
+        self._max_group_seqs = max_group_seqs
         self._by_tenant: dict[int, dict[str, deque[Sequence]]] = {}
-        """Tier -> tenant -> sequences by arrival."""
+        """Tier -> tenant -> sequences by arrival. Of each group only the first one is in it."""
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        for preempted in self._preempted.values():
-            yield from preempted
         for tenants in self._by_tenant.values():
             for tenant_queue in tenants.values():
-                yield from tenant_queue
+                for seq in tenant_queue:
+                    yield from (seq,) if seq.group is None else seq.group.waiting
 
     def push(self, seq: Sequence) -> None:
-        """Queue a sequence by its arrival, or by its first admission if it was preempted."""
+        """Queue a sequence by its arrival. A preempted one precedes those of its group that have not run."""
         self._size += 1
-        if seq.priority_order[1] != NEVER:
-            insort(self._preempted.setdefault(seq.tier, []), seq, key=_preempted_key)
-            return
+        if seq.group is not None:
+            waiting = seq.group.waiting
+            if waiting:
+                waiting.insert(1 if seq.priority_order[1] != NEVER else len(waiting), seq)
+                return
+            waiting.append(seq)
+        self._insert(seq)
+
+    def peek(self) -> Sequence | None:
+        """Return the head of the queue without removing it."""
+        if not self._by_tenant:
+            return None
+        tenants = self._by_tenant[min(self._by_tenant)]
+        return min(map(self._find_head, tenants.values()), key=_fairness_key)
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a waiting sequence from the queue."""
+        self._size -= 1
+        if seq.group is not None:
+            is_first = seq.group.waiting[0] is seq
+            seq.group.waiting.remove(seq)
+            if not is_first:
+                return
+        tenants = self._by_tenant[seq.tier]
+        tenant_queue = tenants[seq.tenant_counter.tenant]
+        tenant_queue.remove(seq)
+        if not tenant_queue:
+            del tenants[seq.tenant_counter.tenant]
+        if not tenants:
+            del self._by_tenant[seq.tier]
+        if seq.group is not None and seq.group.waiting:
+            self._insert(seq.group.waiting[0])
+
+    def _insert(self, seq: Sequence) -> None:
         tenant_queue = self._by_tenant.setdefault(seq.tier, {}).setdefault(
             seq.tenant_counter.tenant, deque()
         )
+        if seq.priority_order[1] != NEVER:
+            insort_left(tenant_queue, seq, key=_arrival_key)
         # A sequence that was blocked for a while belongs before later arrivals.
-        if tenant_queue and tenant_queue[-1].arrived_at > seq.arrived_at:
+        elif tenant_queue and tenant_queue[-1].arrived_at > seq.arrived_at:
             insort(tenant_queue, seq, key=_arrival_key)
         else:
             tenant_queue.append(seq)
 
-    def peek(self) -> Sequence | None:
-        """Return the head of the queue without removing it."""
-        for tier in sorted(self._preempted.keys() | self._by_tenant.keys()):
-            if preempted := self._preempted.get(tier):
-                return preempted[-1]
-            if tenants := self._by_tenant.get(tier):
-                tenant_queue = min(tenants.values(), key=_fairness_key)
-                return tenant_queue[0]
-        return None
-
-    def remove(self, seq: Sequence) -> None:
-        """Remove a waiting sequence from the queue."""
-        preempted = self._preempted.get(seq.tier)
-        if preempted and seq in preempted:
-            preempted.remove(seq)
-            if not preempted:
-                del self._preempted[seq.tier]
-        else:
-            tenants = self._by_tenant[seq.tier]
-            tenant_queue = tenants[seq.tenant_counter.tenant]
-            tenant_queue.remove(seq)
-            if not tenant_queue:
-                del tenants[seq.tenant_counter.tenant]
-            if not tenants:
-                del self._by_tenant[seq.tier]
-        self._size -= 1
+    def _find_head(self, tenant_queue: deque[Sequence]) -> Sequence:
+        """Return the next sequence of a tenant. At most `max_seqs` / `max_group_seqs` groups are passed over."""
+        for seq in tenant_queue:
+            if seq.group is None or seq.group.num_running < self._max_group_seqs:
+                return seq
+        return tenant_queue[0]
 
 
-def _preempted_key(seq: Sequence) -> int:
-    """Return the sort key that puts the first admitted sequence last, where removal is cheap."""
-    return -seq.priority_order[1]
-
-
-def _fairness_key(tenant_queue: deque[Sequence]) -> tuple[float, float]:
-    """Return the sort key of a tenant's queue, by tokens served and then by arrival."""
-    return tenant_queue[0].tenant_counter.served_tokens, tenant_queue[0].arrived_at
+def _fairness_key(head: Sequence) -> tuple[float, float]:
+    """Return the sort key of a tenant's next sequence, by tokens served and then by arrival."""
+    return head.tenant_counter.served_tokens, head.arrived_at

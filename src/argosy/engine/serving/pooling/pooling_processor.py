@@ -311,6 +311,7 @@ class PoolingProcessor:
                 id=f"{headers.request_id}-{index}",
                 prompt=each.token_ids,
                 params=NO_TOKENS,
+                group_id=headers.request_id if len(encoded) > 1 else "",
                 cache_domain=headers.cache_domain,
                 tenant=headers.tenant,
                 tier=headers.tier,

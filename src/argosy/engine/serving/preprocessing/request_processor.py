@@ -369,6 +369,7 @@ class RequestProcessor:
                 resumed_tokens=resumed_tokens,
                 params=choice_params,
                 parent_id=f"{headers.request_id}-{index - choice}" if choice else None,
+                group_id=headers.request_id if len(resumed_by_choice) > 1 else "",
                 cache_domain=salt_cache_domain(headers.cache_domain, body.cache_salt),
                 tenant=headers.tenant,
                 tier=headers.tier + (body.priority or 0),
