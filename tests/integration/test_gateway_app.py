@@ -35,6 +35,18 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         chat(seed=5, max_tokens=8, logprobs=True, top_logprobs=2, return_token_ids=True),
     ),
+    "continued message": (
+        "/v1/chat/completions",
+        chat(
+            messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The c"}],
+            seed="4",
+            max_tokens=6,
+            n=2,
+            service_tier="flex",
+            continue_final_message="true",
+            echo=True,
+        ),
+    ),
     "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
     "echo": (
         "/v1/completions",
@@ -65,7 +77,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unknown fields": (
         "/v1/completions",
-        completion("A", seed=1, stream_options={"x": 1}, future_field=1),
+        completion("A", seed=1, logit_bias={"x": 1, "5": "2"}, future_field=1),
     ),
     "no such constraint": ("/v1/completions", completion("A", guided_new="x")),
     "no possible token": (

@@ -70,8 +70,11 @@ async def test_chat_response_shape(replica_server: RunningReplica, tokenizer: To
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "token_ids": None,
         }
     ]
+    assert (body["prompt_token_ids"], body["prompt_logprobs"]) == (None, None)
+    assert (body["system_fingerprint"], "service_tier" in body) == (None, False)
     usage = body["usage"]
     assert usage["completion_tokens"] == len(reply) + 1  # the end-of-sequence token counts
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -157,6 +160,24 @@ async def test_vllm_extension_fields(replica_server: RunningReplica) -> None:
     second = choice["prompt_token_ids"][1]
     assert choice["prompt_logprobs"][1][str(second)]["rank"] == 1
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    for name, top in zip(
+        choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True
+    ):
+        assert next(iter(top)) == name
+
+
+async def test_continued_message_is_echoed_before_its_continuation(
+    replica_server: RunningReplica,
+) -> None:
+    begin = {"role": "assistant", "content": [{"type": "text", "text": "The "}]}
+    body = chat(messages=[{"role": "user", "content": "Hi"}, begin], service_tier="flex")
+    body |= {"continue_final_message": True, "echo": True}
+    whole = (await post(replica_server, "/v1/chat/completions", body)).json()
+    assert whole["choices"][0]["message"]["content"] == f"The {REPLY}"
+    chunks = await stream_chunks(replica_server, "/v1/chat/completions", body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == f"The {REPLY}"
+    assert {chunk["service_tier"] for chunk in (whole, *chunks)} == {"default"}
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -191,6 +212,9 @@ async def test_usage_ascends_and_the_last_chunk_has_that_of_the_response(
     assert counts == sorted(counts)
     assert counts[0] >= 1
     assert counts[-1] == counts[-2]
+    body = chat(stream_options=options)
+    first, *_ = await stream_chunks(replica_server, "/v1/chat/completions", body)
+    assert first["usage"]["completion_tokens"] == 0  # its delta has the role alone
 
 
 @pytest.mark.parametrize(
@@ -385,7 +409,10 @@ async def test_tokenize_and_detokenize(
     body = {"prompt": "The cat", "return_token_strs": True}
     response = (await post(replica_server, "/tokenize", body)).json()
     assert response["tokens"] == tokenizer.encode("The cat")
-    assert response["count"] == len(response["tokens"]) == len(response["token_strs"])
+    assert response["count"] == len(response["tokens"])
+    assert response["token_strs"] == [*map(tokenizer.vocabulary_token, response["tokens"])]
+    bare = (await post(replica_server, "/tokenize", {"content": "The cat"})).json()
+    assert bare["tokens"] == tokenizer.encode("The cat", add_special_tokens=False)
     tokens = tokenizer.encode("The cat", add_special_tokens=False)
     detokenized = await post(replica_server, "/detokenize", {"tokens": tokens})
     assert detokenized.json() == {"prompt": "The cat"}
@@ -396,6 +423,7 @@ async def test_load_reports_capacity_and_what_the_replica_is(engine: FakeEngine)
     config = msgspec.structs.replace(CONFIG, zone="rack-7", labels={"pool": "a"})
     async with serve(engine, config) as running:
         body = (await running.client.get("/load")).json()
+        chunk, *_ = await stream_chunks(running, "/v1/completions", completion())
     assert body["schema_version"] == LOAD_SCHEMA_VERSION
     assert (body["server_load"], body["state"], body["exact"]) == (0, "ready", True)
     assert (body["max_seqs"], body["kv_blocks_total"]) == (8, 1024)
@@ -404,6 +432,7 @@ async def test_load_reports_capacity_and_what_the_replica_is(engine: FakeEngine)
     assert body["accelerator"] == "fake accelerator"
     assert body["arithmetic"]["quantization"] == "int4"
     assert body["arithmetic"]["tokenization"]
+    assert chunk["system_fingerprint"] == f"fp_{body['arithmetic_id'][:10]}"
     assert body["arithmetic_id"] == msgspec.convert(body["arithmetic"], ArithmeticIdentity).id
 
 

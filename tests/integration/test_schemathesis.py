@@ -169,6 +169,7 @@ def drop_optional_fields(body: dict[str, Any], data: st.DataObject) -> dict[str,
     if "messages" in body and data.draw(st.booleans()):
         sparse_body["messages"] = [{"role": "user", "content": "Hello"}]
         sparse_body["max_tokens"] = 9
+        sparse_body["stream"] = data.draw(st.booleans())
     return sparse_body
 
 

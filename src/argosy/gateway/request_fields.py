@@ -68,8 +68,9 @@ class _FieldTypes(msgspec.Struct, gc=False):
     request_id: str | None = None
 
 
+# Numbers and booleans may be written as text, as in vLLM.
 _FIELD_DECODERS = {
-    name: msgspec.json.Decoder(field_type).decode
+    name: msgspec.json.Decoder(field_type, strict=False).decode
     for name, field_type in get_type_hints(_FieldTypes, include_extras=True).items()
 }
 
@@ -215,6 +216,9 @@ def parse_request_fields(
         raw["seed"] = Raw(b"%d" % random.getrandbits(62))
     limit = known.get("max_completion_tokens", known.get("max_tokens"))
     options = known.get("stream_options")
+    if options is not None and not known.get("stream"):
+        message = "'stream_options' needs 'stream'. Set 'stream' to true, or remove it."
+        raise invalid_request(message, "stream_options")
     tool_tokens = 0
     if prompt_field == "messages" and not raw.keys().isdisjoint(TOOL_FIELDS):
         tool_bytes = sum(len(bytes(raw[name])) for name in TOOL_FIELDS if name in raw)

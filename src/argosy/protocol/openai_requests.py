@@ -90,7 +90,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int | str, float] | None = None
+    """Bias by token id, or by text (llama.cpp)."""
     seed: int | None = None
     stop: str | list[str] | None = None
     user: str | None = None
@@ -198,7 +199,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /tokenize`, with exactly one of `prompt` and `messages`."""
+    """Body of `POST /tokenize`, with exactly one of `prompt`, `messages` and `content`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -210,6 +211,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     tools: list[JsonObject] | None = None
+
+    # llama.cpp's names, whose texts get no special tokens unless `add_special` is set
+    content: str | None = None
+    add_special: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -156,7 +156,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     """Stop string or stop token that ended the choice, or an `EarlyStopReason`; null for any other end."""
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,9 +168,13 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = None
+    """Id of the model and the arithmetic that answered."""
+    service_tier: str | UnsetType = UNSET
+    """Present if the request names a tier."""
     warnings: list[ResponseWarning] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,9 +185,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +199,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    system_fingerprint: str | None = None
+    """Id of the model and the arithmetic that answered."""
+    service_tier: str | UnsetType = UNSET
+    """Present if the request names a tier."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -185,10 +185,11 @@ def _described_types(operations: Iterable[Operation]) -> Iterable[Any]:
 def _describe(
     operation: Operation, path: str, refs: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    success = {
-        media_type: {"schema": each if isinstance(each, dict) else refs[each]}
-        for media_type, each in operation.content.items()
-    }
+    success = {}
+    for media_type, each in operation.content.items():
+        schema = each if isinstance(each, dict) else refs[each]
+        is_stream = media_type == EVENTS_MEDIA_TYPE
+        success[media_type] = {"schema": _describe_event(schema) if is_stream else schema}
     error_content = {JSON_MEDIA_TYPE: {"schema": operation.error_schema or refs[ErrorBody]}}
     responses: dict[str, Any] = {"200": {"description": "Successful response.", "content": success}}
     for status, description in {**_INTERNAL_ERROR, **operation.errors}.items():
@@ -202,6 +203,14 @@ def _describe(
     described |= {"summary": operation.summary, "description": operation.description}
     described["parameters"] = parameters
     return {name: value for name, value in described.items() if value}
+
+
+def _describe_event(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of one event of a stream whose `data` is a text, or a JSON value of this schema."""
+    if data != TEXT_SCHEMA:
+        data = {"type": "string", "contentMediaType": JSON_MEDIA_TYPE, "contentSchema": data}
+    fields = {"event": TEXT_SCHEMA, "data": data, "id": TEXT_SCHEMA}
+    return {"type": "object", "description": "One server-sent event.", "properties": fields}
 
 
 def _query_parameters(query_type: type) -> list[dict[str, Any]]:

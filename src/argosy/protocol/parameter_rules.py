@@ -101,8 +101,8 @@ IGNORED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
 """Parameters that are ignored and named in a response header, with a predicate of the values that need no action."""
 
 PARAMETER_RANGES: dict[str, NumericRange] = {
-    "temperature": NumericRange(0, 100),
-    "top_p": NumericRange(0, 1, exclusive_minimum=True),
+    "temperature": NumericRange(0, 100),  # OpenAI refuses more than 2, vLLM does not
+    "top_p": NumericRange(0, 1),
     "top_k": NumericRange(-1, MAX_TOKENS),
     "min_p": NumericRange(0, 1),
     "presence_penalty": NumericRange(-2, 2),

@@ -210,7 +210,8 @@ def parse_request_body(
 ) -> tuple[T, tuple[str, ...]]:
     """Decode a JSON body into `body_type`, which forbids unknown fields, and ignore these fields.
 
-    A body without unknown fields is decoded only once.
+    Numbers and booleans may be written as text, as in vLLM. A body without them and without unknown fields is decoded
+    only once.
 
     Args:
         body_type: Type to decode.
@@ -227,15 +228,15 @@ def parse_request_body(
     try:
         return _decode(body_type, body), ()
     except msgspec.ValidationError as error:
-        problem = str(error)
-        if refuse_unknown or not _UNKNOWN_FIELD.search(problem):
-            raise _to_api_error(problem) from error
-    fields = _decode(object, body)
-    ignored = remove_unknown_fields(body_type, fields)
+        if refuse_unknown and _UNKNOWN_FIELD.search(str(error)):
+            raise _to_api_error(str(error)) from error
     try:
-        return msgspec.convert(fields, type=body_type, str_keys=True), ignored
+        fields = _decode(object, body)
+        ignored = remove_unknown_fields(body_type, fields) if not refuse_unknown else ()
+        converted = msgspec.convert(fields, type=body_type, str_keys=True, strict=False)
     except msgspec.ValidationError as error:
         raise _to_api_error(str(error)) from error
+    return converted, ignored
 
 
 def _build_decoder(body_type: Any) -> msgspec.json.Decoder[Any]:  # noqa: ANN401 - any type that msgspec supports

@@ -28,7 +28,7 @@ Endianness = Literal["native", "little", "big"]
 PositiveInt = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 TruncationLimit = Annotated[int, Meta(ge=MODEL_LIMIT, le=2**31 - 1)]
 TextInputs = str | list[str | int | list[int]]
-"""Text, list of texts, list of token ids, or list of such lists."""
+"""Text, list of token ids, or list of both."""
 NormalizedInput = str | list[int]
 """Text, or the ids of its tokens."""
 
@@ -218,10 +218,10 @@ def unsupported_task_error(model: str, path: str, tasks: Iterable[str]) -> ApiEr
 
 
 def list_inputs(value: TextInputs, param: str = "input") -> list[NormalizedInput]:
-    """Return the inputs of a request: its texts, or its lists of token ids.
+    """Return the inputs of a request: texts, and lists of token ids.
 
     Raises:
-        ApiError(400): There are none or too many, one is empty, or the list mixes types.
+        ApiError(400): There are none or too many, one is empty, or ids stand outside of a list.
     """
     if isinstance(value, str):
         value = [value]
@@ -231,13 +231,12 @@ def list_inputs(value: TextInputs, param: str = "input") -> list[NormalizedInput
     inputs: list[NormalizedInput] = []
     for index, item in enumerate(value):
         path = param if len(value) == 1 else f"{param}[{index}]"
-        if isinstance(item, str) and isinstance(value[0], str):
-            inputs.append(item)
-        elif isinstance(item, list) and isinstance(value[0], list):
-            inputs.append(_token_ids(item, path))
-        else:
-            message = f"'{param}' mixes texts and token ids. Send a list of one kind."
+        if isinstance(item, int):
+            message = (
+                f"'{param}' mixes texts and single token ids. Send each input's ids as a list."
+            )
             raise invalid_request(message, path, "invalid_type")
+        inputs.append(item if isinstance(item, str) else _token_ids(item, path))
         if not item:
             raise _empty_text(path)
     return inputs

@@ -43,7 +43,7 @@ def parse_error(body: object) -> ApiError:
         (CHAT | {"n": True}, "n", "invalid_type"),
         (CHAT | {"stop": [1]}, "stop[0]", "invalid_type"),
         (CHAT | {"stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
-        (CHAT | {"logit_bias": {"a": 1}}, "logit_bias", "invalid_type"),
+        (CHAT | {"logit_bias": {"a": "x"}}, "logit_bias[...]", "invalid_type"),
         (CHAT | {"cache_salt": ""}, "cache_salt", "invalid_type"),
         (CHAT | {"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
         (CHAT | {"messages": [{"role": "user", "x": 1}]}, "messages[0].x", "unknown_parameter"),
@@ -129,7 +129,18 @@ def test_integers_are_accepted_as_floats() -> None:
     body = json.dumps(CHAT | {"temperature": 1, "logit_bias": {"5": -100}}).encode()
     parsed = parse_body(ChatCompletionRequest, body)
     assert parsed.temperature == 1.0
-    assert parsed.logit_bias == {5: -100.0}
+    assert parsed.logit_bias == {"5": -100.0}
+
+
+@pytest.mark.parametrize("refuse_unknown", [False, True])
+def test_numbers_and_booleans_may_be_text(*, refuse_unknown: bool) -> None:
+    texts = {"n": "2", "logprobs": "true", "temperature": "0.5", "stop": "1", "user": "null"}
+    values = texts | {"n": 2, "logprobs": True, "temperature": 0.5}
+    parsed = parse_chat(CHAT | texts, refuse_unknown=refuse_unknown)
+    assert parsed == parse_chat(CHAT | values)
+    with pytest.raises(ApiError) as caught:
+        parse_chat(CHAT | {"n": "many"}, refuse_unknown=refuse_unknown)
+    assert (caught.value.param, caught.value.code) == ("n", "invalid_type")
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])

@@ -164,6 +164,13 @@ def test_prompt_types_give_their_token_ids(prompt: object, expected: list[list[i
     assert [r.prompt for r in complete(prompt=prompt).requests] == expected
 
 
+def test_top_p_of_zero_is_greedy_and_bias_may_name_texts() -> None:
+    found = params(complete(top_p=0, temperature=0.7, logit_bias={"cat": -5, "3": 2}))
+    assert (found.temperature, found.top_p) == (0, 1)
+    ids = TOKENIZER.encode("cat", add_special_tokens=False)
+    assert found.logit_bias == {**dict.fromkeys(ids, -5.0), 3: 2.0}
+
+
 def test_every_sampling_parameter_reaches_the_engine() -> None:
     prepared = complete(
         max_tokens=9, min_tokens=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1,
@@ -517,6 +524,7 @@ def test_invalid_value_is_rejected_by_name(name: str, value: object) -> None:
     ("call", "body", "param"),
     [
         (chat, {"echo": True}, "echo"),
+        (chat, {"stream_options": {"include_usage": False}}, "stream_options"),
         (chat, {"priority": 9}, "priority"),
         (chat, {"top_logprobs": 3}, "top_logprobs"),
         (chat, {"max_tokens": 0}, "max_tokens"),
@@ -763,7 +771,7 @@ def test_options_select_the_defaults(
     [
         ({"temperature": -1}, r"generation_config\.json: temperature is -1"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": -1}, "top_p is -1"),
         ({"top_p": 1.5}, r"top_p is 1\.5"),
         ({"top_k": 2.5}, r"top_k is 2\.5"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),

@@ -85,18 +85,21 @@ class AggregatedChoice(msgspec.Struct):
 
     def build_completion_choice(self, index: int) -> dict[str, Any]:
         """Build the choice of a whole text completion."""
-        result = {"index": index, "text": "".join(self.text_parts), **self._tail()}
-        if self.token_ids is not None:
-            result["prompt_token_ids"] = self.prompt_token_ids
-        return result
+        return {
+            "index": index,
+            "text": "".join(self.text_parts),
+            **self._tail(),
+            "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": None,
+        }
 
     def _tail(self) -> dict[str, Any]:
-        tail = {
+        return {
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
+            "token_ids": self.token_ids,
         }
-        return tail if self.token_ids is None else {**tail, "token_ids": self.token_ids}
 
     def _add_call(self, delta: dict[str, Any]) -> None:
         index = delta["index"]

@@ -185,9 +185,12 @@ class AggregatingWriter(ResponseWriter):
                 build_choice(self._choices[index], index) for index in sorted(self._choices)
             ],
             "usage": self._context.delivered.usage.to_wire(),
+            "system_fingerprint": envelope.get("system_fingerprint"),
         }
+        if "service_tier" in envelope:
+            response["service_tier"] = envelope["service_tier"]
         if self._warnings:
             response["warnings"] = self._warnings
-        if self._prompt_token_ids is not None:
-            response["prompt_token_ids"] = self._prompt_token_ids
+        if is_chat:
+            response |= {"prompt_token_ids": self._prompt_token_ids, "prompt_logprobs": None}
         return response

@@ -81,6 +81,8 @@ class TeiRerankRequest(SharedFields, frozen=True, kw_only=True):
     return_text: bool | None = None
     truncate: bool | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    """Number of results, as in the other shapes of this path; 0 or None for all."""
 
 
 class OllamaEmbedRequest(SharedFields, frozen=True, kw_only=True):
@@ -214,6 +216,7 @@ def translate_tei_rerank(body: bytes, *, refuse_unknown: bool = False) -> Render
         "model": request.model,
         "query": request.query,
         "documents": request.texts,
+        "top_n": request.top_n,
         "use_activation": False if request.raw_scores else None,
         "return_documents": False,
         "truncate_prompt_tokens": MODEL_LIMIT if request.truncate else None,

@@ -45,16 +45,17 @@ class _ChunkEnvelope:
             "object": kind,
             "created": spec.created_at,
             "model": spec.model,
+            **spec.described,
         }
         self.prefix = b"data: " + _encode(identity)[:-1] + b',"choices":[{"index":'
         self._spec = spec
         self._suffix = b',"usage":null}\n\n' if spec.include_usage else b"}\n\n"
         self._identity_prefix = _encode(identity)[:-1]
 
-    def suffix(self) -> bytes:
-        """Return the end of a chunk, after its choices."""
+    def suffix(self, unsent_tokens: int = 0) -> bytes:
+        """Return the end of a chunk, after its choices, with output tokens that later chunks contain."""
         if self._spec.continuous_usage:
-            return b',"usage":' + _encode(self._spec.usage()) + b"}\n\n"
+            return b',"usage":' + _encode(self._spec.usage(unsent_tokens)) + b"}\n\n"
         return self._suffix
 
     def usage_event(self) -> bytes:
@@ -128,10 +129,15 @@ class ChatEventWriter:
         ending = b"}]"
         if self._spec.include_token_ids and len(self._started_choices) == 1:
             ending += b',"prompt_token_ids":' + _encode(choice.prompt.token_ids)
-        return self._chunk(choice, delta, None, ending)
+        return self._chunk(choice, delta, None, ending, len(choice.new_tokens))
 
     def _chunk(
-        self, choice: Choice, delta: bytes, logprobs: ChatLogprobs | None, ending: bytes
+        self,
+        choice: Choice,
+        delta: bytes,
+        logprobs: ChatLogprobs | None,
+        ending: bytes,
+        unsent_tokens: int = 0,
     ) -> bytes:
         envelope = self._envelope
         return b"".join(
@@ -144,7 +150,7 @@ class ChatEventWriter:
                 b"null" if logprobs is None else _encode(logprobs),
                 b',"finish_reason":null',
                 ending,
-                envelope.suffix(),
+                envelope.suffix(unsent_tokens),
             )
         )
 

@@ -206,7 +206,7 @@ class ReplicaApp:
 
         def tokenize(body: TokenizeRequest) -> TokenizeResponse:
             ids = model.processor.tokenize(body)
-            names = map(model.text_processing.tokenizer.token_text, ids)
+            names = map(model.text_processing.tokenizer.vocabulary_token, ids)
             return TokenizeResponse(
                 count=len(ids),
                 max_model_len=model.ready.max_model_len,

@@ -39,12 +39,14 @@ def build_chat_completion(spec: ResponseSpec) -> ChatCompletion:
         model=spec.model,
         choices=[_build_chat_choice(spec, choice) for choice in spec.choices],
         usage=spec.usage(),
+        system_fingerprint=spec.system_fingerprint,
+        service_tier=spec.service_tier or UNSET,
         warnings=[warning for choice in spec.choices for warning in spec.warnings(choice)] or UNSET,
-        prompt_token_ids=prompt.token_ids if spec.include_token_ids else UNSET,
+        prompt_token_ids=prompt.token_ids if spec.include_token_ids else None,
         prompt_logprobs=(
             spec.prompt_logprob_formatter.format_prompt(prompt.logprobs)
             if spec.prompt_logprob_formatter
-            else UNSET
+            else None
         ),
     )
 
@@ -62,7 +64,7 @@ def _build_chat_choice(spec: ResponseSpec, choice: Choice) -> ChatChoice:
         else None,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        token_ids=choice.new_tokens if spec.include_token_ids else UNSET,
+        token_ids=choice.new_tokens if spec.include_token_ids else None,
     )
 
 
@@ -74,6 +76,8 @@ def build_completion(spec: ResponseSpec) -> Completion:
         model=spec.model,
         choices=[_build_completion_choice(spec, choice) for choice in spec.choices],
         usage=spec.usage(),
+        system_fingerprint=spec.system_fingerprint,
+        service_tier=spec.service_tier or UNSET,
     )
 
 
@@ -90,12 +94,12 @@ def _build_completion_choice(spec: ResponseSpec, choice: Choice) -> CompletionCh
         else None,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        token_ids=choice.new_tokens if spec.include_token_ids else UNSET,
-        prompt_token_ids=prompt.token_ids if spec.include_token_ids else UNSET,
+        token_ids=choice.new_tokens if spec.include_token_ids else None,
+        prompt_token_ids=prompt.token_ids if spec.include_token_ids else None,
         prompt_logprobs=(
             spec.prompt_logprob_formatter.format_prompt(prompt.logprobs)
             if spec.prompt_logprob_formatter
-            else UNSET
+            else None
         ),
     )
 

@@ -86,12 +86,17 @@ class PromptTokenizer:
         The chat template sees `tools`.
         """
         max_tokens = self.max_context_tokens * _MAX_TOKENIZE_CONTEXTS
-        if (body.prompt is None) == (body.messages is None):
+        given = [n for n in ("prompt", "messages", "content") if getattr(body, n) is not None]
+        if len(given) != 1:
             raise invalid_request("Send either 'prompt' or 'messages'.", "prompt")
         if body.prompt is not None:
             add_special_tokens = body.add_special_tokens is not False
             return self._encode_bounded(
                 body.prompt, "prompt", max_tokens, add_special_tokens=add_special_tokens
+            )
+        if body.content is not None:
+            return self._encode_bounded(
+                body.content, "content", max_tokens, add_special_tokens=bool(body.add_special)
             )
         add_special_tokens = bool(body.add_special_tokens)
         return self._encode_bounded(
@@ -99,6 +104,12 @@ class PromptTokenizer:
             "messages",
             max_tokens,
             add_special_tokens=add_special_tokens,
+        )
+
+    def encode_bias(self, text: str) -> list[int]:
+        """Return the tokens of a text to which `logit_bias` applies."""
+        return self._encode_bounded(
+            text, "logit_bias", self.max_context_tokens, add_special_tokens=False
         )
 
     def remaining_tokens(self, prompts: list[PromptState], param: str) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,13 @@ from argosy.protocol import (
     invalid_request,
     unsupported_parameter,
 )
+
+DEFAULT_SERVICE_TIER = "default"
+"""Service tier of every response whose request names one. There is no other."""
+_FINGERPRINT_CHARS = 10
+_TOKEN_ID = re.compile("-?[0-9]+")
+_MAX_ID_CHARS = 20
+"""Longer numbers are no ids of any vocabulary, and so are their beginnings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +132,12 @@ class RequestProcessor:
         )
         self._vocab_size = ready.vocab_size
         self._eos_token_ids = frozenset((*ready.eos_token_ids, *tokenizer.eos_token_ids))
+        self._fingerprint: str | None = None
+        if ready.arithmetic is not None:
+            identity = msgspec.structs.replace(
+                ready.arithmetic, tokenization=self.tokenization_digest
+            )
+            self._fingerprint = f"fp_{identity.id[:_FINGERPRINT_CHARS]}"
         self._eos_unknown_to_core = self._eos_token_ids.difference(ready.eos_token_ids)
         self._timeout_s = config.request_timeout_s
         self._generates = ready.pooling is None
@@ -131,8 +146,9 @@ class RequestProcessor:
         """Convert a chat body. Its one prompt is rendered by the model's template."""
         fields = self._check_parameters(body)
         body = self.sampling_defaults.apply(body)
-        if body.echo:
-            raise unsupported_parameter("echo", "Chats cannot be echoed. Use /v1/completions.")
+        if body.echo and not body.continue_final_message:
+            remedy = "Only a message that is continued is echoed. Set continue_final_message."
+            raise unsupported_parameter("echo", remedy)
         logprobs = sampling_params.chat_logprobs(body)
         tools, answer = read_tools(fields), read_constraint(fields)
         variables = template_variables(body, self._template)
@@ -152,7 +168,15 @@ class RequestProcessor:
             body, tools, answer, variables=variables, prompt_text=prompt.text
         )
         params = self._sampling_params(body, plan, max_tokens, logprobs, body.prompt_logprobs)
-        return self._build_spec(body, fields, headers, [prompt], plan, params)
+        spec = self._build_spec(body, fields, headers, [prompt], plan, params)
+        if body.echo:
+            content = body.messages[-1].content or ""
+            parts = [content] if isinstance(content, str) else [each.text for each in content]
+            text = "".join(filter(None, parts))
+            for choice in spec.choices:
+                if not spec.is_resumed(choice):
+                    choice.add_text(text)
+        return spec
 
     def prepare_completion(self, body: CompletionRequest, headers: GatewayHeaders) -> ResponseSpec:
         """Convert a completion body with one or several prompts of text or token ids."""
@@ -205,6 +229,9 @@ class RequestProcessor:
             maximum = math.inf if self._timeout_s is None else self._timeout_s
             allowed_range = NumericRange(0, maximum, exclusive_minimum=True)
             check_range("timeout_s", body.timeout_s, allowed_range)
+        if body.stream_options is not None and not body.stream:
+            message = "'stream_options' needs 'stream'. Set 'stream' to true, or remove it."
+            raise invalid_request(message, "stream_options")
         if body.stream and body.prompt_logprobs is not None:
             raise unsupported_parameter(
                 "prompt_logprobs", "Streams do not include them. Set stream to false."
@@ -245,6 +272,7 @@ class RequestProcessor:
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            logit_bias=self._logit_bias(body.logit_bias or {}),
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
         )
@@ -258,6 +286,20 @@ class RequestProcessor:
             reasoning=plan.reasoning,
             banned_token_ids=plan.banned_token_ids,
         )
+
+    def _logit_bias(self, bias: Mapping[int | str, float]) -> dict[int, float]:
+        """Return the bias of each token. A key is an id in decimal, or a text, whose tokens all get the bias.
+
+        Raises:
+            ApiError: 400 for a text that is too long or not valid Unicode.
+        """
+        by_id: dict[int, float] = {}
+        for key, value in bias.items():
+            if isinstance(key, int) or _TOKEN_ID.fullmatch(key):
+                by_id[int(str(key)[:_MAX_ID_CHARS])] = value
+            else:
+                by_id |= dict.fromkeys(self._prompt_tokenizer.encode_bias(key), value)
+        return by_id
 
     def _build_spec(
         self,
@@ -294,6 +336,8 @@ class RequestProcessor:
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
             model=body.model or "",
+            system_fingerprint=self._fingerprint,
+            service_tier=DEFAULT_SERVICE_TIER if fields.get("service_tier") else None,
             choices=[
                 self._create_choice(
                     index,

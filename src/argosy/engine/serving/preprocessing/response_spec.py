@@ -23,6 +23,10 @@ class ResponseSpec:
     created_at: int
     """Unix time in seconds."""
     model: str
+    system_fingerprint: str | None
+    """Id of the model and the arithmetic, which all replicas that may continue the response share."""
+    service_tier: str | None
+    """None if the request names none."""
     choices: list[Choice]
     """Choice i of prompt p is at p * n + i, which is also its `index` in the response.
 
@@ -49,16 +53,22 @@ class ResponseSpec:
     """Number of tokens of each choice that the resumed stream delivered."""
 
     @property
+    def described(self) -> dict[str, str | None]:
+        """Fields of the response, and of each chunk, that describe the server."""
+        tier = {} if self.service_tier is None else {"service_tier": self.service_tier}
+        return {"system_fingerprint": self.system_fingerprint, **tier}
+
+    @property
     def requests(self) -> list[EngineRequest]:
         """Engine requests of all choices, in their order."""
         return [choice.request for choice in self.choices]
 
-    def usage(self) -> Usage:
-        """Return the token usage so far."""
+    def usage(self, unsent_tokens: int = 0) -> Usage:
+        """Return the token usage so far, without output tokens that are not sent yet."""
         return TokenUsage(
             sum(len(prompt.token_ids) for prompt in self.prompts),
             self.cached_tokens,
-            sum(choice.output_tokens for choice in self.choices),
+            sum(choice.output_tokens for choice in self.choices) - unsent_tokens,
             self.reasoning_tokens,
         ).to_wire()
 

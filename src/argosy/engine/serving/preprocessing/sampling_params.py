@@ -51,10 +51,13 @@ def build_sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    logit_bias: dict[int, float],
     vocab_size: int,
     eos_token_ids: frozenset[int],
 ) -> SamplingParams:
     """Build the sampling parameters, except the seed, of a body that `check_parameters` accepted.
+
+    `logit_bias` is that of the body, by token id.
 
     Raises:
         ApiError: 400 for token ids outside the vocabulary, and if no token may be sampled.
@@ -67,17 +70,19 @@ def build_sampling_params(
         )
     top_k = max(body.top_k or 0, 0)
     temperature = 1.0 if body.temperature is None else float(body.temperature)
+    if body.top_p == 0:  # of the likeliest token alone
+        temperature = 0.0
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
         top_k=0 if top_k >= vocab_size else top_k,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=body.top_p or 1.0,
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=check_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=check_logit_bias(logit_bias, vocab_size),
         allowed_token_ids=_allowed_token_ids(body, vocab_size),
         stop=normalize_stop_strings(body.stop),
         stop_token_ids=normalize_token_ids("stop_token_ids", body.stop_token_ids or [], vocab_size),

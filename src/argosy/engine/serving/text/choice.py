@@ -147,6 +147,10 @@ class Choice:
         """Text since the last `clear_output`. Empty for choices that parse their output."""
         return "".join(self._text)
 
+    def add_text(self, text: str) -> None:
+        """Add text that the model did not generate, such as the beginning of the message that it continues."""
+        self._text.append(text)
+
     def push(self, delta: Delta) -> None:
         """Add a delta.
 
@@ -260,6 +264,9 @@ class ParsedChoice(Choice):
         super().__init__(index, request, prompt, tokenizer, is_complete=is_complete)
         self._push_tokens(request.resumed_tokens)
         self.new_events.clear()
+
+    def add_text(self, text: str) -> None:
+        self.new_events.append(ContentText(text))
 
     def clear_output(self) -> None:
         """Forget the new output, which was encoded."""

@@ -92,7 +92,7 @@ class LogprobFormatter:
 
     def _logprobs_by_name(self, record: Logprob) -> dict[str, float]:
         by_name: dict[str, float] = {}
-        for token, logprob in [*record.top_logprobs, (record.token, record.logprob)]:
+        for token, logprob in [(record.token, record.logprob), *record.top_logprobs]:
             by_name.setdefault(self._token_name(token), clamp_logprob(logprob))
         return by_name
 

@@ -183,6 +183,10 @@ class Tokenizer:
 
         return decode_token
 
+    def vocabulary_token(self, token_id: int) -> str:
+        """Return a token as the vocabulary writes it, such as `Ġis`. Empty for ids without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, special tokens by name. They may be part of a UTF-8 character."""
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
