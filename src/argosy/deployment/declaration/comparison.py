@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, PoolConfig
-from argosy.deployment.declaration.documents import to_document
+from argosy.deployment.declaration.documents import fields_of, to_document
 from argosy.deployment.declaration.replica_command import replica_digest
 from argosy.deployment.settings.gateway_config import RELOADABLE_SETTINGS
 
@@ -101,7 +101,7 @@ def compare_fleets(old: FleetConfig | None, new: FleetConfig) -> tuple[PlannedCh
 
 def _plan_first_start(new: FleetConfig) -> Iterator[PlannedChange]:
     """Yield every setting of a fleet of which nothing runs yet."""
-    for field in msgspec.structs.fields(new):
+    for field in fields_of(type(new)):
         value = getattr(new, field.name)
         if field.name == "pools":
             for pool in value:
@@ -276,7 +276,7 @@ def _find_differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[_Di
     if old == new:
         return
     if isinstance(old, msgspec.Struct) and type(old) is type(new):
-        names = {field.encode_name: field.name for field in msgspec.structs.fields(old)}
+        names = {field.encode_name: field.name for field in fields_of(type(old))}
         for key, name in names.items():
             yield from _find_differences(getattr(old, name), getattr(new, name), (*path, key))
         return

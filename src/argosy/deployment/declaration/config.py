@@ -127,7 +127,9 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[
             str,
             Meta(
-                min_length=1, max_length=2000, pattern=r"^[^\s\x00-\x1f-]([^\x00-\x1f]*\S)?$(?!\n)"
+                min_length=1,
+                max_length=2000,
+                pattern=r"^[^\s\x00-\x1f\x7f-\x9f-]([^\x00-\x1f\x7f-\x9f]*[^\s\x00-\x1f\x7f-\x9f])?$(?!\n)",
             ),
         ]
         | None
@@ -137,7 +139,15 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     file. `store:NAME`, `store:NAME:STAGE` and `sha256:DIGEST` are models of the store, and `s3://...` is a URL.
     The name of a stored model becomes its digest when the file is read. A promotion takes effect at the next apply."""
     revision: ByOperator[
-        Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\s-]\S*$(?!\n)")] | None
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=200,
+                pattern=r"^[^\s\x00-\x1f\x7f-\x9f-][^\s\x00-\x1f\x7f-\x9f]*$(?!\n)",
+            ),
+        ]
+        | None
     ] = None
     """Branch, tag or commit of the source."""
     digest: ByOperator[Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")] | None] = None

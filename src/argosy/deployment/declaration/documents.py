@@ -45,7 +45,7 @@ def to_document(value: Any) -> Any:  # noqa: ANN401 - any setting
     if isinstance(value, msgspec.Struct):
         return {
             field.encode_name: to_document(setting)
-            for field in _fields_of(type(value))
+            for field in fields_of(type(value))
             if (setting := getattr(value, field.name)) != _default(field)
         }
     if isinstance(value, dict):
@@ -56,8 +56,9 @@ def to_document(value: Any) -> Any:  # noqa: ANN401 - any setting
 
 
 @cache
-def _fields_of(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(struct)  # which evaluates all annotations each time
+def fields_of(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields of a structure. `msgspec.structs.fields` evaluates all annotations each time."""
+    return msgspec.structs.fields(struct)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:

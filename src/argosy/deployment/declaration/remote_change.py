@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
+from argosy.deployment.declaration.documents import fields_of
 from argosy.deployment.declaration.engines import ARGOSY_ENGINE
 from argosy.settings import SettingError, SettingPath, changed_by
 
@@ -70,17 +71,19 @@ def _check_section(
 
     Args:
         old: The section in force; None if it is new.
-        siblings: Sections in force beside a new one, whose protected settings it may have.
+        siblings: Sections in force beside a new one. It may have the protected settings of one of them.
         new: The section.
         path: Where it is.
     """
     marks = changed_by(type(new))
-    for field in msgspec.structs.fields(new):
+    origins = [old] if old else siblings
+    for field in fields_of(type(new)):
         value, here = getattr(new, field.name), (*path, field.encode_name)
         if marks.get(field.name) != "operator":
-            permitted = [getattr(each, field.name) for each in ((old,) if old else siblings)]
-            is_new_without = old is None and not value
-            if not is_new_without and not any(_is_same(value, each) for each in permitted):
+            if old is None and not value:
+                continue  # a new section without it
+            origins = [each for each in origins if _is_same(value, getattr(each, field.name))]
+            if not origins:
                 raise _protected(here)
             continue
         before = getattr(old, field.name, None)
@@ -142,8 +145,8 @@ def _is_same(old: object, new: object) -> bool:
 
 def _is_open_option(engine: str, name: str, value: Any) -> bool:  # noqa: ANN401 - an option's value
     """Return whether an option may be set. A number names neither a file nor a program."""
-    if _normalise(name) in _PROTECTED_OPTIONS:
-        return False
+    if any(each.startswith(_normalise(name)) for each in _PROTECTED_OPTIONS):
+        return False  # command lines take abbreviations
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number or engine == ARGOSY_ENGINE
 
@@ -173,4 +176,11 @@ def _trusts_remote_code(config: FleetConfig, pool: PoolConfig) -> bool:
     """Return whether the command of a pool has the option, be it in the engine's own arguments."""
     engine = config.engines.get(pool.engine)
     arguments = () if engine is None else engine.arguments()
-    return any(_REMOTE_CODE_OPTION in _normalise(each) for each in (*pool.options, *arguments))
+    return any(_names_remote_code(each) for each in (*pool.options, *arguments))
+
+
+def _names_remote_code(argument: str) -> bool:
+    text = _normalise(argument)
+    name = text.lstrip("_").partition("=")[0]
+    is_abbreviation = name.startswith("trust") and _REMOTE_CODE_OPTION.startswith(name)
+    return is_abbreviation or _REMOTE_CODE_OPTION in text

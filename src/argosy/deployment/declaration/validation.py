@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
@@ -14,6 +15,7 @@ from argosy.deployment.declaration.engines import (
     ARGOSY_ENGINE,
     BUILT_IN_ENGINES,
     FLEET_OPTIONS,
+    LAUNCHER_PLACEHOLDERS,
     PLACEHOLDERS,
     ArgosyOptions,
     EngineKind,
@@ -54,6 +56,7 @@ def validate_fleet(config: FleetConfig) -> None:
     for index, pool in enumerate(config.pools):
         path = ("pools", index)
         _check_references(config, pool, path)
+        _check_command_values(config, pool, path)
         _check_counts(pool, path)
         _check_autoscaling(config, pool, path)
         _check_rollout(config, pool, path)
@@ -153,6 +156,23 @@ def _check_references(config: FleetConfig, pool: PoolConfig, path: SettingPath) 
             f"the engine {pool.engine!r} cannot load a certain revision, but the model {pool.model!r} has one. "
             "Remove `revision` of the model, or use another engine.",
         )
+
+
+def _check_command_values(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> None:
+    """Refuse values of a command that a launcher would read as its placeholders."""
+    index = [model.name for model in config.models].index(pool.model)
+    model = config.models[index]
+    values: list[tuple[SettingPath, object]] = [
+        (("models", index, name), getattr(model, name)) for name in ("name", "source", "revision")
+    ]
+    values += [((*path, "options", name), value) for name, value in pool.options.items()]
+    for here, value in values:
+        found = LAUNCHER_PLACEHOLDERS.intersection(find_placeholders(str(value)))
+        if found:
+            problem = (
+                f"{{{min(found)}}} stands for what a launcher assigns. Write it in `engines` only."
+            )
+            raise _fail(here, "", problem)
 
 
 def _check_model(config: FleetConfig, model: FleetModelConfig, path: SettingPath) -> None:
@@ -343,9 +363,13 @@ def _check_argosy_options(pool: PoolConfig, path: SettingPath) -> None:
 
 def _check_own_options(engine: EngineKind, pool: PoolConfig, path: SettingPath) -> None:
     """Refuse options that the engine's template sets."""
-    used = {text.partition("=")[0] for text in engine.arguments()}
+    arguments = list(engine.arguments())
+    used = {text.partition("=")[0] for text in arguments}
+    assigned = {first for first, second in pairwise(arguments) if find_placeholders(second)}
     for name in pool.options:
-        if f"--{name.replace('_', '-')}" in used:
+        flag = f"--{name.replace('_', '-').lower()}"
+        # Command lines take abbreviations.
+        if flag in used or any(each.startswith(flag) for each in assigned):
             raise _fail(path, name, "the fleet sets this option itself. Remove it.")
 
 

@@ -30,7 +30,8 @@ MAX_MODEL_NAME_LENGTH = 200
 ModelName = Annotated[
     str,
     Meta(
-        max_length=MAX_MODEL_NAME_LENGTH, pattern=r"^[^\s\x00-\x1f-]([^\x00-\x1f\x7f]*\S)?$(?!\n)"
+        max_length=MAX_MODEL_NAME_LENGTH,
+        pattern=r"^[^\s\x00-\x1f\x7f-\x9f-]([^\x00-\x1f\x7f-\x9f]*[^\s\x00-\x1f\x7f-\x9f])?$(?!\n)",
     ),
 ]
 PositiveFloat = Annotated[float, Meta(gt=0)]
