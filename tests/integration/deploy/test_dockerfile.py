@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import typer.main
 from tools.dockerfile_steps import Stage, context_files, expand, parse_stages
 from tools.image_check import DOCKERFILE, REPOSITORY
+from tools.lock_requirements import find_problems
 
 from argosy.cli.app import app
 
@@ -66,4 +68,18 @@ def test_context_is_what_dockerignore_leaves(tmp_path: Path) -> None:
 def test_context_of_the_images_has_sources_and_nothing_else() -> None:
     assert Path("src/argosy/cli/app.py") in context_files(REPOSITORY, "src/argosy/cli")
     assert context_files(REPOSITORY, "tests/support") == []
-    assert context_files(REPOSITORY, "constraints.txt") == [Path("constraints.txt")]
+    assert Path("requirements/base.txt") in context_files(REPOSITORY, "requirements")
+
+
+def test_all_packages_of_images_and_checks_are_locked_by_hashes(stages: dict[str, Stage]) -> None:
+    assert find_problems() == []
+    installs = [
+        part
+        for stage in stages.values()
+        for step in stage.steps
+        for part in re.split("&&|;", step.value)
+        if "pip install " in part
+    ]
+    assert len(installs) == 6
+    for part in installs:
+        assert "--require-hashes" in part or "--no-index" in part
