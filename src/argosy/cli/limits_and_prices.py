@@ -42,12 +42,14 @@ limits_app = typer.Typer(
 prices_app = typer.Typer(help="Prices of models' tokens.", no_args_is_help=True)
 
 LimitUnitName = Literal[
-    "requests", "tokens", "input_tokens", "output_tokens", "concurrency", "dollars"
+    "requests", "tokens", "input_tokens", "output_tokens", "concurrency", "dollars", "stored_bytes"
 ]
 LimitWindowName = Literal["second", "minute", "hour", "day", "month"]
 WindowOption = Annotated[
     LimitWindowName | None,
-    typer.Option(help="Window, by default a minute. A concurrency limit has none."),
+    typer.Option(
+        help="Window, by default a minute. Limits on concurrency and stored_bytes have none."
+    ),
 ]
 UserOption = Annotated[str | None, typer.Option("--user", help="Id or email.")]
 KeyOption = Annotated[str | None, typer.Option("--key", help="Id, name or prefix.")]
@@ -103,7 +105,7 @@ def set_limit(
             owner,
             "nano_dollars" if unit == "dollars" else unit,
             parse_dollars(amount) if unit == "dollars" else _parse_count(amount),
-            window=per or (None if unit == "concurrency" else "minute"),
+            window=per or (None if unit in {"concurrency", "stored_bytes"} else "minute"),
             model=model,
             actor=audit_actor(),
         )

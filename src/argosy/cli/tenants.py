@@ -139,15 +139,27 @@ def list_projects(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
         keys = Counter(
             key.project for key in opened_store.accounts.list_keys() if key.revoked_at is None
         )
+        use = opened_store.stored_bytes.read_use([project.id for project in projects])
     print_records(
         projects,
-        ("Organisation", "Project", "Tier", "Weight", "Keys", "Created", "Archived", "Id"),
+        (
+            "Organisation",
+            "Project",
+            "Tier",
+            "Weight",
+            "Keys",
+            "Stored bytes",
+            "Created",
+            "Archived",
+            "Id",
+        ),
         lambda project: (
             owners[project.organisation],
             project.name,
             project.tier,
             f"{project.weight:g}",
             keys[project.id],
+            f"{use[project.id].stored_bytes:,}",
             format_timestamp(project.created_at),
             format_timestamp(project.archived_at),
             project.id,

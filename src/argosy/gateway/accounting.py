@@ -92,7 +92,7 @@ class AccountingService:
     @classmethod
     async def _open_once(cls, url: str, config: StoreConfig) -> AccountingService:
         async with contextlib.AsyncExitStack() as cleanup:
-            store = await run_in_daemon_thread(_open_and_migrate, url)
+            store = await run_in_daemon_thread(_open_and_migrate, url, config)
             cleanup.callback(store.close)
             usage_log = await run_in_daemon_thread(UsageLog, usage_log_folder(url))
             cleanup.callback(usage_log.close)
@@ -300,7 +300,7 @@ class AccountSync:
         ]
 
 
-def _open_and_migrate(url: str) -> Store:
-    store = open_store(url)
+def _open_and_migrate(url: str, config: StoreConfig) -> Store:
+    store = open_store(url, max_stored_bytes=config.max_stored_bytes_per_project)
     store.migrate()
     return store

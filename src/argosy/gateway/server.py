@@ -286,8 +286,10 @@ class GatewayServer:
             peers = PeerGateways(self._gateway_id, store, url, config.tls)
         response_state = (
             ResponseState(None)
-            if store is None or config.store is None
-            else ResponseState(store, config.store.keep_responses_days, idempotency_store)
+            if account_sync is None or config.store is None
+            else ResponseState(
+                *(store, config.store.keep_responses_days, idempotency_store, account_sync.limits)
+            )
         )
         if store is not None and self._fleet_pools is not None:
             self._parts.append(self._build_fleet_part(store, self._fleet_pools))
@@ -296,8 +298,8 @@ class GatewayServer:
         background = BackgroundResponses(response_state, generation.chat_completions)
         app = self._build_app(generation, response_state, background, store, peers)
         if store is not None:
-            expiry = [response_state.delete_expired_forever, background.watch_forever]
-            self._parts.append(GatewayPart(tasks=expiry))
+            upkeep = [response_state.maintain_forever, background.watch_forever]
+            self._parts.append(GatewayPart(tasks=upkeep, read_gauges=response_state.read_gauges))
         await self._registry.start()
         for part in self._parts:
             if part.start is not None:

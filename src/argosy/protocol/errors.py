@@ -178,6 +178,8 @@ _MEANINGS = {
     413: {
         "request_too_large": "The body is too large, the request can never fit a limit, or a non-streaming response"
         " exceeds 64 MiB.",
+        "storage_quota_exceeded": "The project would store more bytes of responses and conversations than it may. The"
+        " message has both numbers. Delete some, send `store` as false, or have the limit on `stored_bytes` raised.",
     },
     415: {
         "unsupported_encoding": "Compressed bodies are not accepted.",

@@ -2,10 +2,11 @@
 
 `Store` opens a database by URL. Its `accounts`, `limits_and_prices` and `replica_settings` change records in audited
 transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
-adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API. Its
-`fleets` hold declared fleets: revisions, events, and the lease of the leading controller. A `UsageLog` holds usage on
-the gateway's disk until the ledger has it, so no request waits for the database. Separate from the store, a
-`QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the responses of repeatable requests.
+adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API, within
+the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events, and the lease of the leading
+controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for the
+database. Separate from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the
+responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
@@ -21,6 +22,7 @@ from argosy.store.errors import (
     HistoryTooLongError,
     NotFoundError,
     QueryTimeoutError,
+    StorageQuotaError,
     StoreError,
     StoreUnavailableError,
 )
@@ -41,7 +43,7 @@ from argosy.store.idempotency_store import (
     IdempotencyStore,
     InFlightClaim,
 )
-from argosy.store.item_table import Item, ItemOwner
+from argosy.store.item_table import Item
 from argosy.store.ledger import (
     Ledger,
     RecordOrder,
@@ -106,6 +108,7 @@ from argosy.store.store import (
     open_store,
     usage_log_folder,
 )
+from argosy.store.stored_bytes import ItemOwner, StoredBytes
 from argosy.store.usage_log import UsageLog, UsageLogError, UsageLogFullError
 from argosy.store.usage_slots import UsageSlot
 from argosy.store.validation import is_key_valid

@@ -24,6 +24,10 @@ from argosy.store.errors import QueryTimeoutError, StoreError, StoreUnavailableE
 
 SQLITE_BUSY_TIMEOUT_S = 15.0
 """Maximum time that a writer waits for other writers of an SQLite file."""
+SQLITE_LOG_BYTES = 16 * 1024 * 1024
+"""Size to which SQLite's write-ahead log is cut after larger transactions."""
+SQLITE_VACUUM_PAGES = 1000
+"""Pages that one transaction gives back to the file system, so that other writers wait for a short time only."""
 MEMORY_URL = "sqlite://"
 """SQLAlchemy's URL of a database in memory. No setting may name it, since no other process could see the data."""
 POSTGRES_IDLE_TIMEOUT_S = 15
@@ -262,6 +266,28 @@ class Database:
                     )
                 yield connection
 
+    def give_back_space(self) -> bool:
+        """Give some unused pages of an SQLite file back to the file system. Returns whether there may be more.
+
+        Files that were created without `auto_vacuum` keep their pages, and use them again. PostgreSQL does both itself.
+        """
+        if self._engine.dialect.name != "sqlite":
+            return False
+        with self.translate_errors(), self._engine.connect() as connection:
+            unused = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+            connection.rollback()
+            driver_connection: Any = connection.connection.driver_connection
+            try:  # a script, since a statement without rows is stepped only once, which gives back one page
+                driver_connection.executescript(
+                    f"PRAGMA incremental_vacuum({SQLITE_VACUUM_PAGES});"
+                )
+            except OperationalError as error:
+                raise StoreError(
+                    f"Space of {self.display_name} cannot be given back: {error}."
+                ) from error
+            left = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+        return bool(0 < left < unused)
+
     def close(self) -> None:
         """Close all connections. Later transactions open new ones."""
         self._engine.dispose()
@@ -382,8 +408,10 @@ def _create_postgres_engine(url: URL) -> Engine:
 def _configure_sqlite(connection: SqliteConnection, _: object) -> None:
     """Configure a new SQLite connection. `_begin_sqlite_transaction` begins transactions instead of the driver."""
     connection.isolation_level = None
+    connection.execute("PRAGMA auto_vacuum=INCREMENTAL").close()  # of a file that is created
     _enable_wal(connection)
-    for setting in ("synchronous=NORMAL", "foreign_keys=ON"):
+    limits_log = f"journal_size_limit={SQLITE_LOG_BYTES}"
+    for setting in ("synchronous=NORMAL", "foreign_keys=ON", limits_log):
         connection.execute(f"PRAGMA {setting}").close()
 
 

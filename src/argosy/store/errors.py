@@ -20,7 +20,11 @@ class NotFoundError(ValueError):
 
 
 class HistoryTooLongError(ValueError):
-    """The stored items of a conversation exceed what one request may have."""
+    """Stored items, or one to be stored, exceed what one request may have."""
+
+
+class StorageQuotaError(ValueError):
+    """The tenant would store more bytes than it may."""
 
 
 class ConflictError(ValueError):

@@ -15,6 +15,7 @@ from argosy.store.validation import validate_record
 
 RateHistory = tuple[list[float], list[Rates]]
 """Times of change in ascending order, and the rates before the first change and after each."""
+UNITS_WITHOUT_WINDOW: frozenset[LimitUnit] = frozenset({"concurrency", "stored_bytes"})
 NO_RATE_HISTORY: RateHistory = ([], [NO_CHARGE])
 
 
@@ -38,14 +39,16 @@ class LimitsAndPrices(RecordTables):
         """Set a limit, replacing the owner's limit for the same unit, window and model.
 
         Raises:
-            ValueError: A field is invalid, or the window does not fit the unit.
+            ValueError: A field is invalid, or the window, owner or model does not fit the unit.
             NotFoundError: The owner does not exist.
             ConflictError: The owner has ended, or its organisation has the maximum number of limits.
         """
-        if (window is None) != (unit == "concurrency"):
+        if (window is None) != (unit in UNITS_WITHOUT_WINDOW):
             raise ValueError(
-                "A limit needs a window, such as minute. Only a limit on concurrency has none."
+                "A limit needs a window, such as minute. Only a limit on concurrency or stored_bytes has none."
             )
+        if unit == "stored_bytes" and (owner_kind != "project" or model is not None):
+            raise ValueError("A limit on stored_bytes is that of a project, and for no model.")
         if owner_kind not in OWNER_TYPES:
             raise ValueError(f"The owner of a limit must be one of {', '.join(OWNER_TYPES)}.")
         with self._begin_transaction(actor) as transaction:

@@ -37,7 +37,13 @@ UsageStatus = Literal["completed", "cancelled", "failed", "stopped", "interrupte
 """
 
 LimitUnit = Literal[
-    "requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"
+    "requests",
+    "tokens",
+    "input_tokens",
+    "output_tokens",
+    "concurrency",
+    "nano_dollars",
+    "stored_bytes",
 ]
 
 OwnerKind = Literal["organisation", "project", "user", "key"]
@@ -155,7 +161,7 @@ class Limit(AccountRecord, frozen=True, kw_only=True):
     unit: LimitUnit
     amount: LimitAmount
     window: LimitWindow | None = None
-    """None for a limit on concurrency, which has no window."""
+    """None for a limit on concurrency or stored bytes, which has no window."""
     model: Name | None = None
     """Public name of a model. None for all models together."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import Connection, Row, insert, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Row, literal, select, update
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -14,7 +15,7 @@ from argosy.store.errors import NotFoundError
 from argosy.store.item_table import (
     ALL_ITEMS,
     Item,
-    ItemOwner,
+    build_item_rows,
     check_history_size,
     decode_items,
     delete_expired,
@@ -22,9 +23,12 @@ from argosy.store.item_table import (
     find_items,
     find_row,
     insert_items,
+    insert_record,
     next_position,
     read_items,
+    read_page,
 )
+from argosy.store.stored_bytes import ItemOwner, StoredBytes
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 RUNNING_STATUSES: tuple[ResponseStatus, ...] = ("queued", "in_progress")
@@ -60,12 +64,16 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseStore:
     """Responses by tenant. Every call may block on the database.
 
-    Methods that take an id raise NotFoundError if the owner has no such response, or if it has expired.
+    Methods that take an id raise NotFoundError if the owner has no such response, or if it has expired. Methods that
+    store items raise StorageQuotaError beyond the owner's bound.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, clock: Callable[[], float], stored_bytes: StoredBytes
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._stored_bytes = stored_bytes
 
     def create(self, owner: ItemOwner, response: StoredResponse, retention_s: float) -> None:
         """Store a new response, which expires `retention_s` after it was created or last continued."""
@@ -80,14 +88,13 @@ class ResponseStore:
             "body": msgspec.json.encode(response.body),
             "heartbeat_at": now if response.is_background else None,
         }
+        input_rows = build_item_rows(owner, response.id, response.input, start=0)
+        output_rows = build_item_rows(
+            owner, response.id, response.output, start=len(response.input), is_output=True
+        )
+        rows = [*input_rows, *output_rows]
         with self._database.write_transaction() as connection:
-            connection.execute(insert(schema.responses), row)
-            insert_items(connection, owner, response.id, response.input, start=0)
-            insert_items(
-                *(connection, owner, response.id, response.output),
-                start=len(response.input),
-                is_output=True,
-            )
+            insert_record(connection, self._stored_bytes, schema.responses, owner, row, rows)
 
     def get(self, owner: ItemOwner, response_id: str) -> StoredResponse:
         """Return a response with its output, and without its input."""
@@ -102,11 +109,11 @@ class ResponseStore:
         after: str | None = None,
         limit: int = ALL_ITEMS,
         is_descending: bool = False,
-    ) -> list[Item]:
-        """Return the input items of a response."""
+    ) -> tuple[list[Item], bool]:
+        """Return a page of the input items of a response, and whether there are more."""
         with self._database.read_transaction() as connection:
             self._require(connection, owner, response_id)
-            return read_items(
+            return read_page(
                 connection,
                 response_id,
                 is_output=False,
@@ -130,7 +137,7 @@ class ResponseStore:
             for wanted in (response_id, *(row.previous for row in rows)):
                 if wanted is not None and wanted not in ids:
                     raise _not_found(wanted)
-            check_history_size(connection, ids)
+            check_history_size(connection, schema.items.c.parent.in_(ids))
             items = schema.items.c
             query = (
                 select(items.body)
@@ -152,12 +159,12 @@ class ResponseStore:
     def delete(self, owner: ItemOwner, response_id: str) -> None:
         """Delete a response with its items. Responses that continue it cannot be continued any more."""
         with self._database.write_transaction() as connection:
-            self._require(connection, owner, response_id)
-            delete_with_items(connection, schema.responses, [response_id])
+            self._require(connection, owner, response_id, is_locked=True)
+            delete_with_items(connection, self._stored_bytes, schema.responses, [response_id])
 
     def delete_expired(self) -> int:
         """Delete a batch of expired responses. Returns their number, 0 if no more have expired."""
-        return delete_expired(self._database, schema.responses, self._clock())
+        return delete_expired(self._database, self._stored_bytes, schema.responses, self._clock())
 
     # --- background ------------------------------------------------------------------------------
 
@@ -174,20 +181,32 @@ class ResponseStore:
         Returns:
             Whether it was stored. False if the response was cancelled or deleted meanwhile.
         """
-        values = {"status": status, "body": msgspec.json.encode(body), "heartbeat_at": None}
+        encoded = msgspec.json.encode(body)
+        running = select(schema.responses).where(*_is_running(owner, response_id))
         with self._database.write_transaction() as connection:
-            if not _update_running(connection, owner, response_id, values):
+            row = connection.execute(running.with_for_update()).one_or_none()
+            if row is None:
                 return False
+            connection.execute(
+                update(schema.responses)
+                .where(_responses.id == response_id)
+                .values(status=status, body=encoded, heartbeat_at=None)
+            )
+            self._stored_bytes.change(connection, {owner: len(encoded) - len(row.body)})
             start = next_position(connection, response_id)
-            insert_items(connection, owner, response_id, output, start=start, is_output=True)
+            rows = build_item_rows(owner, response_id, output, start=start, is_output=True)
+            insert_items(connection, self._stored_bytes, owner, rows)
         return True
 
     def cancel(self, owner: ItemOwner, response_id: str) -> StoredResponse:
         """Cancel a background response if it runs, and return it."""
         _check_id(response_id)
-        values = {"status": "cancelled", "heartbeat_at": None}
         with self._database.write_transaction() as connection:
-            _update_running(connection, owner, response_id, values)
+            connection.execute(
+                update(schema.responses)
+                .where(*_is_running(owner, response_id))
+                .values(status="cancelled", heartbeat_at=None)
+            )
             return self._read(connection, owner, response_id)
 
     def record_heartbeats(self, response_ids: Collection[str]) -> set[str]:
@@ -204,15 +223,20 @@ class ResponseStore:
         is_interrupted = _responses.heartbeat_at < self._clock() - HEARTBEAT_TIMEOUT_S
         with self._database.write_transaction() as connection:
             rows = connection.execute(
-                select(_responses.id, _responses.body).where(is_interrupted).with_for_update()
+                select(schema.responses).where(is_interrupted).with_for_update()
             ).all()
+            added: defaultdict[ItemOwner, int] = defaultdict(int)
             for row in rows:
-                body = msgspec.json.decode(bytes(row.body)) | {"error": INTERRUPTED_ERROR}
+                body = msgspec.json.encode(
+                    msgspec.json.decode(bytes(row.body)) | {"error": INTERRUPTED_ERROR}
+                )
+                added[ItemOwner(row.organisation, row.owner)] += len(body) - len(row.body)
                 connection.execute(
                     update(schema.responses)
                     .where(_responses.id == row.id)
-                    .values(status="failed", body=msgspec.json.encode(body), heartbeat_at=None)
+                    .values(status="failed", body=body, heartbeat_at=None)
                 )
+            self._stored_bytes.change(connection, added)
         return len(rows)
 
     # --- queries ---------------------------------------------------------------------------------
@@ -228,9 +252,13 @@ class ResponseStore:
             is_background=row.heartbeat_at is not None,
         )
 
-    def _require(self, connection: Connection, owner: ItemOwner, response_id: str) -> Row[Any]:
+    def _require(
+        self, connection: Connection, owner: ItemOwner, response_id: str, *, is_locked: bool = False
+    ) -> Row[Any]:
         """Return the row of a response."""
-        row = find_row(connection, schema.responses, owner, response_id, self._clock())
+        row = find_row(
+            *(connection, schema.responses, owner, response_id, self._clock()), is_locked=is_locked
+        )
         if row is None:
             raise _not_found(response_id)
         return row
@@ -251,20 +279,13 @@ def _select_chain(owner: ItemOwner, response_id: str, now: float) -> Any:  # noq
     )
 
 
-def _update_running(
-    connection: Connection, owner: ItemOwner, response_id: str, values: Mapping[str, Any]
-) -> bool:
-    """Update a background response if it runs. Returns whether it did."""
-    result = connection.execute(
-        update(schema.responses)
-        .where(
-            _responses.id == response_id,
-            _responses.status.in_(RUNNING_STATUSES),
-            owner.owns(schema.responses),
-        )
-        .values(**values)
+def _is_running(owner: ItemOwner, response_id: str) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions that a row is this background response, and that it runs."""
+    return (
+        _responses.id == response_id,
+        _responses.status.in_(RUNNING_STATUSES),
+        owner.owns(schema.responses),
     )
-    return result.rowcount > 0
 
 
 def _check_id(response_id: str) -> None:

@@ -339,6 +339,14 @@ items = Table(
 )
 """Input and output items of responses, and items of conversations, as JSON. `item` is the item's own id."""
 
+stored_bytes = Table(
+    "stored_bytes",
+    metadata,
+    *_primary_key(organisation=Text, owner=Text),
+    Column("bytes", BigInteger, nullable=False),
+)
+"""Bytes of each owner's responses, conversations and items: their bodies, and a number for each row."""
+
 secrets = Table(
     "secrets",
     metadata,

@@ -28,6 +28,7 @@ from argosy.store.records import AccountSnapshot
 from argosy.store.replicas import ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import ResponseStore
 from argosy.store.snapshot_reader import read_snapshot
+from argosy.store.stored_bytes import DEFAULT_MAX_STORED_BYTES, StoredBytes
 
 EXPIRED_KEY_RETENTION_S = 30 * 86_400
 """How long an expired key stays in account snapshots."""
@@ -57,6 +58,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of days to keep single usage records. Older ones are summed by day. None keeps them for ever."""
     keep_responses_days: Annotated[int, msgspec.Meta(ge=1, le=36_500)] = 30
     """Number of days to keep responses and conversations of the Responses API after their last use."""
+    max_stored_bytes_per_project: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = (
+        DEFAULT_MAX_STORED_BYTES
+    )
+    """Bytes of responses and conversations that a project may keep. Its limit on `stored_bytes` replaces the number."""
 
 
 class Store:
@@ -66,7 +71,12 @@ class Store:
     that says what to change, if the database cannot be used.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        max_stored_bytes: int = DEFAULT_MAX_STORED_BYTES,
+    ) -> None:
         self._database = database
         self._clock = clock
         self._last_snapshot: AccountSnapshot | None = None
@@ -76,8 +86,9 @@ class Store:
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
         self.gateways = GatewayRegistry(database, clock)
-        self.responses = ResponseStore(database, clock)
-        self.conversations = ConversationStore(database, clock)
+        self.stored_bytes = StoredBytes(database, max_stored_bytes)
+        self.responses = ResponseStore(database, clock, self.stored_bytes)
+        self.conversations = ConversationStore(database, clock, self.stored_bytes)
         self.secrets = SecretStore(database, clock)
         self.console_sessions = ConsoleSessionStore(database, clock)
         self.fleets = FleetStore(database, clock)
@@ -118,6 +129,10 @@ class Store:
         """Close all connections."""
         self._database.close()
 
+    def give_back_space(self) -> bool:
+        """Give some space that deleted rows left back to the file system. Returns whether there may be more."""
+        return self._database.give_back_space()
+
     def is_current(self, snapshot: AccountSnapshot) -> bool:
         """Return whether the snapshot is up to date, with one small query.
 
@@ -138,17 +153,23 @@ class Store:
         return snapshot
 
 
-def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
+def open_store(
+    url: str,
+    *,
+    clock: Callable[[], float] = time.time,
+    max_stored_bytes: int = DEFAULT_MAX_STORED_BYTES,
+) -> Store:
     """Open the store at a URL. Creates an SQLite file that does not exist. Call `migrate` before anything else.
 
     Args:
         url: `sqlite:///path` or `postgresql://user:password@host:port/database`.
         clock: Source of seconds since the epoch.
+        max_stored_bytes: Bytes that a project without a limit of its own may store.
 
     Raises:
         StoreError: The URL is not valid or the database cannot be used.
     """
-    return Store(Database(url), clock)
+    return Store(Database(url), clock, max_stored_bytes)
 
 
 def open_existing_store(url: str) -> Store:

@@ -6,6 +6,7 @@ The number of label values is bounded. Models and replicas are those of the conf
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -82,6 +83,8 @@ class GatewayGauges:
     """Usage records that are not in the store yet."""
     usage_unpersisted_records: int = 0
     """Usage records that are only in memory because the disk is full, and would be lost with the gateway."""
+    stored_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Stored bytes of responses and conversations by tenant."""
     store_up: bool | None = None
     """Whether the account snapshot is current; None without a store."""
     quota_backend: QuotaBackendGauges | None = None
@@ -358,12 +361,7 @@ class GatewayMetrics(Collector):
                 {(pool,): count for pool, count in gauges.desired_replicas.items()},
                 "pool",
             )
-        if gauges.store_up is not None:
-            yield gauge_family(
-                "argosy_gateway_store_up",
-                "1 while the store is readable, 0 while the gateway uses the last account snapshot.",
-                {(): gauges.store_up},
-            )
+        yield from self._store_families(gauges)
         if gauges.quota_backend is not None:
             yield from _quota_backend_families(gauges.quota_backend)
         yield gauge_family(
@@ -372,6 +370,27 @@ class GatewayMetrics(Collector):
             {(version("argosy"),): 1},
             "version",
         )
+
+    def _store_families(self, gauges: GatewayGauges) -> Iterator[Metric]:
+        if gauges.store_up is None:
+            return
+        yield gauge_family(
+            "argosy_gateway_stored_bytes",
+            "Bytes of stored responses and conversations of a tenant in the store, read every 10 minutes.",
+            self._sum_by_tenant(gauges.stored_bytes),
+            "tenant",
+        )
+        yield gauge_family(
+            "argosy_gateway_store_up",
+            "1 while the store is readable, 0 while the gateway uses the last account snapshot.",
+            {(): gauges.store_up},
+        )
+
+    def _sum_by_tenant(self, values: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+        summed: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        for tenant, value in values.items():
+            summed[self._tenant_label(tenant),] += value
+        return summed
 
     def _add_counter(self, name: str, help_text: str, *labels: str, divisor: int = 1) -> Counter:
         counter = Counter(name, help_text, *labels, divisor=divisor)

@@ -12,8 +12,6 @@ from tests.integration.test_parsed_output import THOUGHT
 from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until
 
-from argosy.store import ResponseStore, StoreError
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PREFIX = "user: Hi"
@@ -326,18 +324,19 @@ async def test_failed_background_response_says_so_and_its_stream_ends_with_it(
     assert "'missing'" in failed.error.message, "the reason is that of the error"
 
 
-async def test_background_response_that_cannot_be_stored_fails(
-    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = ResponseStore.finish
+async def test_full_project_is_told_what_to_delete(fleet: DialectFleet) -> None:
+    accounts = fleet.accounts
+    project = accounts.project("small")
+    key = accounts.key(project, role="admin", scope="gateway")
+    await fleet.wait_for_key(key)
+    client, admin = fleet.openai(key), {"authorization": f"Bearer {key}"}
 
-    def finish_without_output(store: ResponseStore, *arguments: Any) -> bool:  # noqa: ANN401 - those of the method
-        if "completed" in arguments:
-            raise StoreError("The disk is full.")
-        return finish(store, *arguments)
+    def stored() -> int:
+        return accounts.store.stored_bytes.read_use([project])[project].stored_bytes
 
-    monkeypatch.setattr(ResponseStore, "finish", finish_without_output)
-    client = fleet.openai()
+    kept = await client.responses.create(model=MODEL, input="Hi")
+    size = stored()
+    accounts.limit(project, "stored_bytes", 2 * size - 300)  # no room for a second output
     stream = await client.responses.create(model=MODEL, input="Hi", background=True, stream=True)
     events: list[Any] = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -345,6 +344,39 @@ async def test_background_response_that_cannot_be_stored_fails(
     failed = await client.responses.retrieve(events[-1].response.id)
     assert failed == events[-1].response
     assert (failed.status, failed.output_text) == ("failed", "")
+    await client.responses.delete(failed.id)
+
+    accounts.limit(project, "stored_bytes", size)
+    shown = (await fleet.client.get(f"/admin/projects/{project}", headers=admin)).json()
+    assert (shown["stored_bytes"], shown["max_stored_bytes"]) == (size, size)
+    lost = await client.responses.create(
+        model=MODEL, input="Hi"
+    )  # what it needs is not known before
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(lost.id)
+    fleet.prompts()
+    unstored = await client.responses.with_raw_response.create(model=MODEL, input="Hi")
+    assert unstored.headers["x-argosy-ignored-fields"] == "store"
+    assert unstored.parse().store is False  # type: ignore[attr-defined] # a field beyond the client's type
+    message: Any = {"type": "message", "role": "user", "content": "x"}
+    for refused in (
+        client.responses.create(model=MODEL, input="Hi", store=True),
+        client.responses.create(model=MODEL, input="Hi", background=True),
+        client.conversations.create(items=[message]),
+    ):
+        with pytest.raises(openai.APIStatusError, match=rf"stores {size:,} bytes") as full:
+            await refused
+        assert (full.value.status_code, full.value.code) == (413, "storage_quota_exceeded")
+    assert len(fleet.prompts()) == 1, "what cannot be stored is not generated"
+    async with run_gateway_server(fleet.config) as (_, other):
+        gauge = f'argosy_gateway_stored_bytes{{tenant="{project}"}} {float(size)}'
+        metrics = ""
+        while gauge not in metrics:
+            await asyncio.sleep(0.02)
+            metrics = (await other.get("/metrics", headers=admin)).text
+    await client.responses.delete(kept.id)
+    again = await client.responses.create(model=MODEL, input="Hi", store=True)
+    assert (await client.responses.retrieve(again.id)).id == again.id
 
 
 async def test_compacted_conversation_goes_on(fleet: DialectFleet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,19 @@ MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [
     {"role": "user", "content": "Tell me a story"}
 ]
 BODY: dict[str, Any] = {"model": "big", "messages": MESSAGES, "max_tokens": 30}
+FREE_PATHS = (
+    *(
+        "/v1/models",
+        "/api/tags",
+        "/api/ps",
+        "/api/show",
+        "/api/version",
+        "/version",
+        "/openapi.json",
+    ),
+    *("/health", "/ready", "/metrics", "/replicas/", "/admin/", "/console"),
+)
+"""Begins of paths that list what the gateway knows, or need a higher role."""
 MAX_RETRY_AFTER_S = 62
 """A minute, and the window slot in which the request was counted."""
 
@@ -127,6 +141,32 @@ async def test_replica_receives_the_cache_domain_and_priority_of_a_project(
             (request.tenant, request.cache_domain, request.tier, request.weight)
             for request in gateway.engine.requests
         ] == [(web, web, 1, 1.0), (other, organisation, 0, 2.5)]
+
+
+async def test_used_up_limit_of_requests_refuses_all_work(url: str, tokenizer: Tokenizer) -> None:
+    """Every path that does work for a request, whichever paths there are, counts it."""
+    body = BODY | {"input": "a", "items": [], "metadata": {}}
+    others = {"prompt": "a", "query": "a", "text_1": "a", "text_2": "b", "tokens": [1]}
+    others |= {"documents": ["a"], "texts": ["a"], "input_type": "classification"}
+    async with run_tenant_gateway(url, tokenizer) as gateway, gateway.client("limited") as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        first = await client.post("/v1/conversations", json={"items": []})
+        assert (first.status_code, first.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+        refused = [
+            (method, path, body if "responses" in path else body | others)
+            for path, methods in paths.items()
+            for method in methods
+            if not path.startswith(FREE_PATHS)
+        ]
+        refused.append(("post", "/v1/responses", body | {"background": True}))
+        refused.append(("post", "/v1/responses", body | {"previous_response_id": "resp_1"}))
+        for method, path, fields in refused:
+            url_path = path.format_map(defaultdict(lambda: "x"))
+            answer = await client.request(method, url_path, json=fields)
+            is_other_task = "its tasks are generate" in answer.text
+            assert answer.status_code == 429 or is_other_task, f"{method} {path}: {answer.text}"
+        assert len(refused) > 35
+    assert gateway.engine.requests == []
 
 
 async def test_limit_of_the_admin_api_applies_to_a_running_stream(

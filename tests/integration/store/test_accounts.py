@@ -225,7 +225,7 @@ def test_invalid_values_are_rejected_by_name(store: Store, project: Project) -> 
         (r"\$.amount", partial(tokens, 2**63)),
         ("needs a window", partial(set_limit, "tokens", 1)),
         (
-            "Only a limit on concurrency has none",
+            "Only a limit on concurrency or stored_bytes has none",
             partial(set_limit, "concurrency", 1, window="day"),
         ),
         ("The owner of a limit", partial(set_foreign_limit, 1)),

@@ -15,7 +15,7 @@ from tests.integration.store.conftest import ACTOR
 from tests.support import store_process
 from tests.support.usage_rows import usage_row
 
-from argosy.store import Store, StoreError, migrations, open_store
+from argosy.store import ItemOwner, Store, StoredResponse, StoreError, migrations, open_store
 from argosy.store.database import Database
 from argosy.store.schema import metadata
 
@@ -24,7 +24,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "0001"
+down_revision = "0002"
 
 def upgrade():
     op.add_column("usage", sa.Column("colour", sa.Text, nullable=False, server_default="grey"))
@@ -68,6 +68,23 @@ def test_later_step_changes_existing_tables_and_keeps_their_rows(
     next_version.undo()
     with pytest.raises(StoreError, match=r"belong to a newer Argosy \(next\)"):
         store.migrate()
+
+
+def test_stored_bytes_of_an_older_database_are_summed_up(store: Store, url: str) -> None:
+    for organisation in ("org_a", "org_b"):
+        owner = ItemOwner(organisation, "proj_a")
+        store.conversations.create(owner, {"a": "b"}, [{"id": "m", "content": organisation}], 9.0)
+    response = StoredResponse(id="resp_1", status="completed", body={"id": "resp_1"})
+    store.responses.create(owner, response, 9.0)
+    totals = store.stored_bytes.read_totals()
+    database = Database(url)
+    with database.write_transaction() as connection:
+        connection.execute(sa.text("DROP TABLE stored_bytes"))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
+    database.close()
+    store.migrate()
+    assert store.stored_bytes.read_totals() == totals
+    test_new_tables_match_the_schema(store, url)
 
 
 @pytest.mark.usefixtures("next_version")

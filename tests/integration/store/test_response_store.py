@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from tests.integration.store.conftest import RULES, START
+from tests.integration.store.conftest import ACTOR, RULES, START
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
@@ -16,11 +19,13 @@ from argosy.store import (
     Item,
     ItemOwner,
     NotFoundError,
+    StorageQuotaError,
     Store,
     StoredResponse,
     item_table,
 )
 from argosy.store.response_store import HEARTBEAT_TIMEOUT_S
+from argosy.store.stored_bytes import ROW_OVERHEAD_BYTES
 
 OWNER = ItemOwner("org_a", "proj_a")
 OTHERS = (ItemOwner("org_a", "proj_b"), ItemOwner("org_b", "proj_a"), ItemOwner("", ""))
@@ -63,7 +68,7 @@ def test_response_is_stored_with_its_history(store: Store) -> None:
         "status": "completed",
         "output": [message("out_3")],
     }
-    assert store.responses.list_input(OWNER, "resp_3") == [message("in_3")]
+    assert store.responses.list_input(OWNER, "resp_3") == ([message("in_3")], False)
     assert history_ids(store, 3) == ["in_1", "out_1", "in_2", "out_2", "in_3", "out_3"]
     assert history_ids(store, 4) == ["in_1", "out_1", "in_4", "out_4"]
     assert store.responses.find_items(OWNER, ["out_1", "in_4", "x"]) == {
@@ -107,7 +112,7 @@ def test_other_tenants_have_no_access(store: Store, other: ItemOwner) -> None:
     with pytest.raises(NotFoundError, match="resp_1"):
         responses.load_history(other, "resp_2", RETENTION_S)
     assert responses.get(OWNER, "resp_1").status == "in_progress"
-    assert conversations.list_items(OWNER, conversation) == [message("m")]
+    assert conversations.list_items(OWNER, conversation) == ([message("m")], False)
 
 
 def test_unprintable_ids_are_not_found(store: Store) -> None:
@@ -117,7 +122,7 @@ def test_unprintable_ids_are_not_found(store: Store) -> None:
     for call in (store.conversations.get_item, store.conversations.delete_item):
         with pytest.raises(NotFoundError):
             call(OWNER, conversation, "m\0")
-    assert store.responses.list_input(OWNER, "resp_1", after="in_1\0") == []
+    assert store.responses.list_input(OWNER, "resp_1", after="in_1\0") == ([], False)
     assert store.responses.find_items(OWNER, ["in_1\0", "in_1"]) == {"in_1": message("in_1")}
 
 
@@ -155,7 +160,7 @@ def test_responses_and_conversations_expire_after_their_last_use(
     assert (store.responses.delete_expired(), store.conversations.delete_expired()) == (0, 0)
     clock.now = START  # a clock that is behind does not bring anything back
     assert store.responses.find_items(OWNER, ["out_3"]) == {}
-    assert [item["id"] for item in store.conversations.list_items(OWNER, used)] == ["m", "n"]
+    assert [item["id"] for item in store.conversations.list_items(OWNER, used)[0]] == ["m", "n"]
 
 
 def test_background_response_is_completed_cancelled_or_interrupted(
@@ -186,7 +191,9 @@ def test_background_response_is_completed_cancelled_or_interrupted(
     assert responses.get(OWNER, "resp_3").status == "in_progress"
 
 
-def test_conversation_items_are_paged_in_order(store: Store) -> None:
+def test_conversation_items_are_paged_in_order(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conversations = store.conversations
     conversation = conversations.create(OWNER, {"a": "b"}, [message("m0")], RETENTION_S)
     assert conversations.get(OWNER, conversation.id) == conversation
@@ -195,14 +202,21 @@ def test_conversation_items_are_paged_in_order(store: Store) -> None:
             threads.submit(
                 conversations.append_items, OWNER, conversation.id, [message(f"m{number}")], 9.0
             ).add_done_callback(lambda done: done.result())
-    listed = [item["id"] for item in conversations.list_items(OWNER, conversation.id)]
+
+    def page(**options: Any) -> tuple[list[str], bool]:  # noqa: ANN401 - those of a page
+        items, has_more = conversations.list_items(OWNER, conversation.id, **options)
+        return [item["id"] for item in items], has_more
+
+    listed, _ = page()
     assert sorted(listed) == [f"m{number}" for number in range(5)]
-    page = conversations.list_items(OWNER, conversation.id, after=listed[1], limit=2)
-    assert [item["id"] for item in page] == listed[2:4]
-    page = conversations.list_items(
-        OWNER, conversation.id, after=listed[3], limit=2, is_descending=True
-    )
-    assert [item["id"] for item in page] == [listed[2], listed[1]]
+    assert page(after=listed[1], limit=2) == (listed[2:4], True)
+    assert page(after=listed[3], limit=2, is_descending=True) == ([listed[2], listed[1]], True)
+    assert page(after=listed[1], limit=1, is_descending=True) == ([listed[0]], False)
+    with monkeypatch.context() as patch:  # items that are long end a page
+        patch.setattr(item_table, "MAX_PAGE_BYTES", len(msgspec.json.encode(message("m0"))) * 2)
+        assert page() == (listed[:2], True)
+        patch.setattr(item_table, "MAX_PAGE_BYTES", 1)
+        assert page(is_descending=True) == ([listed[-1]], True)
     assert conversations.get_item(OWNER, conversation.id, "m3") == message("m3")
     conversations.delete_item(OWNER, conversation.id, "m3")
     with pytest.raises(NotFoundError):
@@ -227,6 +241,85 @@ def test_history_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
                 history_ids(store, 2)
             with pytest.raises(HistoryTooLongError):
                 store.conversations.load_history(OWNER, conversation)
+
+
+def test_stored_bytes_are_counted_and_bounded(store: Store, clock: FakeClock) -> None:
+    """Each way to store adds what deletion gives back, and no transaction passes the bound, but for failures."""
+    conversations, responses = store.conversations, store.responses
+    project = store.accounts.create_project(
+        store.accounts.create_organisation("acme", actor=ACTOR).id, "web", actor=ACTOR
+    )
+    owner = ItemOwner(project.organisation, project.id)
+
+    def stored() -> int:
+        return store.stored_bytes.read_use([project.id])[project.id].stored_bytes
+
+    assert store.stored_bytes.read_use([project.id])[project.id].max_stored_bytes == 2**30
+    conversation = conversations.create(owner, {}, [message("a"), message("b")], RETENTION_S).id
+    item_bytes = len(msgspec.json.encode(message("a"))) + ROW_OVERHEAD_BYTES
+    assert stored() == 2 + ROW_OVERHEAD_BYTES + 2 * item_bytes
+    running = response(1, status="in_progress", is_background=True, output=(), input=[message("i")])
+    responses.create(owner, running, RETENTION_S)
+    before = stored()
+    conversations.append_items(owner, conversation, [message("c")], RETENTION_S)
+    assert stored() == before + item_bytes
+    conversations.delete_item(owner, conversation, "c")
+    conversations.set_metadata(owner, conversation, {"a": "b"})
+    assert stored() == before + len('"a":"b"')
+    terms = store.limits_and_prices
+    terms.set_limit("project", project.id, "stored_bytes", stored(), actor=ACTOR)
+    for attempt in (
+        partial(conversations.create, owner, {}, [], RETENTION_S),
+        partial(conversations.append_items, owner, conversation, [message("d")], RETENTION_S),
+        partial(conversations.set_metadata, owner, conversation, {"a": "bc"}),
+        partial(responses.create, owner, response(2), RETENTION_S),
+        partial(responses.finish, owner, "resp_1", "completed", running.body, [message("o")]),
+        partial(store.stored_bytes.check_room, owner, 1),
+    ):
+        before = stored()
+        with pytest.raises(StorageQuotaError, match=f"stores {before:,} bytes .* store {before:,}"):
+            attempt()
+        assert stored() == before
+    store.stored_bytes.check_room(owner, 0)
+    assert responses.get(owner, "resp_1").status == "in_progress"
+    assert responses.finish(owner, "resp_1", "failed", {"error": "x" * 100}, [])
+    conversations.set_metadata(
+        owner, conversation, {"a": ""}
+    )  # beyond the bound, but less than before
+    responses.delete(owner, "resp_1")
+    assert stored() == 2 + len('"a":""') + ROW_OVERHEAD_BYTES + 2 * item_bytes
+    responses.create(OWNER, running, RETENTION_S)  # the bound is that of one project
+    clock.now += HEARTBEAT_TIMEOUT_S + 1
+    assert responses.fail_interrupted() == 1
+    clock.now += RETENTION_S
+    assert (conversations.delete_expired(), responses.delete_expired()) == (1, 1)
+    assert store.stored_bytes.read_totals() == {owner: 0, OWNER: 0}
+    for options in ({"window": "day"}, {"model": "m"}, {"owner_kind": "organisation"}):
+        wrong: Any = {"owner_kind": "project", "owner": project.id, "actor": ACTOR, **options}
+        with pytest.raises(ValueError, match="stored_bytes"):
+            terms.set_limit(unit="stored_bytes", amount=1, **wrong)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"])
+def test_space_of_what_is_deleted_is_used_again_and_given_back(store: Store, url: str) -> None:
+    path = Path(url.removeprefix("sqlite:///"))
+
+    def file_size() -> int:
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return path.stat().st_size
+
+    empty, sizes = file_size(), []
+    for _ in range(3):
+        items = [message(str(number), "x" * 20_000) for number in range(20)]
+        conversation = store.conversations.create(OWNER, {}, items, RETENTION_S).id
+        sizes.append(file_size())
+        store.conversations.delete(OWNER, conversation)
+    assert sizes[0] - empty <= 1.1 * 20 * 20_000
+    assert sizes[1:] == sizes[:1] * 2
+    while store.give_back_space():
+        pass
+    assert file_size() <= empty + 16 * 1024
 
 
 def test_gateways_share_secrets(store: Store) -> None:

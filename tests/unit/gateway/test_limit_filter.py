@@ -39,7 +39,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import REFUSED_BY_REPLICA, RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.gateway.request_trace import TraceStore
-from argosy.http_server import HttpExchange
+from argosy.http_server import DisconnectedError, HttpExchange
 from argosy.policy import RequestStatus
 from argosy.protocol import ApiError
 from argosy.store import (
@@ -325,18 +325,27 @@ def test_concurrent_streams_exceed_limit_by_at_most_one_chunk_each(
     assert delivered <= limit + overrun
 
 
-async def test_utility_call_holds_slot_and_counts_only_on_success(clock: FakeClock) -> None:
-    limits = make_filter(clock, make_limit("concurrency", 1), make_limit("requests", 2))
+async def test_utility_call_holds_slot_and_counts_unless_the_fleet_fails(clock: FakeClock) -> None:
+    stored_bytes = make_limit("stored_bytes", 0)  # counted by the store
+    requests = make_limit("requests", 4)
+    limits = make_filter(clock, make_limit("concurrency", 1), requests, stored_bytes)
     reserve = partial(limits.reserve_request, PRINCIPAL, "big", [])
-    with pytest.raises(RuntimeError):
-        async with reserve():
-            raise RuntimeError
+    for failure in (RuntimeError(), ApiError(503, "no_replica", "")):
+        with pytest.raises(type(failure)):
+            async with reserve():
+                raise failure
     async with reserve():
         with pytest.raises(ApiError, match="at a time"):
             await reserve().__aenter__()
+        async with reserve(concurrency=0, requests=0):
+            pass
     async with reserve():
         pass
-    with pytest.raises(ApiError, match="2 requests per minute"):
+    for error in (ApiError(404, "not_found", ""), DisconnectedError()):
+        with pytest.raises(type(error)):
+            async with reserve():
+                raise error
+    with pytest.raises(ApiError, match="4 requests per minute"):
         await reserve().__aenter__()
 
 

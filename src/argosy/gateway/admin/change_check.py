@@ -41,7 +41,7 @@ def check_change(
             case ReplicaSetting():
                 check_role(principal, "operator", "gateway")
             case Limit():
-                if record.owner_kind == "organisation":
+                if record.owner_kind == "organisation" or record.unit == "stored_bytes":
                     check_role(principal, "operator", "gateway")
             case User() | Key():
                 check_role(principal, record.role, record.scope)

@@ -30,6 +30,7 @@ from argosy.store import (
     Role,
     RoleScope,
     Store,
+    StoredBytes,
 )
 
 T = TypeVar("T")
@@ -151,6 +152,11 @@ class AdminScope:
     def ledger(self) -> Ledger:
         """The store's ledger."""
         return self._store.ledger.for_organisation(self.organisation_id)
+
+    @property
+    def stored_bytes(self) -> StoredBytes:
+        """The bytes that tenants store. The caller may see the tenants that it names."""
+        return self._store.stored_bytes
 
     @property
     def audit_log(self) -> AuditLog:

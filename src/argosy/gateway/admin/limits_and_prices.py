@@ -1,6 +1,7 @@
 """Endpoints for limits and prices.
 
-Limits of a whole organisation are set by those who run the gateway, so they need a role for the whole gateway.
+Limits of a whole organisation, and of stored bytes, are set by those who run the gateway, so they need a role for the
+whole gateway.
 """
 
 from __future__ import annotations

@@ -53,6 +53,11 @@ class OrganisationView(
 class ProjectView(Project, frozen=True, kw_only=True, tag_field="object", tag="project"):
     """A project, which is a tenant."""
 
+    stored_bytes: int
+    """Bytes of its responses and conversations."""
+    max_stored_bytes: int
+    """Bytes that it may store: its limit on `stored_bytes`, or `store.max_stored_bytes_per_project` of the settings."""
+
 
 class UserView(User, frozen=True, kw_only=True, tag_field="object", tag="user"):
     """A person."""

@@ -9,6 +9,8 @@ Callers cannot create, rotate or revoke a key with more permissions than their o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
     KeyRotation,
@@ -31,6 +33,7 @@ from argosy.gateway.admin.schemas import (
     to_page,
     to_view,
 )
+from argosy.store import Project
 
 endpoints = AdminEndpoints()
 
@@ -87,24 +90,21 @@ def archive_organisation(scope: AdminScope, request: AdminRequest) -> Organisati
 def list_projects(scope: AdminScope, request: AdminRequest) -> Page[ProjectView]:
     """List projects, including archived ones, oldest first."""
     query = request.query
-    return to_page(
-        scope.accounts.list_projects(query.organisation, query.page_request), ProjectView, query
-    )
+    projects = scope.accounts.list_projects(query.organisation, query.page_request)
+    return to_page(_view_projects(scope, projects), ProjectView, query)
 
 
 @endpoints.register("POST", PROJECTS, "admin", body_type=NewProject)
 def create_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """Create a project. Only an admin of the whole gateway may set a tier, a weight or flags."""
-    return to_view(
-        scope.accounts.create_project(**get_given_fields(request.body), actor=request.actor),
-        ProjectView,
-    )
+    created = scope.accounts.create_project(**get_given_fields(request.body), actor=request.actor)
+    return _view_projects(scope, [created])[0]
 
 
 @endpoints.register("GET", PROJECTS + "/{id}", "viewer")
 def get_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """Get a project."""
-    return to_view(scope.accounts.get_project(request.resource_id), ProjectView)
+    return _view_projects(scope, [scope.accounts.get_project(request.resource_id)])[0]
 
 
 @endpoints.register("PATCH", PROJECTS + "/{id}", "admin", body_type=ProjectChange)
@@ -113,15 +113,20 @@ def change_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     changed = scope.accounts.change_project(
         request.resource_id, **get_given_fields(request.body), actor=request.actor
     )
-    return to_view(changed, ProjectView)
+    return _view_projects(scope, [changed])[0]
 
 
 @endpoints.register("POST", PROJECTS + "/{id}/archive", "admin")
 def archive_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """Archive a project, after which its keys are rejected."""
-    return to_view(
-        scope.accounts.archive_project(request.resource_id, actor=request.actor), ProjectView
-    )
+    archived = scope.accounts.archive_project(request.resource_id, actor=request.actor)
+    return _view_projects(scope, [archived])[0]
+
+
+def _view_projects(scope: AdminScope, projects: Sequence[Project]) -> list[ProjectView]:
+    """Add to projects what they store."""
+    use = scope.stored_bytes.read_use([project.id for project in projects])
+    return [to_view(project, ProjectView, **use[project.id]._asdict()) for project in projects]
 
 
 @endpoints.register("GET", USERS, "viewer", query_type=OrganisationFilter)

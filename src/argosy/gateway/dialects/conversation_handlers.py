@@ -79,8 +79,10 @@ class ConversationHandlers:
     async def list_items(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /v1/conversations/{id}/items`."""
         page = parse_page_query(exchange)
-        items = await self._call("list_items", exchange, principal, **page.store_options())
-        await exchange.send_response(200, page.build_page(items))
+        items, has_more = await self._call(
+            "list_items", exchange, principal, **page.store_options()
+        )
+        await exchange.send_response(200, page.build_page(items, has_more=has_more))
 
     async def add_items(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/conversations/{id}/items`."""

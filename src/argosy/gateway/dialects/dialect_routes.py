@@ -29,7 +29,8 @@ from argosy.gateway.http_route import (
     HttpRoute,
 )
 from argosy.gateway.model_registry import ModelRouter
-from argosy.http_server import ANY_METHOD
+from argosy.gateway.principal import Principal
+from argosy.http_server import ANY_METHOD, HttpExchange
 from argosy.protocol import EVENTS_MEDIA_TYPE, Operation, json_operation
 from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
@@ -101,7 +102,7 @@ def build_dialect_routes(
     )
     return [
         *_build_responses_routes(responses),
-        *_build_state_routes(stored, ConversationHandlers(state)),
+        *_build_state_routes(state, stored, ConversationHandlers(state)),
         *_build_anthropic_routes(anthropic),
         *_build_ollama_routes(ollama),
     ]
@@ -136,8 +137,9 @@ def _build_responses_routes(responses: ResponsesHandlers) -> list[HttpRoute]:
 
 
 def _build_state_routes(
-    stored: StoredResponseHandlers, conversations: ConversationHandlers
+    state: ResponseState, stored: StoredResponseHandlers, conversations: ConversationHandlers
 ) -> list[HttpRoute]:
+    """Return the routes of stored responses and conversations. Each request counts against the limits of requests."""
     describe = partial(json_operation, response=_OBJECT, errors=_STATE_ERRORS)
     response, conversation = "/v1/responses/{id}", "/v1/conversations/{id}"
     items, item = f"{conversation}/items", f"{conversation}/items/{{item}}"
@@ -161,7 +163,15 @@ def _build_state_routes(
         ("GET", item, conversations.get_item, describe("getConversationItem")),
         ("DELETE", item, conversations.delete_item, describe("deleteConversationItem")),
     ]
-    return [HttpRoute(*row) for row in rows]
+
+    def limit(handler: Handler) -> Handler:
+        async def handle(exchange: HttpExchange, principal: Principal) -> None:
+            async with state.reserve_request(principal, exchange.extra_headers):
+                await handler(exchange, principal)
+
+        return handle
+
+    return [HttpRoute(method, path, limit(handler), each) for method, path, handler, each in rows]
 
 
 def _build_anthropic_routes(anthropic: AnthropicHandlers) -> list[HttpRoute]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import contextlib
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
+from argosy.gateway.filters import LimitFilter
 from argosy.gateway.principal import Principal
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
@@ -22,6 +26,7 @@ from argosy.store import (
     IdempotencyStore,
     ItemOwner,
     NotFoundError,
+    StorageQuotaError,
     Store,
     StoredResponse,
     StoreError,
@@ -34,6 +39,7 @@ STORE_TIMEOUT_S = 5.0
 DAY_S = 86_400.0
 EXPIRY_INTERVAL_S = 600.0
 RETRY_AFTER_S = 5.0
+STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
 _SECRET_NAME = "reasoning"  # noqa: S105 - the name of a key, not the key
 _KEY_BYTES = 64
 _ENCRYPTED_PREFIX = "argosy1."
@@ -54,6 +60,7 @@ class ResponseState:
         store: The store; None for a gateway without one, which stores nothing.
         keep_days: Days to keep responses and conversations after their last use.
         idempotency_store: Idempotency keys of background responses; None to ignore keys.
+        limits: Limits that requests for stored responses and conversations count against; None for none.
     """
 
     def __init__(
@@ -61,8 +68,14 @@ class ResponseState:
         store: Store | None,
         keep_days: int = 30,
         idempotency_store: IdempotencyStore | None = None,
+        limits: LimitFilter | None = None,
     ) -> None:
         self._store = store
+        self._limits = limits
+        self._full_owners: set[ItemOwner] = set()
+        """Tenants whose last response could not be stored, because they store too much."""
+        self._stored_bytes: dict[str, int] = {}
+        """Stored bytes by tenant, as of the last reading."""
         self.idempotency_store = idempotency_store
         self.retention_s = keep_days * DAY_S
         self._cipher_key: bytes | None = (
@@ -102,8 +115,8 @@ class ResponseState:
         """Call a method of the store in a thread.
 
         Raises:
-            ApiError: 404 if a record does not exist, 413 if a conversation is too long, 503 if the store cannot be
-                used.
+            ApiError: 404 if a record does not exist, 413 if a conversation is too long or the tenant stores too much,
+                503 if the store cannot be used.
         """
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
@@ -112,6 +125,8 @@ class ResponseState:
             raise ApiError(404, "not_found", str(error)) from error
         except HistoryTooLongError as error:
             raise ApiError(413, "request_too_large", str(error)) from error
+        except StorageQuotaError as error:
+            raise ApiError(413, STORAGE_QUOTA_EXCEEDED, str(error)) from error
         except (StoreError, TimeoutError) as error:
             log.warning("response_store_failed", reason=str(error) or "the store does not respond")
             message = "Stored responses cannot be reached at the moment. Try again shortly."
@@ -150,12 +165,38 @@ class ResponseState:
         owner = item_owner(principal)
         return await self.call(self._store.responses.find_items, owner, item_ids)
 
+    def reserve_request(
+        self, principal: Principal, headers: list[tuple[bytes, bytes]], *, requests: int = 1
+    ) -> AbstractAsyncContextManager[None]:
+        """Reserve a request for work with stored responses, and count `requests`. It takes no concurrency slot.
+
+        Raises:
+            ApiError: 429 if the request does not fit. 503 if the usage is unknown and the project fails closed.
+        """
+        if self._limits is None:
+            return contextlib.nullcontext()
+        return self._limits.reserve_request(
+            principal, "", headers, concurrency=0, requests=requests
+        )
+
+    async def check_room(self, principal: Principal, needed: int) -> None:
+        """Check that a response can be stored, if the last one could not.
+
+        Raises:
+            ApiError: 413 if the tenant has no room for `needed` bytes.
+        """
+        owner = item_owner(principal)
+        if owner in self._full_owners:
+            await self.call(self.store.stored_bytes.check_room, owner, needed)
+            self._full_owners.discard(owner)
+
     async def save(self, principal: Principal, response: StoredResponse) -> None:
         """Store a response that has ended. The client receives it even if this fails, so errors are only logged."""
         owner = item_owner(principal)
         try:
             await self.call(self.store.responses.create, owner, response, self.retention_s)
         except ApiError as error:
+            self._note_failure(owner, error)
             log.warning("response_not_stored", response=response.id, reason=error.message)
 
     async def append_items(
@@ -168,23 +209,46 @@ class ResponseState:
                 conversations.append_items, owner, conversation_id, items, self.retention_s
             )
         except ApiError as error:
+            self._note_failure(owner, error)
             log.warning(
                 "conversation_not_extended", conversation=conversation_id, reason=error.message
             )
 
-    async def delete_expired_forever(self) -> None:
-        """Delete expired responses and conversations. Runs until it is cancelled."""
+    def _note_failure(self, owner: ItemOwner, error: ApiError) -> None:
+        if error.code == STORAGE_QUOTA_EXCEEDED:
+            self._full_owners.add(owner)
+
+    def read_gauges(self) -> dict[str, Any]:
+        """Return the fields of `GatewayGauges` about what is stored."""
+        return {"stored_bytes": self._stored_bytes}
+
+    async def maintain_forever(self) -> None:
+        """Delete expired responses and conversations, give their space back, and read what tenants store.
+
+        Runs until it is cancelled.
+        """
+        store = self.store
         while True:
+            await self._repeat(self._read_stored_bytes)
             await asyncio.sleep(EXPIRY_INTERVAL_S)
-            for delete_expired in (
-                self.store.responses.delete_expired,
-                self.store.conversations.delete_expired,
-            ):
-                try:
-                    while await run_in_daemon_thread(delete_expired):
-                        pass
-                except StoreError as error:
-                    log.warning("response_expiry_failed", reason=str(error))
+            await self._repeat(store.responses.delete_expired)
+            await self._repeat(store.conversations.delete_expired)
+            await self._repeat(store.give_back_space)
+
+    @staticmethod
+    async def _repeat(step: Callable[[], object]) -> None:
+        """Call a method of the store in threads until it has nothing more to do. Errors are only logged."""
+        try:
+            while await run_in_daemon_thread(step):
+                pass
+        except StoreError as error:
+            log.warning("response_expiry_failed", reason=str(error))
+
+    def _read_stored_bytes(self) -> None:
+        stored: defaultdict[str, int] = defaultdict(int)
+        for (organisation, owner), size in self.store.stored_bytes.read_totals().items():
+            stored[owner or organisation] += size
+        self._stored_bytes = stored
 
 
 def _build_reasoning_cipher(key: bytes, tenant: str) -> ReasoningCipher:

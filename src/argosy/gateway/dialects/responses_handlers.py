@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
+    ApiError,
     JsonObject,
     format_event,
     invalid_request,
@@ -54,6 +55,8 @@ from argosy.protocol.dialects import (
     translate_responses_request,
 )
 from argosy.store import StoredResponse
+
+R = TypeVar("R", bound=ResponsesRequest)
 
 _ENDED_NORMALLY = frozenset({"completed", "incomplete"})
 _ITEM_ID_BYTES = 16
@@ -99,6 +102,7 @@ class ResponsesHandlers:
             self._check_background(request)
         elif request.store and not self._state.has_store:
             name_ignored_fields(exchange, ("store",))
+        request = await self._check_room(exchange, principal, request, len(body))
         translated, items, _ = await self._translate(principal, request)
         if request.background:
             await self._start_background(exchange, principal, request, translated, items)
@@ -123,6 +127,7 @@ class ResponsesHandlers:
         """
         body = await exchange.read_body()
         request, _ = parse_create_event(body, refuse_unknown=self._refuse_unknown)
+        request = await self._check_room(exchange, principal, request, len(body))
         translated, items, history = await self._translate(
             principal, request, last.pop(request.previous_response_id or "", None)
         )
@@ -137,7 +142,8 @@ class ResponsesHandlers:
             response = translated.output.describe_empty(
                 create_identity(exchange, request.model or "")
             )
-            await save(response)
+            async with self._state.reserve_request(principal, exchange.extra_headers):
+                await save(response)
             await exchange.start_stream()
             await exchange.write(b"".join(render_stored_events(response)))
             await exchange.end_stream()
@@ -193,6 +199,27 @@ class ResponsesHandlers:
             raise invalid_request(message, "background", "unsupported_parameter")
         self._background.check_capacity()
 
+    async def _check_room(
+        self, exchange: HttpExchange, principal: Principal, request: R, needed: int
+    ) -> R:
+        """Return the request, or one that stores nothing if the tenant stores too much and did not ask to store it.
+
+        Raises:
+            ApiError: 413 if the client asked for what needs room.
+        """
+        if not (self._is_stored(request) or request.conversation_id):
+            return request
+        try:
+            await self._state.check_room(principal, needed)
+        except ApiError as error:
+            if error.status != 413 or (
+                request.store or request.background or request.conversation_id
+            ):
+                raise
+            name_ignored_fields(exchange, ("store",))
+            return msgspec.structs.replace(request, store=False)
+        return request
+
     async def _load_input(
         self,
         principal: Principal,
@@ -203,14 +230,19 @@ class ResponsesHandlers:
         history: Sequence[JsonObject] | None = None,
     ) -> tuple[list[JsonObject], Sequence[JsonObject]]:
         """Return the new input items with an id each, and the items of earlier turns unless they are known."""
-        if history is None and previous is not None:
-            history = await self._state.load_history(principal, previous)
-        elif history is None and conversation is not None:
-            load = self._state.store.conversations.load_history
-            history = await self._state.call(load, item_owner(principal), conversation)
+        references = list_references(items)
+        stored: Mapping[str, JsonObject] = {}
+        if references or (history is None and (previous or conversation)):
+            # The chat counts the request, but nothing is read for one that it would refuse.
+            async with self._state.reserve_request(principal, [], requests=0):
+                if history is None and previous is not None:
+                    history = await self._state.load_history(principal, previous)
+                elif history is None and conversation is not None:
+                    load = self._state.store.conversations.load_history
+                    history = await self._state.call(load, item_owner(principal), conversation)
+                stored = await self._state.find_items(principal, references)
         history = history or ()
-        if references := list_references(items):
-            stored = await self._state.find_items(principal, references)
+        if references:
             items = resolve_references(items, history, stored)
         return assign_item_ids(items, new_item_id), history
 
@@ -282,7 +314,8 @@ class ResponsesHandlers:
         started = describe_stored(request, items, response, is_background=True)
         is_started = False
         try:
-            await state.call(state.store.responses.create, owner, started, state.retention_s)
+            async with state.reserve_request(principal, [], requests=0):
+                await state.call(state.store.responses.create, owner, started, state.retention_s)
             is_started = True
         finally:
             if claim is not None:

@@ -34,23 +34,19 @@ class ItemPageQuery(msgspec.Struct, frozen=True, kw_only=True):
     order: Literal["asc", "desc"] = "desc"
 
     def store_options(self) -> dict[str, Any]:
-        """Return the arguments of the store's methods. One more item than the page shows whether there are more."""
-        return {
-            "after": self.after,
-            "limit": self.limit + 1,
-            "is_descending": self.order == "desc",
-        }
+        """Return the arguments of the store's methods."""
+        return {"after": self.after, "limit": self.limit, "is_descending": self.order == "desc"}
 
-    def build_page(self, items: Sequence[dict[str, Any]]) -> bytes:
+    @staticmethod
+    def build_page(page: Sequence[dict[str, Any]], *, has_more: bool) -> bytes:
         """Build the page of items that were read with `store_options`."""
-        page = items[: self.limit]
         return msgspec.json.encode(
             {
                 "object": "list",
                 "data": page,
                 "first_id": page[0]["id"] if page else None,
                 "last_id": page[-1]["id"] if page else None,
-                "has_more": len(items) > self.limit,
+                "has_more": has_more,
             }
         )
 
@@ -167,8 +163,10 @@ class StoredResponseHandlers:
         """`GET /v1/responses/{id}/input_items`."""
         page = parse_page_query(exchange)
         response_id = exchange.path_parameters["id"]
-        items = await self._call("list_input", principal, response_id, **page.store_options())
-        await exchange.send_response(200, page.build_page(items))
+        items, has_more = await self._call(
+            "list_input", principal, response_id, **page.store_options()
+        )
+        await exchange.send_response(200, page.build_page(items, has_more=has_more))
 
 
 async def follow_events(exchange: HttpExchange, event_log: EventLog, first: int) -> None:

@@ -28,6 +28,7 @@ from argosy.gateway.filters.limit_responses import (
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
+from argosy.http_server import DisconnectedError
 from argosy.policy import (
     OutputLengthEstimator,
     QuotaLimit,
@@ -119,6 +120,8 @@ class LimitFilter:
         meters_by_owner: defaultdict[tuple[str, str], list[QuotaLimit]] = defaultdict(list)
         changed_amounts: list[tuple[QuotaLimit, int]] = []
         for limit in snapshot.limits:
+            if limit.unit == "stored_bytes":  # enforced by the store
+                continue
             try:
                 meter = self._get_or_create_meter(limit)
             except ValueError as error:
@@ -259,25 +262,44 @@ class LimitFilter:
 
     @contextlib.asynccontextmanager
     async def reserve_request(
-        self, principal: Principal, model: str, headers: list[tuple[bytes, bytes]]
+        self,
+        principal: Principal,
+        model: str,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        concurrency: int = 1,
+        requests: int = 1,
     ) -> AsyncIterator[None]:
-        """Reserve one request and one concurrency slot for a request without generation. Failed requests do not count.
+        """Reserve one request, and by default a concurrency slot, for a request without generation.
 
-        The rate limit headers are appended to `headers`.
+        Failures of the gateway and the fleet do not count. Errors of the request do, and so does a request whose client
+        disconnects. The rate limit headers are appended to `headers`.
+
+        Args:
+            principal: Sender of the request.
+            model: Model of the request, or an empty name.
+            headers: Headers of the response.
+            concurrency: Concurrency slots that the request takes.
+            requests: Requests that it counts. 0 if it is part of one that is counted later.
 
         Raises:
             ApiError: 429 if the request does not fit. 503 if the usage is unknown and the project fails closed.
         """
         limit_set, now = self._get_limit_set(principal, model), self._clock()
-        single_request = QuotaUsage(requests=1, concurrency=1)
+        single_request = QuotaUsage(requests=1, concurrency=concurrency)
         outcome, error = await self._acquire(limit_set, single_request, single_request, now)
         headers += limit_set.rate_limit_headers(now)
         if isinstance(outcome, list):
             raise error or rate_limit_error(outcome)
-        used = QuotaUsage()
+        used = QuotaUsage(requests=requests)
         try:
             yield
-            used = QuotaUsage(requests=1)
+        except DisconnectedError:
+            raise
+        except Exception as failure:
+            if not isinstance(failure, ApiError) or failure.status >= 500:
+                used = QuotaUsage()
+            raise
         finally:
             outcome.settle(used, self._clock())
 

@@ -1,7 +1,7 @@
 // Tenants and keys: organisations, projects, users, keys, limits and prices, with everything that the admin API can do.
 import { html, useState } from "../vendor.js";
 import { call, may, post, query, useResource } from "../core/api.js";
-import { exact, money, time, visible } from "../core/format.js";
+import { count, exact, money, time, visible } from "../core/format.js";
 import { route, setQuery } from "../core/router.js";
 import { parseClock, zoneName } from "../core/time-zone.js";
 import { FormDialog, NewKeyDialog } from "../ui/form-dialog.js";
@@ -64,7 +64,8 @@ const VIEWS = {
   projects: {
     role: "admin", scope: "organisation", empty: "There is no project. A project is a tenant: keys, limits and fair shares belong to it.",
     create: (tools) => form(tools, "New project", [{ name: "organisation", label: "Organisation id", isRequired: true }, { name: "name", label: "Name", isRequired: true }], "admin/projects"),
-    columns: (tools) => [nameColumn("name", "Name"), idColumn, ownerColumn("organisation", "Organisation", tools.names), nameColumn("tier", "Tier"), { key: "weight", label: "Weight", isNumber: true, value: (row) => row.weight }, stateColumn, createdColumn,
+    columns: (tools) => [nameColumn("name", "Name"), idColumn, ownerColumn("organisation", "Organisation", tools.names), nameColumn("tier", "Tier"), { key: "weight", label: "Weight", isNumber: true, value: (row) => row.weight },
+      { key: "stored_bytes", label: "Stored", isNumber: true, value: (row) => row.stored_bytes, cell: (row) => html`<span title=${`${exact(row.stored_bytes)} of ${exact(row.max_stored_bytes)} bytes of responses and conversations`}>${count(row.stored_bytes)} of ${count(row.max_stored_bytes)} bytes</span>` }, stateColumn, createdColumn,
       actionColumn((row) => (!row.archived_at && may("admin") ? html`<button class="btn" onClick=${() => tools.open(form(tools, `Change ${row.name}`, [{ name: "name", label: "Name", value: row.name, isRequired: true },
         ...(may("admin", "gateway") ? [{ name: "tier", label: "Tier", options: TIERS, value: row.tier }, { name: "weight", label: "Weight among projects of the tier", kind: "number", value: row.weight, parse: Number }] : [])], `admin/projects/${row.id}`, undefined, patch))}>Change</button>
         <${Action} kind="danger" confirm=${`Archive ${row.name}? Its keys are rejected.`} done="Archived." run=${async () => { await post(`admin/projects/${row.id}/archive`); tools.reload(); }}>Archive<//>` : null))],
@@ -90,9 +91,9 @@ const VIEWS = {
   limits: {
     role: "operator", scope: "organisation", empty: "No limit is set.",
     create: (tools) => form(tools, "New limit", [{ name: "owner_kind", label: "For", options: ["project", "key", "user", "organisation"].map((kind) => [kind, kind]) }, { name: "owner", label: "Id", isRequired: true },
-      { name: "unit", label: "Of", options: [["requests", "requests"], ["tokens", "tokens"], ["input_tokens", "input tokens"], ["output_tokens", "output tokens"], ["nano_dollars", "cost"], ["concurrency", "concurrent requests"]] },
+      { name: "unit", label: "Of", options: [["requests", "requests"], ["tokens", "tokens"], ["input_tokens", "input tokens"], ["output_tokens", "output tokens"], ["nano_dollars", "cost"], ["concurrency", "concurrent requests"], ["stored_bytes", "stored bytes"]] },
       { name: "amount", label: "At most", hint: "cost in dollars", kind: "number", isRequired: true, parse: Number }, { name: "window", label: "In each", options: [["minute", "minute"], ["second", "second"], ["hour", "hour"], ["day", "day (UTC)"], ["month", "month (UTC)"]] }, { name: "model", label: "Model", hint: "empty: all together" }],
-      "admin/limits", ({ window, amount, ...values }) => ({ ...values, amount: Math.round(values.unit === "nano_dollars" ? amount * 1e9 : amount), ...(values.unit === "concurrency" ? {} : { window }) })),
+      "admin/limits", ({ window, amount, ...values }) => ({ ...values, amount: Math.round(values.unit === "nano_dollars" ? amount * 1e9 : amount), ...(["concurrency", "stored_bytes"].includes(values.unit) ? {} : { window }) })),
     columns: (tools) => [{ key: "owner", label: "Owner", value: (row) => tools.names(row.owner), cell: (row) => `${row.owner_kind} ${visible(tools.names(row.owner))}` }, nameColumn("unit", "Of"), { key: "amount", label: "At most", isNumber: true, value: (row) => row.amount, cell: (row) => (row.unit === "nano_dollars" ? money(row.amount) : exact(row.amount)) },
       { key: "window", label: "In each", value: (row) => row.window ?? "at a time" }, { key: "model", label: "Model", value: (row) => row.model ?? "all", cell: (row) => visible(row.model ?? "all") },
       actionColumn((row) => (may("operator") ? html`<${Action} kind="danger" confirm="Delete this limit?" done="Deleted." run=${async () => { await call("DELETE", `admin/limits/${row.id}`); tools.reload(); }}>Delete<//>` : null))],
