@@ -69,8 +69,12 @@ async def test_clients_get_equal_vectors() -> None:
         ollama_client = ollama.AsyncClient(url)
         embedded = await ollama_client.embed(f"{MODEL}:latest", TEXTS)
         await ollama_client._client.aclose()  # noqa: SLF001 - the client has no method for it
-        by_type = await http.post("/v2/embed", json={"model": MODEL, "texts": TEXTS})
+        types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+        body: dict[str, object] = {"model": MODEL, "texts": TEXTS, "truncate": "START"}
+        by_type = await http.post("/v2/embed", json={**body, "embedding_types": types})
         body = {"model": MODEL, "query": QUERY, "documents": TEXTS, "top_n": 2}
+        tei_body = {"query": QUERY, "texts": TEXTS, "top_n": 1, "truncation_direction": "left"}
+        top = await http.post("/rerank", json={**tei_body, "truncate": True})
         ranking = await http.post("/v2/rerank", json=body)
         printed, table = await asyncio.gather(
             run_embed(url, "--json", *TEXTS), run_embed(url, lines="A line.\n\n")
@@ -83,7 +87,16 @@ async def test_clients_get_equal_vectors() -> None:
     assert np.allclose(short.data[0].embedding, head / np.linalg.norm(head), atol=1e-5)
     assert vectors.tolist() == [*map(list, embedded.embeddings)]
     assert vectors.tolist() == documents
-    assert vectors.tolist() == by_type.json()["embeddings"]["float"]
+    found = by_type.json()
+    assert found["meta"]["billed_units"]["image_tokens"] == 0
+    assert vectors.tolist() == found["embeddings"]["float"]
+    scaled = 127 * vectors / np.abs(vectors).max(1, keepdims=True)
+    assert np.abs(scaled - found["embeddings"]["int8"]).max() <= 0.501
+    assert (np.array(found["embeddings"]["uint8"]) - found["embeddings"]["int8"] == 128).all()
+    assert (np.packbits(vectors > 0, axis=1) == found["embeddings"]["ubinary"]).all()
+    assert (np.array(found["embeddings"]["binary"]) + 128 == found["embeddings"]["ubinary"]).all()
+    (best,) = top.json()
+    assert best["index"] == ranking.json()["results"][0]["index"]
     assert vectors.tolist() == [each["embedding"] for each in json.loads(printed)]
     assert re.search(r"A line\..* 4 ", table)
     assert len(ranking.json()["results"]) == 2

@@ -23,6 +23,7 @@ from tests.support.replica_servers import MODEL, chat, load_text_processing, ser
 
 from argosy.engine.serving.api_server.pooling_endpoints import find_prompt_name
 
+CHAT = [{"role": "user", "content": "Where is the cat?"}]
 TEXTS = ["The cat sat.", "Once upon a time"]
 
 
@@ -95,8 +96,16 @@ async def test_fields_reach_the_engine() -> None:
         assert response.status_code == 200
         await post(replica.client, "/v1/embeddings", input=[[5, 6]], dimensions=2)
         await post(replica.client, "/v1/embeddings", input="cat " * 100, truncate_prompt_tokens=3)
+        text = "cat " * 30 + "sat"
+        left = {"truncate_prompt_tokens": 3, "truncation_side": "left"}
+        await post(replica.client, "/v1/embeddings", input=[text, [5, 6, 7, 8]], **left)
+        await post(replica.client, "/v1/embeddings", messages=CHAT, truncate_prompt_tokens=60)
         tokens = await post(replica.client, "/pooling", input="cat sat")
-    prompted, ids, truncated, pooled = engine.requests
+    prompted, ids, truncated, end, end_ids, conversation, pooled = engine.requests
+    whole = tokenizer.encode_input(text).token_ids
+    assert (end.prompt[-2:], end_ids.prompt) == (whole[-2:], [6, 7, 8])
+    rendered = load_text_processing().template.render(CHAT, add_generation_prompt=False)
+    assert conversation.prompt == tokenizer.encode(rendered, add_special_tokens=False)
     assert prompted.prompt == tokenizer.encode_input("query: cat").token_ids
     assert (prompted.tenant, prompted.tier) == ("a", 2)
     assert prompted.cache_domain.startswith("salted:")
@@ -144,7 +153,8 @@ async def test_refusals_name_the_field_and_the_remedy() -> None:
             ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name", "query"),
             ("/v1/embeddings", {"input": "a " * 200}, "input", "truncate_prompt_tokens"),
             ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype", "base64"),
-            ("/v1/embeddings", {"input": "a", "truncation_side": "left"}, "truncation_side", ""),
+            ("/v1/embeddings", {}, "input", "Add it"),
+            ("/v1/embeddings", {"input": "a", "messages": CHAT}, "messages", "either"),
             ("/classify", {"input": "a"}, "model", "tasks are embed, score, token_embed"),
             ("/v1/chat/completions", {"messages": []}, "model", "tasks are embed"),
             ("/v1/completions", {"prompt": "a"}, "model", "tasks are embed"),

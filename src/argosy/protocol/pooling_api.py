@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from argosy.protocol.errors import ApiError, invalid_request
+from argosy.protocol.openai_requests import ChatMessageParam, JsonObject, TokenizeRequest
 from argosy.protocol.parameter_rules import unsupported_parameter
 
 MAX_INPUTS = 2048
@@ -43,6 +44,7 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     truncate_prompt_tokens: TruncationLimit | None = None
     """Number of tokens to which each input is truncated; -1 is the model's own limit. None refuses longer inputs."""
     truncation_side: Literal["left", "right"] | None = None
+    """Side on which inputs are truncated; the right one by default. `left` keeps their ends."""
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
     """Whether the model's last step is applied: normalisation of vectors, sigmoid or softmax of scores."""
@@ -56,23 +58,60 @@ class PooledRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     """Seconds after which the request fails."""
 
-    def check_tokenization(self) -> None:
-        """Refuse ways of tokenization that are not supported.
+    @property
+    def keeps_end(self) -> bool:
+        """Whether truncated inputs keep their ends."""
+        return self.truncation_side == "left"
+
+    def read_chat(self) -> TokenizeRequest | None:
+        """Return the conversation that is the only input, or None for other inputs.
 
         Raises:
-            ApiError(400): A field asks for one.
+            ApiError(400): A field asks for a way of tokenization that is not supported.
         """
-        if self.truncation_side == "left":
-            raise unsupported_parameter("truncation_side", "Inputs are truncated on the right.")
         if self.add_special_tokens is False:
             remedy = "Special tokens are always added to texts. Send token ids to choose them."
             raise unsupported_parameter("add_special_tokens", remedy)
+        return None
 
 
-class EmbeddingRequest(PooledRequest, frozen=True, kw_only=True):
+class InputRequest(PooledRequest, frozen=True, kw_only=True):
+    """Fields of requests whose inputs are texts, lists of token ids, or one conversation (vLLM)."""
+
+    input: TextInputs | None = None
+    messages: list[ChatMessageParam] | None = None
+    """Conversation instead of `input`. The model's chat template turns it into one text."""
+    add_generation_prompt: bool | None = None
+    """Whether the text of a conversation ends with the beginning of an answer. Default false."""
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+    def read_chat(self) -> TokenizeRequest | None:
+        if self.messages is None:
+            return super().read_chat()
+        if self.input is not None:
+            raise invalid_request("Send either 'input' or 'messages'.", "messages")
+        return TokenizeRequest(
+            messages=self.messages,
+            add_special_tokens=bool(self.add_special_tokens),
+            add_generation_prompt=bool(self.add_generation_prompt),
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def list_inputs(self) -> list[NormalizedInput]:
+        """Return the inputs, without a conversation. Raises as `list_inputs`."""
+        if self.input is None and self.messages is None:
+            message = "Missing parameter 'input'. Add it."
+            raise invalid_request(message, "input", "missing_required_parameter")
+        return [] if self.input is None else list_inputs(self.input)
+
+
+class EmbeddingRequest(InputRequest, frozen=True, kw_only=True):
     """Body of `POST /v1/embeddings`."""
 
-    input: TextInputs
     dimensions: PositiveInt | None = None
     """Length to which vectors are shortened. They are normalised again afterwards."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -121,10 +160,8 @@ class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True):
     """Task to compute. Defaults to `token_embed` if the model embeds, and else to `classify`."""
 
 
-class ClassifyRequest(PooledRequest, frozen=True, kw_only=True):
+class ClassifyRequest(InputRequest, frozen=True, kw_only=True):
     """Body of `POST /classify`."""
-
-    input: TextInputs
 
 
 class TextDocument(msgspec.Struct, frozen=True, kw_only=True):

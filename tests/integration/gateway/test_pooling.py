@@ -133,14 +133,14 @@ async def test_unreported_tokens_are_estimated_for_each_pair(tmp_path: Path) -> 
 
 
 async def test_malformed_requests_reach_no_replica(tmp_path: Path) -> None:
-    bad_type = {"model": "big", "texts": ["a"], "embedding_types": ["int8"]}
+    bad_type = {"model": "big", "texts": ["a"], "embedding_types": ["int4"]}
     upstream = FakeUpstream(respond_pooled)
     async with listening(upstream), run_metered_gateway(tmp_path, upstream.url) as gateway:
         for path, body, param in (
             ("/v1/embeddings", {"model": "big"}, "input"),
             ("/rerank", {"model": "big", "documents": ["a"]}, "query"),
             ("/score", {"model": "big", "queries": "q"}, "text_2"),
-            ("/v2/embed", bad_type, "embedding_types"),
+            ("/v2/embed", bad_type, "embedding_types[0]"),
             ("/v1/embeddings", {"model": 1, "input": "a"}, "model"),
         ):
             response = await gateway.running.client.post(path, json=body)

@@ -13,7 +13,6 @@ from argosy.protocol import (
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
-    list_inputs,
     parse_request_body,
     rank_documents,
 )
@@ -21,7 +20,7 @@ from argosy.protocol import (
 
 def parse_inputs(value: object) -> list[str | list[int]]:
     request, _ = parse_request_body(EmbeddingRequest, json.dumps({"input": value}).encode())
-    return list_inputs(request.input)
+    return request.list_inputs()
 
 
 def parse_pairs(request_type: type[ScoreRequest | RerankRequest], **body: object) -> Any:  # noqa: ANN401 - pairs

@@ -10,6 +10,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -144,10 +145,7 @@ def translate_cohere_embed(body: bytes, *, refuse_unknown: bool = False) -> Rend
         ApiError: 400 if the body is invalid or needs what is not supported, 413 if it has too many values.
     """
     request, ignored = parse_request_body(CohereEmbedRequest, body, refuse_unknown=refuse_unknown)
-    types = list(dict.fromkeys(request.embedding_types or ["float"]))
-    for embedding_type in types:
-        if embedding_type not in {"float", "base64"}:
-            raise unsupported_parameter("embedding_types", "Use 'float' or 'base64'.")
+    types: list[CohereEmbeddingType] = list(dict.fromkeys(request.embedding_types or ["float"]))
     texts = _cohere_texts(request)
     fields = {
         "model": request.model,
@@ -156,14 +154,14 @@ def translate_cohere_embed(body: bytes, *, refuse_unknown: bool = False) -> Rend
         "dimensions": request.output_dimension,
         "encoding_format": "base64",
         "truncate_prompt_tokens": _cohere_truncation(request),
+        "truncation_side": "left" if request.truncate == "START" else None,
         **request.extension_fields(),
     }
 
     def render(response: bytes) -> bytes:
         vectors = _read_vectors(response)
         embeddings = {
-            name: [_to_numbers(v) if name == "float" else _to_base64(v) for v in vectors.data]
-            for name in types
+            name: [_COHERE_ENCODERS[name](vector) for vector in vectors.data] for name in types
         }
         return _encode(
             {
@@ -210,8 +208,7 @@ def translate_tei_rerank(body: bytes, *, refuse_unknown: bool = False) -> Render
     Arguments and errors are those of `translate_cohere_embed`.
     """
     request, ignored = parse_request_body(TeiRerankRequest, body, refuse_unknown=refuse_unknown)
-    if request.truncate and (request.truncation_direction or "").lower() == "left":
-        raise unsupported_parameter("truncation_direction", "Inputs are truncated on the right.")
+    side = (request.truncation_direction or "right").lower()
     fields = {
         "model": request.model,
         "query": request.query,
@@ -220,6 +217,7 @@ def translate_tei_rerank(body: bytes, *, refuse_unknown: bool = False) -> Render
         "use_activation": False if request.raw_scores else None,
         "return_documents": False,
         "truncate_prompt_tokens": MODEL_LIMIT if request.truncate else None,
+        "truncation_side": side if request.truncate else None,
         **request.extension_fields(),
     }
 
@@ -322,8 +320,6 @@ def _cohere_texts(request: CohereEmbedRequest) -> list[str]:
 
 def _cohere_truncation(request: CohereEmbedRequest) -> int | None:
     """Return the number of tokens to which inputs are truncated, -1 for the model's limit, None for no truncation."""
-    if request.truncate == "START":
-        raise unsupported_parameter("truncate", "Inputs are truncated at their end. Use 'END'.")
     if request.max_tokens is not None:
         return request.max_tokens
     return None if request.truncate == "NONE" else MODEL_LIMIT
@@ -333,11 +329,13 @@ def _cohere_meta(
     input_tokens: int, *, billed_units: Literal["input_tokens", "search_units"]
 ) -> dict[str, Any]:
     """Return the counts of a response. A ranking is billed as one search, whatever its tokens."""
-    billed = input_tokens if billed_units == "input_tokens" else 1
+    billed = {"search_units": 1}
+    if billed_units == "input_tokens":
+        billed = {"input_tokens": input_tokens, "image_tokens": 0}
     return {
         "api_version": {"version": "2"},
         "tokens": {"input_tokens": input_tokens},
-        "billed_units": {billed_units: billed},
+        "billed_units": billed,
     }
 
 
@@ -353,12 +351,35 @@ def _read_vectors(response: bytes) -> _VectorList:
 
 def _to_numbers(vector: _Vector) -> Raw:
     """Return a vector as a JSON list, encoded for itself so that other threads may run between two vectors."""
+    return Raw(_encode(_read_numbers(vector)))
+
+
+def _read_numbers(vector: _Vector) -> list[float]:
     if isinstance(vector.embedding, list):
-        return Raw(_encode(vector.embedding))
+        return vector.embedding
     numbers = array("f", b64decode(vector.embedding, validate=True))
     if sys.byteorder == "big":
         numbers.byteswap()
-    return Raw(_encode(numbers.tolist()))
+    return numbers.tolist()
+
+
+def _to_bytes(vector: _Vector, zero: int) -> Raw:
+    """Return a vector as integers: its largest number becomes 127 or -127, and 0 becomes `zero`.
+
+    Each vector has a scale of its own, which the similarity of cosines does not depend on. A common scale would leave
+    few values to vectors with many dimensions.
+    """
+    numbers = _read_numbers(vector)
+    scale = 127 / (max(map(abs, numbers), default=0) or 1)
+    return Raw(_encode([round(number * scale) + zero for number in numbers]))
+
+
+def _to_bits(vector: _Vector, zero: int) -> Raw:
+    """Return the signs of a vector, eight to a byte with the first in its highest bit, minus `zero`."""
+    bits = "".join("1" if number > 0 else "0" for number in _read_numbers(vector))
+    size = (len(bits) + 7) // 8
+    packed = int(bits.ljust(8 * size, "0") or "0", 2).to_bytes(size, "big")
+    return Raw(_encode([byte - zero for byte in packed]))
 
 
 def _to_base64(vector: _Vector) -> str:
@@ -368,3 +389,13 @@ def _to_base64(vector: _Vector) -> str:
     if sys.byteorder == "big":
         numbers.byteswap()
     return b64encode(numbers.tobytes()).decode()
+
+
+_COHERE_ENCODERS: dict[CohereEmbeddingType, Callable[[_Vector], Raw | str]] = {
+    "float": _to_numbers,
+    "base64": _to_base64,
+    "int8": partial(_to_bytes, zero=0),
+    "uint8": partial(_to_bytes, zero=128),
+    "binary": partial(_to_bits, zero=128),
+    "ubinary": partial(_to_bits, zero=0),
+}

@@ -69,7 +69,7 @@ def test_cohere_embeddings_have_all_requested_types(vectors: list[Any]) -> None:
         "meta": {
             "api_version": {"version": "2"},
             "tokens": {"input_tokens": 7},
-            "billed_units": {"input_tokens": 7},
+            "billed_units": {"input_tokens": 7, "image_tokens": 0},
         },
         "response_type": "embeddings_by_type",
     }
@@ -87,8 +87,6 @@ def test_cohere_inputs_may_have_text_parts() -> None:
     ("fields", "param"),
     [
         ({}, "texts"),
-        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
-        ({"texts": ["a"], "truncate": "START"}, "truncate"),
         ({"images": ["data:"]}, "images"),
         ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content"),
     ],

@@ -41,7 +41,6 @@ from argosy.protocol import (
     ScoreList,
     ScoreRequest,
     TaskName,
-    list_inputs,
     rank_documents,
 )
 
@@ -70,7 +69,7 @@ class PoolingEndpoint(Generic[Body, Inputs]):
     """Tasks of which the model needs one."""
     id_prefix: str
     read_inputs: Callable[[Body], Inputs]
-    """Returns the inputs of a body. Raises ApiError (400) if one is malformed."""
+    """Returns the inputs of a body, except a conversation. Raises ApiError (400) if one is malformed."""
     prepare: Callable[[PoolingCall[Body, Inputs]], PoolingJob]
     """Tokenizes the inputs. Raises ApiError (400) if one is invalid for the model."""
     build: Callable[[PoolingCall[Body, Inputs], PoolingResult], PooledResponse | RerankResponse]
@@ -113,11 +112,7 @@ PairsCall = PoolingCall[Body, Pairs]
 
 def _read_embedding_inputs(body: EmbeddingRequest) -> list[NormalizedInput]:
     body.check_encoding()
-    return list_inputs(body.input)
-
-
-def _read_inputs(body: ClassifyRequest) -> list[NormalizedInput]:
-    return list_inputs(body.input)
+    return body.list_inputs()
 
 
 def _prepare_embed(call: TextsCall[Any], *, is_token_level: bool = False) -> PoolingJob:
@@ -133,6 +128,7 @@ def _prepare_embed(call: TextsCall[Any], *, is_token_level: bool = False) -> Poo
         dimensions=body.dimensions,
         normalizes=body.normalizes,
         truncate_tokens=body.truncate_prompt_tokens,
+        keeps_end=body.keeps_end,
         is_token_level=is_token_level,
         timeout_s=body.timeout_s,
     )
@@ -144,6 +140,7 @@ def _prepare_classify(call: TextsCall[Any]) -> PoolingJob:
         call.headers,
         use_activation=call.body.use_activation,
         truncate_tokens=call.body.truncate_prompt_tokens,
+        keeps_end=call.body.keeps_end,
         timeout_s=call.body.timeout_s,
     )
 
@@ -164,6 +161,7 @@ def _prepare_score(call: PairsCall[Any]) -> PoolingJob:
         instruction=body.instruction,
         use_activation=body.use_activation,
         truncate_tokens=body.truncate_prompt_tokens,
+        keeps_end=body.keeps_end,
         max_tokens_per_query=body.max_tokens_per_query,
         max_tokens_per_doc=body.max_tokens_per_doc,
         timeout_s=body.timeout_s,
@@ -256,7 +254,7 @@ POOLING_ENDPOINTS: dict[str, PoolingEndpoint[Any, Any]] = {
         ClassifyRequest,
         frozenset({"classify"}),
         "classify",
-        _read_inputs,
+        ClassifyRequest.list_inputs,
         _prepare_classify,
         _build_classes,
     ),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from argosy.engine.serving.api_server.generation import abort_reason
 from argosy.engine.serving.api_server.generation_handlers import (
@@ -114,10 +114,13 @@ class ReplicaPoolingHandlers:
             body, ignored = parse_request_body(
                 endpoint.request_type, raw, refuse_unknown=refuse_unknown
             )
-            body.check_tokenization()
-            return body, endpoint.read_inputs(body), ignored
+            chat, inputs = body.read_chat(), endpoint.read_inputs(body)
+            if chat is not None:
+                inputs = cast("Inputs", [model.processor.tokenize(chat)])
+            return body, inputs, ignored
 
-        is_quick = len(raw) < MIN_THREADED_BODY_BYTES
+        # The template of a conversation is rendered by another process.
+        is_quick = len(raw) < MIN_THREADED_BODY_BYTES and b'"messages"' not in raw
         body, inputs, ignored = (
             read() if is_quick else await self._replica.preparation_threads.run(read)
         )

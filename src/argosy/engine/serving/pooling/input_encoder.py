@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.serving.preprocessing.sampling_params import check_token_ids
@@ -25,6 +25,9 @@ _MAX_TEMPLATES = 64
 """Maximum number of instructions whose suffix is kept."""
 
 
+Items = TypeVar("Items", str, list[int])
+
+
 class InputLimits(NamedTuple):
     """Limits of one request's inputs in tokens."""
 
@@ -34,6 +37,14 @@ class InputLimits(NamedTuple):
     """Limit of the first text of a pair."""
     second_text: int | None = None
     """Limit of the second text of a pair."""
+    keeps_end: bool = False
+    """Whether truncated texts keep their ends, and not their beginnings."""
+
+    def cut(self, items: Items, limit: int | None) -> Items:
+        """Truncate a text or a list of token ids to a limit. None does not truncate."""
+        if limit is None or len(items) <= limit:
+            return items
+        return items[len(items) - limit :] if self.keeps_end else items[:limit]
 
 
 class InputEncoder:
@@ -55,10 +66,10 @@ class InputEncoder:
         """Encode a text after a prompt. Token ids are taken as they are, without a prompt."""
         max_tokens = self._max_tokens(limits)
         if not isinstance(item, str):
-            ids = list(item) if max_tokens is None else list(item)[:max_tokens]
+            ids = limits.cut(list(item), max_tokens)
             check_token_ids(param, ids, self._vocab_size)
         else:
-            ids = self._encode(prompt + item, None, max_tokens, param).token_ids
+            ids = self._encode(prompt + item, None, max_tokens, param, limits).token_ids
         return self._check_length(ids, param)
 
     def count_prompt_tokens(self, prompt: str) -> int:
@@ -75,15 +86,12 @@ class InputEncoder:
         """
         max_tokens = self._max_tokens(limits)
         if self._info.renders_pairs:
-            first = self._shorten(first, limits.first_text, param)
-            second = self._shorten(second, limits.second_text, param)
-            ids = self._encode_rendered(
-                self._render(first, second, prompt), prompt, max_tokens, param
-            )
+            first = self._shorten(first, limits.first_text, limits, param)
+            second = self._shorten(second, limits.second_text, limits, param)
+            text = self._render(first, second, prompt)
+            ids = self._encode_rendered(text, prompt, max_tokens, limits, param)
             return EncodedInput(self._check_length(ids, param), None)
-        encoded = self._encode(
-            prompt + first, second, max_tokens, param, (limits.first_text, limits.second_text)
-        )
+        encoded = self._encode(prompt + first, second, max_tokens, param, limits)
         self._check_length(encoded.token_ids, param)
         return encoded
 
@@ -118,34 +126,41 @@ class InputEncoder:
         second: str | None,
         max_tokens: int | None,
         param: str,
-        max_text_tokens: tuple[int | None, int | None] = (None, None),
+        limits: InputLimits,
     ) -> EncodedInput:
-        texts = [self._clip(each, max_tokens, param) for each in (text, second) if each is not None]
+        texts = [
+            self._clip(each, max_tokens, limits, param)
+            for each in (text, second)
+            if each is not None
+        ]
         try:
             return self._tokenizer.encode_input(
-                *texts, max_tokens=max_tokens, max_text_tokens=max_text_tokens
+                *texts,
+                max_tokens=max_tokens,
+                max_text_tokens=(limits.first_text, limits.second_text),
+                keeps_end=limits.keeps_end,
             )
         except ValueError as error:
             raise invalid_request(
                 f"'{param}' cannot be encoded: {error}. Correct the text.", param
             ) from error
 
-    def _clip(self, text: str, max_tokens: int | None, param: str) -> str:
+    def _clip(self, text: str, max_tokens: int | None, limits: InputLimits, param: str) -> str:
         """Bound the work for a text that is much too long: cut what would be truncated, or refuse it."""
         limit = self._info.max_input_tokens
         max_chars = (limit + 1) * self._tokenizer.max_token_chars
         if len(text) > max_chars and max_tokens is None:
             raise _length_error(f"more than {limit}", limit, param)
-        return self._normalize(text[:max_chars])
+        return self._normalize(limits.cut(text, max_chars))
 
-    def _shorten(self, text: str, max_tokens: int | None, param: str) -> str:
-        """Return the first `max_tokens` tokens of a text."""
+    def _shorten(self, text: str, max_tokens: int | None, limits: InputLimits, param: str) -> str:
+        """Return the first, or last, `max_tokens` tokens of a text."""
         if max_tokens is None:
             return text
         ids = self._encode_plain(text, param)
         if len(ids) <= max_tokens:
             return text
-        return self._tokenizer.decode(ids[:max_tokens], skip_special_tokens=False)
+        return self._tokenizer.decode(limits.cut(ids, max_tokens), skip_special_tokens=False)
 
     def _render(self, first: str, second: str, prompt: str) -> str:
         if not self._renders_roles:
@@ -161,12 +176,12 @@ class InputEncoder:
         return self._template.render(messages, add_generation_prompt=False)
 
     def _encode_rendered(
-        self, text: str, prompt: str, max_tokens: int | None, param: str
+        self, text: str, prompt: str, max_tokens: int | None, limits: InputLimits, param: str
     ) -> list[int]:
         """Encode a rendered pair. The end of the template, which follows both texts, is never truncated."""
         ids = self._encode_plain(text, param)
-        if max_tokens is None or len(ids) <= max_tokens:
-            return ids
+        if max_tokens is None or len(ids) <= max_tokens or limits.keeps_end:
+            return limits.cut(ids, max_tokens)
         suffix = self._find_suffix(prompt)[-max_tokens:]
         return [*ids[: max_tokens - len(suffix)], *suffix]
 

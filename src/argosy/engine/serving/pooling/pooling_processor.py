@@ -63,6 +63,7 @@ class PoolingProcessor:
         dimensions: int | None = None,
         normalizes: bool | None = None,
         truncate_tokens: int | None = None,
+        keeps_end: bool = False,
         is_token_level: bool = False,
         timeout_s: float | None = None,
         param: str = "input",
@@ -78,6 +79,7 @@ class PoolingProcessor:
             normalizes: Whether vectors are scaled to length 1. None does what the model does.
             truncate_tokens: Limit to which longer inputs are truncated, -1 for the model's. None refuses inputs
                 that exceed the model's limit.
+            keeps_end: Whether truncated inputs keep their ends, and not their beginnings.
             is_token_level: Whether to return a vector for each token.
             timeout_s: Seconds after which the request fails.
             param: Name of the inputs in errors.
@@ -89,7 +91,9 @@ class PoolingProcessor:
         if text_prompt and not self.info.includes_prompt:
             skipped = self._encoder.count_prompt_tokens(text_prompt)
         requests = self._build_requests(
-            self._encode_inputs(inputs, text_prompt, truncate_tokens, param),
+            self._encode_inputs(
+                inputs, text_prompt, InputLimits(truncate_tokens, keeps_end=keeps_end), param
+            ),
             headers,
             timeout_s,
             [skipped if isinstance(each, str) else 0 for each in inputs],
@@ -116,6 +120,7 @@ class PoolingProcessor:
         *,
         use_activation: bool | None = None,
         truncate_tokens: int | None = None,
+        keeps_end: bool = False,
         timeout_s: float | None = None,
     ) -> PoolingJob:
         """Prepare the classification of texts or token ids.
@@ -125,7 +130,11 @@ class PoolingProcessor:
         self._require("classify")
         prompt = self._resolve_prompt(None, None)
         requests = self._build_requests(
-            self._encode_inputs(inputs, prompt, truncate_tokens, "input"), headers, timeout_s
+            self._encode_inputs(
+                inputs, prompt, InputLimits(truncate_tokens, keeps_end=keeps_end), "input"
+            ),
+            headers,
+            timeout_s,
         )
         activation = self._activation(use_activation)
 
@@ -143,6 +152,7 @@ class PoolingProcessor:
         instruction: str | None = None,
         use_activation: bool | None = None,
         truncate_tokens: int | None = None,
+        keeps_end: bool = False,
         max_tokens_per_query: int | None = None,
         max_tokens_per_doc: int | None = None,
         timeout_s: float | None = None,
@@ -159,6 +169,7 @@ class PoolingProcessor:
             instruction: Description of the task, instead of the model's prompt for queries.
             use_activation: Whether the model's activation, such as the sigmoid, is applied. None applies it.
             truncate_tokens: Limit of a pair, as of `prepare_embed`.
+            keeps_end: Whether truncated texts keep their ends.
             max_tokens_per_query: Limit to which queries are truncated.
             max_tokens_per_doc: Limit to which documents are truncated.
             timeout_s: Seconds after which the request fails.
@@ -168,11 +179,13 @@ class PoolingProcessor:
         _check_count(pairs, param)
         if "embed" in self.info.tasks:
             limits = [
-                InputLimits(_smaller(truncate_tokens, each))
+                InputLimits(_smaller(truncate_tokens, each), keeps_end=keeps_end)
                 for each in (max_tokens_per_query, max_tokens_per_doc)
             ]
             return self._prepare_similarities(pairs, headers, instruction, limits, timeout_s, param)
-        limits_of_pair = InputLimits(truncate_tokens, max_tokens_per_query, max_tokens_per_doc)
+        limits_of_pair = InputLimits(
+            truncate_tokens, max_tokens_per_query, max_tokens_per_doc, keeps_end
+        )
         prompt = self._resolve_prompt(None, instruction)
         encoded = [
             self._encoder.encode_pair(query, document, prompt, limits_of_pair, param)
@@ -239,11 +252,10 @@ class PoolingProcessor:
         self,
         inputs: Sequence[str | Sequence[int]],
         prompt: str,
-        truncate_tokens: int | None,
+        limits: InputLimits,
         param: str,
     ) -> list[EncodedInput]:
         _check_count(inputs, param)
-        limits = InputLimits(truncate_tokens)
         return [
             EncodedInput(self._encoder.encode_text(each, prompt, limits, param), None)
             for each in inputs

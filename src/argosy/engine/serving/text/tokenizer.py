@@ -130,6 +130,7 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
         max_text_tokens: tuple[int | None, int | None] = (None, None),
+        keeps_end: bool = False,
     ) -> EncodedInput:
         """Encode a text, or a pair of texts, with the special tokens that an encoder was trained with.
 
@@ -138,6 +139,7 @@ class Tokenizer:
             second_text: Second text of a pair.
             max_tokens: Limit of the result, to which the longer text is truncated first. None does not truncate.
             max_text_tokens: Limit of each text, without special tokens.
+            keeps_end: Whether truncated texts keep their ends, and not their beginnings.
 
         Raises:
             ValueError: A text is not valid Unicode (a lone surrogate).
@@ -155,7 +157,7 @@ class Tokenizer:
             num_special = self._backend.num_special_tokens_to_add(second_text is not None)
             limits = _truncate_longest_first(limits, max(0, max_tokens - num_special))
         for part, limit in zip(parts, limits, strict=True):
-            part.truncate(limit)
+            part.truncate(limit, direction="left" if keeps_end else "right")
         second = parts[1] if second_text is not None else None
         encoding = self._backend.post_process(parts[0], second, add_special_tokens=True)
         types: list[int] = encoding.type_ids
