@@ -8,6 +8,7 @@ import socket
 import struct
 
 from argosy.http_server.connection_limiter import ConnectionSlot
+from argosy.http_server.paced_protocol import PacedProtocol
 
 MAX_UNREAD_BODY_BYTES = 1 << 30
 """Limit on the buffered request bodies of all connections together. Bodies beyond it are rejected."""
@@ -34,7 +35,7 @@ class HttpServerState:
         return self.unread_body_bytes <= MAX_UNREAD_BODY_BYTES
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(PacedProtocol):
     """Connection as its requests and its WebSocket use it. `HttpConnection` adds what is read from it.
 
     Args:
@@ -45,6 +46,7 @@ class ClientConnection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, server_state: HttpServerState, slot: ConnectionSlot) -> None:
+        super().__init__()
         self.server_state = server_state
         self.slot = slot
         self.is_backpressured = False
@@ -57,12 +59,21 @@ class ClientConnection(asyncio.Protocol):
         """Stop reading from the client."""
         if not self._is_reading_paused and not self.transport.is_closing():
             self._is_reading_paused = True
-            self.transport.pause_reading()
+            self.update_reading()
 
     def resume_reading(self) -> None:
         """Start reading from the client again, unless a request waits."""
         if self._is_reading_paused and not self._holds_input and not self.transport.is_closing():
             self._is_reading_paused = False
+            self.update_reading()
+
+    def update_reading(self) -> None:
+        """Read from the client, unless reading is paused or received input waits for its turn."""
+        if self.transport.is_closing():
+            return
+        if self._is_reading_paused or self.waits_for_turn:
+            self.transport.pause_reading()
+        else:
             self.transport.resume_reading()
 
     def abort(self) -> None:

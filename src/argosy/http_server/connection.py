@@ -72,6 +72,9 @@ MAX_PIPELINED_REQUESTS = 100
 MAX_PIPELINED_HEADERS = 4096
 """Headers that all waiting requests may have together. The request that reaches this limit is the last one read."""
 
+WEBSOCKET_SLICE_BYTES = 2048
+"""Bytes of a WebSocket that are parsed at once. Its frames may have six bytes each."""
+
 
 class HttpConnections:
     """Open connections of one server, and the deadlines at which they close.
@@ -195,6 +198,7 @@ class HttpConnection(ClientConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines, drop waiting requests, and report the disconnect to the request in progress."""
         del exc, self._parser  # breaks the reference cycle of the connection and its parser
+        self.take_unparsed()
         self._connections.remove(self)
         self.slot.release()
         self._input = _Input.ENDED
@@ -209,6 +213,9 @@ class HttpConnection(ClientConnection):
 
     def data_received(self, data: bytes) -> None:
         """Parse a part of the request stream, unless it is a request with the head of the last one."""
+        if len(data) > self.max_unpaced_bytes:
+            self.pace_input(data)
+            return
         if self._websocket is not None:
             self._websocket.on_data(data)
             return
@@ -470,6 +477,7 @@ class HttpConnection(ClientConnection):
         transport.keep_alive = True  # however old the connection is
         transport.start_sized_response(101, build_headers())
         self._input = _Input.UPGRADED
+        self.slice_bytes = WEBSOCKET_SLICE_BYTES
         self._websocket = WebSocket(
             self,
             transport,

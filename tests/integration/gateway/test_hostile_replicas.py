@@ -10,17 +10,23 @@ request. Any other row runs on two replicas with the same behaviour, and each re
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httptools
 import httpx2
 import pytest
+from benchmarks.hostile_requests import Attacker
+from benchmarks.hostile_upstreams import BEHAVIOURS, KINDS, answer
 from structlog.testing import capture_logs
 from tests.support.backend_formats import DONE, KeylessHosted, LlamaCpp, Sglang, Vllm
 from tests.support.fake_backend import (
@@ -45,16 +51,24 @@ from tests.support.fake_upstream import (
     respond_with,
     respond_with_text,
 )
-from tests.support.gateway_client import BODIES, CHAT, COMPLETION, chunk_text, parse_stream
+from tests.support.gateway_client import (
+    BODIES,
+    CHAT,
+    COMPLETION,
+    chunk_text,
+    parse_stream,
+    run_gateway_server,
+)
 from tests.support.gateway_harness import GatewayHarness, run_gateway
 from tests.support.metered_gateway import MeteredGateway, run_gateway_before
 
-from argosy.deployment import BackendKind, ReplicaConfig, Timeouts
+from argosy.deployment import BackendKind, GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.gateway.backends import stream_events
 from argosy.gateway.pool.prober import MAX_LOAD_REPORT_BYTES
 from argosy.gateway.request_fields import MAX_CHOICES
 from argosy.gateway.upstream import upstream_response
 from argosy.gateway.upstream.upstream_response import MAX_FETCHED_BYTES
+from argosy.http_server.paced_protocol import MAX_BYTES_PER_TURN, MIN_PACED_BYTES, SLICE_BYTES
 from argosy.policy import ReplicaStatus
 from argosy.store import UsageRecord
 
@@ -818,3 +832,46 @@ async def test_replica_with_invalid_documents_is_used_once_they_are_valid() -> N
         await running.probe()
         assert replica.health.is_schedulable
         assert not replica.health.is_ejected
+
+
+# --- upstreams without an end --------------------------------------------------------------------
+
+
+async def test_upstreams_without_end_share_budget_of_each_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Comments of three bytes, or chunks of one, held up all requests for many seconds."""
+    parsed_by_turn = [0]
+
+    class CountingParser(httptools.HttpResponseParser):
+        def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+            if not parsed_by_turn[-1]:
+                asyncio.get_running_loop().call_soon(parsed_by_turn.append, 0)
+            parsed_by_turn[-1] += len(data)
+            super().feed_data(data)
+
+    monkeypatch.setattr(httptools, "HttpResponseParser", CountingParser)
+    models, servers = [], []
+    for name in ("healthy", *BEHAVIOURS):
+        respond = partial(answer, BEHAVIOURS.get(name))
+        server = await asyncio.start_server(respond, "127.0.0.1", 0)
+        servers.append(server)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for kind in KINDS[-1:] if name == "healthy" else KINDS:
+            replica = ReplicaConfig(url=url, kind=kind, model="m")
+            models.append(ModelConfig(name=f"{name} of {kind}", replicas=[replica]))
+    async with run_gateway_server(GatewayConfig(port=0, models=models)) as (_, client):
+        attacker = Attacker(str(client.base_url), "", math.inf)
+        attacks = [asyncio.create_task(attacker.run(model.name)) for model in models[1:]]
+        for _ in range(4):
+            assert (await client.get("/health")).status_code == 200
+            response = await client.post(CHAT, json=BODY | {"model": models[0].name})
+            assert response.status_code == 200
+        for attack in attacks:
+            attack.cancel()
+        await asyncio.gather(*attacks, return_exceptions=True)
+    for server in servers:
+        server.close()
+    small_reads = MIN_PACED_BYTES * 2 * len(models)
+    assert max(parsed_by_turn) <= MAX_BYTES_PER_TURN + SLICE_BYTES + small_reads
+    assert sum(parsed_by_turn) > 10 * MAX_BYTES_PER_TURN

@@ -11,6 +11,7 @@ import re
 import select
 import socket
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from argosy.http_server import (
     HttpRequest,
     RequestHandler,
     client_connection,
+    paced_protocol,
     server,
 )
 from argosy.http_server import connection as http_connection
@@ -379,6 +381,33 @@ async def test_small_bodies_are_accepted_while_large_ones_arrive(
         await until(lambda: received > before)
         writer.write(small[40_000:])
         assert (await reader.read()).endswith(b"50000")
+
+
+async def test_large_input_of_all_clients_shares_budget_of_each_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sixty clients with bodies of 15 MB held up the event loop for 750 ms."""
+    received_by_turn, turn = Counter[int](), 0
+
+    def count_bytes(self: client_connection.HttpServerState, count: int) -> bool:
+        received_by_turn[turn] += max(0, count)
+        return add_unread_bytes(self, count)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    add_unread_bytes = client_connection.HttpServerState.add_unread_bytes
+    monkeypatch.setattr(client_connection.HttpServerState, "add_unread_bytes", count_bytes)
+    post = make_post("/hold/", bytes(1 << 20), "connection: close")
+    async with listen(APP) as port:
+        turns = asyncio.create_task(count_turns())
+        responses = await asyncio.gather(*(exchange_bytes(port, post) for _ in range(16)))
+        turns.cancel()
+    assert all(response.endswith(b"%d" % (1 << 20)) for response in responses)
+    assert max(received_by_turn.values()) <= 2 * paced_protocol.MAX_BYTES_PER_TURN
 
 
 async def test_lost_connection_releases_unread_body(

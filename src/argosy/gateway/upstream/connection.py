@@ -8,6 +8,7 @@ the client and no memory grows.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Protocol, cast
 
 import httptools
 
+from argosy.http_server import PacedProtocol
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import AttemptEnding
 from argosy.process import enable_tcp_keepalive
@@ -72,11 +74,12 @@ class ResponseListener(Protocol):
         """Handle an error that leaves the response incomplete."""
 
 
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection(PacedProtocol):
     """HTTP/1.1 connection to a replica, with one request at a time."""
 
     def __init__(self, release: Callable[[UpstreamConnection], None]) -> None:
         """Create a connection that calls `release` whenever a response is complete."""
+        super().__init__()
         self._release = release
         self.transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
@@ -116,6 +119,15 @@ class UpstreamConnection(asyncio.Protocol):
         """Continue reading from the replica."""
         if self.transport is not None and not self.closed:
             self._record_pause()
+            self.update_reading()
+
+    def update_reading(self) -> None:
+        """Read from the replica, unless reading is paused or received input waits for its turn."""
+        if self.transport is None or self.closed:
+            return
+        if self._paused_at is not None or self.waits_for_turn:
+            self.transport.pause_reading()
+        else:
             self.transport.resume_reading()
 
     def lend_socket(self) -> int | None:
@@ -128,6 +140,7 @@ class UpstreamConnection(asyncio.Protocol):
         if (
             transport is None
             or self.closed
+            or self.waits_for_turn
             or not (self._at_chunk_boundary and self._ends_with_crlf and self._listener)
         ):
             return None
@@ -152,6 +165,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Close the connection at once, so that the replica notices. The listener gets no more calls."""
         self._listener = None
         self.closed = True
+        self.take_unparsed()
         if self.transport is not None:
             self.transport.abort()
 
@@ -166,6 +180,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes and fail the response if they are malformed."""
+        if len(data) > self.max_unpaced_bytes:
+            self.pace_input(data)
+            return
         if (
             self._listener is None
         ):  # data without a request, so requests and responses no longer match
@@ -187,6 +204,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End or fail the current response after the connection closed."""
+        if rest := self.take_unparsed():
+            self.max_unpaced_bytes = math.inf
+            self.data_received(rest)
         del self._parser  # breaks the reference cycle between the parser and its callbacks
         self.closed = True
         if self._listener is None:
@@ -247,6 +267,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _finish_response(self) -> None:
         """Release the connection and report the end of the response to the listener."""
+        if self.take_unparsed():
+            self.closed = True  # the bytes after the response belong to none
         listener, self._listener = self._listener, None
         self._is_message_complete = self._is_framed = self._at_chunk_boundary = False
         if self.closed and self.transport is not None:
