@@ -175,11 +175,14 @@ class InputTranslator:
                 raise invalid_request(message, f"{path}.role")
 
     def _add_reasoning(self, item: JsonObject) -> None:
-        """Add reasoning in plain text or encrypted by this server. Other servers' encryption is left out."""
+        """Add reasoning in plain text or encrypted by this server. Other servers' encryption is left out.
+
+        A summary stands for reasoning that the item does not have.
+        """
         encrypted = item.get("encrypted_content")
         text = self._decrypt(encrypted) if isinstance(encrypted, str) else None
         if text is None:
-            parts = self._parts(item.get("content") or [], "content")
+            parts = self._parts(item.get("content") or item.get("summary") or [], "content")
             text = "".join(part["text"] for part in parts if part["type"] == "text")
         if text:
             self._messages.add_reasoning(text)

@@ -6,7 +6,7 @@ The order of events is the one that the stream helpers of the SDK and Codex requ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,33 @@ _TEXT_FIELDS = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
 }
-_PART_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+
+
+class _PartKind(NamedTuple):
+    """How the parts of an item are named, in the item and in its events."""
+
+    type: str
+    field: str
+    """Field of the item that lists the parts."""
+    part_event: str
+    text_event: str
+    index: str
+
+
+_TEXT = _PartKind(
+    "output_text", "content", "response.content_part", "response.output_text", "content_index"
+)
+_REASONING = _PartKind(
+    "reasoning_text", "content", "response.content_part", "response.reasoning_text", "content_index"
+)
+_SUMMARY = _PartKind(
+    "summary_text",
+    "summary",
+    "response.reasoning_summary_part",
+    "response.reasoning_summary_text",
+    "summary_index",
+)
+_PART_KINDS = {kind.type: kind for kind in (_TEXT, _REASONING, _SUMMARY)}
 
 
 def encode_responses_error(error: ApiError, request_id: str) -> bytes:
@@ -44,6 +70,7 @@ class ResponsesOutput(DialectOutput):
         description: Fields of the response that repeat the request.
         tools: The request's tools.
         encrypt: Encrypts reasoning for the client; None if the client did not ask for it.
+        has_summary: Whether the client asked for a summary of the reasoning. It receives the reasoning as one.
     """
 
     starts_with_heartbeat = True
@@ -53,9 +80,12 @@ class ResponsesOutput(DialectOutput):
         description: dict[str, Any],
         tools: TranslatedTools,
         encrypt: Callable[[str], str] | None = None,
+        *,
+        has_summary: bool = False,
     ) -> None:
         super().__init__()
         self._tools = tools
+        self._reasoning_kind = _SUMMARY if has_summary else _REASONING
         self._encrypt = encrypt
         self._description = description
         self._response: dict[str, Any] = {}
@@ -99,9 +129,9 @@ class ResponsesOutput(DialectOutput):
         if not self._is_open_item("reasoning"):
             item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
             self._start_item("rs", item)
-            self._send_part("response.content_part.added", {"type": "reasoning_text", "text": ""})
+            self._start_part(self._reasoning_kind)
         self._texts.append(text)
-        self._send_part_event("response.reasoning_text.delta", delta=text)
+        self._send_part_event(self._reasoning_kind, "delta", delta=text)
 
     def add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
         if not self._is_open_item("message"):
@@ -109,7 +139,7 @@ class ResponsesOutput(DialectOutput):
         self._texts.append(text)
         converted = list(_convert_logprobs(logprobs))
         self._logprobs += converted
-        self._send_part_event("response.output_text.delta", delta=text, logprobs=converted)
+        self._send_part_event(_TEXT, "delta", delta=text, logprobs=converted)
 
     def start_call(self, call_id: str, name: str, kind: CallKind) -> None:
         self._close("completed")
@@ -172,7 +202,7 @@ class ResponsesOutput(DialectOutput):
     def _start_message(self) -> None:
         item = {"type": "message", "role": "assistant", "status": "in_progress", "content": []}
         self._start_item("msg", item)
-        self._send_part("response.content_part.added", _text_part("", []))
+        self._start_part(_TEXT, annotations=[], logprobs=[])
 
     def _start_item(self, prefix: str, item: dict[str, Any]) -> None:
         position = len(self._items)
@@ -187,13 +217,11 @@ class ResponsesOutput(DialectOutput):
         item, text = self._items[-1], "".join(self._texts)
         match item["type"]:
             case "message":
-                self._send_part_event(
-                    "response.output_text.done", text=text, logprobs=self._logprobs
-                )
-                self._end_part(_text_part(text, self._logprobs))
+                self._send_part_event(_TEXT, "done", text=text, logprobs=self._logprobs)
+                self._end_part(_TEXT, text, annotations=[], logprobs=self._logprobs)
             case "reasoning":
-                self._send_part_event("response.reasoning_text.done", text=text)
-                self._end_part({"type": "reasoning_text", "text": text})
+                self._send_part_event(self._reasoning_kind, "done", text=text)
+                self._end_part(self._reasoning_kind, text)
                 if self._encrypt is not None:
                     item["encrypted_content"] = self._encrypt(text)
             case kind:
@@ -210,17 +238,19 @@ class ResponsesOutput(DialectOutput):
         self._send("response.output_item.done", output_index=len(self._items) - 1, item=item)
         self._texts, self._logprobs, self._is_open = [], [], False
 
-    def _end_part(self, part: dict[str, Any]) -> None:
-        self._items[-1]["content"] = [part]
-        self._send_part("response.content_part.done", part)
-
     # --- events ----------------------------------------------------------------------------------
 
-    def _send_part(self, kind: str, part: dict[str, Any]) -> None:
-        self._send_part_event(kind, part=part)
+    def _start_part(self, kind: _PartKind, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        part = {"type": kind.type, "text": "", **fields}
+        self._send_item_event(f"{kind.part_event}.added", **{kind.index: 0}, part=part)
 
-    def _send_part_event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
-        self._send_item_event(kind, content_index=0, **fields)
+    def _end_part(self, kind: _PartKind, text: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        part = {"type": kind.type, "text": text, **fields}
+        self._items[-1][kind.field] = [part]
+        self._send_item_event(f"{kind.part_event}.done", **{kind.index: 0}, part=part)
+
+    def _send_part_event(self, kind: _PartKind, name: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        self._send_item_event(f"{kind.text_event}.{name}", **{kind.index: 0}, **fields)
 
     def _send_item_event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
         position = len(self._items) - 1
@@ -229,10 +259,6 @@ class ResponsesOutput(DialectOutput):
     def _send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
         self._unsent.append(format_response_event(self._sequence_number, kind, fields))
         self._sequence_number += 1
-
-
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _convert_logprobs(logprobs: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
@@ -286,8 +312,9 @@ def _list_events(response: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
             name, event = _TEXT_FIELDS[item["type"]]
             yield f"{event}.delta", {**place, "delta": item[name]}
             yield f"{event}.done", {**place, name: item[name]}
-        for index, part in enumerate(item.get("content") or ()):
-            yield from _list_part_events(_PART_EVENTS[item["type"]], part, place, index)
+        for field in ("summary", "content"):
+            for index, part in enumerate(item.get(field) or ()):
+                yield from _list_part_events(part, place, index)
         yield "response.output_item.done", {"output_index": position, "item": item}
     yield _end_event(response)
 
@@ -297,14 +324,15 @@ def _end_event(response: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _list_part_events(
-    event: str, part: dict[str, Any], place: dict[str, Any], index: int
+    part: dict[str, Any], place: dict[str, Any], index: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    where = {**place, "content_index": index}
+    kind = _PART_KINDS[part["type"]]
+    where = {**place, kind.index: index}
     logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    yield "response.content_part.added", {**where, "part": part | {"text": ""}}
-    yield f"{event}.delta", {**where, "delta": part["text"], **logprobs}
-    yield f"{event}.done", {**where, "text": part["text"], **logprobs}
-    yield "response.content_part.done", {**where, "part": part}
+    yield f"{kind.part_event}.added", {**where, "part": part | {"text": ""}}
+    yield f"{kind.text_event}.delta", {**where, "delta": part["text"], **logprobs}
+    yield f"{kind.text_event}.done", {**where, "text": part["text"], **logprobs}
+    yield f"{kind.part_event}.done", {**where, "part": part}
 
 
 def _empty_item(item: dict[str, Any]) -> dict[str, Any]:
@@ -312,7 +340,7 @@ def _empty_item(item: dict[str, Any]) -> dict[str, Any]:
     if item["type"] in _TEXT_FIELDS:
         empty[_TEXT_FIELDS[item["type"]][0]] = ""
     else:
-        empty["content"] = []
+        empty |= {name: [] for name in ("summary", "content") if name in item}
     if "status" in item:
         empty["status"] = "in_progress"
     return empty

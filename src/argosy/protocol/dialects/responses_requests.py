@@ -51,6 +51,12 @@ class ResponsesReasoningConfig(msgspec.Struct, gc=False):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    """The older name of `summary`."""
+
+    @property
+    def summary_kind(self) -> str | None:
+        """Kind of summary that the request asks for. All kinds are the reasoning itself."""
+        return self.summary or self.generate_summary
 
 
 class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
@@ -198,6 +204,7 @@ def translate_responses_request(
         _describe_request(request) | {"store": is_stored},
         tools,
         encrypt=cipher.encrypt if INCLUDE_ENCRYPTED_REASONING in include else None,
+        has_summary=reasoning.summary_kind is not None,
     )
     return TranslatedRequest(
         body=drop_unset(fields),
@@ -240,7 +247,7 @@ def _describe_request(request: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary_kind},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",  # the one that is used
         "temperature": 1.0 if request.temperature is None else request.temperature,

@@ -31,6 +31,7 @@ from argosy.protocol.dialects import (
     encode_anthropic_error,
     encode_ollama_error,
     parse_responses_request,
+    render_stored_events,
     translate_responses_request,
 )
 
@@ -84,8 +85,9 @@ OUTPUTS = st.builds(
 )
 
 
-def build_responses_output() -> DialectOutput:
-    request, _ = parse_responses_request(ResponsesRequest, json.dumps(RESPONSES_BODY).encode())
+def build_responses_output(**fields: object) -> DialectOutput:
+    body = json.dumps(RESPONSES_BODY | fields).encode()
+    request, _ = parse_responses_request(ResponsesRequest, body)
     return translate_responses_request(request, CIPHER, request.input_items()).output
 
 
@@ -96,9 +98,12 @@ BUILDERS: dict[str, Callable[[], DialectOutput]] = {
 }
 
 
+SUMMARY = {"summary": lambda: build_responses_output(reasoning={"summary": "auto"})}
+
+
 def build_translator(dialect: str) -> DialectTranslator:
     encode = encode_ollama_error if dialect == "ollama" else encode_anthropic_error
-    return DialectTranslator(BUILDERS[dialect](), IDENTITY, encode)
+    return DialectTranslator((BUILDERS | SUMMARY)[dialect](), IDENTITY, encode)
 
 
 def translate_stream(dialect: str, stream: bytes, cuts: Iterable[int] = ()) -> bytes:
@@ -239,13 +244,23 @@ def events_of(stream: bytes) -> list[dict[str, Any]]:
     return events
 
 
-def test_responses_events_are_valid_and_in_the_order_that_clients_need() -> None:
-    events = events_of(translate_stream("responses", FULL.stream(100)))
+@pytest.mark.parametrize(
+    ("dialect", "field", "part", "text"),
+    [
+        ("responses", "content", "content_part", "reasoning_text"),
+        ("summary", "summary", "reasoning_summary_part", "reasoning_summary_text"),
+    ],
+)
+def test_responses_events_are_valid_and_in_the_order_that_clients_need(
+    dialect: str, field: str, part: str, text: str
+) -> None:
+    """A client that asks for a summary of the reasoning receives the reasoning as one."""
+    events = events_of(translate_stream(dialect, FULL.stream(100)))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"].removeprefix("response.") for event in events] == [
         *("created", "in_progress"),
-        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
-        *("content_part.done", "output_item.done"),
+        *("output_item.added", f"{part}.added", f"{text}.delta", f"{text}.done"),
+        *(f"{part}.done", "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
         *("content_part.done", "output_item.done"),
         *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
@@ -263,6 +278,11 @@ def test_responses_events_are_valid_and_in_the_order_that_clients_need() -> None
     assert response["output"] == done
     reasoning, message, call, namespaced, custom = done
     assert reasoning["encrypted_content"] == FULL.reasoning[::-1]
+    texts = {name: [part["text"] for part in reasoning[name]] for name in ("summary", "content")}
+    assert texts == {"summary": [], "content": [], field: [FULL.reasoning]}
+    assert response["reasoning"]["summary"] == ("auto" if field == "summary" else None)
+    replayed = events_of(b"".join(render_stored_events(response)))
+    assert [event["type"] for event in replayed] == [event["type"] for event in events]
     assert message["content"][0]["text"] == FULL.text
     assert call["arguments"] == FULL.calls[0].text
     assert (namespaced["namespace"], namespaced["name"]) == ("mcp__x__", "js")
