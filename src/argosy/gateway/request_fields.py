@@ -32,7 +32,7 @@ ESTIMATED_MEDIA_TOKENS = 1024
 """Estimated tokens of one image or sound, about what vision models use per image."""
 MAX_NON_PROMPT_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a body besides its prompt. Parsing millions of fields would take a second and a gigabyte."""
-TRUNCATING_FIELDS = frozenset({"truncate_prompt_tokens", "max_tokens_per_doc"})
+TRUNCATING_FIELDS = frozenset({"truncate_prompt_tokens", "max_tokens_per_doc", "truncation"})
 """Fields that let a replica truncate prompts, inputs or documents."""
 TOOL_FIELDS = ("tools", "functions")
 """Fields that describe the tools of a chat."""

@@ -186,6 +186,10 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
 
+    # Extension of Argosy
+    truncation: Literal["auto", "disabled"] | None = None
+    """Whether the oldest messages are dropped if the conversation is too long, instead of an error (`auto`)."""
+
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of `POST /v1/completions`, with the 17 fields of the OpenAI SDK and the extensions."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -290,6 +291,95 @@ def test_truncation_keeps_the_end_or_the_beginning() -> None:
     text = "hello world, " * 10_000 + "the cat"
     truncated = complete(prompt=text, truncate_prompt_tokens=5).requests[0].prompt
     assert truncated == TOKENIZER.encode("hello world, hello world, the cat")[-5:]
+
+
+def call(number: int) -> dict[str, Any]:
+    function = {"name": "f", "arguments": "{}"}
+    return {"id": f"c{number}", "type": "function", "function": function}
+
+
+WORDS = st.integers(1, 9).map(lambda count: "the " * count)
+TURNS = st.lists(
+    st.one_of(
+        st.builds(lambda role, text: [(role, text)], st.sampled_from(["user", "assistant"]), WORDS),
+        st.builds(lambda text: [("system", text)], WORDS),
+        st.builds(
+            lambda texts: [("call", ""), *(("tool", text) for text in texts)],
+            st.lists(WORDS, min_size=1, max_size=3),
+        ),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(TURNS, st.sampled_from([None, 5, 100]))
+def test_oldest_messages_are_dropped_until_the_conversation_fits(
+    turns: list[list[tuple[str, str]]], max_tokens: int | None
+) -> None:
+    messages: list[dict[str, Any]] = []
+    for role, text in [pair for turn in turns for pair in turn]:
+        number = len(messages)
+        if role == "call":
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call(number)]})
+        elif role == "tool":
+            messages.append({"role": role, "content": text, "tool_call_id": f"c{number - 1}"})
+        else:
+            messages.append({"role": role, "content": text})
+    questions = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    systems = {i for i, m in enumerate(messages) if m["role"] == "system"}
+    starts = [i for i, m in enumerate(messages) if m["role"] not in {"tool", "system"}]
+    last = range(max(starts, default=0), len(messages))
+    protected = sorted({*systems, *last, *questions[-1:]})
+
+    def prepare(indexes: Iterable[int], truncation: str = "disabled") -> ResponseSpec:
+        given = [messages[index] for index in indexes]
+        return chat(messages=given, max_tokens=max_tokens, truncation=truncation)
+
+    try:
+        prepared = prepare(range(len(messages)), "auto")
+    except ApiError:
+        with pytest.raises(ApiError, match="maximum context length"):
+            prepare(protected)
+        return
+    dropped = [
+        index
+        for name in prepared.ignored_fields
+        for start, end in re.findall(r"messages\[(\d+):(\d+)\]", name)
+        for index in range(int(start), int(end))
+    ]
+    kept = [index for index in range(len(messages)) if index not in dropped]
+    assert prepared.requests[0].prompt == prepare(kept).requests[0].prompt
+    assert not set(protected) & set(dropped)
+    units = [index for index in range(len(messages)) if index not in protected]
+    assert dropped == units[: len(dropped)]
+    assert all(messages[index]["role"] != "tool" for index in units[len(dropped) :][:1])
+    spoken = [messages[index]["role"] for index in kept if index not in systems]
+    assert not dropped or spoken[0] == "user" or "user" not in spoken
+    if dropped:
+        with pytest.raises(ApiError, match="maximum context length"):
+            prepare(range(len(messages)))
+
+
+def test_truncation_of_a_long_conversation_renders_few_prompts() -> None:
+    rendered: list[int] = []
+
+    class RecordingTemplate(ChatTemplate):
+        def render(self, messages: Any, **options: Any) -> str:  # noqa: ANN401 - those of the method
+            rendered.append(len(messages))
+            return super().render(messages, **options)
+
+    template = RecordingTemplate(TEMPLATE, {})
+    processor = TextProcessing(TOKENIZER, template, None).create_processor(
+        ready_core(TOKENIZER), EngineConfig(model="m")
+    )
+    rendered.clear()
+    conversation = [*(USER * 1000), {"role": "user", "content": "the cat"}]
+    prepared = chat(processor, messages=conversation, truncation="auto")
+    text = TOKENIZER.decode(prepared.requests[0].prompt)
+    assert text.endswith("user: hello world\nuser: the cat\nassistant:")
+    assert len(rendered) < 12
+    assert max(rendered) <= MAX_LEN
 
 
 def test_special_tokens_are_added_to_prompts_but_not_to_chats() -> None:

@@ -21,6 +21,8 @@ ARGOSY_FIELDS = frozenset(
 """Request fields of Argosy. Most other servers do not know them or give them another meaning."""
 PRIVILEGED_FIELDS = frozenset(
     {
+        # Argosy's own, which is named as ignored where the server refuses a conversation that is too long.
+        "truncation",
         # Identity of the request. Two requests with one id would be mixed up or cancel each other.
         "request_id",
         "rid",

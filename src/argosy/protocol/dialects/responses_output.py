@@ -39,7 +39,7 @@ class _PartKind(NamedTuple):
     """Field of the item that lists the parts."""
     part_event: str
     text_event: str
-    index: str
+    position_field: str
 
 
 _TEXT = _PartKind(
@@ -242,15 +242,15 @@ class ResponsesOutput(DialectOutput):
 
     def _start_part(self, kind: _PartKind, **fields: Any) -> None:  # noqa: ANN401 - any JSON
         part = {"type": kind.type, "text": "", **fields}
-        self._send_item_event(f"{kind.part_event}.added", **{kind.index: 0}, part=part)
+        self._send_item_event(f"{kind.part_event}.added", **{kind.position_field: 0}, part=part)
 
     def _end_part(self, kind: _PartKind, text: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
         part = {"type": kind.type, "text": text, **fields}
         self._items[-1][kind.field] = [part]
-        self._send_item_event(f"{kind.part_event}.done", **{kind.index: 0}, part=part)
+        self._send_item_event(f"{kind.part_event}.done", **{kind.position_field: 0}, part=part)
 
     def _send_part_event(self, kind: _PartKind, name: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
-        self._send_item_event(f"{kind.text_event}.{name}", **{kind.index: 0}, **fields)
+        self._send_item_event(f"{kind.text_event}.{name}", **{kind.position_field: 0}, **fields)
 
     def _send_item_event(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
         position = len(self._items) - 1
@@ -327,7 +327,7 @@ def _list_part_events(
     part: dict[str, Any], place: dict[str, Any], index: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = _PART_KINDS[part["type"]]
-    where = {**place, kind.index: index}
+    where = {**place, kind.position_field: index}
     logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
     yield f"{kind.part_event}.added", {**where, "part": part | {"text": ""}}
     yield f"{kind.text_event}.delta", {**where, "delta": part["text"], **logprobs}

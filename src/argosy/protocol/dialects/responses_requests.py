@@ -192,14 +192,13 @@ def translate_responses_request(
         "logprobs": True if wants_logprobs else None,
         "top_logprobs": request.top_logprobs,
         "service_tier": request.service_tier,
+        "truncation": "auto" if request.truncation == "auto" else None,
         "user": request.user,
         "safety_identifier": request.safety_identifier,
         "prompt_cache_key": request.prompt_cache_key,
         **request.extension_fields(),
     }
     unused = [name for name in _FIELDS_WITHOUT_EFFECT if getattr(request, name) is not None]
-    if request.truncation == "auto":
-        unused.append("truncation")
     output = ResponsesOutput(
         _describe_request(request) | {"store": is_stored},
         tools,
@@ -256,7 +255,7 @@ def _describe_request(request: ResponsesRequest) -> dict[str, Any]:
         "tools": request.tools or [],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": "disabled",
+        "truncation": "auto" if request.truncation == "auto" else "disabled",
         "user": request.user,
     }
 

@@ -8,6 +8,10 @@ from typing import Any
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing import chat_messages
 from argosy.engine.serving.preprocessing.chat_messages import CallIdMapper, keep_call_id
+from argosy.engine.serving.preprocessing.message_truncation import (
+    count_chars,
+    truncate_messages,
+)
 from argosy.engine.serving.preprocessing.sampling_params import check_token_ids
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.choice import PromptState
@@ -15,6 +19,7 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ApiError,
     ChatCompletionRequest,
+    ChatMessageParam,
     CompletionRequest,
     GenerationRequest,
     TokenizeRequest,
@@ -25,6 +30,9 @@ MAX_SEQUENCES_PER_REQUEST = 1024
 """Maximum number of sequences (prompts times choices) of one HTTP request."""
 _PROBE_CHARS_PER_TOKEN = 8
 _PROBE_MARGIN_TOKENS = 8
+_OUTPUT_SHARE = 8
+"""Part of the context that a truncated conversation leaves for the answer, if the body sets no lower limit."""
+_TOO_LONG_CODES = ("context_length_exceeded", "chat_template_limit_exceeded")
 _MAX_TOKENIZE_CONTEXTS = 4
 """Longest text that `/tokenize` accepts, in multiples of the model's context."""
 
@@ -57,7 +65,7 @@ class PromptTokenizer:
         variables: Mapping[str, Any],
         created_at: int | None,
     ) -> PromptState:
-        """Render and encode a conversation.
+        """Render and encode a conversation, without its oldest messages if it is too long and the body allows it.
 
         Args:
             body: The request.
@@ -65,9 +73,46 @@ class PromptTokenizer:
             variables: Variables for the template.
             created_at: Unix time that the template sees. None means now.
         """
-        text = self._render(body, tools, variables, created_at)
-        ids = self._encode(text, "messages", body, add_special_tokens=bool(body.add_special_tokens))
-        return self._truncate(ids, text, body)
+
+        def tokenize(messages: list[ChatMessageParam]) -> PromptState:
+            text = self._render(body, messages, tools, variables, created_at)
+            ids = self._encode(
+                text, "messages", body, add_special_tokens=bool(body.add_special_tokens)
+            )
+            return self._truncate(ids, text, body)
+
+        if body.truncation != "auto":
+            return tokenize(body.messages)
+        needed = body.max_completion_tokens or body.max_tokens or 1
+        room = max(needed, self.max_context_tokens // _OUTPUT_SHARE)
+        if body.clamp_max_tokens:
+            needed, room = 1, min(room, self.max_context_tokens // _OUTPUT_SHARE)
+
+        max_chars = self.max_context_tokens * self._tokenizer.max_token_chars
+
+        def fit(messages: list[ChatMessageParam], output_tokens: int) -> PromptState | None:
+            if count_chars(messages) > max_chars:
+                return None  # without the cost of the template
+            try:
+                prompt = tokenize(messages)
+            except ApiError as error:
+                if error.code not in _TOO_LONG_CODES:
+                    raise
+                return None
+            has_room = len(prompt.token_ids) + output_tokens <= self.max_context_tokens
+            return prompt if has_room else None
+
+        fitting = fit(body.messages, needed)
+        if fitting is not None:
+            return fitting
+        truncated = truncate_messages(
+            body.messages, lambda messages: fit(messages, room)
+        ) or truncate_messages(body.messages, lambda messages: fit(messages, needed))
+        if truncated is None:
+            return tokenize(body.messages)  # the caller refuses it, unless this does
+        prompt, dropped = truncated
+        prompt.dropped_messages = dropped
+        return prompt
 
     def tokenize_completion(self, body: CompletionRequest) -> list[PromptState]:
         """Encode text prompts and validate prompts of token ids. Returns them in order."""
@@ -100,7 +145,7 @@ class PromptTokenizer:
             )
         add_special_tokens = bool(body.add_special_tokens)
         return self._encode_bounded(
-            self._render(body, tools, body.chat_template_kwargs or {}),
+            self._render(body, body.messages or [], tools, body.chat_template_kwargs or {}),
             "messages",
             max_tokens,
             add_special_tokens=add_special_tokens,
@@ -134,6 +179,7 @@ class PromptTokenizer:
     def _render(
         self,
         body: ChatCompletionRequest | TokenizeRequest,
+        messages: list[ChatMessageParam],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         created_at: int | None = None,
@@ -145,7 +191,6 @@ class PromptTokenizer:
                 "continue_final_message",
             )
         add_generation_prompt = body.add_generation_prompt
-        messages = body.messages or []
         # a template renders each message to at least one token
         if len(messages) > self.max_context_tokens:
             raise self._context_length_error("messages", len(messages))

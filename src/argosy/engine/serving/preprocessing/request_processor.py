@@ -351,7 +351,10 @@ class RequestProcessor:
             ],
             prompts=prompts,
             plan=plan,
-            ignored_fields=ignored_parameters(fields) + plan.ignored_fields,
+            ignored_fields=(
+                *(ignored_parameters(fields) + plan.ignored_fields),
+                *prompts[0].dropped_messages,
+            ),
             logprob_formatter=None if params.logprobs is None else formatter,
             prompt_logprob_formatter=None if body.prompt_logprobs is None else formatter,
             include_token_ids=bool(body.return_token_ids),

@@ -100,6 +100,8 @@ class PromptState:
     """Whether the stream that this one resumes already reported the prompt's cached tokens."""
     block_names: bytes = b""
     """Names of the prompt's first full KV blocks, if they are cached."""
+    dropped_messages: tuple[str, ...] = ()
+    """Ranges of the messages that were dropped because the conversation is too long."""
 
 
 class Choice:
