@@ -77,6 +77,8 @@ class HttpExchange:
     """Whether the whole response has been sent."""
     error_code: str | None = None
     """Code of the error that ended the request."""
+    first_output_at: float | None = None
+    """Monotonic time of the first output of a response that is sent whole; None if it is not known."""
     _observer: ResponseObserver | None = None
     _dialect: ResponseDialect | None = None
     _translator: ResponseTranslator | None = None
@@ -121,6 +123,10 @@ class HttpExchange:
     def requested_path(self) -> str:
         """Path that the client requested."""
         return self._request.path
+
+    def read_first_output_s(self) -> float | None:
+        """Return the seconds until the first output of a response that is sent whole; None if they are not known."""
+        return None if self.first_output_at is None else self.first_output_at - self.arrived_at
 
     @property
     def is_disconnected(self) -> bool:

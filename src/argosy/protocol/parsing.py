@@ -109,7 +109,7 @@ def format_names(names: Iterable[str]) -> bytes:
     entries: list[str] = []
     size = 0
     for name in names:
-        entry = quote(name[:MAX_NAME_CHARS], safe="[]$", errors="replace")
+        entry = quote(name[:MAX_NAME_CHARS], safe="[]$:", errors="replace")
         size += len(entry) + 1
         if size > MAX_HEADER_BYTES:
             entries.append("...")

@@ -264,6 +264,37 @@ async def test_limits_end_and_refuse_requests_in_the_shape_of_each_client(
     assert rejected.value.status_code == 429
 
 
+@pytest.mark.parametrize("api", ["responses", "ollama"])
+async def test_conversation_that_is_too_long_goes_on_without_its_beginning(
+    fleet: DialectFleet, api: str
+) -> None:
+    texts = ["plum " * 3_000, "pear", "fig"]
+    roles = ("user", "assistant", "user")
+    turns: Any = [
+        {"role": "system", "content": "Be kind."},
+        *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
+    ]
+    if api == "ollama":
+        chat = fleet.ollama()
+        assert (await chat.chat(MODEL, turns)).message.content == fleet.output
+        refused = {"model": MODEL, "messages": turns, "truncate": False}
+        headers = {"api-key": fleet.key}
+        answer = await fleet.client.post("/api/chat", json=refused, headers=headers)
+        assert answer.status_code == 400
+    else:
+        responses = fleet.openai().responses.with_raw_response
+        raw = await responses.create(model=MODEL, input=turns, truncation="auto")
+        assert raw.headers["x-argosy-ignored-fields"] == "messages[1:3]"
+        response: Any = raw.parse()
+        assert (response.output_text, response.truncation) == (fleet.output, "auto")
+        with pytest.raises(openai.BadRequestError):
+            await fleet.openai().responses.create(model=MODEL, input=turns)
+    prompt = fleet.prompts()[0]
+    assert "Be kind." in prompt
+    assert "fig" in prompt
+    assert "plum" not in prompt
+
+
 async def test_ollama_client_finds_its_way(fleet: DialectFleet) -> None:
     client = fleet.ollama()
     assert [model.model for model in (await client.list()).models] == [MODEL]
@@ -278,7 +309,11 @@ async def test_ollama_client_finds_its_way(fleet: DialectFleet) -> None:
     fleet.output = THOUGHT + "Hello!"
     generated = await client.generate(MODEL, "Hi", options={"num_predict": 100})
     assert (generated.response, generated.thinking) == ("Hello!", "The user wants the weather.")
+    assert (generated.prompt_eval_duration or 0) > 0
     fleet.requests.clear()
+    await client.generate(MODEL, "More?", context=generated.context)
+    (prompt,) = fleet.prompts()
+    assert prompt.index("Hi") < prompt.index("Hello!") < prompt.index("More?")
     raw = await client.generate(MODEL, "Hi", raw=True)
     assert raw.response == fleet.output
     assert fleet.prompts() == ["Hi"]
@@ -292,6 +327,8 @@ async def test_ollama_client_finds_its_way(fleet: DialectFleet) -> None:
         assert error.value.status_code == status
     with pytest.raises(ollama.ResponseError, match="missing"):
         await client.pull("missing")
+    key = {"api-key": fleet.key}
+    assert (await fleet.client.head("/api/blobs/sha256:0", headers=key)).status_code == 404
     home = await fleet.client.get("/")
     version = (await fleet.client.get("/api/version")).json()["version"]
     assert (home.text, len(version.split("."))) == ("Ollama is running", 3)

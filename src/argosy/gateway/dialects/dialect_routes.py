@@ -65,7 +65,7 @@ _STATE_ERRORS = UTILITY_ERRORS | {
     "404": "It does not exist, belongs to another tenant, or the gateway has no store.",
     "503": "The store cannot be reached. Retry after `Retry-After` seconds.",
 }
-_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete", "blobs/{digest...}")
+_UNSUPPORTED_PATHS = ("push", "create", "copy", "delete")
 
 
 def build_dialect_routes(
@@ -234,5 +234,7 @@ def _build_ollama_routes(ollama: OllamaHandlers) -> list[HttpRoute]:
             describe("ollamaShow", _OBJECT, UTILITY_ERRORS, OllamaModelRequest),
         ),
         row("POST", "/api/pull", ollama.pull),
+        row("GET", "/api/blobs/{digest...}", ollama.find_blob),
+        row("POST", "/api/blobs/{digest...}", ollama.refuse),
         *(row(ANY_METHOD, f"/api/{path}", ollama.refuse) for path in _UNSUPPORTED_PATHS),
     ]

@@ -112,6 +112,7 @@ class OllamaHandlers:
             content = _encode(request.output.build_response())
             await exchange.send_response(200, content)
             return
+        request.output.read_first_output_s = exchange.read_first_output_s
         start_translation(exchange, request, encode_ollama_error)
         handler = self._completion if request.is_completion else self._chat
         await handler(exchange, principal)
@@ -177,6 +178,15 @@ class OllamaHandlers:
         self._models.get_model(request.require_model(), principal)
         content_type = b"application/json" if request.stream is False else NDJSON_CONTENT_TYPE
         await exchange.send_response(200, _encode({"status": "success"}) + b"\n", content_type)
+
+    async def find_blob(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`HEAD /api/blobs/{digest}`, by which clients ask whether they have to upload a file of a model.
+
+        Raises:
+            ApiError: 404 always, since no files are kept.
+        """
+        del exchange, principal
+        raise ApiError(404, "not_found", "This server keeps no files of models.")
 
     async def refuse(self, exchange: HttpExchange, principal: Principal) -> None:
         """Paths of Ollama that manage models.

@@ -158,7 +158,9 @@ class AggregatingWriter(ResponseWriter):
         except MALFORMED_EVENT_ERRORS as error:
             message = "The replica's response is malformed. Try again shortly."
             raise ApiError(502, "upstream_failed", message) from error
-        await self._context.exchange.send_response(200, body)
+        exchange = self._context.exchange
+        exchange.first_output_at = self._context.trace.first_token_at
+        await exchange.send_response(200, body)
 
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
         self._envelope = chunk

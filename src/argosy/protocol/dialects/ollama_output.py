@@ -15,6 +15,7 @@ from argosy.protocol.dialects.dialect_output import (
     OutputIdentity,
     parse_call_arguments,
 )
+from argosy.protocol.dialects.ollama_context import encode_context
 from argosy.protocol.errors import ApiError
 from argosy.protocol.openai_responses import TokenUsage
 
@@ -52,11 +53,16 @@ class OllamaOutput(DialectOutput):
         model: Model as the request names it.
         endpoint: The endpoint, which decides where text stands in a line.
         clock: Returns seconds since the epoch.
-        is_streamed: Whether the output arrives as it is generated. Without that, the time to the first token is
-            unknown, and the whole duration counts as generation.
+        is_streamed: Whether the output arrives as it is generated. Without that, only `read_first_output_s` knows the
+            time to the first token. If it is unknown, the whole duration counts as generation.
+        unloads: Whether a request without a prompt unloads the model instead of loading it.
     """
 
     stream_content_type = NDJSON_CONTENT_TYPE
+    conversation: list[dict[str, Any]] | None = None
+    """Messages of a generate request, which the response returns as its `context` for the next one."""
+    read_first_output_s: Callable[[], float | None] | None = None
+    """Returns the seconds from the request to the first output of a response that arrives whole."""
 
     def __init__(
         self,
@@ -65,12 +71,15 @@ class OllamaOutput(DialectOutput):
         clock: Callable[[], float],
         *,
         is_streamed: bool = True,
+        unloads: bool = False,
     ) -> None:
         super().__init__()
         self._model = model
         self._is_chat = endpoint == "chat"
         self._clock = clock
+        self._unloads = unloads
         self._requested_at = clock()
+        self._is_streamed = is_streamed
         self._first_output_at: float | None = None if is_streamed else self._requested_at
         self._text: list[str] = []
         self._thinking: list[str] = []
@@ -106,9 +115,11 @@ class OllamaOutput(DialectOutput):
         del stop_reason  # not in this API
         self._close_call()
         now = self._clock()
+        if not self._is_streamed and self.read_first_output_s is not None:
+            self._first_output_at = self._requested_at + (self.read_first_output_s() or 0.0)
         first_output_at = now if self._first_output_at is None else self._first_output_at
         prompt_duration = int((first_output_at - self._requested_at) * _NANOSECONDS)
-        counts = {
+        counts: dict[str, Any] = {
             "done_reason": "length" if finish_reason == "length" else "stop",
             "total_duration": int((now - self._requested_at) * _NANOSECONDS),
             "load_duration": 0,
@@ -116,8 +127,10 @@ class OllamaOutput(DialectOutput):
             # Left out instead of 0, as in Ollama, because clients divide by it.
             **({"prompt_eval_duration": prompt_duration} if prompt_duration else {}),
             "eval_count": tokens.output_tokens,
-            "eval_duration": int((now - first_output_at) * _NANOSECONDS),
+            "eval_duration": max(0, int((now - first_output_at) * _NANOSECONDS)),
         }
+        if self.conversation is not None:
+            counts["context"] = encode_context(self.conversation, "".join(self._text))
         self._response = {
             **self._line(
                 "".join(self._text), "".join(self._thinking), self._calls, self._logprobs, done=True
@@ -128,7 +141,8 @@ class OllamaOutput(DialectOutput):
 
     def finish_load(self) -> None:
         """End the response to a request without a prompt."""
-        self._response = {**self._line(done=True), "done_reason": "load"}
+        reason = "unload" if self._unloads else "load"
+        self._response = {**self._line(done=True), "done_reason": reason}
         self._unsent.append(_encode_line(self._response))
 
     def fail(self, error: ApiError) -> None:

@@ -5,9 +5,10 @@ Facts are from the types of the client `ollama` 0.6.3. Options that concern how 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +22,7 @@ from argosy.protocol.dialects.chat_request import (
     image_part,
     json_schema_format,
 )
+from argosy.protocol.dialects.ollama_context import decode_context
 from argosy.protocol.dialects.ollama_output import OllamaOutput
 from argosy.protocol.errors import invalid_request
 from argosy.protocol.openai_requests import JsonObject
@@ -39,7 +41,12 @@ _OPTION_NAMES = {
     "top_p": "top_p",
 }
 """Names of options in a chat."""
+_INTEGER_OPTIONS = frozenset({"num_predict", "seed", "top_k"})
+"""Options that clients may write as floats, since some languages have no other numbers."""
+_NO_TIME = re.compile(r"0+(?:\.0+)?(?:ns|us|ms|s|m|h)?")
 _TAG = ":latest"
+Clock = Callable[[], float]
+"""Returns seconds since the epoch."""
 
 
 class OllamaFunction(msgspec.Struct, gc=False):
@@ -78,6 +85,10 @@ class OllamaRequest(ExtensionFields, frozen=True, kw_only=True):
     think: bool | str | None = None
     keep_alive: float | str | None = None
     """How long Ollama keeps the model in memory. Here replicas keep it always."""
+    truncate: bool | None = None
+    """Whether the oldest messages of a conversation that is too long are dropped. Default true."""
+    shift: bool | None = None
+    """Whether Ollama drops the oldest tokens when the answer fills the context. Named as ignored."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -85,6 +96,20 @@ class OllamaRequest(ExtensionFields, frozen=True, kw_only=True):
     def is_streamed(self) -> bool:
         """Whether the response is a stream, which is the default."""
         return self.stream is not False
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model shall leave memory after the request."""
+        keep_alive = self.keep_alive
+        if isinstance(keep_alive, str):
+            return _NO_TIME.fullmatch(keep_alive) is not None
+        return keep_alive == 0
+
+    def create_output(self, endpoint: Literal["chat", "generate"], clock: Clock) -> OllamaOutput:
+        """Return the builder of the response."""
+        return OllamaOutput(
+            self.model, endpoint, clock, is_streamed=self.is_streamed, unloads=self.unloads
+        )
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
@@ -132,7 +157,7 @@ def strip_tag(model: str) -> str:
 
 
 def translate_ollama_chat(
-    body: bytes, clock: Callable[[], float], *, refuse_unknown: bool = False
+    body: bytes, clock: Clock, *, refuse_unknown: bool = False
 ) -> TranslatedRequest[OllamaOutput]:
     """Translate the body of `POST /api/chat`.
 
@@ -149,33 +174,28 @@ def translate_ollama_chat(
     fields = common | {"messages": _translate_messages(request.messages or [])}
     fields["tools"] = request.tools or None
     fields["logprobs"], fields["top_logprobs"] = request.logprobs, request.top_logprobs
-    output = OllamaOutput(request.model, "chat", clock, is_streamed=request.is_streamed)
+    output = request.create_output("chat", clock)
     return TranslatedRequest(body=drop_unset(fields), output=output, ignored=(*ignored, *unused))
 
 
 def translate_ollama_generate(
-    body: bytes, clock: Callable[[], float], *, refuse_unknown: bool = False
+    body: bytes, clock: Clock, *, refuse_unknown: bool = False
 ) -> TranslatedRequest[OllamaOutput]:
     """Translate the body of `POST /api/generate`. Arguments and errors are those of `translate_ollama_chat`."""
     request, ignored = parse_request_body(
         OllamaGenerateRequest, body, refuse_unknown=refuse_unknown
     )
-    for name in ("template", "suffix", "context"):
+    for name in ("template", "suffix", *(["context"] if request.raw else [])):
         if getattr(request, name):
             raise unsupported_parameter(name, "Send the whole prompt, or use /api/chat.")
-    common, unused = _common_fields(request)
-    output = OllamaOutput(request.model, "generate", clock, is_streamed=request.is_streamed)
-    fields = common
+    fields, unused = _common_fields(request)
+    output = request.create_output("generate", clock)
     if request.raw:
+        del fields["truncation"]
         fields["prompt"] = request.prompt or ""
         unused += [name for name in ("logprobs", "images", "system") if getattr(request, name)]
     else:
-        messages = MessageList()
-        if request.system:
-            messages.add_system(request.system)
-        if request.prompt or request.images:
-            messages.add_user(_user_content(request.prompt or "", request.images))
-        fields["messages"] = messages.messages
+        output.conversation = fields["messages"] = _build_conversation(request)
         fields["logprobs"], fields["top_logprobs"] = request.logprobs, request.top_logprobs
     return TranslatedRequest(
         body=drop_unset(fields),
@@ -183,6 +203,18 @@ def translate_ollama_generate(
         is_completion=bool(request.raw),
         ignored=(*ignored, *unused),
     )
+
+
+def _build_conversation(request: OllamaGenerateRequest) -> list[dict[str, Any]]:
+    """Return the messages of a request: those of its context, and its prompt. A new system prompt replaces the old."""
+    if not (request.prompt or request.images):
+        return []
+    known = decode_context(request.context) if request.context else []
+    if request.system:
+        system = {"role": "system", "content": request.system}
+        known = [system, *(message for message in known if message["role"] != "system")]
+    content = _user_content(request.prompt or "", request.images)
+    return [*known, {"role": "user", "content": content}]
 
 
 def is_load_request(request: TranslatedRequest[OllamaOutput]) -> bool:
@@ -198,11 +230,14 @@ def _common_fields(request: OllamaRequest) -> tuple[dict[str, Any], list[str]]:
         "stream": stream,
         "stream_options": {"include_usage": True} if stream else None,
         "response_format": _translate_format(request.format),
+        "truncation": None if request.truncate is False else "auto",
         **_thinking_fields(request),
         **request.extension_fields(),
     }
-    unused = []
+    unused = [] if request.shift is None else ["shift"]
     for name, value in (request.options or {}).items():
+        if name in _INTEGER_OPTIONS and isinstance(value, float) and value.is_integer():
+            value = int(value)  # noqa: PLW2901 - the same number
         if name in _OPTION_NAMES:
             fields[_OPTION_NAMES[name]] = value
         elif name == "num_predict":

@@ -94,6 +94,8 @@ class OllamaEmbedRequest(SharedFields, frozen=True, kw_only=True):
     truncate: bool | None = None
     """Whether longer inputs are truncated. Default true."""
     dimensions: int | None = None
+    prompt: Any = None
+    """Field of the older `/api/embeddings`, which is refused: without `input` there would be no embeddings."""
     keep_alive: float | str | None = None
     options: JsonObject | None = None
 
@@ -254,6 +256,8 @@ def translate_ollama_embed(
         ApiError: 400 if the body is invalid, 413 if it has too many values.
     """
     request, ignored = parse_request_body(OllamaEmbedRequest, body, refuse_unknown=refuse_unknown)
+    if request.prompt is not None:
+        raise unsupported_parameter("prompt", "Send the texts in 'input', or use /api/embeddings.")
     started_at = clock()
     inputs = [request.input] if isinstance(request.input, str) else request.input
     fields = {

@@ -163,6 +163,8 @@ def test_ollama_may_ask_for_no_embeddings() -> None:
     assert translated.body["input"] == []
     assert render(translated, {"data": []})["embeddings"] == []
     assert render(translate_ollama_embeddings(encode(model="m")), {"data": []}) == {"embedding": []}
+    with pytest.raises(ApiError, match="'prompt'"):
+        translate_ollama_embed(encode(model="m", prompt="a"), lambda: 0.0)
 
 
 @pytest.mark.parametrize(

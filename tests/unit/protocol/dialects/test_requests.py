@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.case_tables import read_cases
 
 from argosy.constraints import read_tools
 from argosy.protocol import (
+    NO_TOKENS,
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
@@ -23,6 +26,7 @@ from argosy.protocol import (
 from argosy.protocol.dialects import (
     ErrorEncoder,
     OllamaModelRequest,
+    OutputIdentity,
     ReasoningCipher,
     ResponsesRequest,
     assign_item_ids,
@@ -304,6 +308,11 @@ def chat(**fields: Any) -> Json:  # noqa: ANN401 - any JSON
     return translate("ollama", **fields)[0]
 
 
+def test_conversations_are_cut_unless_told_otherwise() -> None:
+    assert chat()["truncation"] == "auto"
+    assert "truncation" not in chat(truncate=False)
+
+
 def test_no_limit_on_output() -> None:
     assert "max_tokens" not in chat(options={"num_predict": -1})
     assert "response_format" not in chat(format="")
@@ -341,15 +350,57 @@ def test_generate_is_a_chat_unless_raw() -> None:
     assert request.ignored == ("options.num_ctx", "logprobs")
 
 
-@pytest.mark.parametrize("body", [{"model": "big"}, {"model": "big", "messages": []}])
-def test_request_without_prompt_loads_the_model(body: Json) -> None:
-    assert is_load_request(translate_ollama_chat(encode(body), lambda: 0.0))
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "load"),
+        ({"messages": [], "keep_alive": "5m"}, "load"),
+        *(({"keep_alive": zero}, "unload") for zero in (0, 0.0, "0", "0s", "0.0m")),
+    ],
+)
+def test_request_without_prompt_loads_or_unloads_the_model(fields: Json, reason: str) -> None:
+    request = translate_ollama_chat(encode({"model": "big", **fields}), lambda: 0.0)
+    assert is_load_request(request)
+    request.output.finish_load()
+    assert request.output.build_response()["done_reason"] == reason
 
 
-def test_unsupported_generate_fields_are_refused() -> None:
-    body = {"model": "big", "prompt": "def f(", "suffix": "return x"}
-    with pytest.raises(ApiError, match="suffix"):
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "return x"}, "suffix"),
+        ({"context": [1], "raw": True}, "context"),
+        *(({"context": ids}, "context") for ids in ([1, 2], [-1], [4286257], [4286257, 2**70])),
+    ],
+)
+def test_unsupported_generate_fields_are_refused(fields: Json, param: str) -> None:
+    body = {"model": "big", "prompt": "def f(", **fields}
+    with pytest.raises(ApiError) as refused:
         translate_ollama_generate(encode(body), lambda: 0.0)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def generate(**fields: Any) -> tuple[list[Json], list[int]]:  # noqa: ANN401 - any JSON
+    """Return the messages of a generate request, and the context of its response."""
+    request = translate_ollama_generate(encode({"model": "big", **fields}), lambda: 0.0)
+    request.output.start(OutputIdentity(id="0", created=0, model="big"), NO_TOKENS)
+    request.output.add_text(f"to {fields['prompt']}", ())
+    request.output.finish("stop", None, NO_TOKENS)
+    return request.body["messages"], request.output.build_response()["context"]
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_context_of_a_generated_text_continues_the_conversation(first: str, second: str) -> None:
+    first_turn = [
+        {"role": "user", "content": first},
+        {"role": "assistant", "content": f"to {first}"},
+    ]
+    _, context = generate(prompt=first, system="old")
+    assert all(0 <= number < 2**24 for number in context)
+    question = {"role": "user", "content": second}
+    for fields, system in (({}, "old"), ({"system": "new"}, "new")):
+        messages, _ = generate(prompt=second, context=context, **fields)
+        assert messages == [{"role": "system", "content": system}, *first_turn, question]
 
 
 def test_model_of_older_clients_is_its_name() -> None:

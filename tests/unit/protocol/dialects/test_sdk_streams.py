@@ -328,14 +328,16 @@ def test_anthropic_stop_reasons(
 
 
 @pytest.mark.parametrize(
-    ("is_streamed", "prompt_duration", "duration"), [(True, 2_000, 3_000), (False, None, 5_000)]
+    ("is_streamed", "first_output_s", "prompt_duration", "duration"),
+    [(True, None, 2_000, 3_000), (False, None, None, 5_000), (False, 1e-6, 1_000, 4_000)],
 )
 def test_ollama_counts_the_time_after_the_first_output_as_generation(
-    *, is_streamed: bool, prompt_duration: int | None, duration: int
+    *, is_streamed: bool, first_output_s: float | None, prompt_duration: int | None, duration: int
 ) -> None:
-    """The time of the first token of a whole response is unknown."""
+    """The time of the first token of a whole response is unknown where a server sends no stream."""
     times = iter([0.0, 2e-6])
     output = OllamaOutput("m", "chat", lambda: next(times, 5e-6), is_streamed=is_streamed)
+    output.read_first_output_s = lambda: first_output_s
     chat = ChatOutput(calls=[Call("f", "{}")]).body()
     message = asyncio.run(DialectTranslator(output, IDENTITY).translate_response(200, chat, ""))
     counts = json.loads(message)
