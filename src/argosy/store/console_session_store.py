@@ -16,6 +16,8 @@ SESSION_LIFETIME_S = 12 * 3600.0
 SESSION_IDLE_TIMEOUT_S = 3600.0
 USE_RECORDING_INTERVAL_S = 60.0
 """How often the use of a session is written. The idle timeout is as inexact."""
+MAX_SESSIONS_OF_CREDENTIAL = 100
+"""Sessions of one key or token. Further ones end those that were used least recently, so that they fill no disk."""
 _SESSION_ID_BYTES = 32
 
 
@@ -54,8 +56,16 @@ class ConsoleSessionStore:
         has_ended = or_(
             table.c.expires_at <= now, table.c.last_used_at <= now - SESSION_IDLE_TIMEOUT_S
         )
+        column, credential = (
+            (table.c.claims, claims) if key_digest is None else (table.c.key_digest, key_digest)
+        )
+        surplus = select(table.c.digest).where(column == credential)
+        surplus = surplus.order_by(table.c.last_used_at.desc())
+        surplus = surplus.offset(MAX_SESSIONS_OF_CREDENTIAL - 1)
         with self._database.write_transaction() as connection:
             connection.execute(delete(table).where(has_ended))
+            ended = list(connection.execute(surplus).scalars())
+            connection.execute(delete(table).where(table.c.digest.in_(ended)))
             connection.execute(insert(table).values(msgspec.structs.asdict(session)))
         return session_id
 

@@ -33,8 +33,8 @@ ALL_ITEMS = 2**31
 MAX_HISTORY_ITEMS = 20_000
 MAX_HISTORY_BYTES = 64 * 1024 * 1024
 MAX_ITEM_BYTES = 32 * 1024 * 1024
-MAX_PAGE_BYTES = 32 * 1024 * 1024
-"""Bytes of items after which a page ends early, so that a list takes no more memory than a history."""
+MAX_PAGE_BYTES = 8 * 1024 * 1024
+"""Bytes of items after which a page ends early, since it is encoded at once."""
 _DELETION_BATCH_ROWS = 500
 _columns = schema.items.c
 

@@ -19,6 +19,7 @@ from websockets.asyncio.client import ClientConnection
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
+CREATE = {"type": "response.create", "model": MODEL, "input": "Hi"}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -107,6 +108,17 @@ async def test_response_without_output_prepares_next_one(fleet: DialectFleet) ->
         assert fleet.prompts() == []
         await create(connection, input="And?", store=False, previous_response_id=response.id)
     assert "user: Hi\nuser: And?" in fleet.prompts()[0]
+    limited = fleet.accounts.project("limited")
+    fleet.accounts.limit(limited, "requests", 1, "day")
+    key = fleet.accounts.key(limited)
+    await fleet.wait_for_key(key)
+    body = json.dumps(CREATE | {"generate": False})
+    async with connect(fleet, "/v1/responses", authorization=f"Bearer {key}") as connection:
+        for expected in ("response.completed", "error"):
+            await connection.send(body)
+            events = await receive(connection)
+            assert events[-1]["type"] == expected
+    assert events[-1]["error"]["code"] == "rate_limit_exceeded"
 
 
 async def test_steering_is_refused_and_acknowledgements_are_ignored(fleet: DialectFleet) -> None:

@@ -276,6 +276,7 @@ async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started
             )
             await show_screen(page, "#/tenants?tab=projects", "Tenants and keys")
             await page.get_by_role("cell", name="created meanwhile").wait_for()
+            await page.get_by_role("cell", name=re.compile("^0 of .+ bytes$")).first.wait_for()
             assert await page.evaluate("window.isSamePage")
 
 

@@ -6,7 +6,11 @@ from tests.integration.store.conftest import START
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import GatewayRecord, Store, open_store
-from argosy.store.console_session_store import SESSION_IDLE_TIMEOUT_S, SESSION_LIFETIME_S
+from argosy.store.console_session_store import (
+    MAX_SESSIONS_OF_CREDENTIAL,
+    SESSION_IDLE_TIMEOUT_S,
+    SESSION_LIFETIME_S,
+)
 from argosy.store.gateway_registry import LIVENESS_TIMEOUT_S, RECORD_RETENTION_S
 
 FIRST = GatewayRecord(id="aaaaaaaa", url="http://10.0.0.1:8000", secret="s1")
@@ -59,3 +63,10 @@ def test_session_ends_when_nobody_uses_it_or_after_its_lifetime(
     assert sessions.find(used) is not None
     clock.now += SESSION_IDLE_TIMEOUT_S / 2
     assert sessions.find(used) is None
+    first = sessions.create(key_digest=b"key")
+    others = [sessions.create(key_digest=b"other"), sessions.create(claims=b"{}")]
+    for _ in range(MAX_SESSIONS_OF_CREDENTIAL):
+        clock.now += 1
+        last = sessions.create(key_digest=b"key")
+    assert sessions.find(first) is None
+    assert None not in [sessions.find(each) for each in [*others, last]]
