@@ -94,6 +94,10 @@ def test_trace_store_is_bounded_in_count_and_age() -> None:
     found = traces.find("same")
     assert found is not None
     assert found.response_id == "a4"
+    other = RequestTrace(response_id="b", principal=Principal(organisation="quiet"))
+    for trace in (other, *(RequestTrace(response_id=f"c{number}") for number in range(5))):
+        traces.complete(trace, 5.0)
+    assert traces.find("b") == other  # the tenant with the most traces loses its oldest
     late = RequestTrace(response_id="late", request_id="other")
     traces.add(late)
     traces.complete(late, 100.0)

@@ -175,7 +175,7 @@ async def run_gateway(
         handlers,
         operations,
         state,
-        BackgroundResponses(state, handlers.chat_completions),
+        BackgroundResponses(state, handlers.chat_completions, handlers.memory),
         refuse_unknown_fields=unknown_fields == "refuse",
     )
     replica_admin = ReplicaAdmin(models, None)

@@ -128,7 +128,8 @@ class GatewayApp:
             principal = self._authenticate(exchange)
         if route.open_session is not None and exchange.is_websocket_handshake:
             self._cors.check_origin(exchange)  # also with a key, since browsers have no preflight
-            await self._serve_session(exchange, route.open_session())
+            with route.open_session() as handle_message:
+                await self._serve_session(exchange, handle_message)
             return
         if route.method != ANY_METHOD:
             route = match.methods[check_method(exchange, match.methods)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from argosy.gateway.principal import Principal
@@ -54,7 +55,7 @@ class HttpRoute(Route):
     """Whether pages of other origins may not call the route. It accepts sessions of the console."""
     dialect: ResponseDialect | None = None
     """Shape of errors and headers; None for those of OpenAI."""
-    open_session: Callable[[], Handler] | None = None
+    open_session: Callable[[], AbstractContextManager[Handler]] | None = None
     """Returns the handler of the messages of one WebSocket, each of them a request; None for routes without one."""
 
 

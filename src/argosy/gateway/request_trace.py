@@ -15,12 +15,14 @@ from msgspec.structs import asdict
 
 from argosy.deployment import ExplainConfig
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
-from argosy.policy import Rates, RoutingCost
+from argosy.policy import MemoryEntry, Rates, RoutingCost, TenantMemory
 from argosy.policy.placement import AttemptRecord
 from argosy.protocol import NO_TOKENS, RequestReport, TokenUsage
 
 MAX_CONTENT_BYTES = 64 * 1024 * 1024
-"""Maximum size of all prompts and outputs that are kept. The oldest are dropped first."""
+"""Maximum size of all prompts and outputs that are kept. The oldest of the largest tenant are dropped first."""
+MAX_TRACE_BYTES = 64 * 1024 * 1024
+"""Maximum size of the traces of ended requests."""
 
 
 class LimitTrace(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -208,10 +210,10 @@ def _candidate_to_dict(cost: RoutingCost) -> dict[str, Any]:
     return {"replica": cost.replica, **terms, "total_s": round(cost.total_s, 6)}
 
 
-_encode_trace = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
-class _StoredTrace(msgspec.Struct, frozen=True, gc=False):
+class _StoredTrace(MemoryEntry, gc=False, eq=False):
     ended_at: float
     lookup_keys: tuple[tuple[str | None, str], ...]
     packed_trace: bytes
@@ -224,41 +226,48 @@ def _lookup_keys(trace: RequestTrace) -> tuple[tuple[str | None, str], ...]:
     return tuple((owner, trace.request_id) for owner in owners)
 
 
+class _StoredReport(MemoryEntry, gc=False, eq=False):
+    packed: bytes
+
+
 class ContentStore:
     """Reports with prompts and outputs, bounded in their total size."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._packed: OrderedDict[str, bytes] = OrderedDict()
-        """Packed reports by response id, oldest first."""
-        self._size = 0
+        self._memory = TenantMemory(max_bytes)
+        self._reports: dict[str, _StoredReport] = {}
+        """Reports by response id."""
 
-    def add(self, response_id: str, report: RequestReport) -> None:
-        """Add a report, and drop the oldest ones beyond the limit."""
+    def add(self, response_id: str, content: RequestReport, tenant: str) -> None:
+        """Add a report, and drop the oldest ones of the largest tenant beyond the limit."""
         self.discard(response_id)
-        packed = msgspec.msgpack.encode(report)
-        self._packed[response_id] = packed
-        self._size += len(packed)
-        while self._size > self._max_bytes:
-            self._size -= len(self._packed.popitem(last=False)[1])
+        packed = _encode(content)
+        report = _StoredReport(tenant, response_id, len(packed), self._reports.pop, packed)
+        if self._memory.add_cached(report):
+            self._reports[response_id] = report
 
     def discard(self, response_id: str) -> None:
         """Drop a report, if there is one."""
-        self._size -= len(self._packed.pop(response_id, b""))
+        if response_id in self._reports:
+            self._memory.remove(self._reports.pop(response_id))
 
     def find(self, response_id: str) -> RequestReport | None:
         """Return a report; None if there is none or it was dropped."""
-        packed = self._packed.get(response_id)
-        return None if packed is None else msgspec.msgpack.decode(packed, type=RequestReport)
+        stored = self._reports.get(response_id)
+        return None if stored is None else msgspec.msgpack.decode(stored.packed, type=RequestReport)
 
 
 class TraceStore:
-    """Traces of running requests and of the latest ended requests, bounded in number and age."""
+    """Traces of running requests and of the latest ended requests, bounded in number, bytes and age.
+
+    Beyond the number or the bytes, the oldest traces of the tenant with the most bytes are dropped.
+    """
 
     def __init__(self, config: ExplainConfig) -> None:
         self._config = config
         self._running: dict[str, RequestTrace] = {}
         self._ended: OrderedDict[str, _StoredTrace] = OrderedDict()
+        self._memory = TenantMemory(MAX_TRACE_BYTES)
         self._contents = ContentStore(MAX_CONTENT_BYTES)
         self._by_request: dict[tuple[str | None, str], str] = {}
         """Id of the latest response by organisation or project (None for any), and request id."""
@@ -276,25 +285,39 @@ class TraceStore:
         """Store the trace of an ended request, which no longer changes."""
         self._running.pop(trace.response_id, None)
         if trace.report is not None and trace.report.has_content:
-            self._contents.add(trace.response_id, trace.report)
+            self._contents.add(trace.response_id, trace.report, trace.principal.tenant)
             trace.report = trace.report.without_content()
-        self._ended[trace.response_id] = _StoredTrace(
-            now, _lookup_keys(trace), _encode_trace(trace)
+        response_id, packed, keys = trace.response_id, _encode(trace), _lookup_keys(trace)
+        stored = _StoredTrace(
+            trace.principal.tenant, response_id, len(packed), self._drop, now, keys, packed
         )
+        if not self._memory.add_cached(stored):
+            self._forget(response_id, keys)
+            return
+        self._ended[response_id] = stored
         self.evict_expired(now)
 
     def evict_expired(self, now: float) -> None:
         """Remove ended traces beyond the configured age and number."""
         min_ended_at = now - self._config.retention_s
-        while self._ended:
-            response_id, stored = next(iter(self._ended.items()))
-            if stored.ended_at >= min_ended_at and len(self._ended) <= self._config.max_requests:
-                return
-            del self._ended[response_id]
-            self._contents.discard(response_id)
-            for key in stored.lookup_keys:
-                if self._by_request.get(key) == response_id:
-                    del self._by_request[key]
+        while self._ended and next(iter(self._ended.values())).ended_at < min_ended_at:
+            oldest = next(iter(self._ended))
+            self._memory.remove(self._ended[oldest])
+            self._drop(oldest)
+        while len(self._ended) > self._config.max_requests:
+            largest = self._memory.find_largest()
+            assert largest is not None  # noqa: S101 - each ended trace has an entry
+            self._memory.evict_oldest(largest)
+
+    def _drop(self, response_id: str) -> None:
+        """Drop an ended trace whose memory is no longer counted."""
+        self._forget(response_id, self._ended.pop(response_id).lookup_keys)
+
+    def _forget(self, response_id: str, lookup_keys: tuple[tuple[str | None, str], ...]) -> None:
+        self._contents.discard(response_id)
+        for key in lookup_keys:
+            if self._by_request.get(key) == response_id:
+                del self._by_request[key]
 
     def find(self, identifier: str, owner: str | None = None) -> RequestTrace | None:
         """Find a trace by response id, or the latest trace by request id.

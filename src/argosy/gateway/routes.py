@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
 import msgspec
@@ -98,7 +99,7 @@ def build_routes(
             "POST",
             "/v1/chat/completions",
             generation.chat_completions,
-            open_session=lambda: generation.chat_completions,
+            open_session=lambda: nullcontext(generation.chat_completions),
         ),
         _shared_row("POST", "/v1/completions", generation.completions),
         _shared_row("GET", "/v1/models", list_models),
@@ -153,7 +154,7 @@ def _shared_row(
     *,
     is_public: bool = False,
     role: Role | None = None,
-    open_session: Callable[[], Handler] | None = None,
+    open_session: Callable[[], AbstractContextManager[Handler]] | None = None,
 ) -> HttpRoute:
     """Return the row of a path that replicas have too."""
     return HttpRoute(

@@ -295,7 +295,9 @@ class GatewayServer:
             self._parts.append(self._build_fleet_part(store, self._fleet_pools))
             self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
         generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
-        background = BackgroundResponses(response_state, generation.chat_completions)
+        background = BackgroundResponses(
+            response_state, generation.chat_completions, generation.memory
+        )
         app = self._build_app(generation, response_state, background, store, peers)
         if store is not None:
             upkeep = [response_state.maintain_forever, background.watch_forever]

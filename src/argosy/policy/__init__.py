@@ -111,6 +111,7 @@ from argosy.policy.smoothing import (
     OutputLengthEstimator,
     PeakEwma,
 )
+from argosy.policy.tenant_memory import MemoryEntry, TenantMemory
 from argosy.policy.thread_count_policy import MEASURE_INTERVAL_S, ThreadCountPolicy
 from argosy.policy.virtual_token_counters import (
     INPUT_TOKEN_WEIGHT,

@@ -379,6 +379,36 @@ async def test_full_project_is_told_what_to_delete(fleet: DialectFleet) -> None:
     assert (await client.responses.retrieve(again.id)).id == again.id
 
 
+async def test_memory_of_background_responses_is_bounded_and_the_largest_tenant_makes_room(
+    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.proxy.handlers.MAX_PENDING_BYTES", 2_500)
+    monkeypatch.setattr("argosy.gateway.proxy.handlers.MAX_TENANT_PENDING_BYTES", 2_300)
+    fleet.output = "One. Two. Three."
+    fleet.hold(2)
+    async with run_gateway_server(fleet.config) as (_, gateway):
+
+        async def create(key: str, size: int) -> Any:  # noqa: ANN401 - JSON value
+            body = {"model": MODEL, "input": "x" * size, "background": True}
+            headers = {"authorization": f"Bearer {key}"}
+            return (await gateway.post("/v1/responses", json=body, headers=headers)).json()
+
+        large = await create(fleet.key, 1_800)
+        refused = (await create(fleet.key, 600))["error"]
+        assert (refused["code"], refused["type"]) == ("overloaded", "rate_limit_error")
+        assert "too much memory" in refused["message"]
+        small = [await create(fleet.other_key, 300) for _ in range(2)]
+        client, other = fleet.openai(), fleet.openai(fleet.other_key)
+        failed = await wait_for_end(client, large["id"])
+        assert failed.status == "failed"
+        assert "too much memory" in failed.error.message
+        fleet.release()
+        for created in small:
+            assert (await wait_for_end(other, created["id"])).output_text == "One. Two. Three."
+        again = await create(fleet.key, 1_800)
+        assert (await wait_for_end(client, again["id"])).status == "completed"
+
+
 async def test_compacted_conversation_goes_on(fleet: DialectFleet) -> None:
     client = fleet.openai()
     first = await client.responses.create(model=MODEL, input="Hi")

@@ -121,6 +121,35 @@ async def test_response_without_output_prepares_next_one(fleet: DialectFleet) ->
     assert events[-1]["error"]["code"] == "rate_limit_exceeded"
 
 
+async def test_history_of_a_tenants_connections_is_bounded(
+    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a bound, responses without output would fill the memory at no cost."""
+    monkeypatch.setattr("argosy.gateway.proxy.handlers.MAX_TENANT_PENDING_BYTES", 100_000)
+    event = {"type": "response.create", "model": MODEL, "store": False, "generate": False}
+    async with run_gateway_server(fleet.config) as (_, client):
+        url = str(client.base_url).rstrip("/")
+
+        async def prepare(connection: ClientConnection, **fields: str) -> Any:  # noqa: ANN401 - JSON value
+            await connection.send(json.dumps(event | {"input": "x" * 60_000} | fields))
+            return (await receive(connection))[-1]
+
+        async with connect(fleet, "/v1/responses", url) as first:
+            lost = (await prepare(first))["response"]["id"]
+            async with connect(fleet, "/v1/responses", url) as second:
+                kept = (await prepare(second))["response"]["id"]
+                error = (await prepare(first, previous_response_id=lost))["error"]
+                assert error["code"] == "previous_response_not_found"
+                answer = await prepare(second, previous_response_id=kept, input="y")
+                assert answer["type"] == "response.completed"
+            await prepare(first)
+            answer = await prepare(first, input="z" * 99_000)
+            answer = await prepare(first, previous_response_id=answer["response"]["id"])
+            assert answer["type"] == "response.completed"
+            answer = await prepare(first, previous_response_id=answer["response"]["id"])
+            assert answer["error"]["code"] == "previous_response_not_found"
+
+
 async def test_steering_is_refused_and_acknowledgements_are_ignored(fleet: DialectFleet) -> None:
     async with fleet.openai().responses.connect() as connection:
         await connection.send_raw(b'{"type": "response.processed", "response_id": "resp_1"}')

@@ -198,18 +198,25 @@ async def test_explanation_has_content_only_if_it_is_logged(
     assert "\x1b" not in text.getvalue()
 
 
-def test_content_of_oldest_requests_is_dropped_first() -> None:
-    store = ContentStore(max_bytes=3_000)
+def test_content_of_the_largest_tenants_oldest_requests_is_dropped_first() -> None:
+    store = ContentStore(max_bytes=4_000)
+
+    def add(name: str, tenant: str = "large", size: int = 1_000) -> None:
+        store.add(name, RequestReport(prompts=["x" * size]), tenant)
+
+    add("small", "small", 500)
     for number in range(4):
-        store.add(f"r{number}", RequestReport(prompts=["x" * 1_000]))
-    store.add("r3", RequestReport(prompts=["y" * 1_000]))
-    assert [store.find(f"r{number}") is not None for number in range(4)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+        add(f"r{number}")
+    add("r3")
+    kept = [store.find(f"r{number}") is not None for number in range(4)]
+    assert kept == [False, True, True, True]
     store.discard("r3")
     store.discard("r3")
-    store.add("r4", RequestReport(prompts=["x" * 1_000]))
+    add("r4")
+    assert store.find("r1") is not None
+    add("too large", "small", 5_000)
+    assert store.find("too large") is None
+    add("other", "small", 1_000)
+    assert store.find("r1") is None
     assert store.find("r2") is not None
+    assert store.find("small") is not None

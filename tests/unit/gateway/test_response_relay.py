@@ -33,7 +33,7 @@ from argosy.gateway.backends import (
 from argosy.gateway.backends.native_stream_parser import NativeStreamParser
 from argosy.gateway.pool.pool import Pool
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
-from argosy.gateway.principal import ANONYMOUS
+from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.response_relay import ResponseRelay
@@ -46,7 +46,7 @@ from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.gateway.upstream.upstream_response import UpstreamResponse
 from argosy.http_server import HttpExchange
-from argosy.policy import weighted_tokens
+from argosy.policy import TenantMemory, weighted_tokens
 from argosy.policy.placement import PlacementRequest
 from argosy.protocol import EventParser, format_event, parse_endpoint
 
@@ -638,7 +638,8 @@ def chat_event(number: int) -> bytes:
 
 def test_memory_per_token_does_not_grow_with_length_of_response() -> None:
     """Otherwise each of 100,000 tokens with log-probabilities would block the event loop for longer than the last."""
-    writer, allocated = AggregatingWriter(cast("RequestContext", None)), list[int]()
+    writer = AggregatingWriter(cast("RequestContext", None), TenantMemory(0))
+    allocated = list[int]()
     events = [chat_event(number) for number in range(4000)]
     tracemalloc.start()
     try:
@@ -650,6 +651,22 @@ def test_memory_per_token_does_not_grow_with_length_of_response() -> None:
     finally:
         tracemalloc.stop()
     assert statistics.median(allocated[-500:]) < 2 * statistics.median(allocated[:500])
+
+
+def test_buffered_response_ends_when_its_tenant_has_too_much_memory() -> None:
+    memory, context = TenantMemory(4 << 20), Mock(spec=RequestContext)
+    context.principal = Principal(project="p")
+    first, second = (AggregatingWriter(context, memory) for _ in range(2))
+    number = 0
+    while not second.is_full:
+        for writer in (first, second):
+            writer.write_events(chat_event(number))
+        number += 1
+    assert 2 << 20 < memory.used_bytes <= 4 << 20
+    assert not first.is_full
+    first.close()
+    second.close()
+    assert memory.used_bytes == 0
 
 
 def test_stream_that_fast_path_rejects_is_read_by_event_loop_again() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from argosy.http_server import (
     ResponseTransport,
     run_handler,
 )
+from argosy.policy import MemoryEntry, TenantMemory
 from argosy.protocol import EVENT_END, ApiError
 from argosy.protocol.dialects import (
     ResponsesRequest,
@@ -36,8 +38,10 @@ from argosy.store import CachedResponse, IdempotencyStore, InFlightClaim, Stored
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 HEARTBEAT_INTERVAL_S = 15.0
+COUNTED_BYTES = 64 * 1024
+"""Bytes of events that are counted at a time."""
 MAX_RUNNING = 256
-"""Maximum number of background responses of one gateway. Each may keep its events in memory."""
+"""Maximum number of background responses of one gateway."""
 
 
 class EventLog(ResponseTransport):
@@ -52,6 +56,9 @@ class EventLog(ResponseTransport):
         """Error response, if the response failed before its first event."""
         self._listener: ClientListener | None = None
         self._changed = asyncio.Event()
+        self.reserve_bytes: Callable[[int], bool] = lambda _: True
+        """Counts more bytes as memory of the tenant. Returns False if they are too many."""
+        self._uncounted_bytes = 0
 
     async def wait_changed(self, count: int) -> None:
         """Wait until there are more than `count` events, or the response has ended."""
@@ -83,9 +90,21 @@ class EventLog(ResponseTransport):
         self.error = parse_error_body(status, body)
 
     def write_nowait(self, data: bytes) -> None:
-        if not data.startswith(b":"):
-            self.events += [event + EVENT_END for event in data.split(EVENT_END) if event]
-            self._changed.set()
+        if data.startswith(b":") or self.error is not None:
+            return
+        self._uncounted_bytes += len(data)
+        if self._uncounted_bytes >= COUNTED_BYTES:
+            if not self.reserve_bytes(self._uncounted_bytes):
+                self.fail(out_of_memory_error())
+                return
+            self._uncounted_bytes = 0
+        self.events += [event + EVENT_END for event in data.split(EVENT_END) if event]
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> bool:
+        """Cancel the request with an error. Returns False if it does not run yet."""
+        self.error = error
+        return self.cancel()
 
     def set_listener(self, listener: ClientListener | None) -> None:
         self._listener = listener
@@ -97,11 +116,15 @@ class BackgroundResponses:
     Args:
         state: The stored responses.
         chat: Handler of chats.
+        memory: Memory of tenants, in which requests and events of running responses count.
     """
 
-    def __init__(self, state: ResponseState, chat: Handler) -> None:
+    def __init__(self, state: ResponseState, chat: Handler, memory: TenantMemory) -> None:
         self._state = state
         self._chat = chat
+        self.memory = memory
+        self._reservations: dict[str, MemoryEntry] = {}
+        """Memory of responses that run or are about to, by id."""
         self._logs: dict[str, EventLog] = {}
         """Events of running responses by id."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -115,6 +138,36 @@ class BackgroundResponses:
         if len(self._tasks) >= MAX_RUNNING:
             message = "Too many background responses are running. Try again later."
             raise ApiError(503, "overloaded", message, retry_after_s=HEARTBEAT_INTERVAL_S)
+
+    def reserve(
+        self, response_id: str, principal: Principal, event_log: EventLog, size_bytes: int
+    ) -> None:
+        """Reserve memory for a response until it has ended, or `release` is called.
+
+        Args:
+            response_id: Id of the response.
+            principal: Its sender.
+            event_log: Receives its events, which count too.
+            size_bytes: Size of the request.
+
+        Raises:
+            ApiError: 429 if the tenant keeps too much.
+        """
+        entry = MemoryEntry(principal.tenant, response_id, size_bytes, self._on_evicted)
+        if not self.memory.add(entry):
+            raise out_of_memory_error()
+        self._reservations[response_id] = entry
+        event_log.reserve_bytes = lambda count: self.memory.resize(entry, entry.size_bytes + count)
+
+    def release(self, response_id: str) -> None:
+        """Release the memory of a response."""
+        if response_id in self._reservations:
+            self.memory.remove(self._reservations.pop(response_id))
+
+    def _on_evicted(self, response_id: str) -> None:
+        event_log, task = self._logs.get(response_id), self._tasks.get(response_id)
+        if event_log is not None and not event_log.fail(out_of_memory_error()) and task is not None:
+            task.cancel()
 
     def start(
         self,
@@ -155,6 +208,7 @@ class BackgroundResponses:
         """Forget a response, also one that was cancelled before it began."""
         self._logs.pop(response_id, None)
         del self._tasks[response_id]
+        self.release(response_id)
         event_log.end()
 
     async def _record_failure(
@@ -216,6 +270,15 @@ class BackgroundResponses:
                 continue  # logged by the state
             if failed:
                 log.warning("background_responses_interrupted", count=failed)
+
+
+def out_of_memory_error() -> ApiError:
+    """Return the error of a request whose tenant keeps too much memory."""
+    message = (
+        "The responses of your project that run in the background take too much memory. Wait until some have ended, or "
+        "send smaller requests."
+    )
+    return ApiError(429, "overloaded", message, retry_after_s=HEARTBEAT_INTERVAL_S)
 
 
 def _describe_failure(exchange: HttpExchange, event_log: EventLog) -> dict[str, str]:

@@ -67,8 +67,8 @@ def start_translation(
     encode_error: ErrorEncoder | None = None,
     on_end: EndListener | None = None,
     identity: OutputIdentity | None = None,
-) -> None:
-    """Replace a request by its chat, and translate the response to it.
+) -> int:
+    """Replace a request by its chat, and translate the response to it. Returns the size of the chat in bytes.
 
     Args:
         exchange: The client's request.
@@ -80,7 +80,9 @@ def start_translation(
     name_ignored_fields(exchange, request.ignored)
     identity = identity or create_identity(exchange, request.body.get("model") or "")
     translator = DialectTranslator(request.output, identity, encode_error, on_end)
-    exchange.translate(msgspec.json.encode(request.body), translator)
+    body = msgspec.json.encode(request.body)
+    exchange.translate(body, translator)
+    return len(body)
 
 
 def start_rendering(

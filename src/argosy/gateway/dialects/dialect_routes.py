@@ -15,7 +15,7 @@ from argosy.gateway.dialects.conversation_handlers import (
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
 from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
-from argosy.gateway.dialects.responses_handlers import ResponsesHandlers, ResponsesSession
+from argosy.gateway.dialects.responses_handlers import ResponsesHandlers, open_responses_session
 from argosy.gateway.dialects.stored_response_handlers import (
     ItemPageQuery,
     RetrieveQuery,
@@ -121,7 +121,7 @@ def _build_responses_routes(responses: ResponsesHandlers) -> list[HttpRoute]:
                 ResponsesRequest,
                 stream=EVENTS_MEDIA_TYPE,
             ),
-            open_session=lambda: ResponsesSession(responses).handle,
+            open_session=lambda: open_responses_session(responses),
         ),
         row(
             "/v1/responses/input_tokens",

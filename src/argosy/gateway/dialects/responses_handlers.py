@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
+from argosy.policy import MemoryEntry, TenantMemory
 from argosy.protocol import (
     ApiError,
     JsonObject,
@@ -87,6 +89,7 @@ class ResponsesHandlers:
         self._state = state
         self._stored = stored
         self._background = background
+        self.memory = background.memory
         self._chat = chat
         self._tokenize = tokenize
         self._refuse_unknown = refuse_unknown_fields
@@ -115,27 +118,26 @@ class ResponsesHandlers:
         await self._chat(exchange, principal)
 
     async def create_in_session(
-        self, exchange: HttpExchange, principal: Principal, last: dict[str, list[JsonObject]]
+        self, exchange: HttpExchange, principal: Principal, last: SessionHistory
     ) -> None:
         """Handle the event `response.create` of a WebSocket.
 
         Args:
             exchange: The event.
             principal: Sender of the event.
-            last: Items of the connection's last response by its id, input and output with those that it continues.
-                As in OpenAI's API, a response cannot be continued again if the attempt fails.
+            last: Items of the connection's last response, input and output with those that it continues. As in
+                OpenAI's API, a response cannot be continued again if the attempt fails.
         """
         body = await exchange.read_body()
         request, _ = parse_create_event(body, refuse_unknown=self._refuse_unknown)
         request = await self._check_room(exchange, principal, request, len(body))
         translated, items, history = await self._translate(
-            principal, request, last.pop(request.previous_response_id or "", None)
+            principal, request, last.pop(request.previous_response_id)
         )
 
         async def save(response: dict[str, Any]) -> None:
             if response["status"] in _ENDED_NORMALLY:
-                last.clear()
-                last[response["id"]] = [*history, *items, *response["output"]]
+                last.keep(principal, response["id"], [*history, *items, *response["output"]])
             await self._save(principal, request, items, response)
 
         if request.generate is False:
@@ -302,8 +304,9 @@ class ResponsesHandlers:
         )
         identity = create_identity(detached, request.model or "")
         response = translated.output.describe_start(identity)
+        response_id = response["id"]
         claim = await claim_background_key(
-            self._state.idempotency_store, exchange, principal, request, response["id"]
+            self._state.idempotency_store, exchange, principal, request, response_id
         )
         if isinstance(claim, str):
             exchange.extra_headers.append((b"idempotent-replayed", b"true"))
@@ -312,14 +315,6 @@ class ResponsesHandlers:
             return
         state, owner = self._state, item_owner(principal)
         started = describe_stored(request, items, response, is_background=True)
-        is_started = False
-        try:
-            async with state.reserve_request(principal, [], requests=0):
-                await state.call(state.store.responses.create, owner, started, state.retention_s)
-            is_started = True
-        finally:
-            if claim is not None:
-                claim.settle(is_started=is_started)
 
         async def finish(ended: dict[str, Any]) -> None:
             stored = describe_stored(request, (), ended)
@@ -331,7 +326,20 @@ class ResponsesHandlers:
             if has_finished and conversation is not None and ended["status"] in _ENDED_NORMALLY:
                 await state.append_items(principal, conversation, [*items, *ended["output"]])
 
-        start_translation(detached, body, encode_responses_error, on_end=finish, identity=identity)
+        is_started = False
+        try:
+            size_bytes = start_translation(
+                detached, body, encode_responses_error, on_end=finish, identity=identity
+            )
+            self._background.reserve(response_id, principal, event_log, size_bytes)
+            async with state.reserve_request(principal, [], requests=0):
+                await state.call(state.store.responses.create, owner, started, state.retention_s)
+            is_started = True
+        finally:
+            if not is_started:
+                self._background.release(response_id)
+            if claim is not None:
+                claim.settle(is_started=is_started)
         self._background.start(detached, event_log, principal, started)
         if request.stream:
             await follow_events(exchange, event_log, first=0)
@@ -364,13 +372,59 @@ def new_item_id() -> str:
     return secrets.token_hex(_ITEM_ID_BYTES)
 
 
+class SessionHistory:
+    """Items of a connection's last response, so that the next one can continue it without a store.
+
+    They are encoded, so that an idle connection keeps no more than it counts, and dropped if they are too many.
+    """
+
+    def __init__(self, memory: TenantMemory) -> None:
+        self._memory = memory
+        self._entry: MemoryEntry | None = None
+        self._items = b""
+
+    def keep(self, principal: Principal, response_id: str, items: list[JsonObject]) -> None:
+        """Keep the items of a response instead of those of an earlier one."""
+        self.clear()
+        encoded = msgspec.json.encode(items)
+        entry = MemoryEntry(principal.tenant, response_id, len(encoded), self._drop)
+        if self._memory.add_cached(entry):
+            self._entry, self._items = entry, encoded
+
+    def pop(self, response_id: str | None) -> list[JsonObject] | None:
+        """Return the items of a response and forget them, or None if they are not kept."""
+        if self._entry is None or self._entry.key != response_id:
+            return None
+        items: list[JsonObject] = msgspec.json.decode(self._items)
+        self.clear()
+        return items
+
+    def clear(self) -> None:
+        """Forget the items."""
+        if self._entry is not None:
+            self._memory.remove(self._entry)
+            self._drop(self._entry.key)
+
+    def _drop(self, _: str) -> None:
+        self._entry, self._items = None, b""
+
+
+@contextmanager
+def open_responses_session(responses: ResponsesHandlers) -> Iterator[Handler]:
+    """Open a session for the responses of one connection, and forget its history at the end."""
+    session = ResponsesSession(responses)
+    try:
+        yield session.handle
+    finally:
+        session.history.clear()
+
+
 class ResponsesSession:
     """Responses of one connection, one after the other."""
 
     def __init__(self, responses: ResponsesHandlers) -> None:
         self._responses = responses
-        self._last: dict[str, list[JsonObject]] = {}
-        """Items of the last response by its id, so that the next one can continue it without a store."""
+        self.history = SessionHistory(responses.memory)
 
     async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
         """Handle one event.
@@ -381,7 +435,7 @@ class ResponsesSession:
         event = parse_body(ClientEvent, await exchange.read_body())
         match event.type:
             case "response.create":
-                await self._responses.create_in_session(exchange, principal, self._last)
+                await self._responses.create_in_session(exchange, principal, self.history)
             case "response.steer":
                 await _send_event(exchange, _describe_refused_steering(event))
             case "response.processed":  # an acknowledgement of Codex

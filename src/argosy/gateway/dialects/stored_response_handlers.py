@@ -10,7 +10,11 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.dialects.background_responses import BackgroundResponses, EventLog
+from argosy.gateway.dialects.background_responses import (
+    COUNTED_BYTES,
+    BackgroundResponses,
+    EventLog,
+)
 from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.principal import Principal
 from argosy.http_server import DisconnectedError, HttpExchange
@@ -185,8 +189,10 @@ async def follow_events(exchange: HttpExchange, event_log: EventLog, first: int)
             exchange.write_comment(_KEEPALIVE)
         if exchange.is_disconnected:
             raise DisconnectedError
-        events = event_log.events[position:]
-        position += len(events)
+        events, size_bytes = [], 0
+        while position < len(event_log.events) and size_bytes < COUNTED_BYTES:
+            events.append(event_log.events[position])
+            position, size_bytes = position + 1, size_bytes + len(events[-1])
         if events:
             await exchange.write(b"".join(events))
         if event_log.has_ended and position >= len(event_log.events):

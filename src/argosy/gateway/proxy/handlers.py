@@ -62,11 +62,14 @@ from argosy.http_server import (
     SlowReaderError,
     internal_error,
 )
+from argosy.policy import TenantMemory
 from argosy.policy.placement import PlacementLimits, QueueLimits
 from argosy.protocol import ApiError, format_event
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
+MAX_PENDING_BYTES = 1 << 30
+MAX_TENANT_PENDING_BYTES = MAX_PENDING_BYTES // 4
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
@@ -113,6 +116,8 @@ class CompletionHandlers:
         )
         self.previewer = RoutingPreviewer(models, self._driver, config.cold_start, self._clock)
         self._request_checker = NativeRequestChecker()
+        self.memory = TenantMemory(MAX_PENDING_BYTES, MAX_TENANT_PENDING_BYTES)
+        """Memory of what waits for its end or its reader: responses, and histories of WebSockets."""
         self._relays: set[ResponseRelay] = set()
         self._early_starts: Deadlines[ResponseRelay] = Deadlines(
             config.early_stream_start_s, self._start_early
@@ -213,7 +218,7 @@ class CompletionHandlers:
             exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
         writer: ResponseWriter = (
-            StreamingWriter(exchange) if fields.stream else AggregatingWriter(context)
+            StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
         )
         try:
             await self._execute(context, self._filters, writer)
@@ -235,6 +240,7 @@ class CompletionHandlers:
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
             complete_filters(context)
+            writer.close()
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
 

@@ -14,6 +14,7 @@ from argosy.gateway.backends import MALFORMED_EVENT_ERRORS, check_container_coun
 from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.http_server import HttpExchange
+from argosy.policy import MemoryEntry, TenantMemory
 from argosy.protocol import (
     EVENT_END,
     SSE_DONE,
@@ -25,6 +26,8 @@ from argosy.protocol import (
 KEEPALIVE_COMMENT = format_comment(b"keep-alive")
 MAX_AGGREGATED_BYTES = 64 * 1024 * 1024
 """Maximum bytes of a response's events. While they are aggregated they take several times as much memory."""
+COUNTED_BYTES = 1024 * 1024
+"""Bytes that are counted as memory of the tenant at a time."""
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -62,6 +65,9 @@ class ResponseWriter:
 
     async def finish(self) -> None:
         """End the response."""
+
+    def close(self) -> None:
+        """Release the memory of a response that has ended in any way."""
 
 
 class StreamingWriter(ResponseWriter):
@@ -110,10 +116,17 @@ class StreamingWriter(ResponseWriter):
 
 
 class AggregatingWriter(ResponseWriter):
-    """Response writer that aggregates events into a response like a native replica's buffered one."""
+    """Response writer that aggregates events into a response like a native replica's buffered one.
 
-    def __init__(self, context: RequestContext) -> None:
+    Beyond its own limit or that of its tenant's memory, the response ends with the output that it has.
+    """
+
+    def __init__(self, context: RequestContext, memory: TenantMemory) -> None:
         self._context = context
+        self._memory = memory
+        self._memory_entry: MemoryEntry | None = None
+        self._uncounted_from = COUNTED_BYTES
+        """Number of buffered bytes at which they are counted again."""
         self._choices: defaultdict[int, AggregatedChoice] = defaultdict(AggregatedChoice)
         self._warnings: list[dict[str, Any]] = []
         self._envelope: dict[str, Any] = {}
@@ -130,7 +143,9 @@ class AggregatingWriter(ResponseWriter):
         if events == SSE_DONE:
             return
         self._buffered_bytes += len(events)
-        self.is_full = self._buffered_bytes > MAX_AGGREGATED_BYTES
+        if self._buffered_bytes >= self._uncounted_from:
+            self._uncounted_from = self._buffered_bytes + COUNTED_BYTES
+            self.is_full = self._buffered_bytes > MAX_AGGREGATED_BYTES or not self._count_memory()
         check_container_count(events)
         for event in events.removesuffix(EVENT_END).split(EVENT_END):
             data = event_data(event)
@@ -144,7 +159,8 @@ class AggregatingWriter(ResponseWriter):
     def discard(self) -> bool:
         self._choices.clear()
         self._warnings.clear()
-        self._buffered_bytes, self.is_full = 0, False
+        self._buffered_bytes, self._uncounted_from, self.is_full = 0, COUNTED_BYTES, False
+        self.close()
         return True
 
     async def finish(self) -> None:
@@ -161,6 +177,24 @@ class AggregatingWriter(ResponseWriter):
         exchange = self._context.exchange
         exchange.first_output_at = self._context.trace.first_token_at
         await exchange.send_response(200, body)
+
+    def close(self) -> None:
+        if self._memory_entry is not None:
+            self._memory.remove(self._memory_entry)
+            self._memory_entry = None
+
+    def _count_memory(self) -> bool:
+        """Count the buffered bytes. Returns False if the tenant has too many."""
+        if self._memory_entry is not None:
+            return self._memory.resize(self._memory_entry, self._buffered_bytes)
+        self._memory_entry = MemoryEntry(
+            self._context.principal.tenant, "", self._buffered_bytes, self._end
+        )
+        return self._memory.add(self._memory_entry)
+
+    def _end(self, _: str) -> None:
+        """Let the next event end the response."""
+        self.is_full = True
 
     def _add_chunk(self, chunk: dict[str, Any]) -> None:
         self._envelope = chunk
