@@ -192,6 +192,10 @@ def large_bodies() -> list[tuple[str, bytes]]:
         ("/detokenize", _filled(f'{model}"tokens": [', "17,", "17]}")),
         ("/v1/embeddings", _filled(f'{embedding}"input": [', f'"{text}",', '"a"]}')),
         ("/v1/embeddings", _filled(f'{embedding}"input": [', '"a",', '"a"]}')),
+        (
+            "/v1/embeddings",
+            _filled(f'{embedding}"truncate_prompt_tokens": 9, "input": "', "a ", '"}'),
+        ),
         ("/v1/rerank", _filled(f'{embedding}"query": "a", "documents": [', '"a",', '"a"]}')),
         ("/v2/embed", _filled(f'{embedding}"texts": [', '"a",', '"a"]}')),
         (CHAT, b"\x00" * LARGE),
@@ -230,12 +234,12 @@ async def send_frames(attacker: Attacker, number: int) -> str:
         message = encode({"type": "response.create", "model": MODEL, "input": "a" * 1000})
         frame = Frame(Opcode.TEXT, message)
     else:
-        frame = Frame(Opcode.PING, b"x" * 125)
+        frame = Frame(Opcode.PING, b"x" * (125 if number % 4 else 0))
     frames = frame.serialize(mask=True) * 500
     async with attacker.connection(RESPONSES, b"", *_handshake()) as (reader, writer):
         if (status := await _read_status(reader)) != "101":
             return status
-        while not reader.at_eof():
+        while not reader.at_eof() and not writer.transport.is_closing():
             writer.write(frames)
             await writer.drain()
     return "closed"

@@ -6,15 +6,21 @@ import asyncio
 import json
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import msgspec
 import pytest
+from benchmarks import hostile_requests
 from benchmarks.hostile_grammars import hostile_fields
+from benchmarks.hostile_upstreams import answer
 from tests.integration.conftest import REPLY
 from tests.support.fake_engine import FakeEngine, Script, constant_script
+from tests.support.gateway_client import run_gateway_server
 from tests.support.replica_servers import (
     CONFIG,
     MODEL,
@@ -25,7 +31,10 @@ from tests.support.replica_servers import (
     serve,
 )
 
+from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.protocol import parsing
+from argosy.store import StoreConfig
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -159,6 +168,42 @@ async def test_hostile_grammar_is_refused_or_costs_its_own_request_only() -> Non
             assert response.status_code < 500, name
         assert (await neighbour).status_code == 200
         assert replica_server.replica.engine.state == "ready"
+
+
+async def test_gateway_parses_large_bodies_outside_of_its_event_loop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each endpoint that reads JSON held up the event loop for up to 400 ms."""
+    threads: list[int] = []
+
+    def check(body: bytes) -> None:
+        threads.append(threading.get_ident())
+        check_value_counts(body)
+
+    check_value_counts = parsing._check_value_counts  # noqa: SLF001 - the first step of parsing
+    monkeypatch.setattr(parsing, "_check_value_counts", check)
+    monkeypatch.setattr(hostile_requests, "LARGE", 1_200_000)
+    upstream = await asyncio.start_server(partial(answer, None), "127.0.0.1", 0)
+    replica = ReplicaConfig(
+        url=f"http://127.0.0.1:{upstream.sockets[0].getsockname()[1]}", kind="vllm", model="m"
+    )
+    names = ("argosy-mini", hostile_requests.EMBEDDING_MODEL)
+    config = GatewayConfig(
+        port=0,
+        models=[ModelConfig(name=name, replicas=[replica]) for name in names],
+        store=StoreConfig(url=f"sqlite:///{tmp_path / 'store.db'}"),
+        auth=AuthConfig(mode="disabled"),
+    )
+    bodies = hostile_requests.large_bodies.__wrapped__()
+    bodies.append(("/v1/conversations", hostile_requests.conversation.__wrapped__()))
+    async with run_gateway_server(config) as (_, client):
+        for path, body in bodies:
+            threads.clear()
+            response = await client.post(path, content=body)
+            assert response.status_code in {200, 400, 404, 413}, (path, response.text)
+            assert threads, path
+            assert threading.get_ident() not in threads, path
+    upstream.close()
 
 
 @pytest.mark.exhaustive

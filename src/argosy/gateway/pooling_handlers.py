@@ -5,6 +5,8 @@ Each request passes the same filters, queue and placement as a generation. Its r
 
 from __future__ import annotations
 
+from functools import partial
+
 from argosy.gateway.dialects import start_rendering
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers
@@ -50,8 +52,10 @@ class PoolingHandlers:
     async def rerank(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /rerank`, in the shape of Jina, Cohere's v1 API and vLLM, or of text-embeddings-inference."""
         body = await exchange.read_body()
-        if is_tei_request(body):
-            request = translate_tei_rerank(body, refuse_unknown=self._refuse_unknown)
+        if await exchange.parse_body(body, is_tei_request):
+            request = await exchange.parse_body(
+                body, partial(translate_tei_rerank, refuse_unknown=self._refuse_unknown)
+            )
             start_rendering(exchange, request)
             await self._run(exchange, principal, RERANK)
         else:
@@ -60,13 +64,17 @@ class PoolingHandlers:
     async def cohere_rerank(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v2/rerank`."""
         body = await exchange.read_body()
-        request = translate_cohere_rerank(body, refuse_unknown=self._refuse_unknown)
+        request = await exchange.parse_body(
+            body, partial(translate_cohere_rerank, refuse_unknown=self._refuse_unknown)
+        )
         start_rendering(exchange, request)
         await self._run(exchange, principal, RERANK)
 
     async def cohere_embed(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v2/embed`."""
         body = await exchange.read_body()
-        request = translate_cohere_embed(body, refuse_unknown=self._refuse_unknown)
+        request = await exchange.parse_body(
+            body, partial(translate_cohere_embed, refuse_unknown=self._refuse_unknown)
+        )
         start_rendering(exchange, request)
         await self._run(exchange, principal, EMBEDDINGS)

@@ -145,6 +145,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """Size of the prompt or the messages."""
     body_bytes: int = 0
     """Size of the request body, which is kept in memory."""
+    min_prompt_tokens: int | None = None
+    """Smallest number of tokens that the longest prompt has with any tokenizer. None if it was not counted yet."""
 
     @property
     def raw_prompt(self) -> memoryview:
@@ -159,10 +161,9 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
         """
         if self.prompt_bytes <= max_tokens or not TRUNCATING_FIELDS.isdisjoint(self.raw):
             return False
-        try:
-            return _exceeds_token_limit(bytes(self.raw_prompt), max_tokens)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return False
+        if self.min_prompt_tokens is not None:
+            return self.min_prompt_tokens > max_tokens
+        return _count_min_tokens(bytes(self.raw_prompt), max_tokens) > max_tokens
 
     @property
     def has_media(self) -> bool:
@@ -330,29 +331,39 @@ def _count_items(value: bytes) -> int:
     return len(msgspec.json.decode(value, type=list[Raw])) if value.startswith(b"[") else 1
 
 
-def _exceeds_token_limit(prompt: bytes, max_tokens: int) -> bool:
-    """Implement `RequestFields.exceeds_token_limit`.
+def measure_prompt(fields: RequestFields) -> RequestFields:
+    """Return the fields with their number of prompt tokens. For large requests, outside of the event loop's thread."""
+    return msgspec.structs.replace(
+        fields, min_prompt_tokens=_count_min_tokens(bytes(fields.raw_prompt), 0)
+    )
+
+
+def _count_min_tokens(prompt: bytes, max_tokens: int) -> int:
+    """Return `min_prompt_tokens` if it exceeds `max_tokens`, else a number that does not; 0 for a malformed prompt.
 
     Decodes as little as possible, because there may be millions of ids.
-
-    Raises:
-        DecodeError: The prompt is malformed.
     """
+    try:
+        return _count_decoded_tokens(prompt, max_tokens)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
+def _count_decoded_tokens(prompt: bytes, max_tokens: int) -> int:
+    """Implement `_count_min_tokens`. Raises DecodeError: The prompt is malformed."""
     if len(prompt) <= max_tokens:
-        return False
+        return 0
     if _TOKEN_ID_LIST.fullmatch(prompt):
-        return prompt.count(b",") >= max_tokens
+        return prompt.count(b",") + 1
     if not prompt.startswith(b"["):
-        return len(msgspec.json.decode(prompt, type=str)) // MAX_TOKEN_BYTES > max_tokens
+        return len(msgspec.json.decode(prompt, type=str)) // MAX_TOKEN_BYTES
     if _first_item_byte(prompt) == b"{":  # the messages of a chat
         if len(prompt) // MAX_TOKEN_BYTES <= max_tokens:
-            return False
+            return 0
         messages = msgspec.json.decode(prompt, type=list[_ChatMessage])
-        return sum(message.text_length for message in messages) // MAX_TOKEN_BYTES > max_tokens
-    return any(
-        _exceeds_token_limit(bytes(item), max_tokens)
-        for item in msgspec.json.decode(prompt, type=list[Raw])
-    )
+        return sum(message.text_length for message in messages) // MAX_TOKEN_BYTES
+    items = msgspec.json.decode(prompt, type=list[Raw])
+    return max((_count_decoded_tokens(bytes(item), max_tokens) for item in items), default=0)
 
 
 def parse_raw_fields(body: bytes) -> dict[str, Raw]:

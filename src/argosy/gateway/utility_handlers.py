@@ -63,7 +63,7 @@ class UtilityHandlers:
     ) -> None:
         """`POST /tokenize` and `POST /detokenize`. Requests of other dialects give the replica's path."""
         async with self._tenant_slot(exchange, principal):
-            fields = parse_raw_fields(await exchange.read_body())
+            fields = await exchange.parse_body(await exchange.read_body(), parse_raw_fields)
             name = decode_fields(_UtilityFields, fields).model
             await self._forward_to_model(exchange, principal, name, path or exchange.path, fields)
 

@@ -21,6 +21,7 @@ from argosy.http_server.error_responses import (
 )
 from argosy.http_server.http_exchange import (
     JSON_CONTENT_TYPE,
+    LARGE_BODY_BYTES,
     HttpExchange,
     SlowReaderError,
 )

@@ -23,7 +23,7 @@ class HttpServerState:
         self.default_headers: list[tuple[bytes, bytes]] = []
         """Headers of all responses, such as Date."""
         self.unread_body_bytes = 0
-        """Bytes of request bodies that are buffered and not yet read by handlers, over all connections."""
+        """Bytes of request bodies that are buffered and not yet read and parsed by handlers, over all connections."""
 
     def add_unread_bytes(self, byte_count: int) -> bool:
         """Add `byte_count`, which may be negative, to the buffered bytes.

@@ -128,6 +128,9 @@ class Http1Transport(ResponseTransport):
             await self._wait_for_change()
         return self._take_body()
 
+    def count_body_bytes(self, byte_count: int) -> None:
+        self._connection.server_state.add_unread_bytes(byte_count)
+
     async def wait_writable(self) -> None:
         while self._connection.is_backpressured and not self.is_disconnected:
             await self._wait_for_change()

@@ -8,7 +8,8 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
 from argosy.http_server.http_request import HttpRequest
 from argosy.http_server.response_transport import (
@@ -33,7 +34,12 @@ MAX_SDK_RETRY_S = 120
 """Longest delay in seconds for which SDKs may retry. Some SDKs would otherwise sleep for hours within a call."""
 UNIQUE_ID_DIGITS = 32
 """Length of a unique id in hexadecimal digits."""
+LARGE_BODY_BYTES = 1 << 20
+"""Size from which a body is parsed in a thread."""
+_parser_thread = ThreadPoolExecutor(1, thread_name_prefix="parse-body")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+T = TypeVar("T")
 
 
 class SlowReaderError(Exception):
@@ -241,6 +247,20 @@ class HttpExchange:
         if len(body) > max_bytes:
             raise _body_too_large_error(max_bytes)
         return body
+
+    async def parse_body(self, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of the body. Raises as `parse` does.
+
+        Large bodies are parsed in a thread, one after the other. A call of the parser keeps the interpreter for some
+        milliseconds, and the event loop goes on between two calls.
+        """
+        if len(body) < LARGE_BODY_BYTES:
+            return parse(body)
+        self._transport.count_body_bytes(len(body))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_parser_thread, parse, body)
+        finally:
+            self._transport.count_body_bytes(-len(body))
 
     def _check_encoding(self) -> None:
         if self.headers[b"content-encoding"].lower() not in {b"identity", b""}:

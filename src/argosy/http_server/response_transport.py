@@ -71,6 +71,9 @@ class ResponseTransport:
         """
         return b""
 
+    def count_body_bytes(self, byte_count: int) -> None:
+        """Count bytes, which may be negative, of a body that was read and is not parsed yet as bytes in transit."""
+
     async def wait_writable(self) -> None:
         """Wait until the client has caught up or has disconnected."""
 

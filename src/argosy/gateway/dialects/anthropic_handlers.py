@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from argosy.gateway.dialects.dialect import (
@@ -46,14 +48,18 @@ class AnthropicHandlers:
     async def messages(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/messages`."""
         body = await exchange.read_body()
-        request = translate_messages_request(body, refuse_unknown=self._refuse_unknown)
+        request = await exchange.parse_body(
+            body, partial(translate_messages_request, refuse_unknown=self._refuse_unknown)
+        )
         start_translation(exchange, request, encode_anthropic_error)
         await self._chat(exchange, principal)
 
     async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/messages/count_tokens`."""
         body = await exchange.read_body()
-        request, ignored = translate_count_tokens_request(body, refuse_unknown=self._refuse_unknown)
+        request, ignored = await exchange.parse_body(
+            body, partial(translate_count_tokens_request, refuse_unknown=self._refuse_unknown)
+        )
         name_ignored_fields(exchange, ignored)
         translator = ObjectTranslator(
             lambda tokens: {"input_tokens": tokens["count"]}, encode_anthropic_error

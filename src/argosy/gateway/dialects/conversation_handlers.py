@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -51,7 +52,8 @@ class ConversationHandlers:
 
     async def create(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/conversations`."""
-        request = parse_body(CreateConversationRequest, await exchange.read_body() or b"{}")
+        body = await exchange.read_body() or b"{}"
+        request = await exchange.parse_body(body, partial(parse_body, CreateConversationRequest))
         items = assign_item_ids(normalize_input(request.items), new_item_id)
         state = self._state
         conversation = await state.call(
@@ -66,7 +68,8 @@ class ConversationHandlers:
 
     async def update(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/conversations/{id}`."""
-        request = parse_body(UpdateConversationRequest, await exchange.read_body())
+        body = await exchange.read_body()
+        request = await exchange.parse_body(body, partial(parse_body, UpdateConversationRequest))
         conversation = await self._call("set_metadata", exchange, principal, request.metadata or {})
         await _send(exchange, _describe(conversation))
 
@@ -86,7 +89,8 @@ class ConversationHandlers:
 
     async def add_items(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/conversations/{id}/items`."""
-        request = parse_body(AddItemsRequest, await exchange.read_body())
+        body = await exchange.read_body()
+        request = await exchange.parse_body(body, partial(parse_body, AddItemsRequest))
         items = assign_item_ids(normalize_input(request.items), new_item_id)
         await self._call("append_items", exchange, principal, items, self._state.retention_s)
         added = {"data": items, "has_more": False}

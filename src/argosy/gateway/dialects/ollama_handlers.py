@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -79,13 +80,18 @@ class OllamaHandlers:
     async def embed(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /api/embed`."""
         body = await exchange.read_body()
-        request = translate_ollama_embed(body, time.time, refuse_unknown=self._refuse_unknown)
+        request = await exchange.parse_body(
+            body,
+            partial(translate_ollama_embed, clock=time.time, refuse_unknown=self._refuse_unknown),
+        )
         await self._run_embedding(exchange, principal, request)
 
     async def embeddings(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /api/embeddings`, which embeds one text."""
         body = await exchange.read_body()
-        request = translate_ollama_embeddings(body, refuse_unknown=self._refuse_unknown)
+        request = await exchange.parse_body(
+            body, partial(translate_ollama_embeddings, refuse_unknown=self._refuse_unknown)
+        )
         await self._run_embedding(exchange, principal, request)
 
     async def _run_embedding(
@@ -105,7 +111,9 @@ class OllamaHandlers:
         translate: Callable[..., TranslatedRequest[OllamaOutput]],
     ) -> None:
         body = await exchange.read_body()
-        request = translate(body, time.time, refuse_unknown=self._refuse_unknown)
+        request = await exchange.parse_body(
+            body, partial(translate, clock=time.time, refuse_unknown=self._refuse_unknown)
+        )
         if is_load_request(request):
             self._models.resolve_target(request.body["model"], principal, exchange.headers)
             request.output.finish_load()
@@ -139,7 +147,8 @@ class OllamaHandlers:
 
     async def show(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /api/show`: details of one model."""
-        request = parse_body(OllamaModelRequest, await exchange.read_body())
+        body = await exchange.read_body()
+        request = await exchange.parse_body(body, partial(parse_body, OllamaModelRequest))
         card = self._models.get_model(request.require_model(), principal)
         described = _describe_model(card)
         await _send(
@@ -174,7 +183,8 @@ class OllamaHandlers:
         Raises:
             ApiError: 404 if the model is not served.
         """
-        request = parse_body(OllamaModelRequest, await exchange.read_body())
+        body = await exchange.read_body()
+        request = await exchange.parse_body(body, partial(parse_body, OllamaModelRequest))
         self._models.get_model(request.require_model(), principal)
         content_type = b"application/json" if request.stream is False else NDJSON_CONTENT_TYPE
         await exchange.send_response(200, _encode({"status": "success"}) + b"\n", content_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -97,8 +98,9 @@ class ResponsesHandlers:
     async def create(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses`."""
         body = await exchange.read_body()
-        request, ignored = parse_responses_request(
-            ResponsesRequest, body, refuse_unknown=self._refuse_unknown
+        request, ignored = await exchange.parse_body(
+            body,
+            partial(parse_responses_request, ResponsesRequest, refuse_unknown=self._refuse_unknown),
         )
         name_ignored_fields(exchange, ignored)
         if request.background:
@@ -129,7 +131,9 @@ class ResponsesHandlers:
                 OpenAI's API, a response cannot be continued again if the attempt fails.
         """
         body = await exchange.read_body()
-        request, _ = parse_create_event(body, refuse_unknown=self._refuse_unknown)
+        request, _ = await exchange.parse_body(
+            body, partial(parse_create_event, refuse_unknown=self._refuse_unknown)
+        )
         request = await self._check_room(exchange, principal, request, len(body))
         translated, items, history = await self._translate(
             principal, request, last.pop(request.previous_response_id)
@@ -156,8 +160,9 @@ class ResponsesHandlers:
     async def count_tokens(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses/input_tokens`."""
         body = await exchange.read_body()
-        request, ignored = parse_responses_request(
-            ResponsesRequest, body, refuse_unknown=self._refuse_unknown
+        request, ignored = await exchange.parse_body(
+            body,
+            partial(parse_responses_request, ResponsesRequest, refuse_unknown=self._refuse_unknown),
         )
         translated, _, _ = await self._translate(principal, request)
         name_ignored_fields(exchange, (*ignored, *translated.ignored))
@@ -174,8 +179,8 @@ class ResponsesHandlers:
     async def compact(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/responses/compact`: summarise a conversation into one encrypted item."""
         body = await exchange.read_body()
-        request, ignored = parse_request_body(
-            CompactRequest, body, refuse_unknown=self._refuse_unknown
+        request, ignored = await exchange.parse_body(
+            body, partial(parse_request_body, CompactRequest, refuse_unknown=self._refuse_unknown)
         )
         name_ignored_fields(exchange, ignored)
         items, history = await self._load_input(
@@ -432,7 +437,8 @@ class ResponsesSession:
         Raises:
             ApiError: 400 if the event is unknown or malformed.
         """
-        event = parse_body(ClientEvent, await exchange.read_body())
+        body = await exchange.read_body()
+        event = await exchange.parse_body(body, partial(parse_body, ClientEvent))
         match event.type:
             case "response.create":
                 await self._responses.create_in_session(exchange, principal, self.history)

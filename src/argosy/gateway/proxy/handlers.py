@@ -49,6 +49,7 @@ from argosy.gateway.request_context import (
 )
 from argosy.gateway.request_fields import (
     RequestFields,
+    measure_prompt,
     parse_pooled_fields,
     parse_request_fields,
 )
@@ -56,6 +57,7 @@ from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.upstream import UpstreamResponse
 from argosy.gateway.version_comparison import OutcomeMeter
 from argosy.http_server import (
+    LARGE_BODY_BYTES,
     Deadlines,
     DisconnectedError,
     HttpExchange,
@@ -207,13 +209,20 @@ class CompletionHandlers:
         Raises:
             ApiError: The request was refused, or failed.
         """
-        fields = _parse_fields(
-            await exchange.read_body() if body is None else body,
+        if body is None:
+            body = await exchange.read_body()
+        options = (
             api,
             principal.cache_domain,
             exchange.get_header(b"x-session-affinity"),
             find_deployment(exchange.requested_path),
         )
+        if len(body) < LARGE_BODY_BYTES:
+            fields = _parse_fields(body, *options)
+        else:
+            fields = await exchange.parse_body(
+                body, lambda body: measure_prompt(_parse_fields(body, *options))
+            )
         if fields.request_id:
             exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
