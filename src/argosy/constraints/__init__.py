@@ -8,6 +8,7 @@ document against the parts of a schema that the grammar does not enforce.
 """
 
 from argosy.constraints.grammar_check import check_grammar
+from argosy.constraints.grammar_text import input_grammars
 from argosy.constraints.limits import MAX_GRAMMAR_TEXT_BYTES, PARSER_LIMITS
 from argosy.constraints.output_constraint import (
     JsonWhitespace,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
@@ -17,8 +18,10 @@ from argosy.constraints.grammar_check import (
 from argosy.constraints.limits import MAX_GRAMMAR_BYTES, MAX_RULES
 from argosy.constraints.output_constraint import OutputConstraint, encode_grammar
 from argosy.constraints.pattern_translator import PatternError, translate_pattern
+from argosy.constraints.quoted_grammar import quote_grammar
 from argosy.constraints.schema_compiler import schema_grammar
 from argosy.constraints.schema_errors import invalid_grammar
+from argosy.protocol import ApiError
 
 LITERAL = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<json>%json\b\s*)|(?P<colon>:)|(?P<name>@[\w-]+)'
@@ -85,6 +88,33 @@ def user_grammar(text: Any, param: str, name: str = "answer") -> OutputConstrain
         ApiError: 400.
     """
     return compile_grammars("grammar", rewrite_user_grammar(text, param, name), param)
+
+
+@lru_cache(maxsize=64)
+def input_grammars(
+    definition: str, param: str, name: str, *, is_quoted: bool
+) -> tuple[dict[str, Any], ...]:
+    """Return the Lark grammar of a custom tool's input as sub-grammars, empty if it cannot be quoted.
+
+    Args:
+        definition: Grammar of a request.
+        param: Its field.
+        name: Name of the first sub-grammar.
+        is_quoted: Whether the input is written within a JSON string.
+
+    Raises:
+        ApiError: 400 if the grammar is invalid.
+    """
+    grammars = user_grammar(definition, param, name).grammars
+    if not is_quoted:
+        return grammars
+    if len(grammars) > 1:
+        return ()
+    try:
+        quoted = {"name": name, "lark_grammar": quote_grammar(grammars[0]["lark_grammar"])}
+        return compile_grammars("grammar", (quoted,), param).grammars
+    except (PatternError, ApiError):
+        return ()
 
 
 def rewrite_user_grammar(text: Any, param: str, name: str) -> tuple[dict[str, Any], ...]:  # noqa: ANN401 - JSON value

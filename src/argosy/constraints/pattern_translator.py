@@ -46,7 +46,9 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Translator:
+class PatternTranslator:
+    """Translator of one regular expression. Subclasses may change its atoms."""
+
     pattern: str
     dialect: str
     position: int = 0
@@ -67,22 +69,22 @@ class _Translator:
         if character == "\\":
             self._translate_escape()
         elif character == "[":
-            self._emit_atom(self._translate_class())
+            self.emit_atom(self._translate_class())
         elif character == "(":
             self._open_group()
         elif character == ")":
             self._close_group()
         elif character == ".":
-            self._emit_atom(DOT[self.dialect])
+            self.emit_atom(DOT[self.dialect])
         elif character in "*+?":
-            self._quantify(character, 1)
+            self.quantify(character, 1)
         elif character == "{" and (match := REPETITION.match(self.pattern, self.position - 1)):
             self._repeat(match)
         elif character in "^$|":
             self.output.append(character)
             self.atom_repetition = 0
         else:
-            self._emit_atom(_literal(character))
+            self.emit_atom(literal(character))
 
     def _take(self) -> str:
         if self.position >= len(self.pattern):
@@ -94,12 +96,12 @@ class _Translator:
     def _peek(self, offset: int = 0) -> str:
         return self.pattern[self.position + offset : self.position + offset + 1]
 
-    def _emit_atom(self, text: str, repetition: int = 1) -> None:
+    def emit_atom(self, text: str, repetition: int = 1) -> None:
         self.output.append(text)
         self.atom_repetition = repetition
         self.groups[-1].repetition = max(self.groups[-1].repetition, repetition)
 
-    def _quantify(self, quantifier: str, count: int) -> None:
+    def quantify(self, quantifier: str, count: int) -> None:
         if not self.atom_repetition:
             raise PatternError(f"nothing precedes the quantifier {quantifier}")
         if count > 1:
@@ -128,20 +130,20 @@ class _Translator:
         if count > MAX_COUNT:
             raise PatternError(f"a repetition exceeds {MAX_COUNT}")
         self.position = match.end()
-        self._quantify(f"{{{minimum},{'' if maximum is None else maximum}}}", count)
+        self.quantify(f"{{{minimum},{'' if maximum is None else maximum}}}", count)
 
     def _open_group(self) -> None:
         if len(self.groups) > MAX_GROUP_DEPTH:
             raise PatternError(f"groups are nested more than {MAX_GROUP_DEPTH} deep")
         opening = "(?:"
         if self._peek() == "?":
-            opening = self._open_special_group()
+            opening = self.open_special_group()
         if opening.endswith(":"):
             self.groups.append(_Group())
         self.output.append(opening)
         self.atom_repetition = 0
 
-    def _open_special_group(self) -> str:
+    def open_special_group(self) -> str:
         if self.pattern.startswith("?:", self.position):
             self.position += 2
             return "(?:"
@@ -160,7 +162,7 @@ class _Translator:
         if len(self.groups) == 1:
             raise PatternError("a group is closed that is not open")
         group = self.groups.pop()
-        self._emit_atom(")", group.repetition)
+        self.emit_atom(")", group.repetition)
 
     def _translate_escape(self) -> None:
         character = self._peek()
@@ -174,7 +176,7 @@ class _Translator:
             self.atom_repetition = 0
             return
         single, class_text = self._read_escape()
-        self._emit_atom(_literal(single) if single else f"[{class_text}]")
+        self.emit_atom(literal(single) if single else f"[{class_text}]")
 
     def _read_escape(self) -> tuple[str, str]:
         """Read the escape after a backslash. Returns a character, or the inside of a class."""
@@ -227,14 +229,14 @@ class _Translator:
     def _translate_class_item(self) -> str:
         start, class_text = self._read_class_atom()
         if class_text or self._peek() != "-" or self._peek(1) in {"]", ""}:
-            return class_text or _class_literal(start)
+            return class_text or class_literal(start)
         self.position += 1
         end, end_class_text = self._read_class_atom()
         if end_class_text:  # not a range: `[a-\d]` has a hyphen
-            return _class_literal(start) + _class_literal("-") + end_class_text
+            return class_literal(start) + class_literal("-") + end_class_text
         if end < start:
             raise PatternError("a range of a class has its ends in the wrong order")
-        return f"{_class_literal(start)}-{_class_literal(end)}"
+        return f"{class_literal(start)}-{class_literal(end)}"
 
     def _read_class_atom(self) -> tuple[str, str]:
         character = self._take()
@@ -256,16 +258,18 @@ def translate_pattern(pattern: str, dialect: str = "ecma") -> str:
     Raises:
         PatternError: It is invalid or not supported.
     """
-    return _Translator(pattern, dialect).run()
+    return PatternTranslator(pattern, dialect).run()
 
 
-def _literal(character: str) -> str:
+def literal(character: str) -> str:
+    """Return a character as a regular expression."""
     if character.isalnum() and character.isascii():
         return character
     return _code_point(character) if not character.isprintable() else re.escape(character)
 
 
-def _class_literal(character: str) -> str:
+def class_literal(character: str) -> str:
+    """Return a character within a class."""
     if character.isalnum() or character in " _,.;:!?/%@=+*<>'\"(){}|$#":
         return character
     return _code_point(character)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from argosy.constraints.grammar_text import input_grammars
 from argosy.constraints.schema_vocabulary import schema_types
 from argosy.protocol import ApiError, invalid_request
 
@@ -49,6 +50,8 @@ class Tool:
     """JSON Schema of the arguments. A custom tool has the one string argument `CUSTOM_INPUT`."""
     strict: bool = False
     """Whether the arguments must be valid by construction."""
+    input_grammar: str = ""
+    """Lark grammar of the input of a custom tool. Empty if the input is any text, or that of a regular expression."""
     template_value: dict[str, Any] = field(default_factory=dict)
     """The tool as chat templates expect it, with the client's order of keys and without `strict`."""
     param: str = "tools"
@@ -212,7 +215,11 @@ def _read_custom(body: dict[str, Any], path: str) -> Tool:
     body_path = f"{path}.custom"
     name = _read_name(body, body_path)
     description = _optional(body.get("description"), str, f"{body_path}.description") or ""
-    pattern = _read_custom_pattern(body, f"{body_path}.format")
+    syntax, definition = _read_custom_format(body, f"{body_path}.format")
+    pattern = f"^(?:{definition})$" if syntax == "regex" else None
+    if syntax == "lark":
+        input_grammars(definition, f"{body_path}.format", CUSTOM_INPUT, is_quoted=True)
+        description = f"{description}\n\nThe input follows this Lark grammar:\n{definition}".strip()
     input_schema = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     parameters = {
         "type": "object",
@@ -226,31 +233,30 @@ def _read_custom(body: dict[str, Any], path: str) -> Tool:
         kind="custom",
         description=description,
         parameters=parameters,
-        strict=pattern is not None,
+        strict=bool(syntax),
+        input_grammar=definition if syntax == "lark" else "",
         template_value={"type": "function", "function": function},
         param=path,
         schema_param=f"{body_path}.format",
     )
 
 
-def _read_custom_pattern(body: dict[str, Any], path: str) -> str | None:
-    """Return the regular expression that the input of a custom tool must match; None for any text."""
+def _read_custom_format(body: dict[str, Any], path: str) -> tuple[str, str]:
+    """Return the syntax and the definition of the input of a custom tool. Empty for any text."""
     text_format = _optional(body.get("format"), dict, path) or {"type": "text"}
     kind = text_format.get("type")
     if kind == "text":
-        return None
+        return "", ""
     if kind != "grammar":
         raise invalid_request(f"'{path}.type' must be text or grammar.", f"{path}.type")
     # OpenAI's chat API nests the grammar, its Responses API does not.
     grammar = _check_type(text_format.get("grammar", text_format), dict, f"{path}.grammar")
     definition = _require(grammar, "definition", f"{path}.grammar", str)
-    if grammar.get("syntax") != "regex":
-        message = (
-            f"'{path}' has a grammar that is not a regular expression, and the input of a custom tool "
-            "cannot follow it. Use the syntax regex, or a function with a schema."
-        )
+    syntax = _require(grammar, "syntax", f"{path}.grammar", str)
+    if syntax not in {"lark", "regex"}:
+        message = f"'{path}' has a grammar of an unknown syntax. Use the syntax lark or regex."
         raise invalid_request(message, path, "unsupported_parameter")
-    return f"^(?:{definition})$"
+    return syntax, definition
 
 
 def _read_name(body: dict[str, Any], path: str) -> str:

@@ -26,6 +26,8 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 SHELL: dict[str, Any] = {"name": "shell", "description": "Run a command.", "parameters": SCHEMA}
+LARK = 'start: "*** Begin Patch" LF (/[-+ ].*/ LF)+ "*** End Patch" LF?\n%import common.LF'
+PATCH = {"type": "grammar", "syntax": "lark", "definition": LARK}
 ARGUMENTS, RESULT = '{"command": "ls"}', "README.md"
 
 
@@ -67,7 +69,12 @@ def codex(*items: dict[str, Any]) -> ClientRequest:
         ],
         "tools": [
             {"type": "function", "strict": False, **SHELL},
-            {"type": "custom", "name": "apply_patch", "description": "Apply a patch."},
+            {
+                "type": "custom",
+                "name": "apply_patch",
+                "description": "Apply a patch.",
+                "format": PATCH,
+            },
             {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [nested]},
             {"type": "web_search", "external_web_access": False},
         ],

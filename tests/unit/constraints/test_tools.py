@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.case_tables import read_cases
+from tests.support.grammar_matcher import accepts, generate_text
 
-from argosy.constraints import CUSTOM_INPUT, TOOL_FIELDS, ToolChoice, read_tools
+from argosy.constraints import CUSTOM_INPUT, TOOL_FIELDS, ToolChoice, input_grammars, read_tools
+from argosy.constraints.pattern_translator import PatternError
+from argosy.constraints.quoted_grammar import quote_grammar
 from argosy.constraints.tools import MAX_TOOLS, MAX_TOOLS_BYTES
 from argosy.protocol import ApiError
 
@@ -139,21 +144,82 @@ def test_tools_of_other_services_are_ignored_and_named() -> None:
     assert request.ignored == ("tools[0]", "tools[2]")
 
 
-@pytest.mark.parametrize("syntax", ["regex", "lark"])
+@pytest.mark.parametrize("syntax", ["regex", "lark", "ebnf"])
 @pytest.mark.parametrize("nested", [True, False])
 def test_grammar_of_custom_tool_is_honoured_or_refused(syntax: str, *, nested: bool) -> None:
-    grammar = {"syntax": syntax, "definition": "a|b"}
+    grammar = {"syntax": syntax, "definition": 'start: "a" | "b"' if syntax == "lark" else "a|b"}
     text_format = {"type": "grammar"} | ({"grammar": grammar} if nested else grammar)
-    tool = {"type": "custom", "custom": {"name": "shell", "format": text_format}}
-    if syntax == "lark":
+    tool: dict[str, Any] = {
+        "type": "custom",
+        "custom": {"name": "shell", "format": text_format},
+    }
+    if syntax == "ebnf":
         error = error_of(tools=[tool])
         assert (error.param, error.code) == ("tools[0].custom.format", "unsupported_parameter")
         return
     (read,) = read_tools({"tools": [tool]}).tools
     assert read.strict
+    if syntax == "lark":
+        assert read.input_grammar in read.description
+        broken = {**grammar, "definition": "start: ("}
+        tool["custom"]["format"] = {"type": "grammar", "grammar": broken}
+        assert error_of(tools=[tool]).param == "tools[0].custom.format"
+        return
     assert read.parameters["properties"] == {
         CUSTOM_INPUT: {"type": "string", "pattern": "^(?:a|b)$"}
     }
+
+
+LARK = [
+    r"""start: (line LF)+
+line: "+" /(.*)/ | "say " QUOTED | /-{1,2}[a-c"]*/
+QUOTED: "\"" /[^"\\\n]*/ "\""
+%import common.LF""",
+    r"""start: "a".."c" pair+ "END"i
+pair: KEY "=" VALUE
+KEY: /[a-z]+/
+VALUE: /\d+|[.-]/ | "\"\\"
+%import common.WS
+%ignore WS""",
+    r"""start: "{" item ("," item)* "}"
+item: ESCAPED_STRING | SIGNED_INT
+%import common.ESCAPED_STRING
+%import common.SIGNED_INT""",
+]
+
+
+@pytest.mark.parametrize("lark", LARK)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32))
+def test_grammar_within_a_json_string_has_the_same_texts(lark: str, seed: int) -> None:
+    plain, quoted = (
+        json.dumps({"grammars": input_grammars(lark, "p", "x", is_quoted=is_quoted)})
+        for is_quoted in (False, True)
+    )
+    text = generate_text(plain, random.Random(seed), 60)
+    if text is not None and not re.search(r"[\x00-\x08\x0b\x0e-\x1f]", text):
+        assert accepts(quoted, json.dumps(text, ensure_ascii=False)[1:-1]), text
+    spelled = generate_text(quoted, random.Random(seed), 60)
+    if spelled is not None:
+        assert accepts(plain, json.loads(f'"{spelled}"')), spelled
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '%json {"type": "null"}',
+        "/[^a]/\n%ignore LF\n%import common.LF",
+        "/a/ & /b/",
+        "~/a/",
+        "/(?i:a)/",
+        "/[^a]$/",
+        "<end>",
+        '/a/x "b"',
+    ],
+)
+def test_grammar_that_cannot_be_quoted_is_not_enforced(part: str) -> None:
+    with pytest.raises(PatternError):
+        quote_grammar(f"start: {part}")
 
 
 def function(**body: object) -> dict[str, Any]:

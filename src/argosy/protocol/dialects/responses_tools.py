@@ -132,11 +132,11 @@ def _unavailable_tool() -> ApiError:
 def _translate_custom(
     tool: JsonObject, chat_name: str, path: str, ignored: list[str]
 ) -> dict[str, Any]:
-    """Translate a custom tool. A grammar other than a regular expression becomes a part of its description."""
+    """Translate a custom tool. A grammar of an unknown syntax becomes a part of its description."""
     custom = {"name": chat_name, "description": tool.get("description") or ""}
     text_format = tool.get("format")
     if isinstance(text_format, dict) and text_format.get("type") == "grammar":
-        if text_format.get("syntax") == "regex":
+        if text_format.get("syntax") in ("lark", "regex"):
             custom["format"] = text_format
         else:
             ignored.append(f"{path}.format")

@@ -321,6 +321,48 @@ def test_choice_holds_however_its_schema_is_written(
             assert json.loads(arguments) == {"unit": value}
 
 
+PATCH = r"""
+start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?
+hunk: "*** Delete File: " filename LF | "*** Add File: " filename LF (add_line -> line)+
+filename: /[^\s"]+/
+add_line: "+" /(.*)/ LF
+// The end.
+%import common.LF
+"""
+HUNKS = [
+    "*** Delete File: a",
+    '*** Add File: b\n+"x"\t\\ é\n+',
+    "*** Add File: c",
+    "*** Delete File: a b",
+]
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_input_of_a_custom_tool_follows_its_grammar_or_that_is_named(name: str) -> None:
+    custom = {"name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": PATCH}}
+    (tool,) = constraints.read_tools({"tools": [{"type": "custom", "custom": custom}]}).tools
+    output_format = special(name)
+    matcher = GrammarMatcher(output_format)
+    request = ToolRequest(tools=(tool,), choice=ToolChoice(mode="required"))
+    grammar = build_output_grammar(output_format, request, None, matcher.marker_id)
+    accepted = []
+    for hunk in HUNKS:
+        text = f"*** Begin Patch\n{hunk}\n*** End Patch"
+        call = json.dumps(text, ensure_ascii=False)
+        pieces = render_calls(output_format, [("patch", {"input": text})])
+        pieces = [
+            piece.replace(json.dumps(text), call) if isinstance(piece, str) else piece
+            for piece in pieces
+        ]
+        accepted.append(matcher.accepts(grammar.text, pieces))
+    if grammar.relaxations:
+        ((param, relaxation),) = grammar.relaxations
+        assert (param, relaxation.keyword) == ("tools[0].custom.format", "grammar")
+        assert type(output_format.syntax).__name__ in {"PythonSyntax", "MappingSyntax"}
+    else:
+        assert accepted == [True, True, False, False]
+
+
 @pytest.mark.parametrize("name", ["qwen3-xml", "pythonic"])
 @pytest.mark.parametrize(
     ("schema", "keyword"),

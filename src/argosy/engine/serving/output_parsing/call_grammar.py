@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from argosy.constraints import Tool
+from argosy.constraints import CUSTOM_INPUT, Relaxation, Tool, input_grammars
 from argosy.engine.serving.output_parsing.argument_schema import (
     Parameter,
     SchemaGrammars,
@@ -84,6 +84,11 @@ def build_call_grammar(
             return _named_json_calls(writer, syntax, tools)
         case TagSyntax():
             return _TaggedCalls(writer, syntax).build(tools)
+        case PythonSyntax() | MappingSyntax():
+            for tool in tools:
+                if tool.input_grammar:
+                    record_free_input(writer, tool)
+    match syntax:
         case PythonSyntax():
             return _python_calls(writer, syntax, tools, allows_text)
         case MappingSyntax():
@@ -94,15 +99,40 @@ def build_call_grammar(
 def add_arguments(writer: GrammarWriter, tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
     """Return each tool with a reference to the grammar of its arguments as JSON."""
     schemas = SchemaGrammars(writer)
-    return [
-        (
-            tool,
-            schemas.add(
-                tool.parameters or {"type": "object"}, strict=tool.strict, param=tool.schema_param
-            ),
-        )
-        for tool in tools
-    ]
+
+    def add(tool: Tool) -> str:
+        if text := tool.input_grammar and add_input(writer, tool, is_quoted=True):
+            ws = writer.white_space()
+            key = quote(quote(CUSTOM_INPUT))
+            return writer.rule(
+                "input", f'"{{" {ws} {key} {ws} ":" {ws} "\\"" {text} "\\"" {ws} "}}"'
+            )
+        schema = tool.parameters or {"type": "object"}
+        return schemas.add(schema, strict=tool.strict, param=tool.schema_param)
+
+    return [(tool, add(tool)) for tool in tools]
+
+
+def add_input(writer: GrammarWriter, tool: Tool, *, is_quoted: bool) -> str:
+    """Return a reference to the grammar of a custom tool's input, or an empty text if nothing enforces it.
+
+    Args:
+        writer: Grammar of the output, which records what is not enforced.
+        tool: Custom tool with a grammar.
+        is_quoted: Whether the input is written within a JSON string.
+    """
+    name = f"{CUSTOM_INPUT}_{writer.num_grammars}"
+    grammars = input_grammars(tool.input_grammar, tool.schema_param, name, is_quoted=is_quoted)
+    if grammars:
+        return writer.add_grammars(grammars)
+    record_free_input(writer, tool)
+    return ""
+
+
+def record_free_input(writer: GrammarWriter, tool: Tool) -> None:
+    """Record that the input of a custom tool does not have to follow its grammar."""
+    reason = "the format in which this model writes tool calls cannot follow it"
+    writer.relaxations.append((tool.schema_param, Relaxation("grammar", "/", reason)))
 
 
 def _json_calls(
@@ -273,7 +303,11 @@ class _TaggedCalls:
             kinds = [[kind] for kind in (others if types else _JSON_KINDS)]
         else:
             kinds = [others] if others or not types else []
-        if parameter.is_text:
+        if text := tool.input_grammar and add_input(self._writer, tool, is_quoted=False):
+            choices.append(
+                f"{self._tag(parameter.name, 'string')} {text} {self._writer.literal(self._value_close)}"
+            )
+        elif parameter.is_text:
             choices += [
                 self._tag(parameter.name, "string") + value
                 for value in self._strings(parameter, tool, param)

@@ -116,6 +116,11 @@ class GrammarWriter:
         """Return an expression for free text up to and with the first `trigger`, which is ordinary text."""
         return self.rule("head", rf"/[\s\S]*{escape_regex(trigger)}/", attributes="lazy")
 
+    @property
+    def num_grammars(self) -> int:
+        """Number of sub-grammars."""
+        return len(self._grammars)
+
     def add_grammars(self, grammars: Collection[dict[str, Any]]) -> str:
         """Add sub-grammars and return a reference to the first."""
         self._grammars += grammars
