@@ -238,6 +238,7 @@ def test_models_inspects_bundled_model() -> None:
     table = runner.invoke(app, ["models"])
     assert table.exit_code == 0
     assert "LlamaForCausalLM" in table.output
+    assert "several at the start" in table.output
     result = runner.invoke(app, ["models", "inspect", str(BUNDLED_MODEL), "--output", "json"])
     fit = json.loads(result.stdout)
     config = json.loads((BUNDLED_MODEL / "config.json").read_text())
@@ -246,6 +247,7 @@ def test_models_inspects_bundled_model() -> None:
         2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
     )
     assert fit["weight_bytes"] == 2 * fit["parameters"]
+    assert fit["chat_template_takes"]["tools"]["arguments"] == "object"
 
 
 def test_models_plans_for_given_memory() -> None:

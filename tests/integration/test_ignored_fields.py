@@ -15,6 +15,13 @@ from argosy.deployment import ReplicaConfig
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 UNKNOWN: dict[str, Any] = {"future_field": 1}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+"""Content that only the last message of a conversation is refused for."""
+HISTORY = [
+    {"role": "user", "content": [{"type": "text", "text": "see"}, PICTURE]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "why"}], "tool_calls": []},
+    {"role": "user", "content": "go on"},
+]
 REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": (CHAT, chat(**UNKNOWN, also=None), "future_field,also"),
     "stream": (CHAT, chat(stream=True, stream_options={"x": 1}), "stream_options.x"),
@@ -26,6 +33,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "completion": (COMPLETION, completion(**UNKNOWN), "future_field"),
     "buffered": (COMPLETION, completion(**UNKNOWN, prompt_logprobs=1), "future_field"),
     "tokenize": ("/tokenize", {"model": MODEL, "prompt": "x", **UNKNOWN}, "future_field"),
+    "history": (
+        CHAT,
+        chat(messages=HISTORY),
+        "messages[0].content[1],messages[1].content",
+    ),
+    "tokenized history": (
+        "/tokenize",
+        {"messages": HISTORY},
+        "messages[0].content[1],messages[1].content",
+    ),
     "nothing": (CHAT, chat(user="u", prompt_cache_key="k"), ""),
 }
 HEADER = "x-argosy-ignored-fields"
@@ -44,16 +61,24 @@ async def test_ignored_fields_are_named_in_header(
     assert (proxied.status_code, proxied.headers.get(HEADER, "")) == (200, names)
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), ("/tokenize", {"prompt": "x"})])
-async def test_setting_refuses_unknown_fields(
-    engine: FakeEngine, path: str, body: dict[str, Any]
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, chat(**UNKNOWN), "future_field", "unknown_parameter"),
+        ("/tokenize", {"prompt": "x", **UNKNOWN}, "future_field", "unknown_parameter"),
+        (CHAT, chat(messages=HISTORY), "messages[0].content[1]", "unsupported_parameter"),
+        ("/tokenize", {"messages": HISTORY}, "messages[0].content[1]", "unsupported_parameter"),
+    ],
+)
+async def test_setting_refuses_what_would_be_ignored(
+    engine: FakeEngine, path: str, body: dict[str, Any], param: str, code: str
 ) -> None:
     config = msgspec.structs.replace(CONFIG, unknown_fields="refuse")
     async with serve(engine, config) as server:
-        refusal = await server.client.post(path, json={**body, **UNKNOWN})
+        refusal = await server.client.post(path, json=body)
     error = json.loads(refusal.content)["error"]
     assert refusal.status_code == 400
-    assert (error["param"], error["code"]) == ("future_field", "unknown_parameter")
+    assert (error["param"], error["code"]) == (param, code)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,7 @@ from argosy.cli.quantities import format_count, format_size, parse_size
 from argosy.model_store import ModelStoreError, collect_garbage, open_model_store
 
 if TYPE_CHECKING:
-    from argosy.engine import AnyArchitecture, StoredIntegers
+    from argosy.engine import AnyArchitecture, StoredIntegers, TemplateCapabilities
     from argosy.fleet.control import UsedModels
     from argosy.store import FleetStore
 
@@ -66,6 +66,10 @@ class ModelFit:
     """Tokens that fit in the KV cache as sequences of full context length."""
     full_sequences: int
     """Sequences of full context length that fit at the same time."""
+    chat_template: str = "none"
+    """File of the chat template."""
+    chat_template_takes: Mapping[str, Any] | None = None
+    """Capabilities of the template (`TemplateCapabilities`), in requests without tools and with tools."""
 
 
 @app.callback(invoke_without_command=True)
@@ -97,7 +101,12 @@ def inspect_model(
     output: Annotated[OutputFormat, typer.Option(help="Output format.")] = "table",
 ) -> None:
     """Show a model's properties and what fits in memory. Own families need torch only if they are quantized."""
-    from argosy.engine import find_stored_integers, read_any_architecture, resolve_model_path
+    from argosy.engine import (
+        ChatTemplate,
+        find_stored_integers,
+        read_any_architecture,
+        resolve_model_path,
+    )
     from argosy.models import BUNDLED_MODEL
 
     try:
@@ -105,12 +114,20 @@ def inspect_model(
         architecture = read_any_architecture(path)
         stored = find_stored_integers(path, architecture)
         fit = compute_model_fit(path, architecture, dtype, memory, stored)
+        template = ChatTemplate.load(path)
     except ValueError as error:
         fail(str(error))
+    takes: list[TemplateCapabilities] = []
+    if template.source is not None:
+        takes = [template.capabilities(with_tools=with_tools) for with_tools in (False, True)]
     if output == "json":
+        described = {
+            name: can.as_dict() for name, can in zip(("plain", "tools"), takes, strict=False)
+        }
+        fit = replace(fit, chat_template=template.origin, chat_template_takes=described or None)
         typer.echo(json.dumps(asdict(fit)))
     else:
-        _print_fit(fit)
+        _print_fit(fit, _describe_template(template.origin, *takes[1:]))
 
 
 def compute_model_fit(
@@ -159,7 +176,35 @@ def compute_model_fit(
     )
 
 
-def _print_fit(fit: ModelFit) -> None:
+def _describe_template(
+    origin: str, can: TemplateCapabilities | None = None
+) -> list[tuple[str, str]]:
+    """Return rows about the chat template, and about what it takes in requests with tools."""
+    name = Path(origin).name
+    if can is None:
+        return [("chat template", name)]
+    forms = {"text": "text", "any": "text or parts", "parts": "parts", "part": "one part"}
+    late = " or ".join(sorted(can.late_system))
+    later = f"later ones after {late}" if late else "later ones are moved there"
+    start = {"several": "several", "one": "one", "none": "none, made the user's"}[can.system]
+    calls = f"arguments as {can.arguments}, {'several' if can.takes_parallel_calls else 'one'} in a message"
+    return [
+        ("chat template", name),
+        ("content", ", ".join(f"{role} as {forms[form]}" for role, form in can.content.items())),
+        ("system messages", f"{start} at the start; {later}"),
+        ("twice in a row", ", ".join(sorted(can.repeatable)) or "no role, merged"),
+        ("welcome", ", ".join(sorted(can.welcome)) or "after an empty user message"),
+        ("tool calls", calls if can.shows_calls else "as texts"),
+        ("earlier reasoning", f"{can.reasoning} shown"),
+        ("reasoning variables", ", ".join(sorted(can.variables)) or "none"),
+        (
+            "shows every message",
+            "yes" if can.shows_every_message else "no; the response names the rest",
+        ),
+    ]
+
+
+def _print_fit(fit: ModelFit, template_rows: list[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -190,6 +235,7 @@ def _print_fit(fit: ModelFit) -> None:
             format_size(fit.weight_bytes),
         ),
         *kv_rows,
+        *template_rows,
     ):
         table.add_row(name, value)
     console = Console()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from argosy.engine.serving.engine_core.core_start import PrestartedCore
     from argosy.engine.serving.engine_core.engine_client import EngineFailedError
     from argosy.engine.serving.preprocessing.text_processing import tool_format_names
+    from argosy.engine.serving.text import ChatTemplate, TemplateCapabilities
 
 __all__ = [
     "DEFAULT_KV_MEMORY_FRACTION",
@@ -47,6 +48,7 @@ __all__ = [
     "REPLICA_OPTIONS",
     "AnyArchitecture",
     "AsyncLLM",
+    "ChatTemplate",
     "CompletionOutput",
     "EngineConfig",
     "EngineFailedError",
@@ -55,6 +57,7 @@ __all__ = [
     "ReplicaServerConfig",
     "RequestOutput",
     "StoredIntegers",
+    "TemplateCapabilities",
     "build_replica_settings",
     "find_stored_integers",
     "prebuild_kernels",
@@ -71,6 +74,7 @@ _MODULE_BY_NAME = {
     "LLM": "llm",
     "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
+    "ChatTemplate": "serving.text",
     "CompletionOutput": "outputs",
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
@@ -82,6 +86,7 @@ _MODULE_BY_NAME = {
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",
     "StoredIntegers": "execution.checkpoint_formats.reader",
+    "TemplateCapabilities": "serving.text",
     "find_stored_integers": "execution.loading.model_selection",
     "prebuild_kernels": "execution.kernels.cpu.native_kernels",
     "read_any_architecture": "execution.loading.model_selection",

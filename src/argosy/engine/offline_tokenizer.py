@@ -72,4 +72,4 @@ class LLMTokenizer:
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": variables or None,
         }
-        return self._processor.tokenize(to_body(fields, TokenizeRequest))
+        return self._processor.tokenize(to_body(fields, TokenizeRequest)).token_ids

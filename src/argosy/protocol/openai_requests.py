@@ -39,11 +39,14 @@ class ResumeInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Part of a message. Only `text` and an assistant's `refusal` are supported."""
+    """Part of a message. Only texts, an assistant's `refusal` and its reasoning are supported."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: Any = None
+    """Reasoning, as is `reasoning`: a text, or a list of text parts."""
+    reasoning: Any = None
     image_url: Any = None
     input_audio: Any = None
     video_url: Any = None

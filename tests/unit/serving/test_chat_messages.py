@@ -10,12 +10,15 @@ import pytest
 from argosy.engine.serving.preprocessing.chat_messages import to_template_messages
 from argosy.protocol import ApiError, ChatMessageParam
 
+TEXT = {"type": "text", "text": "x"}
+
 
 def convert(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     return to_template_messages(
         [msgspec.convert(message, ChatMessageParam) for message in messages],
+        range(len(messages)),
         lambda call_id, name, number: f"{name}-{number}-{call_id}",
-    )
+    ).messages
 
 
 def assistant(arguments: object) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def test_arguments_become_a_mapping_in_the_clients_order(
 ) -> None:
     (message,) = convert(assistant(arguments))
     function = message["tool_calls"][0]["function"]
-    assert message["content"] is None
+    assert "content" not in message
     assert function["arguments"] == expected
     assert list(function["arguments"]) == list(expected)
 
@@ -77,11 +80,16 @@ def test_a_custom_call_becomes_a_call_with_one_argument() -> None:
         {"thinking": "why"},
         {"thinking_blocks": [{"type": "thinking", "thinking": "why"}, "odd"]},
         {"reasoning_details": [{"type": "reasoning.text", "text": "why"}]},
+        {"content": [{"type": "thinking", "thinking": "why"}, TEXT]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "why"}]}, TEXT]},
+        {"content": [{"type": "reasoning", "text": "why"}, TEXT]},
+        {"content": [TEXT, {"type": "reasoning", "reasoning": "why"}]},
     ],
 )
 def test_reasoning_gets_every_name_that_templates_read(fields: dict[str, Any]) -> None:
     (message,) = convert({"role": "assistant", "content": "x", **fields})
     assert message["reasoning_content"] == message["reasoning"] == message["thinking"] == "why"
+    assert message["content"] == "x"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import transformers
 from tests.support.vocabularies import TEMPLATE, byte_level_backend, write_checkpoint
 
 from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.message_forms import complete_tool
 from argosy.protocol import ApiError
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -191,6 +192,27 @@ def test_developer_role_becomes_system_unless_template_supports_it() -> None:
     assert template("{{ messages[0].role }}").render(messages) == "system"
     branching = "{% if messages[0].role == 'developer' %}known{% endif %}"
     assert template(branching).render(messages) == "known"
+
+
+DESCRIBED = (
+    "{% for t in tools or [] %}{{ '//' + t.function.description }}{{ t.function.name }}{% endfor %}"
+)
+PARAMETERS = (
+    "{% for t in tools or [] %}{{ t.function.name ~ t.function.parameters.properties }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [("{{ tools }}", ()), (DESCRIBED, ("description",)), (PARAMETERS, ("parameters",))],
+)
+def test_optional_fields_of_tools_are_filled_in_if_the_template_needs_them(
+    source: str, needed: tuple[str, ...]
+) -> None:
+    can = template(source + "{{ messages[0].content }}").capabilities(with_tools=True)
+    assert can.needed_tool_fields == needed
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert complete_tool(tool, can)["function"].keys() == {"name", *needed}
 
 
 PLACES = {

@@ -87,6 +87,25 @@ def test_reasoning_may_begin_where_the_model_begins_it(
     assert plan(source, **fields).reasoning == block
 
 
+@pytest.mark.parametrize(
+    ("source", "variables"),
+    [
+        (PLAIN + "{{ reasoning_effort }}", {"reasoning_effort": "low"}),
+        (PLAIN + "{{ thinking_effort }}", {"thinking_effort": "low"}),
+        (PLAIN + "{% if low_effort %}short{% endif %}", {"low_effort": True}),
+        (THINKS_ON_REQUEST, {"enable_thinking": True}),
+        (PLAIN + "{{ messages[0].thinking }}{% set reasoning_effort = 1 %}", {}),
+    ],
+)
+def test_effort_reaches_the_variable_that_the_template_reads_or_is_ignored(
+    source: str, variables: dict[str, Any]
+) -> None:
+    body = ChatCompletionRequest(model="m", messages=[], reasoning_effort="low")
+    assert template_variables(body, ChatTemplate(source, {})) == variables
+    is_ignored = "reasoning_effort" in plan(source, reasoning_effort="low").ignored_fields
+    assert is_ignored == (not variables)
+
+
 def test_reasoning_that_is_switched_off_cannot_begin() -> None:
     assert plan(THINKS_ITSELF, **OFF).banned_token_ids == OPEN
     assert plan(THINKS_ITSELF).banned_token_ids == ()

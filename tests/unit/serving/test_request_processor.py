@@ -459,7 +459,7 @@ def test_resumed_chat_is_rendered_with_its_original_time() -> None:
 
 def test_tokenize_and_detokenize() -> None:
     def ids(**body: object) -> list[int]:
-        return PROCESSOR.tokenize(parse_body(TokenizeRequest, msgspec.json.encode(body)))
+        return PROCESSOR.tokenize(parse_body(TokenizeRequest, msgspec.json.encode(body))).token_ids
 
     assert ids(prompt="the cat") == TOKENIZER.encode("the cat")
     assert ids(messages=USER) == chat().requests[0].prompt

@@ -227,8 +227,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Maximum number of failures of one request: 5xx responses, or replicas lost while the request made little
     progress."""
     unknown_fields: ByOperator[Literal["ignore", "refuse"]] = "ignore"
-    """Whether native replicas ignore unknown request fields and name them in `x-argosy-ignored-fields`, or refuse
-    them."""
+    """Whether native replicas ignore unknown request fields, and pictures, sounds and files in earlier messages, and
+    name them in `x-argosy-ignored-fields`, or refuse them."""
     log_content: ByCommandLine[bool] = False
     """Keep rendered prompts and raw outputs of native replicas in explanations. All users who may explain a request
     can then read them."""

@@ -22,7 +22,6 @@ from argosy.engine.serving.api_server.generation import Generation, RequestMetri
 from argosy.engine.serving.api_server.headers import (
     RESUME_METADATA_HEADER,
     parse_gateway_headers,
-    refuses_unknown_fields,
     report_ignored_fields,
     report_relaxed_keywords,
 )
@@ -159,11 +158,12 @@ class GenerationHandlers:
     ) -> tuple[Body, ResponseSpec]:
         """Validate the request and prepare its response."""
         model = self._replica.require_ready()
-        headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
-        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
+        headers = parse_gateway_headers(
+            exchange, new_response_id(endpoint.id_prefix), self._replica.config
+        )
         if model.pooling is not None:
             raise unsupported_task_error(self._replica.model_names[0], exchange.path, model.tasks)
-        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers, refuse_unknown)
+        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers)
         is_quick = (
             not endpoint.renders_template
             and len(raw) < MIN_THREADED_BODY_BYTES
@@ -183,11 +183,10 @@ class GenerationHandlers:
         model: LoadedModel,
         raw: bytes,
         headers: GatewayHeaders,
-        refuse_unknown: bool,  # noqa: FBT001 - a partial call
     ) -> tuple[Body, ResponseSpec, tuple[str, ...]]:
         """Return the body, the specification of its response, and the unknown fields."""
         body, unknown = parse_request_body(
-            endpoint.request_type, raw, refuse_unknown=refuse_unknown
+            endpoint.request_type, raw, refuse_unknown=headers.refuse_unknown
         )
         name = self._replica.check_model(body.model)
         if not body.model:

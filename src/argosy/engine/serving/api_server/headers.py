@@ -27,8 +27,10 @@ MAX_WEIGHT = 1e6
 MAX_TIER = 100
 
 
-def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHeaders:
-    """Parse the gateway's `x-argosy-*` headers.
+def parse_gateway_headers(
+    exchange: HttpExchange, response_id: str, config: ReplicaServerConfig
+) -> GatewayHeaders:
+    """Parse the gateway's `x-argosy-*` headers, which may be stricter than the replica's own settings.
 
     Raises:
         ApiError: 400 if a header is malformed.
@@ -54,6 +56,7 @@ def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHe
         cache_domain=exchange.get_header(b"x-argosy-cache-domain"),
         tier=int(tier),
         weight=weight,
+        refuse_unknown=refuses_unknown_fields(config, exchange),
     )
 
 

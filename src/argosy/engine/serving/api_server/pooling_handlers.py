@@ -16,7 +16,6 @@ from argosy.engine.serving.api_server.generation_handlers import (
 )
 from argosy.engine.serving.api_server.headers import (
     parse_gateway_headers,
-    refuses_unknown_fields,
     report_ignored_fields,
 )
 from argosy.engine.serving.api_server.pooling_endpoints import (
@@ -107,16 +106,19 @@ class ReplicaPoolingHandlers:
             ApiError: The request is invalid, or the model has none of the endpoint's tasks.
         """
         model = self._replica.require_ready()
-        headers = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
-        refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
+        headers = parse_gateway_headers(
+            exchange, new_response_id(endpoint.id_prefix), self._replica.config
+        )
 
         def read() -> tuple[Body, Inputs, tuple[str, ...]]:
             body, ignored = parse_request_body(
-                endpoint.request_type, raw, refuse_unknown=refuse_unknown
+                endpoint.request_type, raw, refuse_unknown=headers.refuse_unknown
             )
             chat, inputs = body.read_chat(), endpoint.read_inputs(body)
             if chat is not None:
-                inputs = cast("Inputs", [model.processor.tokenize(chat)])
+                prompt = model.processor.tokenize(chat, refuse_unknown=headers.refuse_unknown)
+                inputs = cast("Inputs", [prompt.token_ids])
+                ignored += prompt.ignored_fields
             return body, inputs, ignored
 
         # The template of a conversation is rendered by another process.

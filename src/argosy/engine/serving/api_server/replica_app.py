@@ -204,37 +204,54 @@ class ReplicaApp:
     async def _tokenize(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
 
-        def tokenize(body: TokenizeRequest) -> TokenizeResponse:
-            ids = model.processor.tokenize(body)
+        def tokenize(
+            body: TokenizeRequest,
+            *,
+            refuse_unknown: bool,
+        ) -> tuple[TokenizeResponse, tuple[str, ...]]:
+            prompt = model.processor.tokenize(body, refuse_unknown=refuse_unknown)
+            ids = prompt.token_ids
             names = map(model.text_processing.tokenizer.vocabulary_token, ids)
-            return TokenizeResponse(
+            response = TokenizeResponse(
                 count=len(ids),
                 max_model_len=model.ready.max_model_len,
                 tokens=ids,
                 token_strs=list(names) if body.return_token_strs else None,
             )
+            return response, prompt.ignored_fields
 
         await self._process(exchange, TokenizeRequest, tokenize)
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
 
-        def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-            return DetokenizeResponse(prompt=model.processor.detokenize(body))
+        def detokenize(
+            body: DetokenizeRequest,
+            **_: bool,
+        ) -> tuple[DetokenizeResponse, tuple[str, ...]]:
+            return DetokenizeResponse(prompt=model.processor.detokenize(body)), ()
 
         await self._process(exchange, DetokenizeRequest, detokenize)
 
     async def _process(
-        self, exchange: HttpExchange, body_type: type[Body], process: Callable[[Body], object]
+        self,
+        exchange: HttpExchange,
+        body_type: type[Body],
+        process: Callable[..., tuple[object, tuple[str, ...]]],
     ) -> None:
-        """Parse a body, and send what `process` returns for it. Both run in a thread."""
+        """Parse a body, and send what `process` returns for it. Both run in a thread.
+
+        `process` gets the body and, as `refuse_unknown`, whether to refuse what it would ignore. It returns the
+        response and the paths of what it ignored.
+        """
         raw = await exchange.read_body()
         refuse_unknown = refuses_unknown_fields(self._replica.config, exchange)
 
         def run() -> tuple[bytes, tuple[str, ...]]:
-            body, ignored = parse_request_body(body_type, raw, refuse_unknown=refuse_unknown)
+            body, unknown = parse_request_body(body_type, raw, refuse_unknown=refuse_unknown)
             self._replica.check_model(body.model)
-            return _encode(process(body)), ignored
+            response, ignored = process(body, refuse_unknown=refuse_unknown)
+            return _encode(response), unknown + ignored
 
         response, ignored = await self._replica.preparation_threads.run(run)
         report_ignored_fields(exchange, ignored)

@@ -44,7 +44,8 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
         option(
-            "Unknown request fields: ignored and named in a response header, or refused.",
+            "Unknown request fields, and pictures, sounds and files in earlier messages of a conversation: ignored "
+            "and named in a response header, or refused.",
             "Advanced",
         ),
     ] = "ignore"

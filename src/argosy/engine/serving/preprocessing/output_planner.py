@@ -48,19 +48,29 @@ def template_variables(body: ChatCompletionRequest, template: ChatTemplate) -> d
         raise invalid_request(
             f"'reasoning_effort' must be one of {', '.join(EFFORTS)}.", "reasoning_effort"
         )
-    switches = [name for name in SWITCHES if template.reads(name)]
-    for name in switches:
-        variables.setdefault(name, effort != "none")
-    if template.reads("reasoning_effort") and (effort != "none" or not switches):
-        variables.setdefault("reasoning_effort", _supported_effort(effort, template))
-    return variables
+    return _effort_variables(effort, template) | variables
+
+
+def _effort_variables(effort: str, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables that the template reads, with their values for a reasoning effort."""
+    reads = template.capabilities().variables
+    supported = _supported_effort(effort, template)
+    values: dict[str, Any] = {
+        **dict.fromkeys(SWITCHES, effort != "none"),
+        "low_effort": supported in {"minimal", "low"},
+        "medium_effort": supported == "medium",
+    }
+    if effort == "none":
+        values["thinking_mode"] = "disabled"
+    if effort != "none" or reads.isdisjoint(SWITCHES):
+        values |= dict.fromkeys(("reasoning_effort", "thinking_effort"), supported)
+    return {name: value for name, value in values.items() if name in reads}
 
 
 def ignores_effort(body: ChatCompletionRequest, template: ChatTemplate) -> bool:
     """Return whether the body asks for an effort that the template does not read."""
-    return body.reasoning_effort is not None and not any(
-        map(template.reads, ("reasoning_effort", *SWITCHES))
-    )
+    effort = body.reasoning_effort
+    return effort is not None and not _effort_variables(effort, template)
 
 
 def disables_reasoning(body: ChatCompletionRequest, variables: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from argosy.engine.serving.core_messages import CoreReady
@@ -15,6 +16,8 @@ from argosy.engine.serving.preprocessing.message_truncation import (
 from argosy.engine.serving.preprocessing.sampling_params import check_token_ids
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.choice import PromptState
+from argosy.engine.serving.text.message_forms import complete_tool
+from argosy.engine.serving.text.template_capabilities import TemplateCapabilities
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     ApiError,
@@ -64,6 +67,7 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         created_at: int | None,
+        refuse_media: bool = False,
     ) -> PromptState:
         """Render and encode a conversation, without its oldest messages if it is too long and the body allows it.
 
@@ -72,14 +76,24 @@ class PromptTokenizer:
             tools: Tools for the template.
             variables: Variables for the template.
             created_at: Unix time that the template sees. None means now.
+            refuse_media: Refuse pictures, sounds and files in earlier messages too.
         """
 
         def tokenize(messages: list[ChatMessageParam]) -> PromptState:
-            text = self._render(body, messages, tools, variables, created_at)
+            text, ignored = self._render(
+                body,
+                messages,
+                tools,
+                variables,
+                created_at=created_at,
+                refuse_media=refuse_media,
+            )
             ids = self._encode(
                 text, "messages", body, add_special_tokens=bool(body.add_special_tokens)
             )
-            return self._truncate(ids, text, body)
+            prompt = self._truncate(ids, text, body)
+            prompt.ignored_fields = ignored
+            return prompt
 
         if body.truncation != "auto":
             return tokenize(body.messages)
@@ -111,7 +125,7 @@ class PromptTokenizer:
         if truncated is None:
             return tokenize(body.messages)  # the caller refuses it, unless this does
         prompt, dropped = truncated
-        prompt.dropped_messages = dropped
+        prompt.ignored_fields += dropped
         return prompt
 
     def tokenize_completion(self, body: CompletionRequest) -> list[PromptState]:
@@ -125,8 +139,14 @@ class PromptTokenizer:
             )
         return [self._tokenize_prompt(prompt, body) for prompt in prompts]
 
-    def tokenize(self, body: TokenizeRequest, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids that a completion or a chat would have for the prompt or the messages.
+    def tokenize(
+        self,
+        body: TokenizeRequest,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        refuse_media: bool = False,
+    ) -> PromptState:
+        """Return the prompt that a completion or a chat would have for the prompt or the messages.
 
         The chat template sees `tools`.
         """
@@ -136,20 +156,28 @@ class PromptTokenizer:
             raise invalid_request("Send either 'prompt' or 'messages'.", "prompt")
         if body.prompt is not None:
             add_special_tokens = body.add_special_tokens is not False
-            return self._encode_bounded(
-                body.prompt, "prompt", max_tokens, add_special_tokens=add_special_tokens
+            return PromptState(
+                self._encode_bounded(
+                    body.prompt, "prompt", max_tokens, add_special_tokens=add_special_tokens
+                )
             )
         if body.content is not None:
-            return self._encode_bounded(
-                body.content, "content", max_tokens, add_special_tokens=bool(body.add_special)
+            return PromptState(
+                self._encode_bounded(
+                    body.content, "content", max_tokens, add_special_tokens=bool(body.add_special)
+                )
             )
-        add_special_tokens = bool(body.add_special_tokens)
-        return self._encode_bounded(
-            self._render(body, body.messages or [], tools, body.chat_template_kwargs or {}),
-            "messages",
-            max_tokens,
-            add_special_tokens=add_special_tokens,
+        text, ignored = self._render(
+            body,
+            body.messages or [],
+            tools,
+            body.chat_template_kwargs or {},
+            refuse_media=refuse_media,
         )
+        ids = self._encode_bounded(
+            text, "messages", max_tokens, add_special_tokens=bool(body.add_special_tokens)
+        )
+        return PromptState(ids, text, ignored_fields=ignored)
 
     def encode_bias(self, text: str) -> list[int]:
         """Return the tokens of a text to which `logit_bias` applies."""
@@ -182,8 +210,11 @@ class PromptTokenizer:
         messages: list[ChatMessageParam],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        *,
         created_at: int | None = None,
-    ) -> str:
+        refuse_media: bool = False,
+    ) -> tuple[str, tuple[str, ...]]:
+        """Return the prompt's text, and the paths of what the template leaves out."""
         continue_final = bool(body.continue_final_message)
         if continue_final and body.add_generation_prompt:
             raise invalid_request(
@@ -194,16 +225,38 @@ class PromptTokenizer:
         # a template renders each message to at least one token
         if len(messages) > self.max_context_tokens:
             raise self._context_length_error("messages", len(messages))
-        return self._template.render(
-            chat_messages.to_template_messages(messages, self._map_call_id),
-            tools=tools,
-            add_generation_prompt=not continue_final
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=continue_final,
-            variables=variables,
-            created_at=created_at,
-        )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final
+
+        numbers: Sequence[int] = range(len(messages))
+        if body.messages and len(messages) < len(body.messages):  # without the oldest ones
+            number_by_id = {id(message): number for number, message in enumerate(body.messages)}
+            numbers = [number_by_id[id(message)] for message in messages]
+
+        def render(can: TemplateCapabilities) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+            converted = chat_messages.to_template_messages(
+                messages, numbers, self._map_call_id, can, refuse_media=refuse_media
+            )
+            text = self._template.render(
+                converted.messages,
+                tools=[complete_tool(tool, can) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final,
+                variables=variables,
+                created_at=created_at,
+            )
+            return text, converted.ignored, converted.find_unshown(text)
+
+        can = self._template.capabilities(with_tools=bool(tools))
+        text, ignored, unshown = render(can)
+        if unshown and not can.shows_every_message:
+            # some templates drop a system message depending on what follows, but not a user's
+            text, ignored, unshown = min(
+                (text, ignored, unshown),
+                render(replace(can, system="none")),
+                key=lambda result: len(result[2]),
+            )
+        return text, ignored + unshown
 
     def _tokenize_prompt(self, prompt: str | list[int], body: CompletionRequest) -> PromptState:
         if isinstance(prompt, str):

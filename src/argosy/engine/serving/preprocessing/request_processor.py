@@ -84,6 +84,8 @@ class GatewayHeaders:
     """Cached prompt tokens that the resumed stream reported. None if this request resumes no stream."""
     resume_given_tokens: tuple[int, ...] = ()
     """Number of resumed tokens of each choice that the client itself supplied. Missing entries count as 0."""
+    refuse_unknown: bool = False
+    """Whether what would be ignored in a conversation is refused."""
 
     def delivered_tokens(self, choice: int, resumed_tokens: int) -> int:
         """Return how many resumed tokens of a choice the resumed stream delivered to the client.
@@ -157,6 +159,7 @@ class RequestProcessor:
             tools=self._output_planner.template_tools(tools),
             variables=variables,
             created_at=headers.created_at,
+            refuse_media=headers.refuse_unknown,
         )
         max_tokens = sampling_params.chat_max_tokens(
             body,
@@ -202,11 +205,13 @@ class RequestProcessor:
         is_scoring = max_tokens == 0
         return self._build_spec(body, fields, headers, prompts, plan, params, is_scoring=is_scoring)
 
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Return the token ids that a completion or a chat would have for the prompt or the messages."""
+    def tokenize(self, body: TokenizeRequest, *, refuse_unknown: bool = False) -> PromptState:
+        """Return the prompt that a completion or a chat would have for the prompt or the messages."""
         check_parameters(msgspec.structs.asdict(body))
         tools = read_tools({"tools": body.tools})
-        return self._prompt_tokenizer.tokenize(body, self._output_planner.template_tools(tools))
+        return self._prompt_tokenizer.tokenize(
+            body, self._output_planner.template_tools(tools), refuse_media=refuse_unknown
+        )
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Return the text of token ids, special tokens included."""
@@ -351,10 +356,9 @@ class RequestProcessor:
             ],
             prompts=prompts,
             plan=plan,
-            ignored_fields=(
-                *(ignored_parameters(fields) + plan.ignored_fields),
-                *prompts[0].dropped_messages,
-            ),
+            ignored_fields=ignored_parameters(fields)
+            + prompts[0].ignored_fields
+            + plan.ignored_fields,
             logprob_formatter=None if params.logprobs is None else formatter,
             prompt_logprob_formatter=None if body.prompt_logprobs is None else formatter,
             include_token_ids=bool(body.return_token_ids),

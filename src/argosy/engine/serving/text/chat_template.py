@@ -22,6 +22,12 @@ from argosy.engine.serving.text.checkpoint_files import (
     read_special_tokens,
 )
 from argosy.engine.serving.text.gguf_text import read_gguf_chat_template
+from argosy.engine.serving.text.template_capabilities import (
+    REASONING_VARIABLES,
+    TemplateCapabilities,
+    parts_of,
+)
+from argosy.engine.serving.text.template_probe import probe_template
 from argosy.protocol import ApiError, invalid_request
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -31,10 +37,10 @@ PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 DEFAULT_NAME = "default"
 TOOL_NAME = "tool_use"
 """Name of the template for conversations with tools."""
-TEMPLATE_ERROR = "chat_template_error"
-"""Code of the error if the template fails."""
 _CONTINUE_MARKER = "ARGOSY_CONTINUES_HERE "
 """Appended to the message to continue. The trailing space shows whether the template trims content."""
+_TOOL_VARIABLES = frozenset({"tools", "available_tools"})
+_PROBE_TIME = datetime(2026, 1, 1, tzinfo=UTC)
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MESSAGE_TOOLS = re.compile(r"""['"]tools['"] in message|message\[['"]tools['"]\]|message\.tools""")
@@ -178,6 +184,10 @@ class ChatTemplate:
         """Whether the template finds the tools in the system message only."""
         self._has_developer_role = "developer" in self._names
         self._clock = clock
+        self._capabilities = self._probe(source, free_variables)
+        self._tool_capabilities = self._capabilities
+        if tool_source != source or not _TOOL_VARIABLES.isdisjoint(self._names):
+            self._tool_capabilities = self._probe(tool_source, free_variables, with_tools=True)
 
     @classmethod
     def load(cls, path: Path, override: str | None = None) -> Self:
@@ -199,6 +209,10 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Return whether the template mentions `name`, so that a variable of this name may have an effect."""
         return name in self._names
+
+    def capabilities(self, *, with_tools: bool = False) -> TemplateCapabilities:
+        """Return what the template takes, in requests with or without tools."""
+        return self._tool_capabilities if with_tools else self._capabilities
 
     def render(
         self,
@@ -233,51 +247,70 @@ class ChatTemplate:
             raise invalid_request(f"'{name}' cannot be set from a request. Remove it.", name)
         template_messages = [self._adapt_message(message) for message in messages]
         if continue_final_message:
-            final_content = template_messages[-1].get("content") or ""
-            template_messages[-1]["content"] = final_content + _CONTINUE_MARKER
+            template_messages[-1]["content"] = _mark_end(template_messages[-1].get("content"))
+        template_variables = self._template_variables(
+            template_messages,
+            tools,
+            {**(variables or {}), "add_generation_prompt": add_generation_prompt},
+        )
+        now = self._clock()
+        if created_at is not None:
+            now = datetime.fromtimestamp(created_at, UTC).astimezone()
+        text = self._render_text(source, template_variables, now)
+        return _cut_at_marker(text) if continue_final_message else text
+
+    def _template_variables(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return all variables of one prompt."""
         if tools and self._has_message_tools:
-            template_messages = _attach_tools(template_messages, tools)
-        template_variables = {
+            messages = _attach_tools(messages, tools)
+        return {
             **self._variables,
             "tools": list(tools) or None,
             **({"available_tools": list(tools)} if tools else {}),
             "documents": None,
-            **(variables or {}),
-            "add_generation_prompt": add_generation_prompt,
+            **variables,
+            "messages": messages,
         }
-        now = self._clock()
-        if created_at is not None:
-            now = datetime.fromtimestamp(created_at, UTC).astimezone()
-        text = self._render_messages(source, template_messages, template_variables, now)
-        return _cut_at_marker(text) if continue_final_message else text
 
-    def _render_messages(
+    def _probe(
         self,
-        source: str,
-        messages: list[dict[str, Any]],
-        variables: dict[str, Any],
-        now: datetime,
-    ) -> str:
-        """Render messages, of which those with tool calls may have None as content.
+        source: str | None,
+        free_variables: Mapping[str, frozenset[str]],
+        *,
+        with_tools: bool = False,
+    ) -> TemplateCapabilities:
+        """Find what a template takes. One that exceeds a bound even for a probe is assumed to take everything."""
+        if source is None:
+            return TemplateCapabilities()
 
-        Most templates distinguish a message without content from an empty one, so the content is left out. The others
-        fail, and get the empty text.
-        """
-        if all(message.get("content") is not None for message in messages):
-            return self._render_text(source, {**variables, "messages": messages}, now)
-        without_content = [
-            {name: value for name, value in message.items() if value is not None}
-            for message in messages
-        ]
+        def render(
+            messages: Sequence[Mapping[str, Any]],
+            tools: Sequence[Mapping[str, Any]],
+            variables: Mapping[str, Any],
+        ) -> str:
+            variables = {"add_generation_prompt": True, **variables}
+            try:
+                return self._renderer.render(
+                    source, self._template_variables(messages, tools, variables), _PROBE_TIME
+                )
+            except TemplateFailedError:
+                return ""
+
         try:
-            return self._render_text(source, {**variables, "messages": without_content}, now)
-        except ApiError as error:
-            if error.code != TEMPLATE_ERROR:
-                raise
-            with_content = [
-                {**message, "content": message.get("content") or ""} for message in messages
-            ]
-            return self._render_text(source, {**variables, "messages": with_content}, now)
+            names = [name for name in REASONING_VARIABLES if name in free_variables[source]]
+            return probe_template(
+                render,
+                names,
+                reads_calls="tool_calls" in _VARIABLE_NAME.findall(source),
+                with_tools=with_tools,
+            )
+        except TemplateLimitError:
+            return TemplateCapabilities()
 
     def _adapt_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the message. The role `developer` becomes `system` for templates that do not know it."""
@@ -292,7 +325,7 @@ class ChatTemplate:
             raise invalid_request(
                 f"The model's chat template cannot render these messages: {error}",
                 "messages",
-                TEMPLATE_ERROR,
+                "chat_template_error",
             ) from error
         except RenderersBusyError as error:
             message = "Too many prompts are being rendered. Try again later."
@@ -320,11 +353,23 @@ def _cut_at_marker(text: str) -> str:
     return content if text.startswith(_CONTINUE_MARKER, position) else content.rstrip()
 
 
+def _mark_end(content: str | list[dict[str, str]] | None) -> str | list[dict[str, str]]:
+    """Return the content of a message with the continue marker at its end."""
+    if not isinstance(content, list) or not content:
+        return (
+            (content or "") + _CONTINUE_MARKER
+            if not isinstance(content, list)
+            else parts_of(_CONTINUE_MARKER)
+        )
+    *others, last = content
+    return [*others, {**last, "text": last["text"] + _CONTINUE_MARKER}]
+
+
 def _attach_tools(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
     """Return the messages with the functions as JSON in the system message, which is added if there is none."""
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
-    return [messages[0] | {"tools": functions}, *messages[1:]]
+    return [{**messages[0], "tools": functions}, *messages[1:]]

@@ -98,10 +98,10 @@ class PromptState:
     """Prompt tokens found in the prefix cache. Stays 0 if the resumed stream already reported its own number."""
     is_resumed: bool = False
     """Whether the stream that this one resumes already reported the prompt's cached tokens."""
+    ignored_fields: tuple[str, ...] = ()
+    """Paths of the parts of a conversation that the prompt does not have."""
     block_names: bytes = b""
     """Names of the prompt's first full KV blocks, if they are cached."""
-    dropped_messages: tuple[str, ...] = ()
-    """Ranges of the messages that were dropped because the conversation is too long."""
 
 
 class Choice:
