@@ -43,11 +43,14 @@ class TenantMemory:
 
     def add(self, entry: MemoryEntry) -> bool:
         """Add an entry that displaces no other one of its tenant. Returns False if it does not fit."""
-        tenant = entry.tenant
-        if not self._make_room(tenant, entry.size_bytes):
+        tenant, size_bytes = entry.tenant, entry.size_bytes
+        if (
+            self.used_bytes + size_bytes > self.max_bytes
+            or self._tenant_bytes.get(tenant, 0) + size_bytes > self.max_tenant_bytes
+        ) and not self._make_room(tenant, size_bytes):
             return False
         self._entries.setdefault(tenant, {})[entry] = None
-        self._count(tenant, entry.size_bytes)
+        self._count(tenant, size_bytes)
         return True
 
     def add_cached(self, entry: MemoryEntry) -> bool:

@@ -249,7 +249,8 @@ class CompletionHandlers:
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
             complete_filters(context)
-            writer.close()
+            if not fields.stream:
+                writer.close()
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
 
