@@ -164,6 +164,8 @@ async def test_core_above_its_memory_bound_is_replaced_without_losing_a_request(
             with pytest.raises(ApiError, match="try again shortly"):
                 client.generate(request(prompt()))
             assert client.core_pid == first
+            assert client.load_progress is not None
+            assert "its memory of" in client.load_progress.activity
             open_gate(tmp_path)
         await until(lambda: client.restarts_total == 1 and client.state == "ready")
         assert client.core_pid != first

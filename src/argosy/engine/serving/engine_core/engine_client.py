@@ -87,7 +87,10 @@ class EngineClient:
         self._restart_policy = restart_policy
         self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, config.stall_timeout_s / 4)
         self.load_progress: LoadProgress | None = None
-        """Latest start-up progress of the core; None before the first report and while the core serves."""
+        """Latest start-up progress of the core; None before the first report and while the core serves.
+
+        After a restart its activity has the reason.
+        """
         self.kv_cache_view = KvCacheView()
         """KV blocks in the core's prefix cache."""
         self._launch_spec = CoreLaunchSpec(
@@ -112,6 +115,8 @@ class EngineClient:
         self._no_restart = False
         self._recycle_reason = ""
         """Why the core is replaced on purpose, or an empty text."""
+        self._restart_reason = ""
+        """Why the core was replaced, until the next one serves."""
         self._in_flight = InFlightRequests(self._send)
         self._ready_at = 0.0
         self._consecutive_restarts = 0
@@ -284,6 +289,8 @@ class EngineClient:
         self._consecutive_restarts += 1
         if wait_s is None:
             return None
+        self._restart_reason = reason
+        self.load_progress = self._explain_progress(LoadProgress("restarting", 0.0))
         self.state = "restarting"
         resumed = self._in_flight.queue_replay(reason, is_exact=self._info.is_exact)
         log.warning("core_restart_scheduled", wait_s=wait_s, resumed=resumed)
@@ -315,12 +322,12 @@ class EngineClient:
                 self._limit_memory(monitor.record_heartbeat(message, now))
             case LoadProgress():
                 monitor.record_load_progress(now)
-                self.load_progress = message
+                self.load_progress = self._explain_progress(message)
                 if self._on_load_progress is not None and self._info is None:
                     self._on_load_progress(message.activity, message.fraction)
             case CoreReady():
                 monitor.record_ready(now, message.load_s, message.memory_bound_bytes)
-                self.load_progress = None
+                self.load_progress, self._restart_reason = None, ""
                 self.memory_bound_bytes = message.memory_bound_bytes
                 self._on_core_ready(message, now)
             case CoreFailed():
@@ -340,10 +347,18 @@ class EngineClient:
             f"the engine is replaced, because its memory of {self.memory_bytes >> 20} MiB stayed above its bound of"
             f" {self.memory_bound_bytes >> 20} MiB"
         )
-        self.load_progress = LoadProgress(self._recycle_reason, 0.0)
+        self._restart_reason = self._recycle_reason
+        self.load_progress = self._explain_progress(LoadProgress("restarting", 0.0))
         if not self.info.is_exact:
             self.state = "restarting"
         log.warning("core_recycle_scheduled", reason=self._recycle_reason, in_flight=self.in_flight)
+
+    def _explain_progress(self, progress: LoadProgress) -> LoadProgress:
+        """Return the progress with the reason of the restart, if it is one."""
+        if not self._restart_reason:
+            return progress
+        activity = f"{progress.activity} ({self._restart_reason})"
+        return LoadProgress(activity, progress.fraction)
 
     def _on_core_ready(self, ready: CoreReady, now: float) -> None:
         if self._info is not None and self._info.fingerprint != ready.fingerprint:
