@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,9 @@ from tests.support.vocabularies import (
     sentencepiece_backend,
     write_checkpoint,
 )
-from tokenizers import decoders, models
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from argosy.engine.serving.text.gguf_text import KNOWN_PATTERNS
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 TOKENIZERS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
@@ -250,6 +252,7 @@ DECLARED = "tokenizer_config.json"
             {"text_config": {"vocab_size": 200}},
             r"the tokenizer of.*vocab_size.*200",
         ),
+        ("config.json", {"eos_token_id": [10**30], "text_config": {}}, "eos_token_id is 10"),
         *(
             ("tokenizer.json", content, r"tokenizer\.json")
             for content in ("", "{", "[]", '{"model": 3}')
@@ -269,6 +272,69 @@ def test_file_that_cannot_be_used_is_named(
         (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(tmp_path)
+
+
+def split(pattern: str) -> dict[str, object]:
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"pre_tokenizer": step}
+
+
+def replace(*contents: str) -> dict[str, object]:
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": each} for each in contents]
+    return {"normalizer": {"type": "Sequence", "normalizers": steps}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (split(r"(a+)+\x00"), r"the pattern '\(a\+\).*fails for some texts .*retry-limit"),
+        (split(r"\s+$"), "the pattern .* takes more than 1 s of CPU time"),
+        (replace("b" * 1000), "makes texts up to 1000 times as long"),
+        (replace("aaaa", "aaaa"), "makes texts up to 16 times as long"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 100}}, "Prepend of the normalizer has a prepend of 100"),
+        ({"model.end_of_word_suffix": "x" * 100}, "model BPE .* end_of_word_suffix of 100 characters"),
+        ({"model.vocab.the": 5000}, "has the id 5000, but vocab_size"),
+    ],
+    ids=["exponential", "quadratic", "long", "sequence", "prepend", "suffix", "vocabulary"],
+)  # fmt: skip
+def test_tokenizer_that_takes_or_makes_too_much_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 4000}')
+    file = tmp_path / "tokenizer.json"
+    definition = json.loads(file.read_text())
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        target = definition
+        for section in sections:
+            target = target[section]
+        target[key] = value
+    file.write_text(json.dumps(definition))
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_pattern_that_fails_for_one_text_fails_its_request_only() -> None:
+    backend = byte_level_backend()
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("qzj(x+x+)+y"), "isolated")
+    tokenizer = Tokenizer(backend)
+    assert not tokenizer.has_known_patterns
+    assert TOKENIZERS["byte_level"].has_known_patterns
+    assert tokenizer.encode("the cat")
+    with pytest.raises(ValueError, match="fails on the text"):
+        tokenizer.encode("qzj" + "x" * 60 + "z y")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pattern", sorted(KNOWN_PATTERNS))
+def test_known_patterns_take_linear_time(pattern: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "argosy.engine.serving.pattern_process"],
+        input=pattern.encode(),
+        check=False,
+    )
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from argosy.protocol import (
     unsupported_task_error,
 )
 
-MIN_THREADED_BODY_BYTES = 32 * 1024
+MIN_THREADED_BODY_BYTES = 16 * 1024
 """Bodies of at least this size, and all chats, are prepared in a thread, so that streams are not delayed."""
 
 ARITHMETIC_HEADER = b"x-argosy-arithmetic-id"
@@ -167,6 +167,7 @@ class GenerationHandlers:
         is_quick = (
             not endpoint.renders_template
             and len(raw) < MIN_THREADED_BODY_BYTES
+            and model.text_processing.tokenizer.has_known_patterns
             and not _GRAMMAR_FIELDS.search(raw)
         )
         body, spec, unknown = (

@@ -10,13 +10,11 @@ import contextlib
 import json
 import os
 import pickle
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,6 +24,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from argosy.engine.serving.process_limits import limit_resources
 from argosy.engine.serving.rendering.render_protocol import (
     MAX_CPU_S,
     MAX_MEMORY_BYTES,
@@ -200,21 +199,11 @@ def _bounded_cpu_time() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _limit_resources() -> None:
-    """Limit memory to that of the idle process and `MAX_MEMORY_BYTES`, and forbid core dumps and files."""
-    with contextlib.suppress(OSError, ValueError):  # no procfs, or a lower hard limit
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MAX_MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for name in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(name, (0, 0))
-
-
 def main() -> NoReturn:
     """Serve the parent whose socket has the descriptor in the arguments."""
     with socket.socket(fileno=int(sys.argv[1])) as parent:
         process = RenderProcess(parent)
-        _limit_resources()
+        limit_resources(MAX_MEMORY_BYTES)
         process.run()
     os._exit(0)
 

@@ -57,6 +57,15 @@ _DEFAULT_PATTERNS = (
     "[0-9][0-9][0-9]",
 )
 
+KNOWN_PATTERNS = frozenset(
+    (
+        *(LLAMA_3_PATTERN, QWEN_2_PATTERN, QWEN_35_PATTERN, TEKKEN_PATTERN, GPT_4O_PATTERN),
+        *(KIMI_PATTERN, *_DEEPSEEK_3_PATTERNS, *_DEEPSEEK_CODER_PATTERNS, *_FALCON_PATTERNS),
+        *_DEFAULT_PATTERNS,
+    )
+)
+"""Patterns of linear time. Their alternatives have an order in which no long match fails at its end."""
+
 
 def _patterns(*patterns: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
     return lambda: split_by(*patterns)

@@ -18,6 +18,7 @@ from argosy.engine.serving.text.checkpoint_files import (
     read_special_tokens,
 )
 from argosy.engine.serving.text.gguf_text import load_gguf_tokenizer
+from argosy.engine.serving.text.tokenizer_check import check_tokenizer
 from argosy.engine.serving.text.tokenizer_files import load_backend
 
 MAX_TOKEN_IDS = 1 << 24
@@ -59,8 +60,10 @@ class Tokenizer:
         definition = backend.to_str()
         self.digest = hashlib.sha256(definition.encode()).hexdigest()
         """SHA-256 of the tokenizer's definition. Equal for tokenizers that encode alike."""
-        decoder = msgspec.json.decode(definition).get("decoder")
-        to_bytes, self._leading_spaces = _build_decoder(decoder)
+        decoded = msgspec.json.decode(definition)
+        self.has_known_patterns = check_tokenizer(decoded)
+        """Whether short texts are encoded at once. Another pattern may be slow for a text that was not tried."""
+        to_bytes, self._leading_spaces = _build_decoder(decoded.get("decoder"))
         self._pieces = [b""] * num_ids
         for token, token_id in vocabulary.items():
             self._pieces[token_id] = to_bytes(token)
@@ -112,14 +115,15 @@ class Tokenizer:
         Uses the batch call because that releases the GIL and the library's single-text `encode` does not.
 
         Raises:
-            ValueError: `text` is not valid Unicode (a lone surrogate).
+            ValueError: `text` is not valid Unicode (a lone surrogate), or the library fails on it.
         """
         try:
             (encoded,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-        except (UnicodeError, TypeError) as error:
-            raise ValueError(f"the text is not valid Unicode: {error}") from error
+        except BaseException as error:
+            _raise_encoding_error(error)
+            raise
         ids: list[int] = encoded.ids
         return ids
 
@@ -142,13 +146,14 @@ class Tokenizer:
             keeps_end: Whether truncated texts keep their ends, and not their beginnings.
 
         Raises:
-            ValueError: A text is not valid Unicode (a lone surrogate).
+            ValueError: A text is not valid Unicode (a lone surrogate), or the library fails on it.
         """
         texts = [text] if second_text is None else [text, second_text]
         try:
             parts = self._backend.encode_batch(texts, add_special_tokens=False)
-        except (UnicodeError, TypeError) as error:
-            raise ValueError(f"the text is not valid Unicode: {error}") from error
+        except BaseException as error:
+            _raise_encoding_error(error)
+            raise
         limits = [
             len(part) if limit is None else min(limit, len(part))
             for part, limit in zip(parts, max_text_tokens, strict=False)
@@ -198,6 +203,14 @@ class Tokenizer:
         return _decode_utf8(self.token_bytes(token_id))
 
 
+def _raise_encoding_error(error: BaseException) -> None:
+    """Raise ValueError for an error of the library. Its panics are no Exceptions, so no caller expects them."""
+    if isinstance(error, (UnicodeError, TypeError)):
+        raise ValueError(f"the text is not valid Unicode: {error}") from error  # noqa: TRY004
+    if type(error).__module__ == "pyo3_runtime":
+        raise ValueError(f"the tokenizer of the model fails on the text: {error}") from error
+
+
 def _read_vocab_size(path: Path) -> int | None:
     """Return the rows of the model's embedding, or None if config.json leaves them to its family's default."""
     config = read_json_object(path / "config.json")
@@ -214,10 +227,10 @@ def _check_vocabulary(
 
     Added tokens without a row in the embedding are common and harmless, because only their own text gives them.
     """
-    count = backend.get_vocab_size(with_added_tokens=False)
+    count = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
     if embedded_tokens is not None and count > embedded_tokens:
         raise ValueError(
-            f"the tokenizer of {path} has {count} tokens, but vocab_size of config.json is {embedded_tokens}; "
+            f"the tokenizer of {path} has the id {count - 1}, but vocab_size of config.json is {embedded_tokens}; "
             "the tokenizer belongs to another model"
         )
 
@@ -237,6 +250,10 @@ def _read_eos_token_ids(path: Path, backend: tokenizers.Tokenizer) -> list[int]:
                 ids.append(eos_id)
             case list(eos_ids):
                 ids.extend(i for i in eos_ids if isinstance(i, int))
+    if max(ids, default=0) >= MAX_TOKEN_IDS:
+        raise ValueError(
+            f"{path}: eos_token_id is {max(ids)}, but no vocabulary has that id; fetch the model again"
+        )
     eos_token = read_special_tokens(path).get("eos_token")
     if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         ids.append(token_id)
