@@ -35,7 +35,7 @@ JS := tests/integration/js
 JS_READY := $(if $(shell command -v npm),$(JS)/node_modules/.package-lock.json)
 # What pip collects and installs is shown, but for what is there already and notes on where it looked.
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(TORCH_INDEX)
-PIP_SHOW = 2>&1 | grep -Ev '^Requirement already|is ignored: it is neither|^Looking in|^ +(Preparing|Getting|Installing build)'
+PIP_SHOW = 2>&1 | sed -uE '/^Requirement already|is ignored: it is neither|^Looking in|^ +(Preparing|Getting|Installing build)/d'
 # Packages of requirements/*.txt only, each file of which must have one of the hashes there.
 PIP_LOCKED = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes --no-deps $(TORCH_INDEX)
 PIP_EDITABLE = $(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
