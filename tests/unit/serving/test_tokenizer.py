@@ -291,11 +291,12 @@ def replace(*contents: str) -> dict[str, object]:
         (split(r"\s+$"), "the pattern .* takes more than 1 s of CPU time"),
         (replace("b" * 1000), "makes texts up to 1000 times as long"),
         (replace("aaaa", "aaaa"), "makes texts up to 16 times as long"),
+        (replace(*"b" * 100), "the normalizer has 101 steps"),
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 100}}, "Prepend of the normalizer has a prepend of 100"),
         ({"model.end_of_word_suffix": "x" * 100}, "model BPE .* end_of_word_suffix of 100 characters"),
         ({"model.vocab.the": 5000}, "has the id 5000, but vocab_size"),
     ],
-    ids=["exponential", "quadratic", "long", "sequence", "prepend", "suffix", "vocabulary"],
+    ids=["exponential", "quadratic", "long", "sequence", "steps", "prepend", "suffix", "vocabulary"],
 )  # fmt: skip
 def test_tokenizer_that_takes_or_makes_too_much_is_refused(
     tmp_path: Path, changes: dict[str, object], message: str

@@ -23,6 +23,10 @@ from argosy.engine.serving.text.gguf_text import KNOWN_PATTERNS
 PROCESS_MODULE = "argosy.engine.serving.pattern_process"
 MAX_GROWTH = 8
 """Factor by which replacements of a normalizer may lengthen a text."""
+MAX_STEPS = 64
+"""Number of steps of a section. Each takes its time for each text."""
+MAX_SIMPLE_CHARS = 200
+"""Length of a pattern up to which it may be known as harmless by its form."""
 MAX_PIECE_CHARS = 1024
 """Longest token of a Unigram model, and longest word that WordPiece divides. Both take its product with the text."""
 MAX_AFFIX_CHARS = 64
@@ -48,7 +52,10 @@ def check_tokenizer(definition: dict[str, Any]) -> bool:
     growth = 1
     patterns: dict[str, None] = {}
     for section in ("normalizer", "pre_tokenizer"):
-        for step in _steps(definition.get(section)):
+        steps = list(_steps(definition.get(section)))
+        if len(steps) > MAX_STEPS:
+            raise ValueError(f"the {section} has {len(steps)} steps; {_REMEDY}")
+        for step in steps:
             where = f"the step {step.get('type')} of the {section}"
             match step:
                 case {"pattern": {"Regex": str(regex)}}:
@@ -63,11 +70,7 @@ def check_tokenizer(definition: dict[str, Any]) -> bool:
     if growth > MAX_GROWTH:
         raise ValueError(f"the normalizer makes texts up to {growth} times as long; {_REMEDY}")
     _check_model(definition.get("model") or {})
-    unknown = [
-        each
-        for each in patterns
-        if each not in KNOWN_PATTERNS and not _SIMPLE_PATTERN.fullmatch(each)
-    ]
+    unknown = [each for each in patterns if not _is_known(each)]
     for pattern in unknown:
         problem = _try_pattern(pattern)
         if problem:
@@ -76,6 +79,11 @@ def check_tokenizer(definition: dict[str, Any]) -> bool:
 
 
 _REMEDY = "no request would be safe, so use another model, or correct its tokenizer.json"
+
+
+def _is_known(pattern: str) -> bool:
+    is_simple = len(pattern) <= MAX_SIMPLE_CHARS and _SIMPLE_PATTERN.fullmatch(pattern)
+    return pattern in KNOWN_PATTERNS or bool(is_simple)
 
 
 def _steps(section: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - of a file
