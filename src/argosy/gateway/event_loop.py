@@ -1,13 +1,17 @@
-"""Work that shares the gateway's event loop: background coroutines, slices of long work, and a monitor of its lag."""
+"""Work that shares the gateway's event loop: background coroutines, slots and slices of work, a monitor of lag."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
+
+from argosy.http_server import DisconnectedError, HttpExchange
 
 RETRY_INTERVAL_S = 5.0
 """Time after which a failed background coroutine is started again."""
@@ -41,6 +45,29 @@ async def run_with_restarts(factory: CoroutineFactory) -> None:
         except Exception:
             log.exception("background_task_failed", task=repr(factory), retry_in_s=RETRY_INTERVAL_S)
         await asyncio.sleep(RETRY_INTERVAL_S)
+
+
+class TenantSlots:
+    """Concurrency slots of each tenant, for work whose inputs or results take much memory.
+
+    Further requests of the tenant wait, with their bodies unread.
+    """
+
+    def __init__(self, slots_per_tenant: int) -> None:
+        self._slots_per_tenant = slots_per_tenant
+        self._slots = WeakValueDictionary[str, asyncio.Semaphore]()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, exchange: HttpExchange, tenant: str) -> AsyncIterator[None]:
+        """Wait for one of the tenant's slots, and hold it.
+
+        Raises:
+            DisconnectedError: The client disconnected meanwhile.
+        """
+        async with self._slots.setdefault(tenant, asyncio.Semaphore(self._slots_per_tenant)):
+            if exchange.is_disconnected:
+                raise DisconnectedError
+            yield
 
 
 class LoopSlices:

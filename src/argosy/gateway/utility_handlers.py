@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from urllib.parse import parse_qsl
-from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Raw
 
+from argosy.gateway.event_loop import TenantSlots
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool, ReplicaEndpoint
@@ -55,14 +54,13 @@ class UtilityHandlers:
         self._models = models
         self._limits = limits
         self._extra_headers = [REFUSE_UNKNOWN_FIELDS] if refuse_unknown_fields else []
-        self._tenant_slots = WeakValueDictionary[str, asyncio.Semaphore]()
-        """Concurrency slots by tenant."""
+        self._slots = TenantSlots(MAX_CONCURRENT_PER_TENANT)
 
     async def tokenize(
         self, exchange: HttpExchange, principal: Principal, path: str | None = None
     ) -> None:
         """`POST /tokenize` and `POST /detokenize`. Requests of other dialects give the replica's path."""
-        async with self._tenant_slot(exchange, principal):
+        async with self._slots.hold(exchange, principal.tenant):
             fields = await exchange.parse_body(await exchange.read_body(), parse_raw_fields)
             name = decode_fields(_UtilityFields, fields).model
             await self._forward_to_model(exchange, principal, name, path or exchange.path, fields)
@@ -70,24 +68,8 @@ class UtilityHandlers:
     async def tokenizer_info(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /tokenizer_info`. The query may name the model."""
         query = dict(parse_qsl(exchange.query.decode("latin-1")))
-        async with self._tenant_slot(exchange, principal):
+        async with self._slots.hold(exchange, principal.tenant):
             await self._forward_to_model(exchange, principal, query.get("model"), exchange.path)
-
-    @contextlib.asynccontextmanager
-    async def _tenant_slot(
-        self, exchange: HttpExchange, principal: Principal
-    ) -> AsyncIterator[None]:
-        """Wait for one of the tenant's concurrency slots, and hold it.
-
-        Raises:
-            DisconnectedError: The client disconnected meanwhile.
-        """
-        async with self._tenant_slots.setdefault(
-            principal.tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)
-        ):
-            if exchange.is_disconnected:
-                raise DisconnectedError
-            yield
 
     async def _forward_to_model(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import openai
@@ -12,8 +13,11 @@ from tests.integration.test_parsed_output import THOUGHT
 from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until
 
+from argosy.store import ConversationStore, StoredConversation
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+MAX_CONCURRENT_PER_TENANT = 8
 PREFIX = "user: Hi"
 """First message in a rendered prompt."""
 
@@ -407,6 +411,35 @@ async def test_memory_of_background_responses_is_bounded_and_the_largest_tenant_
             assert (await wait_for_end(other, created["id"])).output_text == "One. Two. Three."
         again = await create(fleet.key, 1_800)
         assert (await wait_for_end(client, again["id"])).status == "completed"
+
+
+async def test_tenant_waits_for_its_own_reads_of_the_store(
+    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one key would fill the memory with items of 30 MB that wait for slow clients."""
+    get, may_return, running = ConversationStore.get, threading.Event(), 0
+
+    def count_and_get(store: ConversationStore, *arguments: Any) -> StoredConversation:  # noqa: ANN401 - those of the method
+        nonlocal running
+        running += 1
+        may_return.wait()
+        return get(store, *arguments)
+
+    monkeypatch.setattr(ConversationStore, "get", count_and_get)
+    mine, other = fleet.openai(), fleet.openai(fleet.other_key)
+    conversations = [await client.conversations.create() for client in (mine, other)]
+    reads = [
+        asyncio.create_task(mine.conversations.retrieve(conversations[0].id))
+        for _ in range(2 * MAX_CONCURRENT_PER_TENANT)
+    ]
+    try:
+        await until(lambda: running == MAX_CONCURRENT_PER_TENANT)
+        reads.append(asyncio.create_task(other.conversations.retrieve(conversations[1].id)))
+        await until(lambda: running > MAX_CONCURRENT_PER_TENANT)
+        assert running == MAX_CONCURRENT_PER_TENANT + 1
+    finally:
+        may_return.set()
+    assert len(await asyncio.gather(*reads)) == running
 
 
 async def test_compacted_conversation_goes_on(fleet: DialectFleet) -> None:

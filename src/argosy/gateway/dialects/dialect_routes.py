@@ -165,8 +165,11 @@ def _build_state_routes(
     ]
 
     def limit(handler: Handler) -> Handler:
+        # A stream of events may last, so its handler takes slots itself.
+        reserve = state.count_request if handler == stored.retrieve else state.reserve_request
+
         async def handle(exchange: HttpExchange, principal: Principal) -> None:
-            async with state.reserve_request(principal, exchange.extra_headers):
+            async with reserve(exchange, principal):
                 await handler(exchange, principal)
 
         return handle

@@ -8,7 +8,7 @@ import contextlib
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -16,8 +16,10 @@ import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
+from argosy.gateway.event_loop import TenantSlots
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.principal import Principal
+from argosy.http_server import HttpExchange
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.protocol.dialects import ReasoningCipher
@@ -38,6 +40,8 @@ STORE_TIMEOUT_S = 5.0
 """Time after which a request that needs the store fails."""
 DAY_S = 86_400.0
 EXPIRY_INTERVAL_S = 600.0
+MAX_CONCURRENT_PER_TENANT = 8
+"""Maximum concurrent requests of one tenant that read or store items, each of which may take 32 MiB."""
 RETRY_AFTER_S = 5.0
 STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
 _SECRET_NAME = "reasoning"  # noqa: S105 - the name of a key, not the key
@@ -72,6 +76,7 @@ class ResponseState:
     ) -> None:
         self._store = store
         self._limits = limits
+        self.slots = TenantSlots(MAX_CONCURRENT_PER_TENANT)
         self._full_owners: set[ItemOwner] = set()
         """Tenants whose last response could not be stored, because they store too much."""
         self._stored_bytes: dict[str, int] = {}
@@ -165,16 +170,28 @@ class ResponseState:
         owner = item_owner(principal)
         return await self.call(self._store.responses.find_items, owner, item_ids)
 
-    def reserve_request(
-        self, principal: Principal, headers: list[tuple[bytes, bytes]], *, requests: int = 1
-    ) -> AbstractAsyncContextManager[None]:
-        """Reserve a request for work with stored responses, and count `requests`. It takes no concurrency slot.
+    @contextlib.asynccontextmanager
+    async def reserve_request(
+        self, exchange: HttpExchange, principal: Principal, *, requests: int = 1
+    ) -> AsyncIterator[None]:
+        """Reserve a request for work with stored responses, and count `requests`. Holds one of the tenant's `slots`.
 
         Raises:
             ApiError: 429 if the request does not fit. 503 if the usage is unknown and the project fails closed.
         """
+        async with (
+            self.slots.hold(exchange, principal.tenant),
+            self.count_request(exchange, principal, requests=requests),
+        ):
+            yield
+
+    def count_request(
+        self, exchange: HttpExchange, principal: Principal, *, requests: int = 1
+    ) -> AbstractAsyncContextManager[None]:
+        """Reserve a request like `reserve_request`, without a slot."""
         if self._limits is None:
             return contextlib.nullcontext()
+        headers = exchange.extra_headers if requests else []
         return self._limits.reserve_request(
             principal, "", headers, concurrency=0, requests=requests
         )

@@ -108,7 +108,7 @@ class ResponsesHandlers:
         elif request.store and not self._state.has_store:
             name_ignored_fields(exchange, ("store",))
         request = await self._check_room(exchange, principal, request, len(body))
-        translated, items, _ = await self._translate(principal, request)
+        translated, items, _ = await self._translate(exchange, principal, request)
         if request.background:
             await self._start_background(exchange, principal, request, translated, items)
             return
@@ -136,7 +136,7 @@ class ResponsesHandlers:
         )
         request = await self._check_room(exchange, principal, request, len(body))
         translated, items, history = await self._translate(
-            principal, request, last.pop(request.previous_response_id)
+            exchange, principal, request, last.pop(request.previous_response_id)
         )
 
         async def save(response: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class ResponsesHandlers:
             response = translated.output.describe_empty(
                 create_identity(exchange, request.model or "")
             )
-            async with self._state.reserve_request(principal, exchange.extra_headers):
+            async with self._state.reserve_request(exchange, principal):
                 await save(response)
             await exchange.start_stream()
             await exchange.write(b"".join(render_stored_events(response)))
@@ -164,7 +164,7 @@ class ResponsesHandlers:
             body,
             partial(parse_responses_request, ResponsesRequest, refuse_unknown=self._refuse_unknown),
         )
-        translated, _, _ = await self._translate(principal, request)
+        translated, _, _ = await self._translate(exchange, principal, request)
         name_ignored_fields(exchange, (*ignored, *translated.ignored))
         fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}
         translator = ObjectTranslator(
@@ -184,7 +184,10 @@ class ResponsesHandlers:
         )
         name_ignored_fields(exchange, ignored)
         items, history = await self._load_input(
-            principal, normalize_input(request.input), previous=request.previous_response_id
+            exchange,
+            principal,
+            normalize_input(request.input),
+            previous=request.previous_response_id,
         )
         cipher = await self._state.build_cipher(principal)
         identity = create_identity(exchange, request.model or "")
@@ -229,6 +232,7 @@ class ResponsesHandlers:
 
     async def _load_input(
         self,
+        exchange: HttpExchange,
         principal: Principal,
         items: Sequence[JsonObject],
         *,
@@ -241,7 +245,7 @@ class ResponsesHandlers:
         stored: Mapping[str, JsonObject] = {}
         if references or (history is None and (previous or conversation)):
             # The chat counts the request, but nothing is read for one that it would refuse.
-            async with self._state.reserve_request(principal, [], requests=0):
+            async with self._state.reserve_request(exchange, principal, requests=0):
                 if history is None and previous is not None:
                     history = await self._state.load_history(principal, previous)
                 elif history is None and conversation is not None:
@@ -255,6 +259,7 @@ class ResponsesHandlers:
 
     async def _translate(
         self,
+        exchange: HttpExchange,
         principal: Principal,
         request: ResponsesRequest,
         history: Sequence[JsonObject] | None = None,
@@ -265,6 +270,7 @@ class ResponsesHandlers:
             The chat, the new input items, and the items of earlier turns, which are loaded if they are None.
         """
         items, history = await self._load_input(
+            exchange,
             principal,
             request.input_items(),
             previous=request.previous_response_id,
@@ -337,7 +343,7 @@ class ResponsesHandlers:
                 detached, body, encode_responses_error, on_end=finish, identity=identity
             )
             self._background.reserve(response_id, principal, event_log, size_bytes)
-            async with state.reserve_request(principal, [], requests=0):
+            async with state.reserve_request(exchange, principal, requests=0):
                 await state.call(state.store.responses.create, owner, started, state.retention_s)
             is_started = True
         finally:

@@ -121,26 +121,23 @@ class StoredResponseHandlers:
         Raises:
             ApiError: 404 if the response does not exist.
         """
-        response: StoredResponse = await self._call("get", principal, response_id)
-        if not is_stream:
-            await exchange.send_response(200, _encode(response.render()))
-            return
-        event_log = self._background.find_log(response_id)
-        if event_log is not None:
-            await follow_events(exchange, event_log, first)
-            return
-        await exchange.start_stream()
-        while response.status in RUNNING_STATUSES:  # on another gateway
-            if exchange.is_disconnected:
-                raise DisconnectedError
+        event_log = self._background.find_log(response_id) if is_stream else None
+        while True:
+            async with self._state.slots.hold(exchange, principal.tenant):
+                response: StoredResponse = await self._call("get", principal, response_id)
+                if not is_stream:
+                    await exchange.send_response(200, _encode(response.render()))
+                    return
+                if event_log is None and response.status not in RUNNING_STATUSES:
+                    await _send_stored_events(exchange, response, first)
+                    return
+                del response  # it may be large
+            if event_log is not None:
+                await follow_events(exchange, event_log, first)
+                return
+            await exchange.start_stream()  # of a response that runs on another gateway
             exchange.write_comment(_KEEPALIVE)
             await asyncio.sleep(POLL_INTERVAL_S)
-            response = await self._call("get", principal, response_id)
-        # The deltas of the first stream are not stored. A client that had some of them receives only the end.
-        ended = response.render()
-        events = render_stored_events(ended) if first == 0 else [render_end_event(ended, first)]
-        await exchange.write(b"".join(events))
-        await exchange.end_stream()
 
     async def delete(self, exchange: HttpExchange, principal: Principal) -> None:
         """`DELETE /v1/responses/{id}`."""
@@ -171,6 +168,18 @@ class StoredResponseHandlers:
             "list_input", principal, response_id, **page.store_options()
         )
         await exchange.send_response(200, page.build_page(items, has_more=has_more))
+
+
+async def _send_stored_events(exchange: HttpExchange, response: StoredResponse, first: int) -> None:
+    """Send the events of a response that has ended from number `first` on.
+
+    The deltas of the first stream are not stored. A client that had some of them receives only the end.
+    """
+    ended = response.render()
+    events = render_stored_events(ended) if first == 0 else [render_end_event(ended, first)]
+    await exchange.start_stream()
+    await exchange.write(b"".join(events))
+    await exchange.end_stream()
 
 
 async def follow_events(exchange: HttpExchange, event_log: EventLog, first: int) -> None:
