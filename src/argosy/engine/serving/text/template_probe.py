@@ -15,6 +15,7 @@ from typing import Any
 
 from argosy.engine.serving.text.message_forms import adapt_messages
 from argosy.engine.serving.text.template_capabilities import (
+    LATER_SYSTEM,
     REASONING_NAMES,
     TOOL_DEFAULTS,
     ArgumentsForm,
@@ -87,6 +88,9 @@ class _Probe:
             return TemplateCapabilities(shows_every_message=False)
         self._find_content_form("assistant", lambda message: [_user(c), message, _user(d)])
         self._find_content_form("system", lambda message: [message, _user(c)])
+        self._find_content_form(
+            LATER_SYSTEM, lambda message: [_system(d), _user(c), {**message, "role": "system"}]
+        )
         late_systems = {
             "user": ([_user(a), _system(b)], [_system(a), _user(b), _system(c), _assistant(d)]),
             "assistant": (
