@@ -51,7 +51,7 @@ DIALECTS = (
     "createConversation getConversation updateConversation deleteConversation listConversationItems "
     "addConversationItems getConversationItem deleteConversationItem createMessage countMessageTokens "
     "ollamaVersion ollamaChat ollamaGenerate ollamaEmbed ollamaEmbeddings ollamaTags ollamaRunning ollamaShow "
-    "cohereEmbed cohereRerank"
+    "cohereEmbed cohereRerank listChats getChat updateChat deleteChat listChatMessages"
 )
 POOLING_EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "Hello"},
@@ -222,10 +222,14 @@ async def test_gateway_conforms_to_its_openapi_document(
         response = (await client.post("/v1/responses", json=body)).json()["id"]
         body = {"items": [{"type": "message", "role": "user", "content": "Hi", "id": "msg_1"}]}
         conversation = (await client.post("/v1/conversations", json=body)).json()["id"]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "store": True}
+        chat = (await client.post("/v1/chat/completions", json=body)).json()["id"]
+        parents = {"responses": response, "chat": chat}
         explorer = Explorer(client)
         for path, method in await explorer.list_operations():
             if not path.startswith("/admin") and path not in OTHER_TASKS:
-                parent = response if path.startswith("/v1/responses") else conversation
+                kind = path.removeprefix("/v1/").partition("/")[0]
+                parent = parents.get(kind, conversation)
                 adjust = adjust_request(model=MODEL, name="one", id=parent, item="msg_1")
                 statuses = await explorer.explore(path, method, 8, adjust, unsupported_method)
                 assert 200 in statuses, path

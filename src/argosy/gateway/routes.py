@@ -13,6 +13,7 @@ from argosy.gateway.dialects import (
     AnthropicHandlers,
     BackgroundResponses,
     ResponseState,
+    StoredChatHandlers,
     build_dialect_routes,
 )
 from argosy.gateway.filters import LimitFilter
@@ -94,12 +95,13 @@ def build_routes(
         else:
             await exchange.send_response(200, _encode(models.get_model(name, principal)))
 
+    chats = StoredChatHandlers(state, generation.chat_completions)
     return [
         _shared_row(
             "POST",
             "/v1/chat/completions",
-            generation.chat_completions,
-            open_session=lambda: nullcontext(generation.chat_completions),
+            chats.create,
+            open_session=lambda: nullcontext(chats.create),
         ),
         _shared_row("POST", "/v1/completions", generation.completions),
         _shared_row("GET", "/v1/models", list_models),
@@ -113,6 +115,7 @@ def build_routes(
             state,
             background,
             anthropic,
+            chats,
             chat=generation.chat_completions,
             completion=generation.completions,
             embeddings=partial(generation.handle, api=EMBEDDINGS),

@@ -77,6 +77,7 @@ from argosy.protocol.parameter_rules import (
 from argosy.protocol.parsing import (
     IGNORED_FIELDS_HEADER,
     RELAXED_SCHEMA_HEADER,
+    convert_field,
     format_names,
     parse_body,
     parse_query,

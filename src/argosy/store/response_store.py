@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Row, literal, select, tuple_, update
 
 from argosy.store import schema
 from argosy.store.database import Database
-from argosy.store.errors import NotFoundError
+from argosy.store.errors import HistoryTooLongError, NotFoundError
 from argosy.store.item_table import (
     ALL_ITEMS,
+    MAX_PAGE_BYTES,
     Item,
     build_item_rows,
     check_history_size,
@@ -38,6 +39,9 @@ INTERRUPTED_ERROR = {
     "code": "server_error",
     "message": "The gateway that ran the response has stopped. Send the request again.",
 }
+MAX_LISTED_RECORDS = 10_000
+"""Most records that are compared for one page."""
+_LISTED_AT_ONCE = 20
 _responses = schema.responses.c
 
 
@@ -121,6 +125,76 @@ class ResponseStore:
                 limit=limit,
                 is_descending=is_descending,
             )
+
+    def list_bodies(
+        self,
+        owner: ItemOwner,
+        id_prefix: str,
+        *,
+        matches: Callable[[dict[str, Any]], bool],
+        after: str | None = None,
+        limit: int,
+        is_descending: bool = False,
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Return a page of the records whose ids have a prefix, by their creation, and whether there are more.
+
+        Args:
+            owner: Their owner.
+            id_prefix: Beginning of their ids.
+            matches: Returns whether a body is listed.
+            after: Id of the record after which the page starts.
+            limit: Most records of the page, which also ends early at `MAX_PAGE_BYTES`.
+            is_descending: Whether the latest record is the first.
+
+        Raises:
+            HistoryTooLongError: None of very many records is listed.
+        """
+        where = [
+            owner.owns(schema.responses),
+            _responses.expires_at > self._clock(),
+            _responses.id.startswith(id_prefix, autoescape=True),
+        ]
+        place = tuple_(_responses.created_at, _responses.id)
+        listed: list[dict[str, Any]] = []
+        with self._database.read_transaction() as connection:
+            if after is not None:
+                row = find_row(connection, schema.responses, owner, after, self._clock())
+                if row is None:
+                    raise _not_found(after)
+                start = tuple_(literal(row.created_at), literal(row.id))
+                where.append(place < start if is_descending else place > start)
+            order = [column.desc() if is_descending else column for column in place.clauses]
+            query = select(_responses.body).where(*where).order_by(*order)
+            rows = connection.execution_options(yield_per=_LISTED_AT_ONCE).execute(query).scalars()
+            size = 0
+            for count, body in enumerate(rows):
+                if count == MAX_LISTED_RECORDS:
+                    raise HistoryTooLongError(
+                        f"{count} records were compared and not enough fit. Continue with 'after', or filter less."
+                    )
+                decoded = msgspec.json.decode(bytes(body), type=dict[str, Any])
+                if not matches(decoded):
+                    continue
+                size += len(body)
+                if len(listed) == limit or (listed and size > MAX_PAGE_BYTES):
+                    return listed, True
+                listed.append(decoded)
+        return listed, False
+
+    def set_metadata(
+        self, owner: ItemOwner, response_id: str, metadata: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Replace the metadata in the body of a record. Returns the body."""
+        with self._database.write_transaction() as connection:
+            row = self._require(connection, owner, response_id, is_locked=True)
+            body = msgspec.json.decode(bytes(row.body), type=dict[str, Any])
+            body["metadata"] = dict(metadata)
+            encoded = msgspec.json.encode(body)
+            self._stored_bytes.add(connection, owner, len(encoded) - len(row.body))
+            connection.execute(
+                update(schema.responses).where(_responses.id == response_id).values(body=encoded)
+            )
+        return body
 
     def load_history(self, owner: ItemOwner, response_id: str, retention_s: float) -> list[Item]:
         """Return all items of a response and of those that it continues, oldest first, and keep them for longer.

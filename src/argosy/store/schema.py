@@ -313,9 +313,10 @@ responses = Table(
     Column("body", LargeBinary, nullable=False),
     Column("heartbeat_at", Double),
     Index("responses_expires_at", "expires_at"),
+    Index("responses_owner", "organisation", "owner", "created_at", "id"),
     Index("responses_heartbeat_at", "heartbeat_at"),
 )
-"""Responses of the Responses API. `body` is the response as JSON without its output, which `items` has.
+"""Responses of the Responses API without their output, which `items` has, and whole stored chats. `body` is JSON.
 
 `heartbeat_at` is the last sign of the gateway that runs a background response; NULL if none does.
 """

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from tests.integration.dialects.conftest import MODEL, DialectFleet
-from tests.integration.test_parsed_output import THOUGHT
+from tests.integration.test_parsed_output import CALL, THOUGHT, WEATHER
 from tests.support.gateway_client import run_gateway_server
 from tests.support.waiting import until
 
@@ -470,3 +470,73 @@ async def test_unknown_paths_and_methods(fleet: DialectFleet) -> None:
     ):
         response = await fleet.client.request(method, path, headers=headers)
         assert response.status_code == status, path
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_chat_is_stored_listed_described_and_deleted(
+    fleet: DialectFleet, *, stream: bool
+) -> None:
+    chats = fleet.openai().chat.completions
+    fleet.output = f"{THOUGHT}I look.\n{CALL}"
+    messages: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    fields: Any = {"model": MODEL, "messages": messages, "tools": [WEATHER], "store": True}
+    colour = "green" if stream else "blue"
+    if stream:
+        events = await chats.create(**fields, metadata={"colour": colour}, stream=True)
+        ids = {event.id async for event in events}
+    else:
+        created = await chats.create(**fields, metadata={"colour": colour})
+        ids = {created.id}
+    await chats.create(model=MODEL, messages=messages, metadata={"colour": colour})
+    (chat_id,) = ids
+    stored = await chats.retrieve(chat_id)
+    message = stored.choices[0].message
+    assert (message.content, stored.choices[0].finish_reason) == ("I look.", "tool_calls")
+    assert message.tool_calls
+    assert stream or message == created.choices[0].message
+    assert stored.to_dict()["metadata"] == {"colour": colour}
+
+    fleet.output = "Hello!"
+    second = await chats.create(
+        model=MODEL, messages=messages, store=True, metadata={"colour": colour}
+    )
+    listed = chats.list(metadata={"colour": colour}, limit=1)
+    assert [each.id async for each in listed] == [chat_id, second.id]
+    listed = chats.list(order="desc", model=stored.model, limit=20)
+    assert [each.id async for each in listed][:2] == [second.id, chat_id]
+    assert [each.id async for each in chats.list(model="another")] == []
+    history = [each async for each in chats.messages.list(chat_id, limit=1)]
+    assert [(each.id, each.content) for each in history] == [
+        (f"{chat_id}-0", "Be kind."),
+        (f"{chat_id}-1", "Hi"),
+    ]
+
+    updated = await chats.update(chat_id, metadata={"colour": "red"})
+    assert updated.to_dict()["metadata"] == {"colour": "red"}
+    assert [each.id async for each in chats.list(metadata={"colour": colour})] == [second.id]
+    others = fleet.openai(fleet.other_key)
+    assert [each.id async for each in others.chat.completions.list()] == []
+    for refused in (
+        others.chat.completions.retrieve(chat_id),
+        others.chat.completions.update(chat_id, metadata={}),
+        others.chat.completions.delete(chat_id),
+        fleet.openai().responses.retrieve(chat_id),
+        chats.retrieve("resp_x"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await refused
+    for each in (chat_id, second.id):
+        assert (await chats.delete(each)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await chats.messages.list(chat_id)
+
+
+async def test_metadata_that_cannot_be_stored_is_refused(fleet: DialectFleet) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await fleet.openai().chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Hi"}],
+            store=True,
+            metadata={"key": "v" * 600},
+        )
+    assert (refused.value.param or "").startswith("metadata")

@@ -24,7 +24,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "0002"
+down_revision = "0003"
 
 def upgrade():
     op.add_column("usage", sa.Column("colour", sa.Text, nullable=False, server_default="grey"))

@@ -1,8 +1,10 @@
 """Other APIs in front of the chat API: OpenAI Responses and conversations, Anthropic Messages, Ollama.
 
 Each handler translates a request to a chat, sets a translator on the exchange, and calls the handler of chats. So
-authentication, limits, queue, routing, failover, ledger and explanations are those of chats. `ResponseState` keeps
-responses and conversations in the store, and `BackgroundResponses` runs responses without the client's connection.
+authentication, limits, queue, routing, failover, ledger and explanations are those of chats.
+
+`ResponseState` keeps responses and conversations in the store, and `StoredChatHandlers` chats with `store: true`.
+`BackgroundResponses` runs responses without the client's connection.
 """
 
 from argosy.gateway.dialects.anthropic_handlers import VERSION_HEADER, AnthropicHandlers
@@ -10,3 +12,4 @@ from argosy.gateway.dialects.background_responses import BackgroundResponses
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, start_rendering
 from argosy.gateway.dialects.dialect_routes import build_dialect_routes
 from argosy.gateway.dialects.response_state import ResponseState
+from argosy.gateway.dialects.stored_chat_handlers import StoredChatHandlers

@@ -16,6 +16,7 @@ from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
 from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers, open_responses_session
+from argosy.gateway.dialects.stored_chat_handlers import ChatPageQuery, StoredChatHandlers
 from argosy.gateway.dialects.stored_response_handlers import (
     ItemPageQuery,
     RetrieveQuery,
@@ -73,6 +74,7 @@ def build_dialect_routes(
     state: ResponseState,
     background: BackgroundResponses,
     anthropic: AnthropicHandlers,
+    chats: StoredChatHandlers,
     *,
     chat: Handler,
     completion: Handler,
@@ -87,6 +89,7 @@ def build_dialect_routes(
         state: Stored responses and conversations.
         background: Background responses.
         anthropic: Handlers of Anthropic's API.
+        chats: Handlers of stored chat completions.
         chat: Handler of chats.
         completion: Handler of text completions.
         embeddings: Handler of embeddings.
@@ -102,7 +105,7 @@ def build_dialect_routes(
     )
     return [
         *_build_responses_routes(responses),
-        *_build_state_routes(state, stored, ConversationHandlers(state)),
+        *_build_state_routes(state, stored, ConversationHandlers(state), chats),
         *_build_anthropic_routes(anthropic),
         *_build_ollama_routes(ollama),
     ]
@@ -137,9 +140,12 @@ def _build_responses_routes(responses: ResponsesHandlers) -> list[HttpRoute]:
 
 
 def _build_state_routes(
-    state: ResponseState, stored: StoredResponseHandlers, conversations: ConversationHandlers
+    state: ResponseState,
+    stored: StoredResponseHandlers,
+    conversations: ConversationHandlers,
+    chats: StoredChatHandlers,
 ) -> list[HttpRoute]:
-    """Return the routes of stored responses and conversations. Each request counts against the limits of requests."""
+    """Return the routes of stored responses, conversations and chats. Requests count against the limits of requests."""
     describe = partial(json_operation, response=_OBJECT, errors=_STATE_ERRORS)
     response, conversation = "/v1/responses/{id}", "/v1/conversations/{id}"
     items, item = f"{conversation}/items", f"{conversation}/items/{{item}}"
@@ -149,6 +155,9 @@ def _build_state_routes(
     update = describe("updateConversation", body=UpdateConversationRequest)
     list_items = describe("listConversationItems", query=ItemPageQuery)
     add_items = describe("addConversationItems", body=AddItemsRequest)
+    completion = "/v1/chat/completions/{id}"
+    update_chat = describe("updateChat", body=UpdateConversationRequest)
+    list_messages = describe("listChatMessages", query=ChatPageQuery)
     rows: list[tuple[str, str, Handler, Operation]] = [
         ("GET", response, stored.retrieve, retrieve),
         ("DELETE", response, stored.delete, describe("deleteResponse")),
@@ -162,6 +171,16 @@ def _build_state_routes(
         ("POST", items, conversations.add_items, add_items),
         ("GET", item, conversations.get_item, describe("getConversationItem")),
         ("DELETE", item, conversations.delete_item, describe("deleteConversationItem")),
+        (
+            "GET",
+            "/v1/chat/completions",
+            chats.list_completions,
+            describe("listChats", query=ChatPageQuery),
+        ),
+        ("GET", completion, chats.get, describe("getChat")),
+        ("POST", completion, chats.update, update_chat),
+        ("DELETE", completion, chats.delete, describe("deleteChat")),
+        ("GET", f"{completion}/messages", chats.list_messages, list_messages),
     ]
 
     def limit(handler: Handler) -> Handler:

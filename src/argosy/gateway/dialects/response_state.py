@@ -43,6 +43,8 @@ EXPIRY_INTERVAL_S = 600.0
 MAX_CONCURRENT_PER_TENANT = 8
 """Maximum concurrent requests of one tenant that read or store items, each of which may take 32 MiB."""
 RETRY_AFTER_S = 5.0
+CHAT_ID_PREFIX = "chatcmpl-"
+"""Beginning of the ids of stored chats, which are no responses that can be continued."""
 STORAGE_QUOTA_EXCEEDED = "storage_quota_exceeded"
 _SECRET_NAME = "reasoning"  # noqa: S105 - the name of a key, not the key
 _KEY_BYTES = 64
@@ -55,6 +57,13 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 def item_owner(principal: Principal) -> ItemOwner:
     """Return the owner of a principal's responses: its project, or its user or key without a project."""
     return ItemOwner(principal.organisation, principal.project or principal.user or principal.key)
+
+
+def check_response_id(response_id: str) -> None:
+    """Raise ApiError (404) for the id of a stored chat, which the store of responses has too."""
+    if response_id.startswith(CHAT_ID_PREFIX):
+        message = f"{response_id[:200]!r} is a chat completion. Read it from /v1/chat/completions."
+        raise ApiError(404, "not_found", message)
 
 
 class ResponseState:
@@ -148,6 +157,7 @@ class ResponseState:
             ApiError: 400 if one of them is not stored.
         """
         try:
+            check_response_id(previous_response_id)
             return await self.call(
                 self.store.responses.load_history,
                 item_owner(principal),

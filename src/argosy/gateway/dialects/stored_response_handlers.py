@@ -15,7 +15,11 @@ from argosy.gateway.dialects.background_responses import (
     BackgroundResponses,
     EventLog,
 )
-from argosy.gateway.dialects.response_state import ResponseState, item_owner
+from argosy.gateway.dialects.response_state import (
+    ResponseState,
+    check_response_id,
+    item_owner,
+)
 from argosy.gateway.principal import Principal
 from argosy.http_server import DisconnectedError, HttpExchange
 from argosy.protocol import format_comment, invalid_request, parse_query
@@ -97,6 +101,7 @@ class StoredResponseHandlers:
         Raises:
             ApiError: 404 if the response does not exist.
         """
+        check_response_id(response_id)
         run = getattr(self._state.store.responses, method)
         return await self._state.call(run, item_owner(principal), response_id, **options)
 

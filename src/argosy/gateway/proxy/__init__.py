@@ -8,6 +8,7 @@ to the native `FastPath`. A `DemandMeter` counts the tokens that arrive and are 
 A `RoutingPreviewer` previews these decisions.
 """
 
+from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
 from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
