@@ -41,6 +41,10 @@ from benchmarks.peers.catalog import ROOT
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.server_process import MODEL
 
+STORED_MIB = 256
+"""Quota of a project. The database may take twice as much, and the ledger some more."""
+HEADROOM_MIB = 512
+"""Memory that an engine core may take besides weights, libraries and KV cache, which are less than 512 MiB."""
 BOUNDS: dict[str, float] = {
     "failures": 0,
     "ejections": 0,
@@ -48,7 +52,7 @@ BOUNDS: dict[str, float] = {
     "health_max_ms": 500,
     "gateway_mib": 1536,
     "core_mib": 1024,
-    "disk_mib": 1024,
+    "disk_mib": 2 * STORED_MIB + 64,
     "turn_ms": 50,
 }
 """Largest permitted value of each figure."""
@@ -120,7 +124,7 @@ def run_fleet(behaviours: Sequence[str] = ()) -> Iterator[Fleet]:
         config = GatewayConfig(
             port=0,
             models=models,
-            store=StoreConfig(url=store),
+            store=StoreConfig(url=store, max_stored_bytes_per_project=STORED_MIB << 20),
             auth=AuthConfig(mode="required"),
         )
         file, log = folder / "gateway.yaml", folder / "gateway.log"
@@ -138,6 +142,7 @@ def start_replica(
     command = [*WATCH, str(folder / f"{task}.turns"), "replica", MODEL, "--task", task]
     command += ["--uds", str(folder / task), "--served-model-name", model]
     command += ["--threads", "1", "--kv-memory", "64MiB"]
+    command += ["--memory-headroom", f"{HEADROOM_MIB}MiB"]
     log = folder / f"{task}.log"
     process = stack.enter_context(running(command, log))
     pids.append(process.pid)

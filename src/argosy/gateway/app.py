@@ -126,6 +126,7 @@ class GatewayApp:
             principal = await self._sessions.authenticate(exchange)
         else:
             principal = self._authenticate(exchange)
+            exchange.tenant = principal.project or principal.organisation or None
         if route.open_session is not None and exchange.is_websocket_handshake:
             self._cors.check_origin(exchange)  # also with a key, since browsers have no preflight
             with route.open_session() as handle_message:

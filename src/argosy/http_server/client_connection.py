@@ -6,12 +6,15 @@ import asyncio
 import select
 import socket
 import struct
+from collections import defaultdict
 
 from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.paced_protocol import PacedProtocol
 
 MAX_UNREAD_BODY_BYTES = 1 << 30
 """Limit on the buffered request bodies of all connections together. Bodies beyond it are rejected."""
+MAX_TENANT_SHARE = 0.5
+"""Part of that limit that the large bodies of one tenant may take."""
 
 
 class HttpServerState:
@@ -25,14 +28,30 @@ class HttpServerState:
         self.unread_body_bytes = 0
         """Bytes of request bodies that are buffered and not yet read and parsed by handlers, over all connections."""
 
-    def add_unread_bytes(self, byte_count: int) -> bool:
+        self._tenant_bytes = defaultdict[str, int](int)
+        """Bytes of large bodies by tenant, without zeros."""
+
+    def add_unread_bytes(self, byte_count: int, tenant: str | None = None) -> bool:
         """Add `byte_count`, which may be negative, to the buffered bytes.
 
+        Args:
+            byte_count: Number of bytes.
+            tenant: Tenant whose large body they belong to. None for small bodies, and for those of an unknown sender.
+
         Returns:
-            Whether the total is within its limit.
+            Whether the bytes of the tenant and of all are within their limits.
         """
         self.unread_body_bytes += byte_count
-        return self.unread_body_bytes <= MAX_UNREAD_BODY_BYTES
+        if tenant is None:
+            return self.unread_body_bytes <= MAX_UNREAD_BODY_BYTES
+        self._tenant_bytes[tenant] += byte_count
+        tenant_bytes = self._tenant_bytes[tenant]
+        if not tenant_bytes:
+            del self._tenant_bytes[tenant]
+        return (
+            self.unread_body_bytes <= MAX_UNREAD_BODY_BYTES
+            and tenant_bytes <= MAX_UNREAD_BODY_BYTES * MAX_TENANT_SHARE
+        )
 
 
 class ClientConnection(PacedProtocol):

@@ -466,6 +466,7 @@ class HttpConnection(ClientConnection):
         build_headers: Callable[[], Headers],
         max_message_bytes: int,
         message_timeout_s: float,
+        tenant: str | None,
     ) -> WebSocket:
         """Switch to the WebSocket protocol with the response to the current request (see `WebSocketOpener`)."""
         if self._connections.drain_deadlines is not None:
@@ -483,6 +484,7 @@ class HttpConnection(ClientConnection):
             transport,
             max_message_bytes=max_message_bytes,
             message_timeout_s=message_timeout_s,
+            tenant=tenant,
         )
         return self._websocket
 

@@ -57,6 +57,7 @@ class Http1Transport(ResponseTransport):
         "_max_buffered_bytes",
         "_on_complete",
         "_prefix_bytes_sent",
+        "_tenant",
         "_transport",
         "_wakeup",
         "_write_buffer",
@@ -98,6 +99,8 @@ class Http1Transport(ResponseTransport):
         self._expects_continue = expects_continue and not is_http_1_0
         self._body_buffer = bytearray()
         self._body_bytes = 0
+        self._tenant: str | None = None
+        """Tenant whose large body it is, once its handler reads it."""
         self._is_overloaded = False
         """Whether body bytes arrived beyond the limit for all connections and this body is not a small one."""
         self._max_buffered_bytes = MAX_PREFETCHED_BODY_BYTES
@@ -117,8 +120,12 @@ class Http1Transport(ResponseTransport):
     def unsent_bytes(self) -> int:
         return len(self._write_buffer) + self._transport.get_write_buffer_size()
 
-    async def read_body(self, max_bytes: int) -> bytes:
+    async def read_body(self, max_bytes: int, tenant: str | None = None) -> bytes:
         self._max_buffered_bytes = max_bytes
+        if not self.is_body_complete and tenant is not None:
+            self.count_body_bytes(-len(self._body_buffer))
+            self._tenant = tenant
+            self.count_body_bytes(len(self._body_buffer))
         while not self.is_body_complete and self._body_bytes <= max_bytes:
             if self.is_disconnected:
                 raise DisconnectedError
@@ -129,7 +136,7 @@ class Http1Transport(ResponseTransport):
         return self._take_body()
 
     def count_body_bytes(self, byte_count: int) -> None:
-        self._connection.server_state.add_unread_bytes(byte_count)
+        self._connection.server_state.add_unread_bytes(byte_count, self._tenant)
 
     async def wait_writable(self) -> None:
         while self._connection.is_backpressured and not self.is_disconnected:
@@ -191,7 +198,7 @@ class Http1Transport(ResponseTransport):
             return
         self._body_buffer += body
         self._body_bytes += len(body)
-        within_limit = self._connection.server_state.add_unread_bytes(len(body))
+        within_limit = self._connection.server_state.add_unread_bytes(len(body), self._tenant)
         self._is_overloaded = not within_limit and self._body_bytes > MAX_PREFETCHED_BODY_BYTES
         if self._body_bytes > self._max_buffered_bytes:
             self._connection.pause_reading()
@@ -303,7 +310,7 @@ class Http1Transport(ResponseTransport):
     def _take_body(self) -> bytes:
         body = bytes(self._body_buffer)
         self._body_buffer.clear()
-        self._connection.server_state.add_unread_bytes(-len(body))
+        self._connection.server_state.add_unread_bytes(-len(body), self._tenant)
         return body
 
     async def _wait_for_change(self) -> None:

@@ -79,6 +79,8 @@ class HttpExchange:
     """Parameters in the path, as its route names them."""
     status: int | None = None
     """Status of the response, once it has been sent."""
+    tenant: str | None = None
+    """Tenant of the sender, once it is known. Large bodies take its share of the memory for bodies."""
     response_complete = False
     """Whether the whole response has been sent."""
     error_code: str | None = None
@@ -217,6 +219,7 @@ class HttpExchange:
             lambda: self._build_headers(101, headers),  # records the status, so not before an error
             self._limits.body_limit_bytes,
             self._limits.body_timeout_s,
+            self.tenant,
         )
 
     async def read_body(self) -> bytes:
@@ -239,7 +242,7 @@ class HttpExchange:
                 raise _body_too_large_error(max_bytes)
             try:
                 async with asyncio.timeout(self._limits.body_timeout_s):
-                    body = await transport.read_body(max_bytes)
+                    body = await transport.read_body(max_bytes, self.tenant)
             except TimeoutError as error:
                 seconds = self._limits.body_timeout_s
                 message = f"The body was not complete after {seconds:g} s. Send it faster."

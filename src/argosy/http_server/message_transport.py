@@ -45,7 +45,7 @@ class MessageTransport(ResponseTransport):
     def is_disconnected(self) -> bool:
         return self._client.is_disconnected
 
-    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - the WebSocket limits its messages
+    async def read_body(self, max_bytes: int, tenant: str | None = None) -> bytes:  # noqa: ARG002 - the WebSocket limits its messages
         return self._message
 
     async def wait_writable(self) -> None:

@@ -62,8 +62,12 @@ class ResponseTransport:
         """Whether the client has disconnected."""
         return False
 
-    async def read_body(self, max_bytes: int) -> bytes:  # noqa: ARG002 - for subclasses
+    async def read_body(self, max_bytes: int, tenant: str | None = None) -> bytes:  # noqa: ARG002 - for subclasses
         """Return the whole body, or more than `max_bytes` bytes of a larger body.
+
+        Args:
+            max_bytes: Limit on the body.
+            tenant: Tenant whose share of the memory for bodies it takes; None if the sender is unknown.
 
         Raises:
             DisconnectedError: The client has disconnected.

@@ -61,6 +61,7 @@ class WebSocket:
         transport: The handshake's response, on which frames are written.
         max_message_bytes: Maximum size of a message. A larger one closes the connection (1009).
         message_timeout_s: Time within which a message must be complete, or the connection is closed (1008).
+        tenant: Tenant whose share of the memory for bodies the messages take.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class WebSocket:
         *,
         max_message_bytes: int,
         message_timeout_s: float,
+        tenant: str | None,
     ) -> None:
         self._connection = connection
+        self._tenant = tenant
         self.transport = transport
         """Carries the frames. A disconnect and backpressure are seen here."""
         self._message_timeout_s = message_timeout_s
@@ -211,7 +214,7 @@ class WebSocket:
             self._connection.pause_reading()
         else:
             self._connection.resume_reading()
-        return self._connection.server_state.add_unread_bytes(added_bytes)
+        return self._connection.server_state.add_unread_bytes(added_bytes, self._tenant)
 
     def _fail(self, code: CloseCode, reason: str) -> None:
         self._frames.fail(code, reason)
@@ -253,8 +256,8 @@ class WebSocket:
 
 
 WebSocketOpener: TypeAlias = Callable[
-    [Callable[[], list[tuple[bytes, bytes]]], int, float], WebSocket
+    [Callable[[], list[tuple[bytes, bytes]]], int, float, str | None], WebSocket
 ]
-"""Accepts a handshake, given a function that returns the headers of the response, the maximum size of a message, and
-the time within which a message must be complete. Raises ApiError: 400 if the client has sent more than the
+"""Accepts a handshake. Gets a function that returns the headers of the response, the maximum size of a message, the
+time within which a message must be complete, and the tenant. Raises ApiError: 400 if the client has sent more than the
 handshake, 503 if the server shuts down."""

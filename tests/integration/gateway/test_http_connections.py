@@ -69,6 +69,7 @@ async def list_headers(exchange: HttpExchange) -> None:
 
 
 async def count_body(exchange: HttpExchange) -> None:
+    exchange.tenant = exchange.get_header(b"x-tenant") or None
     await exchange.send_response(200, b"%d" % len(await exchange.read_body()))
 
 
@@ -351,16 +352,37 @@ async def test_incomplete_bodies_share_memory_limit(
             assert response.endswith(b"900000")
 
 
+async def test_large_bodies_of_one_tenant_leave_memory_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_connection, "MAX_UNREAD_BODY_BYTES", 1 << 20)
+    start = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nx-tenant: a\r\ncontent-length: 1000000\r\n\r\n"
+    own, other = (
+        make_post("/hold/", bytes(200_000), f"x-tenant: {name}", "connection: close")
+        for name in "ab"
+    )
+    async with listen(APP) as port:
+        async with connect(port) as (_, slow_writer):
+            slow_writer.write(start + bytes(400_000))
+            while b" 503 " not in await exchange_bytes(port, own):
+                pass  # the server has not read the other body yet
+            assert (await exchange_bytes(port, other)).endswith(b"200000")
+        while b" 503 " in await exchange_bytes(port, own):
+            pass  # the server has not noticed the disconnect yet
+
+
 async def test_small_bodies_are_accepted_while_large_ones_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clients that sent large bodies slowly blocked all others whose request did not fit in one packet."""
     received = 0
 
-    def count_bytes(self: client_connection.HttpServerState, count: int) -> bool:
+    def count_bytes(
+        self: client_connection.HttpServerState, count: int, tenant: str | None = None
+    ) -> bool:
         nonlocal received
         received += max(0, count)
-        return add_unread_bytes(self, count)
+        return add_unread_bytes(self, count, tenant)
 
     add_unread_bytes = client_connection.HttpServerState.add_unread_bytes
     monkeypatch.setattr(client_connection.HttpServerState, "add_unread_bytes", count_bytes)
@@ -389,9 +411,11 @@ async def test_large_input_of_all_clients_shares_budget_of_each_turn(
     """Sixty clients with bodies of 15 MB held up the event loop for 750 ms."""
     received_by_turn, turn = Counter[int](), 0
 
-    def count_bytes(self: client_connection.HttpServerState, count: int) -> bool:
+    def count_bytes(
+        self: client_connection.HttpServerState, count: int, tenant: str | None = None
+    ) -> bool:
         received_by_turn[turn] += max(0, count)
-        return add_unread_bytes(self, count)
+        return add_unread_bytes(self, count, tenant)
 
     async def count_turns() -> None:
         nonlocal turn
@@ -416,10 +440,12 @@ async def test_lost_connection_releases_unread_body(
     """Applies to a pipelined request that waited, since the memory of unread bodies is limited."""
     unread_bytes, release = 0, asyncio.Event()
 
-    def count_bytes(self: client_connection.HttpServerState, count: int) -> bool:
+    def count_bytes(
+        self: client_connection.HttpServerState, count: int, tenant: str | None = None
+    ) -> bool:
         nonlocal unread_bytes
         unread_bytes += count
-        return add_unread_bytes(self, count)
+        return add_unread_bytes(self, count, tenant)
 
     async def fail_later(request: HttpRequest) -> None:
         await release.wait()
