@@ -421,6 +421,41 @@ def test_finished_answers_satisfy_their_schema(core: EngineCore) -> None:
     assert sum(output.finish == "stop" for output in outputs.values()) > 20
 
 
+OPEN_SCHEMAS: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "string"}},
+    {"type": "object", "additionalProperties": {"type": "string"}},
+    {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string"},
+            "body": {"type": "object", "properties": {"x": {"minLength": 3}}, "required": ["x"]},
+            "kind": {"enum": ["plain", "rich"]},
+            "count": {"type": "integer"},
+            "is_new": {"type": "boolean"},
+        },
+        "required": ["title", "body", "kind", "count", "is_new"],
+        "additionalProperties": False,
+    },
+]  # fmt: skip
+
+
+def test_document_is_closed_when_its_limit_comes(core: EngineCore) -> None:
+    """Few of these answers, whose strings have no bound, would end within their limit."""
+    requests = [
+        create_request(
+            f"{number}-{seed}", grammar=json_grammar(schema), seed=seed, max_tokens=limit
+        )
+        for number, schema in enumerate(OPEN_SCHEMAS)
+        for seed, limit in enumerate((60, 61, 62, 63, 64, 70, 77, 90))
+    ]
+    outputs = run_requests(core, requests)
+    for name, output in outputs.items():
+        document = json.loads(output_text(output))
+        assert jsonschema_rs.is_valid(OPEN_SCHEMAS[int(name.split("-")[0])], document)
+    cut = [output for output in outputs.values() if output.finish == "length"]
+    assert len(cut) > len(outputs) / 4
+
+
 def test_hostile_grammars_end_only_their_request(core: EngineCore) -> None:
     healthy = [create_request(name) for name in "abcd"]
     hostile = [

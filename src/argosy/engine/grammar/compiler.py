@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ MAX_UNSHARED_COMPILE_S = 0.1
 """Longest compilation that is repeated while a batch waits."""
 TRIAL_STEPS = 2
 """Masks that are computed when a grammar is compiled, because some grammars fail only then."""
+_JSON_DOCUMENT = re.compile(r'\{"grammars": ?\[\{("name": ?"\w+", ?)?"json_schema":')
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     step_max_items=20_000,
@@ -61,6 +63,8 @@ class CompiledGrammar:
         self.tokenizer = tokenizer
         self.is_exhausted = False
         """Whether a matcher has failed, so that new requests need a new compilation."""
+        self.is_json = _JSON_DOCUMENT.match(text) is not None
+        """Whether the whole output is one JSON document."""
         self._text = text
         self._prototype = prototype
         self._compile_s = compile_s
@@ -262,6 +266,10 @@ class GrammarTokenizer:
     """Ids that text never contains. A grammar allows them only by name."""
     token_mask: NDArray[np.int32]
     """Mask of the ids that are tokens, without the padding of the model's vocabulary. Do not modify it."""
+    token_sizes: NDArray[np.int32]
+    """Bytes of each token."""
+    ids_by_byte: Mapping[bytes, int]
+    """Ids of the tokens of one byte."""
 
 
 def build_grammar_tokenizer(tokenizer: TokenTable, vocab_size: int) -> GrammarTokenizer:
@@ -275,8 +283,13 @@ def build_grammar_tokenizer(tokenizer: TokenTable, vocab_size: int) -> GrammarTo
     adapter = _TokenizerAdapter(tokenizer, vocab_size, added_ids)
     native = LLTokenizer(TokenizerWrapper(adapter))
     adapter.native = native
-    has_bytes = np.array([bool(piece) for piece in adapter.tokens[:vocab_size]], bool)
-    return GrammarTokenizer(native, vocab_size, added_ids, build_mask(has_bytes))
+    pieces = adapter.tokens[:vocab_size]
+    sizes = np.array([len(piece) for piece in pieces], np.int32)
+    ids_by_byte = {
+        piece: i for i, piece in enumerate(pieces) if len(piece) == 1 and i not in added_ids
+    }
+    mask = build_mask(sizes > 0)
+    return GrammarTokenizer(native, vocab_size, added_ids, mask, sizes, ids_by_byte)
 
 
 class _TokenizerAdapter:

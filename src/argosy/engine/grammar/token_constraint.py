@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from argosy.engine.grammar.compiler import CompiledGrammar, describe_matcher_error
+from argosy.engine.grammar.document_closer import WINDOW_TOKENS, DocumentCloser
 from argosy.engine.grammar.token_mask import ALL_TOKENS, clear_bits, full_mask, has_bit, set_bits
 from argosy.engine.reasoning_gate import ReasoningGate
 from argosy.protocol import SamplingParams
@@ -48,6 +49,7 @@ class TokenConstraint:
     * End tokens are allowed where the grammar accepts the output. If nothing else is possible, no limit excludes them.
     * Inside a reasoning block, everything but an end token is allowed. The grammar starts after the block.
     * A used-up reasoning budget allows only the token that continues the block's closing sequence.
+    * A JSON document is closed when its limit of tokens comes (see `DocumentCloser`).
 
     A sequence without any allowed token has a `failure`. Not thread-safe.
     """
@@ -65,6 +67,10 @@ class TokenConstraint:
         self._min_tokens = params.min_tokens
         self._grammar = grammar
         self._matcher = None if grammar is None else grammar.create_matcher()
+        self._max_tokens = params.max_tokens or 0
+        self._closer = None
+        if grammar is not None and grammar.is_json and self._max_tokens and not params.min_tokens:
+            self._closer = DocumentCloser(grammar)
         self._gate = None if params.reasoning is None else ReasoningGate(params.reasoning)
         self._is_off_grammar = False
         """Whether the output is the beginning of a block's opening sequence, and nothing that the grammar allows."""
@@ -171,6 +177,10 @@ class TokenConstraint:
             accepts = has_bit(row, self._vocab_size)
             clear_bits(row, self._text_end_ids)
             row &= self._limits
+            tokens_left = self._max_tokens - self._output_len
+            closer, matcher = self._closer, self._matcher
+            if closer is not None and matcher is not None and tokens_left <= WINDOW_TOKENS:
+                closer.restrict(matcher, row, tokens_left)
         opening_token = None if self._gate is None else self._gate.opening_token
         if opening_token is not None:
             set_bits(row, [opening_token])
