@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import httpx2
+import msgspec
 
 from argosy.deployment import (
     ExplainConfig,
@@ -61,6 +62,8 @@ class RecordingFilter:
     max_tokens: int | None = None
     rejection: ApiError | None = None
     """Error that rejects every request."""
+    is_session_tenant: bool = False
+    """Whether the session of a request names its tenant."""
     started: list[RequestContext] = field(default_factory=list)
     token_counts: list[int] = field(default_factory=list)
     """Output tokens at each call of `on_tokens`."""
@@ -73,6 +76,10 @@ class RecordingFilter:
         if self.rejection is not None:
             raise self.rejection
         self.started.append(context)
+        if self.is_session_tenant:
+            context.principal = msgspec.structs.replace(
+                context.principal, project=context.fields.session_id
+            )
         if self.max_tokens is not None:
             context.covered_output_tokens = self.max_tokens - 1
         return True

@@ -47,9 +47,11 @@ def load_text_processing() -> TextProcessing:
     return TextProcessing.load(BUNDLED_MODEL)
 
 
-def bundled_model_engine(blocks: int = 512) -> EngineClient:
+def bundled_model_engine(blocks: int = 512, max_seqs: int = 64) -> EngineClient:
     """Create an engine client for the bundled model, without starting it."""
-    config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, warmup=False)
+    config = EngineConfig(
+        model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, max_seqs=max_seqs, warmup=False
+    )
     return EngineClient(config)
 
 

@@ -156,7 +156,14 @@ class PlacementWorld:
                     self.on_send(each, effect.attempt)
 
     def arrive(
-        self, tenant: str, tier: int, target: int, *, weight: float = 1.0, is_stream: bool = True
+        self,
+        tenant: str,
+        tier: int,
+        target: int,
+        *,
+        weight: float = 1.0,
+        is_stream: bool = True,
+        sequences: int = 1,
     ) -> PlacementRequest:
         number = next(self._numbers)
         request = PlacementRequest(
@@ -170,6 +177,8 @@ class PlacementWorld:
             max_output_tokens=2 * target,
             is_stream=is_stream,
             size_bytes=1000,
+            choice_count=sequences,
+            sequence_count=sequences,
         )
         self.requests[request] = VirtualRequest(request, target, self.pool)
         preview = self.core.preview(request, self.pool, self.now) if self.previews else None
@@ -334,10 +343,12 @@ class PlacementWorld:
         giving_way, streams = pool.giving_way, self._streams
         assert giving_way is not None
         assert self.now - (pause.attempt.record.first_token_at or 0.0) >= giving_way.min_slice_s
+        if waiting.state is RequestState.SENT:
+            return  # later in this event it got a slot that was reserved until then
         assert waiting.state in WAITING
         if not streams:
             for each in self.requests.values():
-                streams[each.pool, each.request.tier, each.request.tenant] += bool(each.calls)
+                streams[each.pool, each.request.tier, each.request.tenant] += each.request.slots
         losing = pool, victim.tier, victim.tenant
         gaining = pool, waiting.tier, waiting.tenant
         if victim.tier == waiting.tier:
@@ -358,7 +369,9 @@ class PlacementWorld:
         for request in self.requests if is_sweep else touched:
             self._check_request(self.requests[request])
         for replica in self.replicas:
-            assert 0 <= replica.load.in_flight == self.in_flight[replica] <= replica.slots
+            load = replica.load
+            assert 0 <= load.in_flight == self.in_flight[replica] <= load.slots_in_use
+            assert load.slots_in_use <= replica.slots or not replica.is_native
         for queue in self.core.queues.values() if is_sweep else ():
             self._check_sums(queue)
         if isinstance(event, AttemptEnded):
@@ -403,6 +416,23 @@ class PlacementWorld:
             each for tier in queue.running for name in tier.values() for each in name.requests
         ]
         assert set(occupied) == {each.request for each in requests.values() if each.calls}
+        for tenants in queue.running:
+            for streams in tenants.values():
+                assert streams.slots == sum(each.slots for each in streams.requests)
+                assert all(each.slots >= 1 for each in streams.requests)
+        for replica in queue.pool.replicas.values():
+            calls = [
+                (each.request, call)
+                for each in self.requests.values()
+                for call in each.calls
+                if call.replica is replica
+            ]
+            assert replica.load.slots_in_use == sum(call.slots for _, call in calls)
+            sequences: Counter[str] = Counter()
+            for request, _ in calls:
+                sequences[request.tenant] += request.sequence_count
+            demands = replica.load.demand_by_tenant
+            assert sequences == {name: count for name, (count, _) in demands.items()}
 
 
 def _leave_alone(each: VirtualRequest, attempt: Attempt) -> None:
@@ -478,6 +508,7 @@ class PlacementSimulation(PlacementWorld):
             1 + int(draw() * (2000 if long else 40)),
             weight=1.0 if tenant else 2.0,
             is_stream=draw() < 0.8,
+            sequences=1 + int(draw() * 12) if draw() < 0.1 else 1,
         )
         if draw() < 0.005:
             self._poison.add(request.id)

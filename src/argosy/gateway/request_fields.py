@@ -127,6 +127,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """Part of `estimated_prompt_tokens` that describes the tools of a chat, which templates render first."""
     prompt_count: int = 1
     """Number of prompts. Completions may have several."""
+    sequence_count: int = 1
+    """Estimated number of sequences that a replica computes: choices, or inputs of a request that generates nothing."""
     timeout_s: float = math.inf
     """Timeout that the client sets, from the arrival of the request."""
     priority: int = 0
@@ -238,6 +240,7 @@ def parse_request_fields(
         estimated_tool_tokens=tool_tokens,
         session_id=known.get("session_id") or session_id or known.get("prompt_cache_key", ""),
         prompt_count=prompt_count,
+        sequence_count=choice_count,
         timeout_s=known.get("timeout_s", math.inf),
         priority=known.get("priority", 0),
         include_usage=options is not None and bool(options.include_usage),
@@ -297,6 +300,7 @@ def parse_pooled_fields(
         max_output_tokens=0,
         prompt_field=prompt_field,
         estimated_prompt_tokens=min(tokens, MAX_ESTIMATED_PROMPT_TOKENS),
+        sequence_count=1 if prompt_field == "messages" else _estimate_inputs(inputs),
         session_id=known.get("session_id") or session_id,
         timeout_s=known.get("timeout_s", math.inf),
         priority=known.get("priority", 0),
@@ -425,6 +429,22 @@ def _count_prompts(prompt: bytes) -> int:
     if _first_item_byte(prompt) not in {b'"', b"["}:
         return 1  # one text, or one list of token ids
     return len(msgspec.json.decode(prompt, type=list[Raw]))
+
+
+def _estimate_inputs(inputs: bytes) -> int:
+    """Estimate the number of inputs without decoding them, because there may be millions.
+
+    Brackets and backslashes in texts make the result inexact, by a factor of two at most if they make it smaller.
+    """
+    match _first_item_byte(inputs):
+        case b'"':
+            return max(1, (inputs.count(b'"') - inputs.count(b'\\"') + 1) // 2)
+        case b"[":
+            return max(1, inputs.count(b"[") - 1)
+        case b"{":
+            return inputs.count(b"{")
+        case _:
+            return 1  # one text, or one list of token ids
 
 
 def _first_item_byte(value: bytes) -> bytes:

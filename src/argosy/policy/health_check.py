@@ -299,7 +299,7 @@ class HealthCheck:
     def _finish(self, outcome: AttemptOutcome, now: float, *, is_up: bool) -> list[ProbeEffect]:
         """End the check. `is_up` is whether the server passed the part before a test generation."""
         if self._is_test:
-            self._health.on_test_ended(outcome, self._load.in_flight, now, is_up=is_up)
+            self._health.on_test_ended(outcome, self._load.slots_in_use, now, is_up=is_up)
         else:
             self._health.on_check_ended(outcome, now, is_up=is_up)
         return [self._wake(now)]

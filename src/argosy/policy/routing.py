@@ -56,6 +56,10 @@ class ReplicaLoad:
     """Uncached prompt tokens dispatched since the report."""
     in_flight: int = 0
     """Requests that this gateway dispatched and that still run."""
+    extra_slots: int = 0
+    """Slots beyond one for each of these, which those with several sequences take."""
+    demand_by_tenant: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Sequences of these requests, and tokens that they are expected to hold in the KV cache, by tenant."""
     oversubscribed: int = 0
     """Reported requests of all gateways beyond the concurrency slots.
 
@@ -67,6 +71,11 @@ class ReplicaLoad:
     """Share of the requests relative to other replicas, above 0."""
     ttft: PeakEwma = field(default_factory=PeakEwma)
     """Time to first token as measured by this gateway."""
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that the requests of this gateway take."""
+        return self.in_flight + self.extra_slots
 
 
 class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -212,7 +221,7 @@ def select_latency_aware(
     slowest_s = max(candidate.load.ttft.value(now) for candidate in candidates)
 
     def rank(candidate: RoutingCandidate) -> tuple[float, int]:
-        in_flight = candidate.load.in_flight
+        in_flight = candidate.load.slots_in_use
         latency_s = candidate.load.ttft.value(now) or (slowest_s if in_flight else 0.0)
         return latency_s * _weighted_in_flight(candidate), in_flight
 
@@ -240,7 +249,7 @@ class BoundedHash:
     ) -> RoutingCandidate:
         by_name = {candidate.load.name: candidate for candidate in candidates}
         self._rebuild_ring(frozenset(by_name))
-        total_in_flight = sum(candidate.load.in_flight for candidate in candidates) + 1
+        total_in_flight = sum(candidate.load.slots_in_use for candidate in candidates) + 1
         total_weight = sum(candidate.load.weight for candidate in candidates)
         capacity_per_weight = self._load_factor * total_in_flight / total_weight
         position = _ring_position(affinity_key) if affinity_key else int(draw * 2**64)
@@ -250,7 +259,7 @@ class BoundedHash:
         return next(
             candidate
             for candidate in clockwise
-            if candidate.load.in_flight < math.ceil(capacity_per_weight * candidate.load.weight)
+            if candidate.load.slots_in_use < math.ceil(capacity_per_weight * candidate.load.weight)
         )
 
     def _rebuild_ring(self, names: frozenset[str]) -> None:
@@ -270,8 +279,8 @@ class BoundedHash:
 
 
 def _weighted_in_flight(candidate: RoutingCandidate) -> float:
-    """Return the requests that the candidate would run with this one, divided by its weight."""
-    return (candidate.load.in_flight + 1) / candidate.load.weight
+    """Return the slots that would be in use at the candidate with this request, divided by its weight."""
+    return (candidate.load.slots_in_use + 1) / candidate.load.weight
 
 
 def _ring_position(key: str) -> int:

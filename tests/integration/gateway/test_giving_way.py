@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fake_engine import FakeEngine, Script, arithmetic
-from tests.support.metered_gateway import CHATS, PRICE, MeteredGateway, run_gateway_before
-from tests.support.replica_servers import MODEL, events, serve
+from tests.support.fake_engine import MAX_SEQS, FakeEngine, Script, arithmetic
+from tests.support.gateway_harness import RecordingFilter, run_gateway
+from tests.support.metered_gateway import (
+    CHATS,
+    COMPLETIONS,
+    PRICE,
+    MeteredGateway,
+    run_gateway_before,
+)
+from tests.support.replica_servers import MODEL, bundled_model_engine, events, serve
 from tests.support.waiting import until
 
 from argosy.deployment import GivingWayConfig, ReplicaConfig
@@ -124,3 +131,36 @@ async def test_giving_way_can_be_switched_off(
         engine.may_continue.set()
         assert [*await asyncio.gather(long, short)] == [TOKENS, TOKENS[:SHORT]]
         assert await gateway.metric_sum("pauses_total") == is_enabled
+
+
+async def test_requests_of_one_tenant_leave_slots_and_cache_to_others() -> None:
+    """Many choices, more than the queue of the replica holds, and more tokens than its KV cache holds."""
+    engine = bundled_model_engine(blocks=160, max_seqs=MAX_SEQS)
+    async with (
+        serve(engine) as replica,
+        run_gateway(
+            [RecordingFilter(is_session_tenant=True)],
+            ReplicaConfig(url=replica.url, model=MODEL),
+            giving_way=IMPATIENT,
+        ) as gateway,
+    ):
+
+        async def send(tenant: str, **fields: Any) -> int:  # noqa: ANN401 - fields of a request
+            body = {"model": "big", "prompt": "Once upon a time", "session_id": tenant} | fields
+            return (await gateway.client.post(COMPLETIONS, json=body)).status_code
+
+        for count, choices, max_tokens in ((1, 64, 200), (8, 64, 200), (40, 1, 2400)):
+            fields = {"n": choices, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+            flood = [asyncio.create_task(send("flood", **fields)) for _ in range(count)]
+            await until(lambda: engine.stats.waiting >= 0.75 * MAX_SEQS)
+            if choices > 1:
+                await until(lambda: engine.stats.running == MAX_SEQS)
+            await gateway.probe()
+            calm = await asyncio.gather(*(send("calm", max_tokens=1) for _ in range(8)))
+            assert calm == [200] * 8
+            assert not all(each.done() for each in flood), "the flood goes on"
+            for each in flood:
+                each.cancel()
+            await asyncio.wait(flood)
+            await gateway.wait_until_idle()
+            await until(lambda: not engine.in_flight)

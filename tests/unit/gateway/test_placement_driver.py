@@ -154,6 +154,10 @@ async def test_capacity_is_reserved_for_higher_tiers() -> None:
     assert reason_of(gateway.send(1, "paid")) is reserved
     for replica in gateway.pool.replicas.values():
         replica.load.max_seqs, replica.load.waiting = 10, 9
+        replica.load.demand_by_tenant["flood"] = 9, 900
+    assert reason_of(gateway.send(1, "new")) is None
+    for replica in gateway.pool.replicas.values():
+        replica.load.demand_by_tenant |= {f"t{number}": (1, 100) for number in range(9)}
     assert reason_of(gateway.send(1, "new")) is reserved
     assert reason_of(gateway.send(0, "new")) is None
 

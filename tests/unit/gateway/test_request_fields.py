@@ -165,6 +165,22 @@ def test_number_of_choices_is_bounded(prompt: object, n: int | None, param: str)
 
 
 @pytest.mark.parametrize(
+    ("inputs", "count"),
+    [
+        ("one, two", 1),
+        ([], 1),
+        ([1, 2, 3], 1),
+        (["a, b", 'said "no" [twice]', "c\n"], 3),
+        ([[1, 2], [3], [4]], 3),
+        ([{"text": "a"}, {"text": "b"}], 2),
+    ],
+)
+def test_inputs_that_run_beside_each_other_are_counted(inputs: object, count: int) -> None:
+    body = json.dumps({"model": "m", "input": inputs}, indent=1).encode()
+    assert parse_pooled_fields(body, ["input"]).sequence_count == count
+
+
+@pytest.mark.parametrize(
     "field",
     [b'"stop":"\xff"', b'"cache_salt":"\xff"', b'"user":["\xff"]', b'"\xff":1'],
 )

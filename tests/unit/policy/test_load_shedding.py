@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,42 @@ def test_oversubscribed_requests_lower_the_saturation() -> None:
 def test_full_kv_cache_counts_only_while_requests_wait() -> None:
     assert saturation(0.0, [load(kv_used=1.0)]) == 0.0
     assert saturation(0.0, [load(waiting=1, kv_used=0.95)]) > 0.4
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 600), st.integers(1, 10_000)), min_size=1, max_size=6),
+    st.integers(0, 300),
+    st.integers(1, 64),
+    st.floats(0, 1),
+)
+def test_pressure_on_a_replica_counts_against_those_who_cause_it(
+    demands: list[tuple[int, int]], unknown: int, capacity: int, kv_used: float
+) -> None:
+    """A tenant sees no more than all together, the more the more it has there, and all if no other has more."""
+    names = [f"t{number}" for number in range(len(demands))]
+    known = load(0, capacity, kv_used)
+    known.demand_by_tenant = {
+        name: (count, count * tokens) for name, (count, tokens) in zip(names, demands, strict=True)
+    }
+    total = sum(count for count, _ in demands) + unknown
+    known.running = min(capacity, total)
+    known.waiting = total - known.running
+    everything = saturation(0.0, [known])
+    seen = {name: saturation(0.0, [known], name) for name in ("new", *names)}
+    assert all(0.0 <= pressure <= everything for pressure in seen.values())
+    assert seen["new"] <= min(seen.values())
+    largest = max(names, key=known.demand_by_tenant.__getitem__)
+    if (
+        all(
+            one >= each
+            for demand in (*known.demand_by_tenant.values(), (unknown, 0))
+            for one, each in zip(known.demand_by_tenant[largest], demand, strict=True)
+        )
+        and not unknown
+    ):
+        assert seen[largest] == pytest.approx(everything)
+    if len(demands) == 1 and not unknown:
+        assert is_tier_admitted(2, seen["new"])
 
 
 @given(st.integers(1, 6), st.integers(200, 2000), st.integers(0, 2))

@@ -153,6 +153,39 @@ def test_paused_stream_resumes_before_its_tenant_s_new_requests() -> None:
     assert [end is not None for _, end in paused.pauses] == [True]
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+def test_request_with_many_sequences_takes_as_many_slots(
+    monkeypatch: pytest.MonkeyPatch, *, is_native: bool
+) -> None:
+    """Any free slot starts it. At a native replica it gives up one for each request of another tenant."""
+    monkeypatch.setattr(PlacementReplica, "is_native", is_native)
+    world = make_world(1)
+    load = world.replicas[0].load
+    first = world.arrive("calm", 2, 10_000)
+    wide = [world.arrive("wide", 2, 10_000, sequences=64) for _ in range(3)]
+    assert [bool(each.attempts) for each in wide] == [True, False, False]
+    assert load.slots_in_use == (SLOTS if is_native else SLOTS + 1)
+    world.finish(first, "left")
+    if not is_native:
+        assert not any(each.attempts for each in wide[1:]), "all slots are taken"
+        world.finish(wide[0], "left")
+        assert load.slots_in_use == SLOTS
+        return
+    assert wide[1].attempts, "in the slot that is free again"
+    late = world.arrive("late", 2, 10_000)
+    run_for(world, 5.5)
+    assert late.attempts
+    assert not world.counts["paused"], "the streams go on"
+    assert (wide[0].slots, load.slots_in_use) == (SLOTS - 2, SLOTS)
+    fill(world, "late", 20)
+    run_for(world, 20.0)
+    assert wide[0].slots + wide[1].slots == SLOTS // 2, "equal shares"
+    assert load.demand_by_tenant == {
+        "wide": (128, load.demand_by_tenant["wide"][1]),
+        "late": (4, load.demand_by_tenant["late"][1]),
+    }
+
+
 @pytest.mark.parametrize("reason", ["off", "inexact", "fresh", "last"])
 def test_stream_does_not_pause(reason: str) -> None:
     """Giving way is off, streams cannot be resumed, have just started, or are the last of their tenants."""

@@ -107,7 +107,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str | None = None
     """Name of the model at this server. Defaults to the public name."""
     max_requests: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum number of concurrent requests. None means as many as the server reports, or 256 if it reports none."""
+    """Concurrency slots, of which a request takes one for each choice or input. None means as many sequences as the
+    server reports to run, or 256 if it reports none."""
     api_key_env: str | None = None
     """Environment variable that holds the server's API key."""
     key_header: str = "authorization"

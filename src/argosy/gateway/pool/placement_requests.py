@@ -56,6 +56,7 @@ def build_placement_request(
         prompt_bytes=fields.prompt_bytes,
         size_bytes=fields.body_bytes,
         choice_count=fields.choice_count,
+        sequence_count=fields.sequence_count,
         max_output_tokens=fields.max_output_tokens,
         session_id=fields.session_id,
         deadline=deadline,

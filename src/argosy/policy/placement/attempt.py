@@ -88,6 +88,10 @@ class Attempt(msgspec.Struct, eq=False):
     record: AttemptRecord
     was_breaker_closed: bool
     """Whether the replica's circuit breaker was closed when the attempt started."""
+    slots: int = 1
+    """Slots that it takes at the replica."""
+    kv_tokens: int = 0
+    """Tokens that it is expected to hold in the KV cache of the replica."""
     may_be_hedged: bool = False
     """Whether a second attempt starts if this one stays silent."""
     is_stream: bool = False

@@ -90,7 +90,7 @@ class PlacementCore:
         self._wake_at = math.inf
         """The time of the last `WakeAt`, unless it has passed."""
         self._effects: list[Effect] = []
-        self._pauser = StreamPauser(self._timers, self._emit)
+        self._pauser = StreamPauser(self._timers, self._emit, self._dispatch)
         self._handlers: Mapping[type[Event], Callable[[Any, float], None]] = {
             Arrived: self._on_arrived,
             AttemptAnswered: self._on_attempt_answered,
@@ -325,7 +325,10 @@ class PlacementCore:
         mode: AttemptMode,
     ) -> None:
         replica, chosen = selection.replica, selection.chosen
-        replica.on_request_sent(chosen.uncached_tokens)
+        sequences = request.sequence_count
+        slots = 1 if sequences == 1 else replica.count_slots_for(sequences, request.tier, now)
+        kv_tokens = request.prompt_tokens + selection.output_tokens
+        replica.on_request_sent(chosen.uncached_tokens, slots, request.tenant, sequences, kv_tokens)
         is_hedge = mode is AttemptMode.HEDGE
         attempt = Attempt(
             replica,
@@ -341,6 +344,8 @@ class PlacementCore:
                 in_flight=replica.load.in_flight,
             ),
             not replica.health.is_ejected,
+            slots,
+            kv_tokens,
         )
         request.add_attempt(attempt)
         if not is_hedge:
@@ -413,7 +418,16 @@ class PlacementCore:
             replica.health.on_unreachable(now)
         if record.first_token_at is None:
             replica.on_prefill_done(attempt.chosen.uncached_tokens, record.chosen_at)
-        replica.on_request_ended(outcome, now, retry_after_s, reason)
+        replica.on_request_ended(
+            outcome,
+            now,
+            retry_after_s,
+            reason,
+            slots=attempt.slots,
+            tenant=request.tenant,
+            sequences=request.sequence_count,
+            kv_tokens=attempt.kv_tokens,
+        )
         if not request.attempts:
             if request.timer:
                 self._timers.cancel(request.timer)

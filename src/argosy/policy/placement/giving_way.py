@@ -10,6 +10,10 @@ tenant with one more. Each such pause brings the tenants closer to equal shares,
 the tenant with the most streams per weight, the stream pauses that has the fewest tokens to compute again. No tenant
 loses its last stream while that is not more than its share of the slots.
 
+A request with several sequences counts with all the slots that it takes. At a native replica it does not pause, but
+gives up one slot after the other, since the engine pauses single sequences. It gets none back before its attempt ends.
+The engine uses each row that others leave free in any case.
+
 **Bounds.** A stream runs for at least `min_slice_s` after its first token each time. In one second, at most
 `max_paused_share` of the slots are paused.
 
@@ -62,14 +66,16 @@ class PauseBudget:
 class TenantStreams:
     """Requests of one tenant and tier that occupy slots."""
 
-    __slots__ = ("is_held", "num_fixed", "requests", "weight")
+    __slots__ = ("fixed_slots", "is_held", "requests", "slots", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.requests: dict[PlacementRequest, bool] = {}
         """Each request, with whether it cannot be paused."""
-        self.num_fixed = 0
-        """How many of them cannot be paused."""
+        self.slots = 0
+        """Slots that they take."""
+        self.fixed_slots = 0
+        """Slots that those take which cannot be paused."""
         self.is_held = False
         """Whether other tenants go first, because the tenant holds too many slots with these."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from argosy.policy.fair_queue import LOWEST_TIER
+from argosy.policy.placement.attempt import Attempt
 from argosy.policy.placement.giving_way import GivingWay, is_pausable_at
 from argosy.policy.placement.messages import Pause
 from argosy.policy.placement.pool_queue import PoolQueue
@@ -88,7 +89,7 @@ def _count_expected_slots(
                 tokens = expected_remaining_tokens(request, expected) / request.choice_count
                 end_s = tokens * attempt.replica.load.inter_token_s
                 for tier in profiting:
-                    counts[tier] += end_s <= within_s[tier]
+                    counts[tier] += request.slots * (end_s <= within_s[tier])
     return counts
 
 
@@ -110,10 +111,8 @@ class PausePlan:
             for tier, tenants in enumerate(queue.running)
             for name, streams in tenants.items()
         }
-        self._counts = {
-            (tier, name): len(queue.running[tier][name].requests) for tier, name in weights
-        }
-        """Requests of each tenant after the pauses chosen so far and the starts that these permit."""
+        self._counts = {(tier, name): queue.running[tier][name].slots for tier, name in weights}
+        """Slots of each tenant after the pauses chosen so far and the starts that these permit."""
         for tier in TIER_RANKS:
             for queued in queue.queue.next_requests(tier):
                 weights.setdefault((tier, queued.tenant), queued.weight)
@@ -124,10 +123,12 @@ class PausePlan:
             self._counts[key] = self._counts.get(key, 0) + 1
         self._chosen: set[PlacementRequest] = set()
         self._freed: dict[str, int] = {}
-        """Pauses chosen so far at each replica."""
+        """Slots that the pauses chosen so far free at each replica."""
+        self._given_up: dict[PlacementRequest, int] = {}
+        """Slots that requests with several have to give up so far."""
 
     def load(self, tier: int, tenant: str) -> float:
-        """Return the streams that a tenant runs per weight, with those for which others pause already."""
+        """Return the slots that a tenant takes per weight, with those for which others pause already."""
         return self._counts.get((tier, tenant), 0) / self._weights[tier, tenant]
 
     def choose(self, waiting: PlacementRequest) -> Pause | None:
@@ -143,13 +144,19 @@ class PausePlan:
                     if self._is_pausable(request, waiting)
                 ]
                 if candidates:
-                    victim = min(candidates, key=_recomputed_tokens)
+                    victim = min(
+                        candidates,
+                        key=lambda each: (-self._remaining_slots(each), _recomputed_tokens(each)),
+                    )
                     return self._pause(victim, tier, waiting)
         return None
 
     def _pause(self, victim: PlacementRequest, tier: int, waiting: PlacementRequest) -> Pause:
-        (attempt,) = victim.attempts
-        self._chosen.add(victim)
+        attempt = victim.attempts[0]
+        if self._remaining_slots(victim) > 1:
+            self._given_up[victim] = self._given_up.get(victim, 0) + 1
+        else:
+            self._chosen.add(victim)
         self._counts[tier, victim.tenant] -= 1
         key = waiting.tier, waiting.tenant
         self._counts[key] = self._counts.get(key, 0) + 1
@@ -165,26 +172,37 @@ class PausePlan:
         own = self._counts.get((tier, waiting.tenant), 0)
         return name != waiting.tenant and (count - 1) * waiting.weight >= (own + 1) * weight
 
+    def _remaining_slots(self, request: PlacementRequest) -> int:
+        """Return the slots of a request after the pauses chosen so far. One is left in the end, or paused."""
+        slots = min(request.slots, request.attempts[0].slots)
+        return slots - self._given_up.get(request, 0)
+
     def _is_pausable(self, request: PlacementRequest, waiting: PlacementRequest) -> bool:
-        """Whether a stream can be resumed, has had its slice, and leaves a slot that the waiting request can use."""
-        if request.state is not RequestState.STREAMING or request in self._chosen:
-            return False
+        """Whether the waiting request can use a slot that the request gives up, or leaves when it pauses."""
         attempt = request.attempts[0]
-        replica, started_at = attempt.replica, attempt.record.first_token_at
-        if (
-            started_at is None
-            or attempt.is_pausing
-            or not attempt.is_stream
-            or self._now - started_at < self._settings.min_slice_s
-            or not is_pausable_at(request, replica)
-        ):
+        replica = attempt.replica
+        if request in self._chosen or attempt.is_pausing:
+            return False
+        can_give_up = replica.is_native and self._remaining_slots(request) > 1
+        if not (can_give_up or self._can_pause(request, attempt)):
             return False
         return (
             replica.health.is_schedulable
             and replica.has_arithmetic(waiting.arithmetic_id)
             and replica.name not in waiting.unsuitable
-            and replica.load.in_flight - self._freed.get(replica.name, 0)
+            and replica.load.slots_in_use - self._freed.get(replica.name, 0)
             <= replica.slot_share(waiting.tier, self._now)
+        )
+
+    def _can_pause(self, request: PlacementRequest, attempt: Attempt) -> bool:
+        """Whether a stream can be resumed, and has had its slice."""
+        started_at = attempt.record.first_token_at
+        return (
+            request.state is RequestState.STREAMING
+            and started_at is not None
+            and attempt.is_stream
+            and self._now - started_at >= self._settings.min_slice_s
+            and is_pausable_at(request, attempt.replica)
         )
 
 

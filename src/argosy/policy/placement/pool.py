@@ -54,6 +54,8 @@ class Selection(NamedTuple):
     replica: PlacementReplica
     chosen: RoutingCandidate
     candidates: list[RoutingCandidate]
+    output_tokens: int
+    """Expected output tokens of the request."""
 
 
 def _nothing_pending() -> bool:
@@ -217,20 +219,20 @@ class PlacementPool(Generic[R]):
         """
         free_by_tier, free_for_all, total, lowest = [0 for _ in TIER_RANKS], 0, 0, TIER_RANKS[-1]
         for replica in self.eligible_replicas():
-            slots, in_flight = replica.slot_share(lowest, now), replica.load.in_flight
+            slots, in_use = replica.slot_share(lowest, now), replica.load.slots_in_use
             total += slots
             if replica.slot_shares is None:
-                if slots > in_flight:
-                    free_for_all += slots - in_flight
+                if slots > in_use:
+                    free_for_all += slots - in_use
                 continue
             for tier in TIER_RANKS:
-                free_by_tier[tier] += max(0, replica.slot_share(tier, now) - in_flight)
+                free_by_tier[tier] += max(0, replica.slot_share(tier, now) - in_use)
         return [free + free_for_all for free in free_by_tier], total
 
     def count_room_for_moves(self, arithmetic_id: str, now: float) -> int:
         """Count the free slots of healthy replicas to which streams of this arithmetic may move."""
         return sum(
-            max(0, replica.slot_share(TIER_RANKS[-1], now) - replica.load.in_flight)
+            max(0, replica.slot_share(TIER_RANKS[-1], now) - replica.load.slots_in_use)
             for replica in self.eligible_replicas()
             if replica.arithmetic_id == arithmetic_id
             and not replica.health.is_ejected
@@ -371,7 +373,7 @@ class PlacementPool(Generic[R]):
             candidates.append(RoutingCandidate(replica.load, uncached, cost, match))
         affinity_key = request.session_id or (keys[0].hex() if keys else "")
         chosen = policy(candidates, affinity_key, random_source.random(), now)
-        return Selection(self.replicas[chosen.load.name], chosen, candidates)
+        return Selection(self.replicas[chosen.load.name], chosen, candidates, output_tokens)
 
     def _selectable_replicas(
         self,

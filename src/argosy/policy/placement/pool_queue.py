@@ -145,7 +145,8 @@ class PoolQueue:
             return None  # how long the queue has waited says nothing about the load
         waited_s = max(0.0, now - backlog.next_arrived_at)
         if not is_tier_admitted(
-            tier, saturation(waited_s / limits.timeout_s, pool.reachable_loads())
+            tier,
+            saturation(waited_s / limits.timeout_s, pool.reachable_loads(), request.tenant),
         ):
             return RefusalReason.RESERVED_FOR_HIGHER_TIERS, None
         return None
@@ -329,19 +330,36 @@ class PoolQueue:
         streams.weight = request.weight
         is_fixed = not is_pausable_at(request, attempt.replica)
         streams.requests[request] = is_fixed
+        request.slots = attempt.slots
+        streams.slots += request.slots
         if is_fixed:
-            streams.num_fixed += 1
+            streams.fixed_slots += request.slots
             self._update_hold(request.tier, request.tenant, streams)
 
     def vacate_slot(self, request: PlacementRequest) -> None:
         """Record that a request occupies no slot any more."""
         tenants = self.running[request.tier]
         streams = tenants[request.tenant]
+        streams.slots -= request.slots
         if streams.requests.pop(request):
-            streams.num_fixed -= 1
+            streams.fixed_slots -= request.slots
             self._update_hold(request.tier, request.tenant, streams)
+        request.slots = 0
         if not streams.requests:
             del tenants[request.tenant]
+
+    def give_up_slot(self, request: PlacementRequest, waiting: PlacementRequest | None) -> None:
+        """Let a waiting request have a slot of another one, whose sequences the replica's engine runs in the others."""
+        if waiting is not None:
+            self.beneficiaries[waiting] = None
+        attempt, streams = request.attempts[0], self.running[request.tier][request.tenant]
+        attempt.slots -= 1
+        attempt.replica.load.extra_slots -= 1
+        request.slots -= 1
+        streams.slots -= 1
+        if streams.requests[request]:
+            streams.fixed_slots -= 1
+            self._update_hold(request.tier, request.tenant, streams)
 
     def running_requests(self) -> Iterator[PlacementRequest]:
         """Yield the requests that occupy slots."""
@@ -364,7 +382,7 @@ class PoolQueue:
             self.total_slots = total_slots
             for tier, tenants in enumerate(self.running):
                 for name, streams in tenants.items():
-                    if streams.num_fixed:
+                    if streams.fixed_slots:
                         self._update_hold(tier, name, streams)
         return free_slots
 
@@ -374,7 +392,7 @@ class PoolQueue:
         is_held = (
             settings is not None
             and self.total_slots > 0
-            and streams.num_fixed >= max(1.0, settings.max_share * self.total_slots)
+            and streams.fixed_slots >= max(1.0, settings.max_share * self.total_slots)
         )
         if is_held != streams.is_held:
             streams.is_held = is_held

@@ -90,11 +90,23 @@ class PlacementReplica:
         Backpressure and an outage reduce the number. During a backoff it is 0.
         """
         share = self.slots if self.slot_shares is None else self.slot_shares[tier]
-        return self.health.request_limit(share, self.load.in_flight, now)
+        return self.health.request_limit(share, self.load.in_flight + self.load.extra_slots, now)
 
     def has_free_slot(self, tier: int, now: float) -> bool:
         """Whether the replica has a free slot for this tier, so that a request starts there with little or no wait."""
-        return self.load.in_flight < self.slot_share(tier, now)
+        load = self.load
+        return load.in_flight + load.extra_slots < self.slot_share(tier, now)
+
+    def count_slots_for(self, sequence_count: int, tier: int, now: float) -> int:
+        """Return the slots that a request with this many sequences takes if it is sent now.
+
+        It starts as soon as one slot is free, and takes no more than the replica has. A native replica runs as many
+        sequences as it has room for, and the others later, so that there it takes only what is free.
+        """
+        slots = min(sequence_count, self.slots)
+        if self.is_native:
+            slots = min(slots, self.slot_share(tier, now) - self.load.slots_in_use)
+        return max(1, slots)
 
     def has_arithmetic(self, arithmetic_id: str) -> bool:
         """Whether the replica may continue output of this arithmetic identity.
@@ -113,7 +125,7 @@ class PlacementReplica:
         if not other_gateways:
             load.oversubscribed, self.slot_shares = 0, None
             return
-        running = load.in_flight + sum(sum(other.values()) for other in other_gateways)
+        running = load.slots_in_use + sum(sum(other.values()) for other in other_gateways)
         load.oversubscribed = max(0, running - (load.max_seqs or slots))
         self.slot_shares = tuple(
             [
@@ -124,9 +136,28 @@ class PlacementReplica:
 
     # --- attempts --------------------------------------------------------------------------------
 
-    def on_request_sent(self, uncached_tokens: int) -> None:
-        """Record a request sent to the replica, with the estimated number of its uncached prompt tokens."""
-        self.load.in_flight += 1
+    def on_request_sent(
+        self,
+        uncached_tokens: int,
+        slots: int = 1,
+        tenant: str = "",
+        sequences: int = 1,
+        kv_tokens: int = 0,
+    ) -> None:
+        """Record a request sent to the replica.
+
+        Args:
+            uncached_tokens: Estimated number of its uncached prompt tokens.
+            slots: Slots that it takes.
+            tenant: Its tenant.
+            sequences: Sequences that the replica computes for it.
+            kv_tokens: Tokens that they are expected to hold in the KV cache.
+        """
+        load = self.load
+        load.in_flight += 1
+        load.extra_slots += slots - 1
+        demand = load.demand_by_tenant.get(tenant, (0, 0))
+        load.demand_by_tenant[tenant] = demand[0] + sequences, demand[1] + kv_tokens
         self.load.sent_tokens += uncached_tokens
         self._is_sole_request = self.load.in_flight == 1
 
@@ -188,6 +219,11 @@ class PlacementReplica:
         now: float,
         retry_after_s: float | None = None,
         reason: str = "",
+        *,
+        slots: int = 1,
+        tenant: str = "",
+        sequences: int = 1,
+        kv_tokens: int = 0,
     ) -> None:
         """Record the end of a request.
 
@@ -196,12 +232,27 @@ class PlacementReplica:
             now: Monotonic time.
             retry_after_s: The replica's Retry-After.
             reason: Why the request failed.
+            slots: Slots that it took.
+            tenant: Its tenant, as it was sent.
+            sequences: Its sequences, as it was sent.
+            kv_tokens: Their tokens, as it was sent.
         """
-        self.load.in_flight -= 1
-        if not self.load.in_flight:
-            self.load.sent_tokens = 0
+        load = self.load
+        load.in_flight -= 1
+        load.extra_slots -= slots - 1
+        demand = load.demand_by_tenant[tenant]
+        if demand[0] > sequences:
+            load.demand_by_tenant[tenant] = demand[0] - sequences, demand[1] - kv_tokens
+        else:
+            del load.demand_by_tenant[tenant]
+        if not load.in_flight:
+            load.sent_tokens = 0
         self.health.on_attempt_ended(
-            outcome, self.load.in_flight, now, retry_after_s=retry_after_s, reason=reason
+            outcome,
+            load.in_flight + load.extra_slots,
+            now,
+            retry_after_s=retry_after_s,
+            reason=reason,
         )
         if outcome is not None and self.health.is_ejected:
             self.prefix_index.clear()  # the replica may have restarted with an empty cache

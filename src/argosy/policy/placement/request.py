@@ -73,6 +73,8 @@ class PlacementRequest(QueuedRequest, eq=False):
     """Part of `prompt_tokens` that describes the tools, which templates render first."""
     prompt_bytes: int = 0
     choice_count: int = 1
+    sequence_count: int = 1
+    """Sequences that a replica computes for it, each of which takes a slot."""
     max_output_tokens: int | None = None
     session_id: str = ""
     is_stream: bool = True
@@ -119,6 +121,8 @@ class PlacementRequest(QueuedRequest, eq=False):
     """Its group among the displaced requests, while it waits there."""
     timer: int = 0
     """Number of its pending or last timer; earlier timers of the request are void. 0 if it has had none."""
+    slots: int = 0
+    """Slots that it takes from its tenant's share while an attempt runs."""
     unspent_tokens: float = 0.0
     """Weighted tokens that it was charged in the queue and has not consumed."""
     unspent_prompt: float = 0.0

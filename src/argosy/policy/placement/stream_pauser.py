@@ -26,11 +26,18 @@ class StreamPauser:
     Args:
         timers: Timers of the core.
         emit: Receives the effects.
+        dispatch: Assigns the slots that requests have given up.
     """
 
-    def __init__(self, timers: Timers, emit: Callable[[Pause], None]) -> None:
+    def __init__(
+        self,
+        timers: Timers,
+        emit: Callable[[Pause], None],
+        dispatch: Callable[[PoolQueue, float], None],
+    ) -> None:
         self._timers = timers
         self._emit = emit
+        self._dispatch = dispatch
 
     def watch(self, queue: PoolQueue, tier: int, now: float) -> None:
         """Let streams give way once a request of this tier, which waits from now on, has waited long enough."""
@@ -54,9 +61,18 @@ class StreamPauser:
             return
         budget = queue.pause_budget.refill(settings.max_paused_share * queue.total_slots, now)
         max_pauses = min(budget, MAX_PAUSES_AT_ONCE)
-        for pause in choose_pauses(queue, settings, max_pauses, now):
-            self._pause(queue, pause)
+        pauses = choose_pauses(queue, settings, max_pauses, now)
+        gives_up = any(pause.attempt.slots > 1 for pause in pauses)
+        for pause in pauses:
+            if pause.attempt.slots > 1:
+                queue.give_up_slot(pause.request, pause.waiting)
+            elif (
+                not gives_up
+            ):  # else they follow after the next look, which sees who has got a slot
+                self._pause(queue, pause)
         self._schedule(queue, now + GIVE_WAY_INTERVAL_S)
+        if gives_up:
+            self._dispatch(queue, now)
 
     def move_streams(self, queue: PoolQueue, now: float) -> bool:
         """Move streams off draining replicas, as far as other replicas of their arithmetic have room.
