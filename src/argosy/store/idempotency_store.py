@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from argosy.policy import MemoryEntry, TenantMemory
 from argosy.settings import ByOperator
 
 RESPONSE_OVERHEAD_BYTES = 512
@@ -22,7 +22,7 @@ class IdempotencyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     retention_s: ByOperator[Annotated[float, Meta(gt=0, le=86_400)]] = 86_400.0
     """How long a response is kept for a retry."""
     max_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 64 * 1024 * 1024
-    """Maximum size of all responses, including running ones. The oldest are evicted first."""
+    """Maximum size of all responses, including running ones. The oldest of the largest tenant are evicted first."""
     max_response_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 1024 * 1024
     """Maximum size of one response. Longer responses are not stored."""
 
@@ -46,7 +46,10 @@ class CachedResponse(msgspec.Struct, frozen=True, array_like=True, tag="answer",
 
 
 class IdempotencyStore(Protocol):
-    """Idempotency keys in use and their stored responses. Callers make keys unique by principal."""
+    """Idempotency keys in use and their stored responses.
+
+    Callers make keys unique by principal. What is before the first point of a key stands for its tenant.
+    """
 
     async def claim(self, key: str, claim: InFlightClaim) -> InFlightClaim | CachedResponse | None:
         """Claim a key until `settle_claim`. Returns the existing claim or response, or None if the claim succeeded."""
@@ -67,6 +70,11 @@ class IdempotencyStore(Protocol):
         """Finish pending writes and disconnect."""
 
 
+class _StoredResponse(MemoryEntry, gc=False, eq=False):
+    expires_at: float
+    response: CachedResponse
+
+
 class MemoryIdempotencyStore:
     """Idempotency store in the memory of one gateway."""
 
@@ -76,10 +84,15 @@ class MemoryIdempotencyStore:
         self._config = config
         self._clock = clock
         self._claims: dict[str, InFlightClaim] = {}
-        self._responses: OrderedDict[str, tuple[float, CachedResponse]] = OrderedDict()
-        """Times of expiry and stored responses by key, oldest first."""
-        self.used_bytes = 0
+        self._responses: dict[str, _StoredResponse] = {}
+        """Stored responses by key, oldest first."""
+        self._memory = TenantMemory(config.max_bytes)
+        """Size of the stored responses. Reserved memory lowers its bound."""
+
+    @property
+    def used_bytes(self) -> int:
         """Size of stored and reserved responses."""
+        return self._memory.used_bytes + self._config.max_bytes - self._memory.max_bytes
 
     @property
     def claims(self) -> Mapping[str, InFlightClaim]:
@@ -93,28 +106,42 @@ class MemoryIdempotencyStore:
         self._evict_expired()
         stored = self._responses.get(key)
         if stored is not None:
-            return stored[1]
+            return stored.response
         holder = self._claims.setdefault(key, claim)
         return None if holder is claim else holder
 
     def reserve_bytes(self, size_bytes: int) -> bool:
         self._evict_expired()
-        while self._responses and self.used_bytes + size_bytes > self._config.max_bytes:
-            self._evict_oldest()
-        if self.used_bytes + size_bytes > self._config.max_bytes:
+        memory = self._memory
+        while memory.used_bytes + size_bytes > memory.max_bytes and (
+            largest := memory.find_largest()
+        ):
+            memory.evict_oldest(largest)
+        if memory.used_bytes + size_bytes > memory.max_bytes:
             return False
-        self.used_bytes += size_bytes
+        memory.max_bytes -= size_bytes
         return True
 
     def release_bytes(self, size_bytes: int) -> None:
-        self.used_bytes -= size_bytes
+        self._memory.max_bytes += size_bytes
 
     def settle_claim(self, key: str, claim: InFlightClaim, response: CachedResponse | None) -> None:
         if self._claims.get(key) != claim:
             return
         del self._claims[key]
-        if response is not None and self.reserve_bytes(_response_bytes(response)):
-            self._responses[key] = self._clock() + self._config.retention_s, response
+        if response is None:
+            return
+        self._evict_expired()
+        stored = _StoredResponse(
+            key.partition(".")[0],
+            key,
+            len(response.body) + RESPONSE_OVERHEAD_BYTES,
+            self._responses.pop,
+            self._clock() + self._config.retention_s,
+            response,
+        )
+        if self._memory.add_cached(stored):
+            self._responses[key] = stored
 
     async def start(self) -> None:
         """Do nothing, because there is no connection."""
@@ -124,13 +151,9 @@ class MemoryIdempotencyStore:
 
     def _evict_expired(self) -> None:
         now = self._clock()
-        while self._responses and next(iter(self._responses.values()))[0] <= now:
-            self._evict_oldest()
-
-    def _evict_oldest(self) -> None:
-        _, (_, oldest) = self._responses.popitem(last=False)
-        self.used_bytes -= _response_bytes(oldest)
-
-
-def _response_bytes(response: CachedResponse) -> int:
-    return len(response.body) + RESPONSE_OVERHEAD_BYTES
+        while self._responses:
+            oldest = next(iter(self._responses.values()))
+            if oldest.expires_at > now:
+                return
+            self._memory.remove(oldest)
+            del self._responses[oldest.key]

@@ -16,7 +16,7 @@ from argosy.store.redis_client import cancel_task
 CONFIG = IdempotencyConfig(
     retention_s=10, max_bytes=4 * (RESPONSE_OVERHEAD_BYTES + 100), max_response_bytes=200
 )
-KEYS = st.sampled_from([f"key{number}" for number in range(8)])
+KEYS = st.sampled_from([f"tenant.key{number}" for number in range(8)])
 SIZES = st.integers(0, 3 * RESPONSE_OVERHEAD_BYTES)
 
 
@@ -87,7 +87,9 @@ class MemoryStore(RuleBasedStateMachine):
         )
         self.store.settle_claim(key, claim, response)
         del self.running[key]
-        if self.evict_for(size_bytes(response)):
+        self.evict_expired()
+        size = size_bytes(response)
+        if size + sum(self.reserved) <= CONFIG.max_bytes and self.evict_for(size):
             self.stored[key] = self.clock.now + CONFIG.retention_s, response
 
     @rule(index=st.integers(0, 50))
@@ -132,6 +134,22 @@ class MemoryStore(RuleBasedStateMachine):
             size_bytes(response) for _, response in self.stored.values()
         )
         assert dict(self.store.claims) == self.running
+
+
+async def test_responses_of_one_tenant_evict_none_of_a_smaller_one() -> None:
+    store, claim = MemoryIdempotencyStore(CONFIG), InFlightClaim("r", b"digest")
+
+    async def complete(key: str) -> None:
+        assert await store.claim(key, claim) is None
+        store.settle_claim(key, claim, CachedResponse("r", b"digest", b"text/plain", b"x" * 100))
+
+    await complete("quiet.key")
+    for number in range(20):
+        await complete(f"busy.key{number}")
+    assert store.reserve_bytes(CONFIG.max_bytes // 2)
+    assert len(store) == 2
+    for key in ("quiet.key", "busy.key19"):
+        assert isinstance(await store.claim(key, claim), CachedResponse)
 
 
 TestMemoryStore = MemoryStore.TestCase

@@ -130,6 +130,8 @@ def _is_cacheable(context: RequestContext) -> bool:
 def scope_key(principal: Principal, key: bytes) -> str:
     """Return the key's name in the store, which is unique per project, or per user or API key without a project.
 
+    It begins with a digest of its tenant (see `IdempotencyStore`).
+
     Raises:
         ApiError: 400 if the key is invalid.
     """
@@ -137,9 +139,9 @@ def scope_key(principal: Principal, key: bytes) -> str:
         message = "'Idempotency-Key' must have 1 to 255 visible ASCII characters. Send, for example, a UUID."
         raise invalid_request(message, "Idempotency-Key", "invalid_idempotency_key")
     own = "" if principal.project else principal.user or principal.key
-    return hashlib.sha256(
-        _encode_msgpack((principal.organisation, principal.project, own, key))
-    ).hexdigest()
+    owner = principal.organisation, principal.project, own
+    tenant, name = (_encode_msgpack(part) for part in (owner, (*owner, key)))
+    return f"{hashlib.sha256(tenant).hexdigest()}.{hashlib.sha256(name).hexdigest()}"
 
 
 def check_existing_claim(
