@@ -112,6 +112,7 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     raw: dict[str, Raw]
     """All fields of the body as raw JSON."""
     model: str
+    """Empty in a body that names none, until the gateway has found the one that is meant."""
     stream: bool
     choice_count: int
     """Number of choices: `n` for each prompt."""
@@ -188,7 +189,6 @@ def parse_request_fields(
     prompt_field: str,
     cache_domain: str = "",
     session_id: str = "",
-    default_model: str = "",
 ) -> RequestFields:
     """Parse the body of a generation request.
 
@@ -197,7 +197,6 @@ def parse_request_fields(
         prompt_field: `messages` or `prompt`.
         cache_domain: Cache domain of the principal.
         session_id: Session from the headers, used if the body names none.
-        default_model: Model of a request whose body names none; empty for the only suitable one.
 
     Raises:
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
@@ -229,7 +228,7 @@ def parse_request_fields(
     resume_tokens = bytes(raw["resume"]).count(b",") if "resume" in raw else 0
     return RequestFields(
         raw=raw,
-        model=known.get("model") or default_model,
+        model=known.get("model", ""),
         stream=known.get("stream", False),
         choice_count=choice_count,
         max_output_tokens=None
@@ -259,7 +258,6 @@ def parse_pooled_fields(
     *,
     cache_domain: str = "",
     session_id: str = "",
-    default_model: str = "",
 ) -> RequestFields:
     """Parse the body of a request whose response is not generated, such as embeddings.
 
@@ -269,7 +267,6 @@ def parse_pooled_fields(
         query_fields: Names that the field with the query may have, which is computed with each input.
         cache_domain: Cache domain of the principal.
         session_id: Session from the headers, used if the body names none.
-        default_model: Model of a request whose body names none; empty for the only suitable one.
 
     Raises:
         ApiError: 400 for a missing or ill-typed field, 413 for too large a body.
@@ -294,7 +291,7 @@ def parse_pooled_fields(
         tokens += repetitions * _estimate_tokens(query)
     return RequestFields(
         raw=raw,
-        model=known.get("model") or default_model,
+        model=known.get("model", ""),
         stream=False,
         choice_count=1,
         max_output_tokens=0,

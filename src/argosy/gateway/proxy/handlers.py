@@ -217,7 +217,6 @@ class CompletionHandlers:
             api,
             principal.cache_domain,
             exchange.get_header(b"x-session-affinity"),
-            find_deployment(exchange.requested_path),
         )
         if len(body) < LARGE_BODY_BYTES:
             fields = _parse_fields(body, *options)
@@ -265,7 +264,8 @@ class CompletionHandlers:
             ApiError: The model does not exist for the principal, or could not serve the request.
         """
         if not fields.model:
-            name = self._models.find_only_model(principal, api.tasks)
+            deployment = find_deployment(exchange.requested_path)
+            name = deployment or self._models.find_only_model(principal, api.tasks)
             fields = msgspec.structs.replace(fields, model=name)
         target = self._models.resolve_target(
             fields.model, principal, exchange.headers, fields, exchange.request_id
@@ -403,21 +403,16 @@ class CompletionHandlers:
         context.take_back_stream = None  # a reference cycle
 
 
-def _parse_fields(
-    body: bytes, api: ApiShape, cache_domain: str, session_id: str, default_model: str
-) -> RequestFields:
+def _parse_fields(body: bytes, api: ApiShape, cache_domain: str, session_id: str) -> RequestFields:
     """Parse the body of a request. Raises as `parse_request_fields` does."""
     if api.generates:
-        return parse_request_fields(
-            body, api.prompt_fields[0], cache_domain, session_id, default_model
-        )
+        return parse_request_fields(body, api.prompt_fields[0], cache_domain, session_id)
     return parse_pooled_fields(
         body,
         api.prompt_fields,
         api.query_fields,
         cache_domain=cache_domain,
         session_id=session_id,
-        default_model=default_model,
     )
 
 
