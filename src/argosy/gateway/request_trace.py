@@ -222,8 +222,12 @@ class _StoredTrace(MemoryEntry, gc=False, eq=False):
 
 def _lookup_keys(trace: RequestTrace) -> tuple[tuple[str | None, str], ...]:
     """Return the owners by which a trace is found, each with its request id."""
-    owners = (None, trace.principal.organisation, trace.principal.project)
-    return tuple((owner, trace.request_id) for owner in owners)
+    principal, request_id = trace.principal, trace.request_id
+    return (
+        (None, request_id),
+        (principal.organisation, request_id),
+        (principal.project, request_id),
+    )
 
 
 class _StoredReport(MemoryEntry, gc=False, eq=False):
