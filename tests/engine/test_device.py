@@ -22,13 +22,23 @@ from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.loading.executor_loader import choose_device, load_executor
 from argosy.models import BUNDLED_MODEL
 from argosy.native import NativeUnavailableError
+from argosy.protocol import ModelDescription
 
 
-def test_loading_reports_its_activities() -> None:
+def test_loading_reports_its_activities_and_describes_the_model() -> None:
     activities: list[str] = []
     config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, warmup=False, num_blocks=64)
-    load_executor(config, lambda activity, _fraction: activities.append(activity))
+    loaded = load_executor(config, lambda activity, _fraction: activities.append(activity))
     assert list(dict.fromkeys(activities)) == ["preparing the kernels", "loading weights"]
+    weights = BUNDLED_MODEL / "model.safetensors"
+    assert loaded.model is not None
+    assert loaded.model == ModelDescription(
+        family=loaded.architecture.family,
+        parameters=loaded.architecture.num_parameters,
+        size_bytes=weights.stat().st_size,
+        format="safetensors",
+        quantization="bfloat16",
+    )
 
 
 @pytest.fixture

@@ -45,7 +45,9 @@ def text_processing() -> TextProcessing:
     output_format = FORMATS["hermes"].with_vocabulary(
         lambda text: tokenizer.added_token_id(text) is not None
     )
-    return TextProcessing(tokenizer, ChatTemplate(TEMPLATE, {}), output_format)
+    info = {"chat_template": TEMPLATE}
+    template = ChatTemplate(TEMPLATE, {})
+    return TextProcessing(tokenizer, template, output_format, tokenizer_info=info)
 
 
 class Scripted:

@@ -22,7 +22,7 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text import Tokenizer
-from argosy.protocol import ArithmeticIdentity
+from argosy.protocol import ArithmeticIdentity, ModelDescription
 from argosy.telemetry import CoreStats
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
@@ -61,6 +61,15 @@ def _set_event() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
+
+
+FAKE_MODEL = ModelDescription(
+    family="Qwen3",
+    parameters=1_720_000_000,
+    size_bytes=3_400_000_000,
+    format="safetensors",
+    quantization="bfloat16",
+)
 
 
 @dataclass(slots=True)
@@ -114,6 +123,7 @@ class FakeEngine:
             accelerator="fake accelerator",
             arithmetic=self.arithmetic,
             pooling=self.pooling,
+            model=FAKE_MODEL,
         )
 
     async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:

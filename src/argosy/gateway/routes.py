@@ -95,7 +95,7 @@ def build_routes(
         else:
             await exchange.send_response(200, _encode(models.get_model(name, principal)))
 
-    chats = StoredChatHandlers(state, generation.chat_completions)
+    chats = StoredChatHandlers(state, generation)
     return [
         _shared_row(
             "POST",
@@ -120,6 +120,7 @@ def build_routes(
             completion=generation.completions,
             embeddings=partial(generation.handle, api=EMBEDDINGS),
             tokenize=tokenize,
+            tokenizer_info=utility.tokenizer_info,
             refuse_unknown_fields=refuse_unknown_fields,
         ),
     ]

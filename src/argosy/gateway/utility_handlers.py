@@ -37,6 +37,7 @@ MAX_CONCURRENT_PER_TENANT = 4
 the prompts of all tenants on the same processors."""
 METRICS_PATH = "/metrics"
 TOKENIZE_PATH = "/tokenize"
+TOKENIZER_INFO_PATH = "/tokenizer_info"
 
 
 class _UtilityFields(msgspec.Struct, gc=False):
@@ -65,11 +66,13 @@ class UtilityHandlers:
             name = decode_fields(_UtilityFields, fields).model
             await self._forward_to_model(exchange, principal, name, path or exchange.path, fields)
 
-    async def tokenizer_info(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /tokenizer_info`. The query may name the model."""
-        query = dict(parse_qsl(exchange.query.decode("latin-1")))
+    async def tokenizer_info(
+        self, exchange: HttpExchange, principal: Principal, name: str | None = None
+    ) -> None:
+        """`GET /tokenizer_info`. The query may name the model, and requests of other dialects give its name."""
+        name = name or dict(parse_qsl(exchange.query.decode("latin-1"))).get("model")
         async with self._slots.hold(exchange, principal.tenant):
-            await self._forward_to_model(exchange, principal, query.get("model"), exchange.path)
+            await self._forward_to_model(exchange, principal, name, TOKENIZER_INFO_PATH)
 
     async def _forward_to_model(
         self,
@@ -162,8 +165,7 @@ async def _try_forward(
         *extra_headers,
     ]
     upstream, response = replica.upstream, UpstreamResponse(time.monotonic)
-    # GET for HEAD too, because the body of the response is read.
-    method = b"POST" if exchange.method == "POST" else b"GET"
+    method = b"POST" if body else b"GET"  # GET for HEAD too, since the body of the response is read
     request = upstream.build_request(method, path.encode(), body, headers)
     outcome: AttemptOutcome | None = AttemptOutcome.FAILURE
     replica.on_request_sent(0)

@@ -124,6 +124,7 @@ from argosy.protocol.replica_reports import (
     KvEvent,
     LoadPhase,
     LoadResponse,
+    ModelDescription,
     RequestReport,
     StartupProgress,
     TokenizationKey,

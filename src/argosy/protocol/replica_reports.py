@@ -75,6 +75,20 @@ def differing_parts(identities: list[ArithmeticIdentity]) -> dict[str, list[str]
     return {name: different for name, different in values.items() if len(different) > 1}
 
 
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded model as user interfaces show it."""
+
+    family: str
+    """Family of the architecture, such as `Qwen3`."""
+    parameters: NonNegativeCount
+    size_bytes: NonNegativeCount
+    """Bytes of the files with its weights."""
+    format: str
+    """Format of these files, such as `safetensors` or `gguf`."""
+    quantization: str
+    """Format of the weights as they are computed with, such as `bfloat16` or `int8`."""
+
+
 class StartupProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Current activity of a starting replica, and the completed fraction of it."""
 
@@ -137,6 +151,8 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Whether results do not depend on other requests, bit for bit. Streams of other replicas are not resumed."""
     preemptions_total: NonNegativeCount = 0
     """Sequences preempted to free KV blocks since the engine core started."""
+    model: ModelDescription | None = None
+    """The loaded model; None before it is loaded."""
     phase_s_total: dict[str, NonNegativeFloat] = {}
     """Seconds spent in steps since the engine core started, by phase: plan, launch, compute, sample, commit."""
 

@@ -11,8 +11,9 @@ import ollama
 import openai
 import pytest
 from tests.integration.dialects.conftest import MODEL, DialectFleet
-from tests.integration.test_parsed_output import CALL, THOUGHT, WEATHER
+from tests.integration.test_parsed_output import CALL, THOUGHT, WEATHER, text_processing
 from tests.support.conversation import APIS, SYSTEM, Answer, Question
+from tests.support.fake_engine import FAKE_MODEL
 from tests.support.replica_servers import MODEL as REPLICA_MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -297,10 +298,21 @@ async def test_conversation_that_is_too_long_goes_on_without_its_beginning(
 
 async def test_ollama_client_finds_its_way(fleet: DialectFleet) -> None:
     client = fleet.ollama()
-    assert [model.model for model in (await client.list()).models] == [MODEL]
+    (listed,) = (await client.list()).models
+    assert (listed.model, listed.size) == (MODEL, FAKE_MODEL.size_bytes)
+    assert listed.details is not None
+    assert listed.details.model_dump(exclude={"parent_model", "families"}) == {
+        "format": "safetensors",
+        "family": "qwen3",
+        "parameter_size": "1.7B",
+        "quantization_level": "bfloat16",
+    }
     shown = await client.show(f"{MODEL}:latest")
     assert shown.modelinfo is not None
-    assert shown.modelinfo["argosy.context_length"] == 2048
+    assert shown.modelinfo["qwen3.context_length"] == 2048
+    assert shown.modelinfo["general.parameter_count"] == FAKE_MODEL.parameters
+    template = text_processing().tokenizer_info["chat_template"]
+    assert shown.template == template
     assert "tools" in (shown.capabilities or [])
     assert "embedding" not in (shown.capabilities or [])
     assert [model.model for model in (await client.ps()).models] == [MODEL]

@@ -9,7 +9,7 @@ import msgspec
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
-from argosy.protocol import ApiError, ArithmeticIdentity
+from argosy.protocol import ApiError, ArithmeticIdentity, ModelDescription
 from argosy.telemetry import CoreStats
 
 EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
@@ -121,6 +121,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Properties of a model that computes vectors. None for a model that generates."""
     memory_bound_bytes: int = 0
     """Bound of the core's private memory. 0 sets none."""
+    model: ModelDescription | None = None
+    """The model as user interfaces show it."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

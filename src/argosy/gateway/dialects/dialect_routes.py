@@ -13,7 +13,7 @@ from argosy.gateway.dialects.conversation_handlers import (
     UpdateConversationRequest,
 )
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
-from argosy.gateway.dialects.ollama_handlers import OllamaHandlers
+from argosy.gateway.dialects.ollama_handlers import ModelHandler, OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers, open_responses_session
 from argosy.gateway.dialects.stored_chat_handlers import ChatPageQuery, StoredChatHandlers
@@ -80,6 +80,7 @@ def build_dialect_routes(
     completion: Handler,
     embeddings: Handler,
     tokenize: Handler,
+    tokenizer_info: ModelHandler,
     refuse_unknown_fields: bool,
 ) -> list[HttpRoute]:
     """Return the routes of all dialects.
@@ -94,6 +95,7 @@ def build_dialect_routes(
         completion: Handler of text completions.
         embeddings: Handler of embeddings.
         tokenize: Handler of `/tokenize`.
+        tokenizer_info: Handler of `/tokenizer_info`, which is given the model's name.
         refuse_unknown_fields: Whether unknown fields are errors.
     """
     stored = StoredResponseHandlers(state, background)
@@ -101,7 +103,12 @@ def build_dialect_routes(
         state, background, stored, chat, tokenize, refuse_unknown_fields=refuse_unknown_fields
     )
     ollama = OllamaHandlers(
-        models, chat, completion, embeddings, refuse_unknown_fields=refuse_unknown_fields
+        models,
+        chat,
+        completion,
+        embeddings,
+        tokenizer_info,
+        refuse_unknown_fields=refuse_unknown_fields,
     )
     return [
         *_build_responses_routes(responses),

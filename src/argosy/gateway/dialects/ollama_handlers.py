@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from argosy.gateway.http_route import Handler
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
-from argosy.protocol import ApiError, ModelCard, parse_body
+from argosy.protocol import ApiError, ModelCard, ModelDescription, parse_body
 from argosy.protocol.dialects import (
     NDJSON_CONTENT_TYPE,
+    ObjectTranslator,
     OllamaModelRequest,
     OllamaOutput,
     RenderedRequest,
@@ -43,6 +44,10 @@ _ALWAYS = "9999-12-31T23:59:59Z"
 _encode = msgspec.json.encode
 
 
+ModelHandler = Callable[[HttpExchange, Principal, str], Awaitable[None]]
+"""Handler of a request about the model with a name."""
+
+
 class OllamaHandlers:
     """Handlers that run Ollama's requests as chats, text completions or embeddings.
 
@@ -51,6 +56,7 @@ class OllamaHandlers:
         chat: Handler of chats.
         completion: Handler of text completions.
         embeddings: Handler of embeddings.
+        tokenizer_info: Handler of `/tokenizer_info`, which is given the model's name.
         refuse_unknown_fields: Whether unknown fields are errors.
     """
 
@@ -60,10 +66,12 @@ class OllamaHandlers:
         chat: Handler,
         completion: Handler,
         embeddings: Handler,
+        tokenizer_info: ModelHandler,
         *,
         refuse_unknown_fields: bool,
     ) -> None:
         self._models = models
+        self._tokenizer_info = tokenizer_info
         self._chat = chat
         self._completion = completion
         self._embeddings = embeddings
@@ -127,15 +135,18 @@ class OllamaHandlers:
 
     async def tags(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /api/tags`: the models."""
+        descriptions = self._descriptions
         cards = self._models.list_models(principal).data
-        await _send(exchange, {"models": [_describe_model(card) for card in cards]})
+        models = [_describe_model(card, descriptions.get(card.root)) for card in cards]
+        await _send(exchange, {"models": models})
 
     async def running(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /api/ps`: the models with a replica that is ready."""
         available = {pool.model for pool in self._models.all_pools if pool.is_available()}
+        descriptions = self._descriptions
         models = [
             {
-                **_describe_model(card),
+                **_describe_model(card, descriptions.get(card.root)),
                 "expires_at": _ALWAYS,
                 "size_vram": 0,
                 "context_length": card.max_model_len or 0,
@@ -150,22 +161,46 @@ class OllamaHandlers:
         body = await exchange.read_body()
         request = await exchange.parse_body(body, partial(parse_body, OllamaModelRequest))
         card = self._models.get_model(request.require_model(), principal)
-        described = _describe_model(card)
-        await _send(
-            exchange,
-            {
-                **{name: described[name] for name in ("modified_at", "details")},
-                "modelfile": "",
-                "parameters": "",
-                "template": "",
-                "model_info": {
-                    "general.architecture": _ARCHITECTURE,
-                    "general.basename": card.id,
-                    f"{_ARCHITECTURE}.context_length": card.max_model_len or 0,
-                },
-                "capabilities": _list_capabilities(card.tasks),
-            },
+        description = self._descriptions.get(card.root)
+        described = _describe_model(card, description)
+        family = described["details"]["family"]
+        info: dict[str, Any] = {
+            "general.architecture": family,
+            "general.basename": card.id,
+            f"{family}.context_length": card.max_model_len or 0,
+        }
+        if description is not None:
+            info["general.parameter_count"] = description.parameters
+        shown = {
+            **{name: described[name] for name in ("modified_at", "details")},
+            "modelfile": "",
+            "parameters": "",
+            "template": "",
+            "model_info": info,
+            "capabilities": _list_capabilities(card.tasks),
+        }
+        is_available = any(
+            pool.model == card.root and pool.is_available() for pool in self._models.all_pools
         )
+        if description is None or not is_available:  # only Argosy's replicas have the template
+            await _send(exchange, shown)
+            return
+        reader = ObjectTranslator(
+            lambda info: shown | {"template": info.get("chat_template") or ""}, encode_ollama_error
+        )
+        exchange.translate(b"", reader)
+        try:
+            await self._tokenizer_info(exchange, principal, card.id)
+        except ApiError as error:
+            if error.status != 503:
+                raise
+            exchange.stop_translating()  # no replica answers, so the template is unknown
+            await _send(exchange, shown)
+
+    @property
+    def _descriptions(self) -> dict[str, ModelDescription | None]:
+        """Descriptions by the names of the pools' models."""
+        return {pool.model: pool.description for pool in self._models.all_pools}
 
     async def version(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /api/version`."""
@@ -224,19 +259,28 @@ async def _send(exchange: HttpExchange, content: dict[str, Any]) -> None:
     await exchange.send_response(200, _encode(content))
 
 
-def _describe_model(card: ModelCard) -> dict[str, Any]:
+def _format_count(count: int) -> str:
+    """Format a number of parameters as Ollama does."""
+    unit, name = next(
+        (each for each in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if count >= each[0]), (1.0, "")
+    )
+    return f"{count / unit:.1f}".removesuffix(".0") + name
+
+
+def _describe_model(card: ModelCard, model: ModelDescription | None) -> dict[str, Any]:
+    family = _ARCHITECTURE if model is None else model.family.lower()
     return {
         "name": card.id,
         "model": strip_tag(card.id),
         "modified_at": format_timestamp(card.created),
-        "size": 0,
+        "size": 0 if model is None else model.size_bytes,
         "digest": hashlib.sha256(card.id.encode()).hexdigest(),
         "details": {
             "parent_model": "",
-            "format": "",
-            "family": _ARCHITECTURE,
-            "families": [_ARCHITECTURE],
-            "parameter_size": "",
-            "quantization_level": "",
+            "format": "" if model is None else model.format,
+            "family": family,
+            "families": [family],
+            "parameter_size": "" if model is None else _format_count(model.parameters),
+            "quantization_level": "" if model is None else model.quantization,
         },
     }

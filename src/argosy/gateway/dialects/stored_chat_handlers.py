@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -20,7 +20,8 @@ from argosy.gateway.dialects.dialect import name_ignored_fields
 from argosy.gateway.dialects.response_state import CHAT_ID_PREFIX, ResponseState, item_owner
 from argosy.gateway.dialects.stored_response_handlers import ItemPageQuery, parse_query_string
 from argosy.gateway.principal import Principal
-from argosy.gateway.proxy import AggregatedChoice
+from argosy.gateway.proxy import AggregatedChoice, CompletionHandlers
+from argosy.gateway.request_context import CHAT
 from argosy.gateway.request_fields import parse_raw_fields
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
@@ -50,15 +51,6 @@ _DONE = b"[DONE]"
 _encode = msgspec.json.encode
 
 
-class ChatHandler(Protocol):
-    """Handler of chats, which may be given the body that has been read."""
-
-    async def __call__(
-        self, exchange: HttpExchange, principal: Principal, body: bytes | None = None
-    ) -> None:
-        """Handle one chat."""
-
-
 class ChatPageQuery(ItemPageQuery, frozen=True, kw_only=True):
     """Query parameters of `GET /v1/chat/completions`, besides `metadata[KEY]`, and of a list of messages."""
 
@@ -71,12 +63,12 @@ class StoredChatHandlers:
 
     Args:
         state: Stored responses.
-        chat: Handler of chats.
+        generation: Handlers of chats.
     """
 
-    def __init__(self, state: ResponseState, chat: ChatHandler) -> None:
+    def __init__(self, state: ResponseState, generation: CompletionHandlers) -> None:
         self._state = state
-        self._chat = chat
+        self._generation = generation
 
     async def create(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/chat/completions`."""
@@ -86,7 +78,7 @@ class StoredChatHandlers:
             if bytes(fields.get("store", b"")) == b"true":
                 await self._prepare(exchange, principal, fields, len(body))
                 body = await exchange.read_body()
-        await self._chat(exchange, principal, body)
+        await self._generation.handle(exchange, principal, CHAT, body)
 
     async def _prepare(
         self, exchange: HttpExchange, principal: Principal, fields: dict[str, Raw], size: int

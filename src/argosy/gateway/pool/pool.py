@@ -15,7 +15,7 @@ from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint, ignore_change
 from argosy.policy import Hedging, ReplicaStatus, RoutingPolicyName, StatusChange
 from argosy.policy.placement import GivingWay, PlacementPool
 from argosy.policy.traffic import PoolRoute, TrafficRoute
-from argosy.protocol import differing_parts
+from argosy.protocol import ModelDescription, differing_parts
 from argosy.store import ReplicaSetting
 
 MIN_ETA_S = 5.0
@@ -146,6 +146,12 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         """Digest of the model, if all replicas have verified the same one."""
         digests = {replica.model_digest for replica in self.replicas.values()}
         return digests.pop() or None if len(digests) == 1 else None
+
+    @property
+    def description(self) -> ModelDescription | None:
+        """The model as one of the replicas describes it; None if none does."""
+        reports = [replica.report for replica in self.replicas.values()]
+        return next((report.model for report in reports if report and report.model), None)
 
     @property
     def tasks(self) -> frozenset[str] | None:

@@ -159,11 +159,9 @@ class CompletionHandlers:
         """Number of streams on the fast path."""
         return 0 if self._fast_path is None else len(self._fast_path)
 
-    async def chat_completions(
-        self, exchange: HttpExchange, principal: Principal, body: bytes | None = None
-    ) -> None:
-        """`POST /v1/chat/completions`, whose `body` may have been read."""
-        await self.handle(exchange, principal, CHAT, body)
+    async def chat_completions(self, exchange: HttpExchange, principal: Principal) -> None:
+        """`POST /v1/chat/completions`."""
+        await self.handle(exchange, principal, CHAT)
 
     async def completions(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/completions`."""

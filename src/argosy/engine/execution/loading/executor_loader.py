@@ -67,7 +67,7 @@ from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import AdmittedSequence, SchedulerLimits, StepPlan
 from argosy.model_store import stored_digest, verify_model
-from argosy.protocol import ArithmeticIdentity, SamplingParams
+from argosy.protocol import ArithmeticIdentity, ModelDescription, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -97,6 +97,8 @@ class LoadedExecutor:
     """Memory of the process that the KV cache, its host tier, recurrent states and the largest step may still take."""
     pooling: PoolingInfo | None = None
     """Properties of a model that computes vectors, or None for one that generates."""
+    model: ModelDescription | None = None
+    """The model as user interfaces show it."""
 
 
 def load_executor(
@@ -376,6 +378,24 @@ def _prove(
         else max_steps_in_flight,
         reserved_bytes=_count_reserved_bytes(config, loaded, limits),
         pooling=pooling,
+        model=_describe_model(plan),
+    )
+
+
+def _describe_model(plan: _LoadPlan) -> ModelDescription:
+    """Describe the model for user interfaces, by its files and the format of its weights."""
+    files = [plan.path]
+    if plan.path.is_dir():
+        patterns = ("*.safetensors", "*.gguf", "*.bin")
+        files = next((found for each in patterns if (found := [*plan.path.glob(each)])), [])
+    kinds = {".bin": "pytorch"}
+    suffix = files[0].suffix if files else ""
+    return ModelDescription(
+        family=plan.architecture.family,
+        parameters=plan.architecture.num_parameters,
+        size_bytes=sum(file.stat().st_size for file in files),
+        format=kinds.get(suffix, suffix[1:]),
+        quantization=plan.quantize or plan.stored_format or str(plan.dtype).removeprefix("torch."),
     )
 
 

@@ -310,6 +310,7 @@ class ReplicaState:
             arithmetic_id=self.arithmetic_id,
             arithmetic=self.arithmetic,
             accelerator=ready.accelerator if ready else "",
+            model=ready.model if ready else None,
             zone=self.config.zone,
             labels=self.config.labels,
             exact=ready.is_exact if ready else True,

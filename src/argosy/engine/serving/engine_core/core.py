@@ -453,6 +453,7 @@ def describe_core(loaded: LoadedExecutor, memory_bound_bytes: int) -> CoreReady:
         is_exact=loaded.is_exact,
         pooling=loaded.pooling,
         memory_bound_bytes=memory_bound_bytes,
+        model=loaded.model,
     )
 
 
