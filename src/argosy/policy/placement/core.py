@@ -251,7 +251,7 @@ class PlacementCore:
             selection = queue.pool.select_replica(request, excluded, now, self._random)
             if selection is not None:
                 queue.withdraw_displaced(request)
-                self._start_attempt(request, selection, queue, now, _next_mode(request))
+                self._start_attempt(request, selection, queue, now)
 
     def _move_waiting(self, queue: PoolQueue, reason: str, now: float) -> None:
         """Move the requests without a running attempt to the pool that takes over."""
@@ -314,7 +314,7 @@ class PlacementCore:
         if request.state is not RequestState.PAUSED:
             queue.pool.on_dispatched(now)
         queue.start(request)
-        self._start_attempt(request, selection, queue, now, _next_mode(request))
+        self._start_attempt(request, selection, queue, now)
 
     def _start_attempt(
         self,
@@ -322,14 +322,17 @@ class PlacementCore:
         selection: Selection,
         queue: PoolQueue,
         now: float,
-        mode: AttemptMode,
+        *,
+        is_hedge: bool = False,
     ) -> None:
         replica, chosen = selection.replica, selection.chosen
         sequences = request.sequence_count
         slots = 1 if sequences == 1 else replica.count_slots_for(sequences, request.tier, now)
         kv_tokens = request.prompt_tokens + selection.output_tokens
         replica.on_request_sent(chosen.uncached_tokens, slots, request.tenant, sequences, kv_tokens)
-        is_hedge = mode is AttemptMode.HEDGE
+        mode = AttemptMode.RETRY if request.records else AttemptMode.FIRST
+        if is_hedge or request.output_tokens:
+            mode = AttemptMode.HEDGE if is_hedge else AttemptMode.RESUME
         attempt = Attempt(
             replica,
             chosen,
@@ -371,7 +374,7 @@ class PlacementCore:
         queue = self._requests[request]
         selection = queue.select_hedge(request, first.replica, now, self._random)
         if selection is not None:
-            self._start_attempt(request, selection, queue, now, AttemptMode.HEDGE)
+            self._start_attempt(request, selection, queue, now, is_hedge=True)
 
     def _on_attempt_answered(self, event: AttemptAnswered, now: float) -> None:
         request, attempt = event.request, event.attempt
@@ -595,10 +598,3 @@ class PlacementCore:
         self._dispatch(queue, now)
         if self._pauser.move_streams(queue, now):
             self._schedule_poll(queue, now)
-
-
-def _next_mode(request: PlacementRequest) -> AttemptMode:
-    """Return why the next attempt of a request is made that has no running attempt."""
-    if request.output_tokens:
-        return AttemptMode.RESUME
-    return AttemptMode.RETRY if request.records else AttemptMode.FIRST
