@@ -372,6 +372,7 @@ async def test_aggregated_response_ends_at_size_limit(
 ) -> None:
     """Many choices with log-probabilities used all of the gateway's memory."""
     monkeypatch.setattr(response_writers, "MAX_AGGREGATED_BYTES", 100)
+    monkeypatch.setattr(response_writers, "COUNTED_BYTES", 100)
     engine = FakeEngine(tokenizer, constant_script(Script([*range(100, 110)], pause_after=4)))
     async with (
         serve(engine) as served,
