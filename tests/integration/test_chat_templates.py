@@ -55,6 +55,7 @@ DIFFERENCES = {
 
 
 REFUSING = {
+    "Indexnusrefather-Qwen-3.5-2b-roleplay-tuned-v2-ERP-tolerant": "It reads the parts of two system messages only.",
     "KSP-NMAI-Boris-1.3-75M-Instruct": "It takes a later system message in some places only.",
     "ai-sage-GigaChat3.1-Audio-10B-A1.8B": "It refuses reasoning without a variable of its own.",
     "nvidia-llama-nemotron-embed-vl-1b-v2": "It takes one message, for embeddings.",
@@ -294,7 +295,7 @@ def speak(role: str) -> list[dict[str, Any]]:
 
 
 def speak_in_parts(role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": [part(word()), part(word())]}]
+    return [{"role": role, "content": [part(word()), part(word())], "name": word()}]
 
 
 def show_picture() -> list[dict[str, Any]]:

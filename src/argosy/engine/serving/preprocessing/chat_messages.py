@@ -123,6 +123,10 @@ class _Converter:
         result: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
             result["name"] = message.name
+            if message.role not in self._can.named:
+                self.ignored.append(f"{path}.name")
+        if message.refusal and content != message.refusal:
+            self.ignored.append(f"{path}.refusal")
         name, reasoning = _reasoning(message)
         if reasoning:
             result |= dict.fromkeys(REASONING_NAMES, reasoning)

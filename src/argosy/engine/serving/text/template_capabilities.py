@@ -70,6 +70,8 @@ class TemplateCapabilities:
     """Whether the reasoning of earlier messages appears in the prompt."""
     variables: frozenset[str] = frozenset()
     """Variables for reasoning whose value changes the prompt."""
+    named: frozenset[str] = frozenset({"system", "user", "assistant"})
+    """Roles of which the prompt shows the names of the participants (`name`)."""
     shows_every_message: bool = True
     """Whether each message of an ordinary conversation appears in the prompt."""
 

@@ -91,35 +91,19 @@ class _Probe:
         self._find_content_form(
             LATER_SYSTEM, lambda message: [_system(d), _user(c), {**message, "role": "system"}]
         )
-        late_systems = {
-            "user": ([_user(a), _system(b)], [_system(a), _user(b), _system(c), _assistant(d)]),
-            "assistant": (
-                [_user(a), _assistant(b), _system(c), _user(d)],
-                [_system(e), _user(a), _assistant(b), _system(c), _user(d)],
-            ),
-        }
-        repeats = {
-            "user": [_user(a), _user(b)],
-            "assistant": [_user(a), _assistant(b), _assistant(c), _user(d)],
-        }
-        welcomes = {
-            "first": [_assistant(a), _user(b)],
-            "after system": [_system(c), _assistant(a), _user(b)],
+        self._find_order()
+        names = {
+            "system": [{**_system(a), "name": e}, _user(b)],
+            "user": [{**_user(a), "name": e}],
+            "assistant": [_user(a), {**_assistant(b), "name": e}, _user(c)],
         }
         self._can = replace(
             self._can,
-            system=self._find_system_place(),
-            late_system=frozenset(
-                role for role in late_systems if all(map(self._shows, late_systems[role]))
-            ),
-            repeatable=frozenset(name for name in repeats if self._shows(repeats[name])),
-            welcome=frozenset(name for name in welcomes if self._shows(welcomes[name])),
-            takes_system_alone=self._shows([_system(a)]),
+            named=frozenset(role for role in names if e in self._try(names[role])),
             needed_tool_fields=self._find_needed_tool_fields(),
             variables=frozenset(filter(self._reads, variables)),
         )
-        forms = list(_call_forms(self._can)) if reads_calls else []
-        self._find_calls(forms)
+        self._find_calls(list(_call_forms(self._can)) if reads_calls else [])
         self._can = replace(self._can, reasoning=self._find_reasoning())
         return replace(
             self._can, shows_every_message=all(map(self._shows_adapted, _ordinary(self._can)))
@@ -162,6 +146,35 @@ class _Probe:
         elif not takes_text and takes(parts_of(a)):
             form = "part"
         self._can = replace(self._can, content={**self._can.content, role: form})
+
+    def _find_order(self) -> None:
+        """Find which role may follow which."""
+        a, b, c, d, e, *_ = _WORDS
+        late_systems = {
+            "user": ([_user(a), _system(b)], [_system(a), _user(b), _system(c), _assistant(d)]),
+            "assistant": (
+                [_user(a), _assistant(b), _system(c), _user(d)],
+                [_system(e), _user(a), _assistant(b), _system(c), _user(d)],
+            ),
+        }
+        repeats = {
+            "user": [_user(a), _user(b)],
+            "assistant": [_user(a), _assistant(b), _assistant(c), _user(d)],
+        }
+        welcomes = {
+            "first": [_assistant(a), _user(b)],
+            "after system": [_system(c), _assistant(a), _user(b)],
+        }
+        self._can = replace(
+            self._can,
+            system=self._find_system_place(),
+            late_system=frozenset(
+                role for role in late_systems if all(map(self._shows, late_systems[role]))
+            ),
+            repeatable=frozenset(name for name in repeats if self._shows(repeats[name])),
+            welcome=frozenset(name for name in welcomes if self._shows(welcomes[name])),
+            takes_system_alone=self._shows([_system(a)]),
+        )
 
     def _find_system_place(self) -> SystemPlace:
         a, b, c, *_ = _WORDS
