@@ -25,7 +25,12 @@ from argosy.gateway.proxy import (
 from argosy.gateway.request_context import GENERATE
 from argosy.gateway.request_fields import decode_fields, parse_raw_fields
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
-from argosy.http_server import JSON_CONTENT_TYPE, DisconnectedError, HttpExchange
+from argosy.http_server import (
+    JSON_CONTENT_TYPE,
+    LARGE_BODY_BYTES,
+    DisconnectedError,
+    HttpExchange,
+)
 from argosy.policy import AttemptOutcome, classify_status
 from argosy.protocol import ApiError
 
@@ -104,6 +109,8 @@ class UtilityHandlers:
         while True:
             for replica in _replicas_by_load(pool):
                 body = b"" if fields is None else _encode_for(replica, fields)
+                if len(body) >= LARGE_BODY_BYTES:
+                    await asyncio.sleep(0)  # each copy of it takes a turn of the event loop
                 if await _try_forward(
                     exchange, replica, body, path, extra_headers=self._extra_headers
                 ):

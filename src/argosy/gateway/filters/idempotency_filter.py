@@ -5,6 +5,7 @@ Implements the IETF draft "The Idempotency-Key HTTP Header Field". A request tha
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import structlog
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import IdempotencyTrace
+from argosy.http_server import LARGE_BODY_BYTES
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, invalid_request
 from argosy.store import (
     CachedResponse,
@@ -51,7 +53,11 @@ class IdempotencyFilter:
         if key is None:
             return False
         scoped_key = scope_key(context.principal, key)
-        claim = InFlightClaim(context.response_id, _request_digest(context))
+        if context.fields.body_bytes < LARGE_BODY_BYTES:
+            digest = _request_digest(context)
+        else:
+            digest = await asyncio.to_thread(_request_digest, context)
+        claim = InFlightClaim(context.response_id, digest)
         existing = await self._store.claim(scoped_key, claim)
         first_request_id = context.response_id if existing is None else existing.request_id
         trace_line = IdempotencyTrace(
