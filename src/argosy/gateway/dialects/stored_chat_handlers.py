@@ -267,7 +267,7 @@ class _CompletionRecorder:
         }
         for choice in chunk["choices"]:
             unset = {"finish_reason": None, "stop_reason": None}
-            self._choices[choice["index"]].add_chunk(unset | choice)
+            self._choices[choice.get("index", 0)].add_chunk(unset | choice)
 
     def _build_completion(self) -> dict[str, Any]:
         choices = [self._choices[index].build_chat_choice(index) for index in sorted(self._choices)]
