@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
@@ -313,6 +313,7 @@ TURNS = st.lists(
 )
 
 
+@settings(max_examples=30)
 @given(TURNS, st.sampled_from([None, 5, 100]))
 def test_oldest_messages_are_dropped_until_the_conversation_fits(
     turns: list[list[tuple[str, str]]], max_tokens: int | None
