@@ -54,8 +54,11 @@ DIFFERENCES = {
 """Templates that lose tools or reasoning in transformers, and why they do not here."""
 
 
+PARTS_AT_THE_START = "It reads parts of a second system message at the start, but not later."
 REFUSING = {
-    "Indexnusrefather-Qwen-3.5-2b-roleplay-tuned-v2-ERP-tolerant": "It reads the parts of two system messages only.",
+    "Indexnusrefather-Qwen-3.5-2b-roleplay-tuned-v2-ERP-tolerant": PARTS_AT_THE_START,
+    "jica98-qwen3.5-4B-super-coder": PARTS_AT_THE_START,
+    "lordx64-Qwen3.6-35B-A3B-Claude-4.7-Opus-Reasoning-Distilled": PARTS_AT_THE_START,
     "KSP-NMAI-Boris-1.3-75M-Instruct": "It takes a later system message in some places only.",
     "ai-sage-GigaChat3.1-Audio-10B-A1.8B": "It refuses reasoning without a variable of its own.",
     "nvidia-llama-nemotron-embed-vl-1b-v2": "It takes one message, for embeddings.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,14 @@ class PromptTokenizer:
 
         if body.truncation != "auto":
             return tokenize(body.messages)
+        return self._fit_conversation(body, tokenize)
+
+    def _fit_conversation(
+        self,
+        body: ChatCompletionRequest,
+        tokenize: Callable[[list[ChatMessageParam]], PromptState],
+    ) -> PromptState:
+        """Return the prompt of a conversation without its oldest messages, if it is too long otherwise."""
         needed = body.max_completion_tokens or body.max_tokens or 1
         room = max(needed, self.max_context_tokens // _OUTPUT_SHARE)
         if body.clamp_max_tokens:
