@@ -85,7 +85,7 @@ class _Probe:
         a, b, c, d, e, *_ = _WORDS
         self._find_content_form("user", lambda message: [message])
         if not self._shows([_user(a)]):
-            return TemplateCapabilities(shows_every_message=False)
+            return TemplateCapabilities(named=frozenset(), shows_every_message=False)
         self._find_content_form("assistant", lambda message: [_user(c), message, _user(d)])
         self._find_content_form("system", lambda message: [message, _user(c)])
         self._find_content_form(
