@@ -109,7 +109,8 @@ def run_fleet(behaviours: Sequence[str] = ()) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "state").mkdir()
-        os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT)}
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": paths}
         pids: list[int] = []
         if behaviours:
             models = [*start_upstreams(stack, folder, ["healthy"])]
