@@ -267,8 +267,9 @@ class UpstreamConnection(PacedProtocol):
 
     def _finish_response(self) -> None:
         """Release the connection and report the end of the response to the listener."""
-        if self.take_unparsed():
-            self.closed = True  # the bytes after the response belong to none
+        if self._unparsed:  # the bytes after the response belong to none
+            self.take_unparsed()
+            self.closed = True
         listener, self._listener = self._listener, None
         self._is_message_complete = self._is_framed = self._at_chunk_boundary = False
         if self.closed and self.transport is not None:
