@@ -150,24 +150,31 @@ async def run_in_daemon_thread(call: Callable[..., T], *args: object) -> T:
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
+    run = functools.partial(contextvars.copy_context().run, call, *args)
+    threading.Thread(
+        target=_run_blocking, args=(loop, future, run), name="blocking-call", daemon=True
+    ).start()
+    try:
+        return await future
+    finally:
+        del future  # its exception refers to this frame, and with it to megabytes of arguments
 
-    def set_if_pending(set_outcome: Callable[[], None]) -> None:
-        if not future.done():
-            set_outcome()
 
-    def run() -> None:
-        try:
-            result = context.run(call, *args)
-        except BaseException as error:  # noqa: BLE001 - propagates to the caller
-            set_outcome = functools.partial(future.set_exception, error)
-        else:
-            set_outcome = functools.partial(future.set_result, result)
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
-            loop.call_soon_threadsafe(set_if_pending, set_outcome)
+def _run_blocking(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], run: Callable[[], T]
+) -> None:
+    try:
+        set_outcome = functools.partial(future.set_result, run())
+    except BaseException as error:  # noqa: BLE001 - propagates to the caller
+        set_outcome = functools.partial(future.set_exception, error)
+    with contextlib.suppress(RuntimeError):  # the loop may be closed
+        loop.call_soon_threadsafe(_set_if_pending, future, set_outcome)
+    del future, set_outcome  # the exception refers to this frame
 
-    threading.Thread(target=run, name="blocking-call", daemon=True).start()
-    return await future
+
+def _set_if_pending(future: asyncio.Future[T], set_outcome: Callable[[], None]) -> None:
+    if not future.done():
+        set_outcome()
 
 
 def enable_tcp_keepalive(connection: socket.socket, timeout_s: float) -> None:

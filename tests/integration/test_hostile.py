@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -30,9 +33,11 @@ from tests.support.replica_servers import (
     completion,
     serve,
 )
+from tests.support.waiting import until
 
 from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.process import run_in_daemon_thread
 from argosy.protocol import parsing
 from argosy.store import StoreConfig
 
@@ -204,6 +209,26 @@ async def test_gateway_parses_large_bodies_outside_of_its_event_loop(
             assert threads, path
             assert threading.get_ident() not in threads, path
     upstream.close()
+
+
+async def test_failed_call_in_thread_releases_its_arguments() -> None:
+    """Conversations beyond the quota stayed in memory until the next full collection, 4 GB in 15 s."""
+
+    class Body:
+        pass
+
+    def refuse(body: Body) -> None:
+        raise ValueError(body)
+
+    bodies = [Body()]
+    released = weakref.ref(bodies[0])
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            await run_in_daemon_thread(refuse, bodies.pop())
+        await until(lambda: released() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.exhaustive
