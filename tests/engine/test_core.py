@@ -14,14 +14,15 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
+from argosy import machine_resources as resources
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.executor.output_stage import StepHandle
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
-from argosy.engine.execution.kernels.cpu import compute_threads, resources
-from argosy.engine.execution.kernels.cpu.resources import CpuTimes
+from argosy.engine.execution.kernels.cpu import compute_threads
 from argosy.engine.scheduling import StepPlan, StepResult
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
+from argosy.machine_resources import CpuTimes
 from argosy.models import BUNDLED_MODEL
 from argosy.process import private_memory_bytes
 from argosy.protocol import SamplingParams, unpack_block_names

@@ -10,16 +10,16 @@ import psutil
 import pytest
 import torch
 
+from argosy import machine_resources as resources
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.kernels.cpu import isa as isa_module
-from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.kernels.cpu.compute_threads import THREADS_VARIABLE
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE, TORCH_ISA_NAME, available_isas
 from argosy.engine.execution.kernels.cpu.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.kernels.cpu.resources import CpuQuota, CpuTimes, read_cpu_times
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.loading.executor_loader import choose_device, load_executor
+from argosy.machine_resources import CpuQuota, CpuTimes, read_cpu_times
 from argosy.models import BUNDLED_MODEL
 from argosy.native import NativeUnavailableError
 from argosy.protocol import ModelDescription

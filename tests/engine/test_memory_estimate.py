@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from argosy import machine_resources as resources
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.architectures.architecture import arrange_layers
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
-from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.engine.execution.loading.memory import (
     MemoryNeeds,

@@ -7,9 +7,9 @@ import os
 import structlog
 import torch
 
-from argosy.engine.execution.kernels.cpu import resources
+from argosy import machine_resources as resources
 from argosy.engine.execution.kernels.cpu.native_kernels import limit_kernel_threads
-from argosy.engine.execution.kernels.cpu.resources import CpuTimes, read_cpu_times
+from argosy.machine_resources import CpuTimes, read_cpu_times
 from argosy.policy import MEASURE_INTERVAL_S, ThreadCountPolicy
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from argosy import machine_resources as resources
 from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, WeightFormat
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
-from argosy.engine.execution.kernels.cpu import resources
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
 from argosy.engine.execution.kernels.cpu.compute_threads import (
     ComputeThreads,
