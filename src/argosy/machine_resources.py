@@ -49,6 +49,13 @@ def free_bytes() -> int:
     return max(0, min(free_by_limit))
 
 
+def total_bytes() -> int:
+    """Return the memory that processes may use in all: that of the machine, limited by the cgroup."""
+    limits = [_read_text(folder / "memory.max") for folder in _cgroup_folders()]
+    total = int(psutil.virtual_memory().total)
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 def _cgroup_folders() -> list[Path]:
     """Return the folders of this process's cgroup, innermost first, or an empty list without cgroup v2."""
     for line in _read_text(Path("/proc/self/cgroup")).splitlines():

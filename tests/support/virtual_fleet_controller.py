@@ -78,8 +78,10 @@ class VirtualFleet:
         seed: int = 0,
         gateways: int = 2,
         accelerators: float = math.inf,
+        cores: int | None = None,
     ) -> None:
         random = Random(seed)
+        self.cores = {} if cores is None else {LAUNCHER: cores}
         self.clock = FakeClock(1000.0)
         self.cluster = SimulatedCluster(self.clock, seed, accelerators)
         self.records = FleetRecords()
@@ -327,7 +329,7 @@ class VirtualController:
 
     async def decide(self) -> Reconciliation:
         """Reconcile twice with one observation, which must give the same result."""
-        desired = DesiredFleet(pools=self.fleet.desired)
+        desired = DesiredFleet(pools=self.fleet.desired, cores=self.fleet.cores)
         observed = await self.observe()
         result = reconcile(desired, observed, self.fleet.now)
         assert reconcile(desired, observed, self.fleet.now) == result

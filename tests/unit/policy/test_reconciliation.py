@@ -34,7 +34,7 @@ class FleetMachine(RuleBasedStateMachine):
             pool("a", 3, spares=1, requires_warm_up=warm),
             pool("b", 2, max_surge=0, max_unavailable=1),
         ]
-        self.simulation = FleetSimulation(pools, seed, gateways)
+        self.simulation = FleetSimulation(pools, seed, gateways, cores=seed % 4 or None)
         self.fleet = self.simulation.fleet
         self.generation = 1
 

@@ -264,6 +264,46 @@ def test_crash_loop_backs_off(
         assert start.ended_run.attempt == num_past
 
 
+STARTING = LOADING | {"started_at": NOW - 5.0}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "cores", "started"),
+    [
+        ([], 3, ["a-2-0", "a-2-1", "a-2-2"]),
+        ([replica(0)], 3, ["a-2-1"]),
+        ([replica(0)], 6, ["a-2-1", "a-2-2", "a-2-3"]),
+        ([replica(0), replica(1, **STARTING)], 4, ["a-2-2"]),
+        ([replica(0), replica(1, **STARTING)], 2, []),
+        ([replica(0), replica(1, **STARTING | {"started_at": NOW - 60.0})], 2, ["a-2-2"]),
+        ([replica(0), replica(1, **EXITED), replica(2, **STARTING)], 2, ["a-2-1"]),
+    ],
+    ids=["all-cores", "half", "half-of-6", "one-starts", "full", "slow-start", "crash"],
+)
+def test_few_new_replicas_start_at_once(
+    replicas: list[ObservedReplica], cores: int, started: list[str]
+) -> None:
+    pools = (msgspec.structs.replace(POOL, replicas=500),)
+    desired = DesiredFleet(pools=pools, cores={"local": cores, "ray": 1})
+    result = reconcile(desired, ObservedFleet(replicas=tuple(replicas)), NOW)
+    assert [each.replica for each in result.actions if isinstance(each, Start)] == started
+    waiting = {name for name, each in result.phases.items() if "waits for its turn" in each.reason}
+    assert len(waiting) == 500 - len(started) - len(
+        [each for each in replicas if each.name not in started]
+    )
+
+
+def test_pools_with_few_running_replicas_and_gateways_start_first() -> None:
+    gateway = msgspec.structs.replace(POOL, name="gateway", serves_model=False)
+    pools = (msgspec.structs.replace(POOL, replicas=9), msgspec.structs.replace(POOL, name="b"))
+    desired = DesiredFleet(pools=(*pools, gateway), cores={"local": 6})
+    result = reconcile(desired, ObservedFleet(replicas=(replica(0),)), NOW)
+    assert [each.replica for each in result.actions] == [
+        *("a-2-1", "b-2-0", "b-2-1"),
+        *("gateway-2-0", "gateway-2-1"),
+    ]
+
+
 def test_start_error_of_replica_that_has_served_counts_as_a_crash() -> None:
     served = ReplicaRun(attempt=0, started_at=0.0, ready_at=1.0, exited_at=NOW - 9.0)
     fields = EXITED | {"ready_at": None, "start_error": "no memory", "attempt": 1}

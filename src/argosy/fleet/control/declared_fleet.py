@@ -27,6 +27,7 @@ from argosy.deployment import (
 from argosy.fleet.control.replica_monitor import CheckPaths
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError, LaunchSpec
+from argosy.machine_resources import usable_cpus
 from argosy.policy.reconciliation import DesiredFleet, DesiredPool, RestartLimits, replica_name
 from argosy.policy.rollout import RolloutPlan
 from argosy.store import FleetRevision, StoreConfig
@@ -129,7 +130,7 @@ class DeclaredFleet:
                     serves_model=False,
                 )
             )
-        return DesiredFleet(pools=tuple(pools))
+        return DesiredFleet(pools=tuple(pools), cores={GATEWAY_LAUNCHER: usable_cpus()})
 
     def launch_spec(self, pool: str, generation: int, ordinal: int) -> LaunchSpec:
         """Return the specification of a replica of the current or an earlier generation.

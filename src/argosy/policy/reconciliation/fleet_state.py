@@ -77,6 +77,8 @@ class DesiredFleet(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[DesiredPool, ...] = ()
     """Pools. Several of one name are versions of one pool that serve beside each other. Each has the replicas of its
     generation, and the first one replaces those of generations that no other one has."""
+    cores: Mapping[str, int] = {}
+    """CPU cores of the machine of each launcher that has only one. They bound how many replicas start at once there."""
 
 
 MAX_PAST_RUNS = 16

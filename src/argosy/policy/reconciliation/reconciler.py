@@ -30,7 +30,7 @@ from argosy.policy.reconciliation.fleet_state import (
     replica_name,
 )
 from argosy.policy.reconciliation.member import Member, MemberState, describe_member, describe_start
-from argosy.policy.reconciliation.restarts import ended_run, plan_restart
+from argosy.policy.reconciliation.restarts import ended_run, limit_starts, plan_restart
 
 
 def reconcile(desired: DesiredFleet, observed: ObservedFleet, now: float) -> Reconciliation:
@@ -70,6 +70,13 @@ def reconcile(desired: DesiredFleet, observed: ObservedFleet, now: float) -> Rec
             actions += reconciler.actions
             phases |= reconciler.phases
             wake_at = min(wake_at, reconciler.wake_at)
+    for launcher, cores in desired.cores.items():
+        waiting, next_at = limit_starts(launcher, cores, desired, observed, actions, now)
+        phases |= waiting
+        actions = [
+            each for each in actions if not (isinstance(each, Start) and each.replica in waiting)
+        ]
+        wake_at = min(wake_at, next_at)
     return Reconciliation(
         actions=tuple(actions),
         wake_at=None if math.isinf(wake_at) else wake_at,

@@ -1,17 +1,26 @@
-"""When a replica that has exited is started again: at once, after a back-off, or rarely after many failed starts."""
+"""When replicas start: those that have exited at once, after a back-off or rarely, and new ones a few at a time."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
+from argosy.policy.reconciliation.actions import Action, PhaseReport, ReplicaPhase, Start
 from argosy.policy.reconciliation.fleet_state import (
+    DesiredFleet,
     LaunchState,
+    ObservedFleet,
     ObservedReplica,
     ReplicaRun,
     RestartLimits,
     WarmUpState,
 )
+
+START_SLOT_S = 60.0
+"""Time after which a start that has not ended holds up no others. It waits for a download or a disk, not for cores."""
 
 
 class RestartPlan(NamedTuple):
@@ -78,3 +87,57 @@ def plan_restart(replica: ObservedReplica, limits: RestartLimits) -> RestartPlan
         has_failed=False,
         reason=f"it crashed {short_runs} times, last: {newest.reason}",
     )
+
+
+def limit_starts(
+    launcher: str,
+    cores: int,
+    desired: DesiredFleet,
+    observed: ObservedFleet,
+    actions: Iterable[Action],
+    now: float,
+) -> tuple[dict[str, PhaseReport], float]:
+    """Find the new replicas that wait until others on their machine have started, so that what serves has cores.
+
+    As many may start at once as the machine has cores, and half as many while replicas serve. Pools with few running
+    replicas come first. Gateways, and replicas that have served before, do not wait.
+
+    Returns their phases by name, and when the next one may start at the latest.
+    """
+    gateways = {pool.name for pool in desired.pools if not pool.serves_model}
+    replicas = {each.name: each for each in observed.replicas if each.launcher == launcher}
+    running = [
+        each
+        for each in replicas.values()
+        if each.state is LaunchState.RUNNING and each.pool not in gateways
+    ]
+    serves = any(each.in_rotation and each.is_serving for each in running)
+    limit = max(1, cores // 2 if serves else cores)
+    slot_ends = [
+        each.started_at + START_SLOT_S
+        for each in running
+        if (each.ready_at is None or each.warm_up is WarmUpState.RUNNING)
+        and not _has_served(each)
+        and each.started_at + START_SLOT_S > now
+    ]
+    num_running = Counter(each.pool for each in running)
+    starts: list[tuple[int, str]] = []
+    for action in actions:
+        if not isinstance(action, Start) or action.launcher != launcher:
+            continue
+        replica = replicas.get(action.replica)
+        if action.pool not in gateways and not (replica is not None and _has_served(replica)):
+            starts.append((num_running[action.pool], action.replica))
+            num_running[action.pool] += 1
+    starts.sort(key=itemgetter(0))
+    waiting = starts[max(0, limit - len(slot_ends)) :]
+    count = "1 new replica starts" if limit == 1 else f"{limit} new replicas start"
+    report = PhaseReport(ReplicaPhase.PENDING, f"it waits for its turn: at most {count} at once")
+    wake_at = min(slot_ends, default=math.inf) if waiting else math.inf
+    return {name: report for _, name in waiting}, wake_at
+
+
+def _has_served(replica: ObservedReplica) -> bool:
+    last = ended_run(replica)
+    runs = replica.past_runs if last is None else (*replica.past_runs, last)
+    return any(run.ready_at is not None for run in runs)
