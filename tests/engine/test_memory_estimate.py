@@ -172,8 +172,8 @@ def test_weights_of_the_bundled_model_are_counted() -> None:
         (20, {}, None),
         (12, {}, ["--quantize int8"]),
         (8, {}, ["--quantize int4"]),
-        (20, {"kv_memory_bytes": 30 * GIB}, ["--kv-memory 128MiB"]),
-        (6, {"kv_memory_bytes": 30 * GIB}, ["--quantize int4 --kv-memory 128MiB"]),
+        (20, {"kv_memory_bytes": 30 * GIB}, ["--kv-memory 4694MiB"]),
+        (6, {"kv_memory_bytes": 30 * GIB}, ["--quantize int4 --kv-memory 523MiB"]),
         (1, {}, []),
     ],
 )

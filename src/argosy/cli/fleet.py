@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -22,6 +21,7 @@ from argosy.cli.fleet_target import (
     check_launchers,
     check_ports,
     created_folder,
+    is_controlled_here,
     open_declared,
     open_fleet,
     operator_name,
@@ -39,7 +39,7 @@ EXIT_CHANGES = 3
 DEFAULT_TIMEOUT_S = 600.0
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-Asks = Literal["never", "removal", "always"]
+Asks = Literal["never", "risk", "always"]
 Number = Annotated[int, typer.Argument(min=1, help="Number of a revision, see `argosy history`.")]
 
 
@@ -60,7 +60,7 @@ def up(
     with open_declared(files, overlays, store) as (target, config):
         check_ports(target, config)
         with created_folder(target.folder):
-            revision = _apply(target, config, reason, asks="removal", quiet=json)
+            revision = _apply(target, config, reason, asks="risk", quiet=json, is_up=True)
         _start_controller(target)
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
@@ -209,6 +209,7 @@ def scale(
     files: FilesOption = None,
     fleet: FleetOption = None,
     reason: Reason = "",
+    yes: Yes = False,
     wait: Wait = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     store: StoreUrl = None,
@@ -216,7 +217,8 @@ def scale(
 ) -> None:
     """Change the number of replicas of a pool, as a new revision.
 
-    The next `apply` of the file puts its own number in force again. A number pauses the autoscaler of the pool.
+    Asks for confirmation on a terminal if the number more than doubles, and refuses what cannot fit on the controller's
+    machine. The next `apply` of the file puts its own number in force again. A number pauses the pool's autoscaler.
     """
     from argosy.deployment import set_replicas
 
@@ -229,7 +231,7 @@ def scale(
             fail(str(error))
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
-        revision = _apply(target, config, reason, asks="never", quiet=json)
+        revision = _apply(target, config, reason, asks="never" if yes else "risk", quiet=json)
         scaled = config.find_pool(pool)
         if not (json or auto or scaled is None or scaled.autoscaling.mode == "off"):
             typer.echo(
@@ -274,10 +276,12 @@ def _apply(
     asks: Asks,
     quiet: bool,
     rollback_of: int | None = None,
+    is_up: bool = False,
 ) -> int:
     """Put a declaration in force, unless it is already. Returns the number of the revision in force.
 
-    `asks` says when to ask for confirmation on a terminal: before any change, or before a pool is removed.
+    `asks` says when to ask for confirmation on a terminal: before any change, or before one with risks. `is_up` says
+    that a controller is started afterwards.
     """
     from argosy.deployment import apply_declaration
 
@@ -287,18 +291,13 @@ def _apply(
     if not fleet_plan.changes and latest is not None:
         if not quiet:
             typer.echo(f"Nothing changes: revision {latest.number} is in force.", err=True)
-            _warn_without_controller(target, asks)
+            _warn_without_controller(target, is_up=is_up)
         return latest.number
     if not quiet:
         _show_plan(fleet_plan, json=False)
-    removed = [
-        pool
-        for change in fleet_plan.changes
-        if change.action == "remove" and change.path in {f"pools[{name}]" for name in change.pools}
-        for pool in change.pools
-    ]
-    is_asked = asks == "always" or (asks == "removal" and bool(removed))
-    if is_asked and sys.stdin.isatty() and not typer.confirm(_format_question(target, removed)):
+    is_asked = asks == "always" or (asks == "risk" and bool(fleet_plan.risks))
+    question = " ".join((*fleet_plan.risks, "Apply?"))
+    if is_asked and sys.stdin.isatty() and not typer.confirm(question):
         raise typer.Exit(EXIT_FAILURE)
     revision = apply_declaration(
         target.store.fleets,
@@ -311,23 +310,13 @@ def _apply(
     )
     if not quiet:
         typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)
-        _warn_without_controller(target, asks)
+        _warn_without_controller(target, is_up=is_up)
     return revision.number
 
 
-def _warn_without_controller(target: FleetTarget, asks: Asks) -> None:
-    if asks != "removal" and not target.read_status().has_leader:  # `up` starts one
+def _warn_without_controller(target: FleetTarget, *, is_up: bool) -> None:
+    if not is_up and not target.read_status().has_leader:
         typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
-
-
-def _format_question(target: FleetTarget, removed_pools: Sequence[str]) -> str:
-    if not removed_pools:
-        return "Apply?"
-    pools = ", ".join(removed_pools)
-    return (
-        f"This removes from the fleet {target.name}: {pools}. If the file is of another fleet, give it another name by"
-        " `fleet`. Apply?"
-    )
 
 
 def _finish(target: FleetTarget, revision: int, *, wait: bool, timeout: float, json: bool) -> None:
@@ -351,10 +340,16 @@ def _start_controller(target: FleetTarget) -> None:
 
 def _plan(target: FleetTarget, latest: FleetRevision | None, config: FleetConfig) -> FleetPlan:
     from argosy.deployment import plan_declaration
+    from argosy.fleet.control import check_sources, read_capacity
+    from argosy.fleet.launchers import LaunchError
 
+    machine = None
     try:
-        return plan_declaration(target.store.fleets, target.name, latest, config)
-    except ValueError as error:
+        if is_controlled_here(target):
+            check_sources(None if latest is None else parse_revision(latest), config)
+            machine = read_capacity()
+        return plan_declaration(target.store.fleets, target.name, latest, config, machine)
+    except (ValueError, LaunchError) as error:
         fail(str(error))
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from argosy.deployment import FleetStatus, PoolStatus, ReplicaRecord
 
 POLL_INTERVAL_S = 0.5
+MAX_DESCRIBED = 3
+"""Most replicas that an error describes."""
 CONTROLLER_EXIT_S = 5.0
 """Longest wait for the exit of the controller of a fleet in which nothing runs any more."""
 
@@ -42,6 +44,10 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
             age_s = status.lease_age_s
             if status.is_as_declared and age_s is not None and age_s < waited_s:
                 break
+            if failed := _find_hopeless(status, waited_s):
+                live.stop()
+                reasons = _describe_replicas(failed)
+                fail(f"{reasons}; correct it, and repeat the command", EXIT_FAILURE)
             rejected = [
                 pool for pool in status.pools if pool.rollout is not None and pool.rollout.can_retry
             ]
@@ -83,7 +89,7 @@ def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> Non
             if not has_controller or now >= empty_since + CONTROLLER_EXIT_S:
                 return
         elif now >= deadline:
-            left = "; ".join(map(_describe_replica, status.replicas))
+            left = _describe_replicas(status.replicas)
             fail(f"still running after {timeout_s:g} s: {left}", EXIT_FAILURE)
         time.sleep(POLL_INTERVAL_S)
 
@@ -97,13 +103,22 @@ def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> 
             typer.echo(f"{record.name}: {record.phase}{reason}", err=True)
 
 
+def _find_hopeless(status: FleetStatus, waited_s: float) -> list[ReplicaRecord]:
+    """Return the replicas of pools of which none can start, once all starts have ended since the command began."""
+    failed_after = time.time() - waited_s
+    left = [each for each in status.replicas if each.phase != "ready"]
+    is_final = all(each.phase == "failed" and each.phase_since >= failed_after for each in left)
+    served = {each.pool for each in status.replicas if each.phase == "ready"}
+    return [each for each in left if is_final and each.pool not in served]
+
+
 def _fail_unready(status: FleetStatus) -> None:
-    waiting = [_describe_replica(record) for record in status.replicas if record.phase != "ready"]
-    rollouts = _describe_rollouts(status.pools)
-    if rollouts:
-        waiting.append(rollouts)
+    waiting = [
+        _describe_replicas([each for each in status.replicas if each.phase != "ready"]),
+        _describe_rollouts(status.pools),
+    ]
     unobserved = "no controller has carried out the revision yet; `argosy up` starts one"
-    fail("; ".join(waiting) or unobserved, EXIT_FAILURE)
+    fail("; ".join(filter(None, waiting)) or unobserved, EXIT_FAILURE)
 
 
 def _fail_superseded(target: FleetTarget, revision: int) -> NoReturn:
@@ -115,8 +130,13 @@ def _fail_superseded(target: FleetTarget, revision: int) -> NoReturn:
     )
 
 
-def _describe_replica(record: ReplicaRecord) -> str:
-    return f"{record.name} is {record.phase}: {record.reason}"
+def _describe_replicas(records: Sequence[ReplicaRecord]) -> str:
+    """Describe replicas, those first that failed, and count those beyond `MAX_DESCRIBED`."""
+    ordered = sorted(records, key=lambda each: each.phase != "failed")
+    described = [f"{each.name} is {each.phase}: {each.reason}" for each in ordered[:MAX_DESCRIBED]]
+    if len(records) > MAX_DESCRIBED:
+        described.append(f"and {len(records) - MAX_DESCRIBED} more, see `argosy status`")
+    return "; ".join(described)
 
 
 def _describe_rollouts(pools: Sequence[PoolStatus]) -> str:

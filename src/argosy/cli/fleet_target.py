@@ -191,6 +191,12 @@ def _absolute(url: str) -> str:
     )
 
 
+def is_controlled_here(target: FleetTarget) -> bool:
+    """Return whether the controller of a fleet runs on this machine, or none runs and it would be started here."""
+    status = target.read_status()
+    return not status.has_leader or status.leader.partition("/")[0] == socket.gethostname()
+
+
 def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
     """End the command if a launcher of the declaration cannot be used from this machine."""
     from argosy.fleet.control import check_launchers

@@ -7,6 +7,11 @@ revisions, replicas with their phases, routes and rollouts. A `FleetControl` rea
 decide. The controller of `argosy.fleet` carries it out.
 """
 
+from argosy.deployment.declaration.capacity import (
+    MachineCapacity,
+    check_capacity,
+    list_growing_pools,
+)
 from argosy.deployment.declaration.comparison import (
     ChangeAction,
     ChangeEffect,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from tests.support.full_disk import full_disk
 from tests.support.kubernetes_api import build_kubeconfig
@@ -169,6 +172,42 @@ def test_wait_needs_a_controller_that_lives(store: Store) -> None:
     assert "no controller has carried out the revision yet" in result.stderr
 
 
+def test_wait_ends_when_nothing_can_start(store: Store) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    lease = store.fleets.acquire_lease("other", store.fleets.read_lease("demo"))
+    assert lease is not None
+
+    def wait(*phases: str) -> str:
+        """Wait for replicas in these phases since the command began, and return the error."""
+        records = {
+            f"replica/chat-1-{number}": msgspec.json.encode(
+                {
+                    **dict.fromkeys(("launcher", "url"), ""),
+                    "name": f"chat-1-{number}",
+                    "pool": "chat",
+                    "generation": 1,
+                    "ordinal": number,
+                    "phase": phase,
+                    "reason": "no memory",
+                    "phase_since": time.time() + 60.0,
+                }
+            )
+            for number, phase in enumerate(phases)
+        }
+        store.fleets.save_records(lease, records)
+        result = runner.invoke(app, ["apply", "--wait", "--timeout", "0"])
+        assert result.exit_code == 1
+        return result.stderr.splitlines()[-1]
+
+    remedy = "; correct it, and repeat the command"
+    assert remedy not in wait("failed", "loading")
+    assert remedy not in wait("failed", "ready")
+    error = wait(*["failed"] * 5)
+    assert error.count("is failed: no memory") == 3
+    assert error.endswith(f"and 2 more, see `argosy status`{remedy}")
+
+
 def test_wait_ends_if_another_revision_is_applied(store: Store) -> None:
     declare()
 
@@ -184,6 +223,51 @@ def test_wait_ends_if_another_revision_is_applied(store: Store) -> None:
         other.result()
     assert result.exit_code == 1
     assert "other applied revision 2 meanwhile" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "apply", "up"])
+def test_what_cannot_fit_is_refused_before_anything_changes(command: str, store: Store) -> None:
+    declare()
+    text = Path("fleet.yaml").read_text()
+    for old, new, sentence in (
+        ("launcher: local", "replicas: 9999", "9999 replicas of the pool chat cannot run"),
+        ("launcher: local", "options: {kv_memory: 900TiB}", "; options.kv_memory of "),
+        ("argosy-mini", "./missing", "/missing does not exist on the controller's machine"),
+    ):
+        Path("fleet.yaml").write_text(text.replace(old, new))
+        error = refuse(command)
+        assert sentence in error
+        assert error.count("\n") == 1
+    assert store.fleets.latest_revision("demo") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer", "revision"),
+    [
+        (["scale", "chat", "2"], None, 2),
+        (["scale", "chat", "3"], "n", 1),
+        (["scale", "chat", "3"], "y", 2),
+        (["scale", "chat", "3", "--yes"], None, 2),
+    ],
+)
+def test_scale_asks_above_twice_the_present_number(
+    arguments: list[str],
+    answer: str | None,
+    revision: int,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("argosy.cli.fleet.sys", terminal)
+    result = runner.invoke(app, arguments, input=answer)
+    assert "9999 replicas of the pool chat cannot run" in refuse("scale", "chat", "9999")
+    asked = "The pool chat gets 3 replicas, more than twice its 1. Apply?" in result.output
+    assert asked == (answer is not None), result.output
+    latest = store.fleets.latest_revision("demo")
+    assert latest is not None
+    assert latest.number == revision
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from argosy.deployment import (
     ChangeAction,
     ChangeEffect,
     FleetConfig,
+    MachineCapacity,
     PlannedChange,
+    check_capacity,
     compare_fleets,
     parse_fleet,
     replica_digest,
@@ -210,3 +212,69 @@ def test_plan_replaces_exactly_the_pools_whose_digest_changes(
     )
     totals = [sum(pool.initial_replicas + pool.spares for pool in one.pools) for one in (old, new)]
     assert added == totals[1] - totals[0]
+
+
+MACHINE = MachineCapacity(cores=4, memory_bytes=24 * 2**30, gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("overlay", "sentence"),
+    [
+        ("replicas=500", "cannot run .* 4 cores, each of which is enough .*; 12 of them would fit"),
+        ("cpus=16", "it has 4 cores, and each replica declares 16, .*; none fits"),
+        ('options={"kv_memory": "7GiB"}', "; 3 of them or options.kv_memory of 6144MiB would"),
+        (
+            'options={"kv_memory": "900GiB"}',
+            "900GiB for its KV cache; options.kv_memory of 6144MiB",
+        ),
+        ("accelerators=1", "it has 2 GPUs to use, and each needs 1; 2 of them would fit"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_would(overlay: str, sentence: str) -> None:
+    changed = parse(f"pools/chat/{overlay}")
+    for old in (parse(), None):
+        with pytest.raises(ValueError, match=sentence):
+            check_capacity(old, changed, MACHINE)
+    shrunk = parse(f"pools/chat/{overlay}", "pools/batch/replicas=1")
+    check_capacity(changed, shrunk, MACHINE)
+    if "accelerators" in overlay:
+        check_capacity(None, parse(f"pools/chat/{overlay}", 'pools/chat/launcher="ray"'), MACHINE)
+
+
+@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 2**36), st.integers(1, 64))
+def test_number_that_would_fit_is_the_largest(
+    replicas: int, spares: int, kv_memory: int, cores: int
+) -> None:
+    def declare(count: int) -> FleetConfig:
+        options = f'pools/chat/options={{"kv_memory": {kv_memory}}}'
+        return parse(f"pools/chat/replicas={count}", f"pools/batch/spares={spares}", options)
+
+    machine = msgspec.structs.replace(MACHINE, cores=cores)
+
+    def fits(count: int) -> bool:
+        try:
+            check_capacity(None, declare(count), machine)
+        except ValueError:
+            return False
+        return True
+
+    try:
+        check_capacity(parse(f"pools/batch/spares={spares}"), declare(replicas), machine)
+    except ValueError as error:
+        assert not fits(replicas)
+        if " of them" in str(error):
+            found = int(str(error).rpartition("; ")[2].partition(" ")[0])
+            assert not fits(found + 1)
+
+
+def test_autoscaled_pool_counts_what_runs() -> None:
+    scaling = ("models/code/replicas=[]", 'pools/own/autoscaling={"mode": "on", "tokens_per_s": 9}')
+    autoscaled = parse(*scaling)
+    replaced = parse(*scaling, "pools/own/cpus=1")
+    paused = parse(*scaling, "pools/own/replicas=2")
+    for new, effect, count in (
+        (replaced, "replicas replaced", 3),
+        (paused, "replicas stopped", 1),
+    ):
+        (change,) = compare_fleets(autoscaled, new, {"own": 3})
+        assert (change.effect, change.count) == (effect, count)

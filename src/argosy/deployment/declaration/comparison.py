@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -88,14 +88,17 @@ class _Difference(NamedTuple):
         return self.path[2] if len(self.path) > 2 else ""
 
 
-def compare_fleets(old: FleetConfig | None, new: FleetConfig) -> tuple[PlannedChange, ...]:
+def compare_fleets(
+    old: FleetConfig | None, new: FleetConfig, scaled: Mapping[str, int] | None = None
+) -> tuple[PlannedChange, ...]:
     """Return all differences between two declarations, in the order of the declaration.
 
-    Both are valid. `old` is None if nothing runs.
+    Both are valid. `old` is None if nothing runs. `scaled` are the numbers of replicas that autoscalers have decided
+    on, by pool.
     """
     if old is None:
         return tuple(_plan_first_start(new))
-    effects = _Effects(old, new)
+    effects = _Effects(old, new, scaled or {})
     return tuple(effects.plan(difference) for difference in _find_differences(old, new, ()))
 
 
@@ -106,7 +109,7 @@ def _plan_first_start(new: FleetConfig) -> Iterator[PlannedChange]:
         if field.name == "pools":
             for pool in value:
                 difference = _Difference(("pools", f"[{pool.name}]"), None, pool)
-                yield _plan_count(difference, pool.name, _count_replicas(pool))
+                yield _plan_count(difference, pool.name, count_replicas(pool))
         elif field.name == "models":
             for model in value:
                 yield _build_change(
@@ -122,9 +125,10 @@ def _plan_first_start(new: FleetConfig) -> Iterator[PlannedChange]:
 class _Effects:
     """Effects of the differences between two declarations."""
 
-    def __init__(self, old: FleetConfig, new: FleetConfig) -> None:
+    def __init__(self, old: FleetConfig, new: FleetConfig, scaled: Mapping[str, int]) -> None:
         self._old = old
         self._new = new
+        self._scaled = scaled
         self._counted_pools = set[str]()
         """Pools whose change of the number of replicas is planned. Several settings may declare it."""
 
@@ -166,13 +170,14 @@ class _Effects:
         name, setting = difference.item, difference.setting
         old, new = self._old.find_pool(name), self._new.find_pool(name)
         if old is None or new is None:
-            return _plan_count(difference, name, _count_replicas(new) - _count_replicas(old))
+            return _plan_count(
+                difference, name, count_replicas(new) - count_replicas(old, self._scaled)
+            )
         if setting == "spares":
             return _plan_count(difference, name, new.spares - old.spares)
-        if setting in _POOL_COUNTS and new.autoscaling.mode != "on":
-            added = (
-                0 if name in self._counted_pools else new.initial_replicas - old.initial_replicas
-            )
+        if setting in _POOL_COUNTS and not new.is_autoscaled:
+            present = count_serving(old, self._scaled)
+            added = 0 if name in self._counted_pools else new.initial_replicas - present
             self._counted_pools.add(name)
             return _plan_count(difference, name, added)
         changed = msgspec.structs.replace(old, **{setting: getattr(new, setting)})
@@ -209,7 +214,9 @@ class _Effects:
         if not new:
             return _build_change(difference, ChangeEffect.NONE)
         old = [pool for pool in map(self._old.find_pool, names) if pool is not None]
-        counts = {pool.name: _count_replicas(self._old.find_pool(pool.name)) for pool in new}
+        counts = {
+            pool.name: count_replicas(self._old.find_pool(pool.name), self._scaled) for pool in new
+        }
         if all(pool.rollout is not None for pool in (*old, *new)):
             return _build_change(
                 difference,
@@ -240,8 +247,18 @@ class _Effects:
         return (steps, *plan.describe_risks(pool.initial_replicas))
 
 
-def _count_replicas(pool: PoolConfig | None) -> int:
-    return 0 if pool is None else pool.initial_replicas + pool.count_spares(pool.initial_replicas)
+def count_serving(pool: PoolConfig, scaled: Mapping[str, int]) -> int:
+    """Return the number of a pool's replicas without spares. `scaled` has that of autoscaled pools."""
+    count = pool.initial_replicas
+    return scaled.get(pool.name, count) if pool.is_autoscaled else count
+
+
+def count_replicas(pool: PoolConfig | None, scaled: Mapping[str, int] | None = None) -> int:
+    """Return the number of a pool's replicas with spares."""
+    if pool is None:
+        return 0
+    count = count_serving(pool, scaled or {})
+    return count + pool.count_spares(count)
 
 
 def _plan_count(difference: _Difference, pool: str, added: int) -> PlannedChange:

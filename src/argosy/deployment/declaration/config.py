@@ -274,6 +274,11 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return next((n for n in (self.replicas, self.min_replicas) if n is not None), 1)
 
     @property
+    def is_autoscaled(self) -> bool:
+        """Whether an autoscaler decides the number of replicas. A number of the declaration pauses it."""
+        return self.autoscaling.mode == "on" and self.replicas is None
+
+    @property
     def scales_to_zero(self) -> bool:
         """Whether the autoscaler stops the last replica, and requests start the first."""
         return self.autoscaling.mode == "on" and self.min_replicas == 0

@@ -12,6 +12,7 @@ from argosy.deployment.declaration.remote_change import check_remote_change
 from argosy.deployment.records.revisions import (
     FleetPlan,
     apply_declaration,
+    check_fit,
     parse_declaration,
     plan_declaration,
     set_replicas,
@@ -211,8 +212,10 @@ class FleetControl:
         reason: str,
         rollback_of: int | None = None,
     ) -> int:
-        """Put a declaration in force if `latest` is, and nothing changes that only the command line may change."""
-        check_remote_change(parse_declaration(latest), config)
+        """Put a declaration in force if `latest` is, it fits, and nothing changes that only the command line may."""
+        old = parse_declaration(latest)
+        check_remote_change(old, config)
+        check_fit(self.store.read_records(self.name), old, config)
         return apply_declaration(
             self.store,
             self.name,

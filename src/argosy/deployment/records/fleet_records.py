@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from argosy.deployment.declaration.capacity import MachineCapacity
 from argosy.policy.autoscaling import AutoscalerState, CapacityState
 from argosy.policy.reconciliation import ReplicaMemory, ReplicaPhase, WarmUpState
 
@@ -73,6 +74,8 @@ class ObservedRevision(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int
     revision: int
+    machine: MachineCapacity | None = None
+    """Capacity of the leader's machine, with which changes are compared; None from versions that do not record it."""
 
 
 class FleetRecords:

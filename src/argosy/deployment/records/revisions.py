@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from argosy.deployment.declaration.comparison import ChangeEffect, PlannedChange, compare_fleets
+from argosy.deployment.declaration.capacity import MachineCapacity, check_capacity
+from argosy.deployment.declaration.comparison import (
+    ChangeEffect,
+    PlannedChange,
+    compare_fleets,
+    count_serving,
+)
 from argosy.deployment.declaration.config import FleetConfig, build_gateway_config
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_fleet
 from argosy.deployment.declaration.replica_command import replica_digest
 from argosy.deployment.declaration.validation import GATEWAY_POOL
-from argosy.deployment.records.fleet_records import ReplicaRecord, decode_replicas
+from argosy.deployment.records.fleet_records import (
+    OBSERVED_NAME,
+    SCALING_PREFIX,
+    ObservedRevision,
+    ReplicaRecord,
+    ScalingRecord,
+    decode_kind,
+    decode_replicas,
+)
 from argosy.deployment.settings.gateway_config import GatewayConfig
 from argosy.store import AuditedDecision, FleetRevision, FleetStore
 
@@ -156,23 +170,35 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests that these replicas run."""
     cached_tokens: int
     """Number of tokens of prompts in their KV caches."""
+    risks: tuple[str, ...]
+    """Sentences that a person confirms: pools that leave, and those that get more than twice their replicas."""
     lines: tuple[str, ...]
     """The plan as `argosy plan` prints it."""
 
 
 def plan_declaration(
-    store: FleetStore, fleet: str, latest: FleetRevision | None, new: FleetConfig
+    store: FleetStore,
+    fleet: str,
+    latest: FleetRevision | None,
+    new: FleetConfig,
+    machine: MachineCapacity | None = None,
 ) -> FleetPlan:
     """Return what a declaration would change. Blocks on the store, and changes nothing.
 
-    The new declaration is valid. `latest` is None if the fleet was never applied.
+    The new declaration is valid. `latest` is None if the fleet was never applied. `machine` is the capacity of the
+    controller's machine, if the caller runs on it. By default it is the recorded one.
 
     Raises:
-        ValueError: The declaration in force is invalid for this version.
+        ValueError: The declaration in force is invalid for this version, or the new one does not fit on the machine.
     """
-    changes = compare_fleets(None if latest is None else parse_declaration(latest), new)
+    old = None if latest is None else parse_declaration(latest)
+    records = store.read_records(fleet)
+    check_fit(records, old, new, machine)
+    decided = decode_kind(records, SCALING_PREFIX, ScalingRecord)
+    scaled = {name: record.target for name, record in decided.items()}
+    changes = compare_fleets(old, new, scaled)
     moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
-    replicas = decode_replicas(store.read_records(fleet)).values()
+    replicas = decode_replicas(records).values()
     affected = [record for record in replicas if record.pool in moved]
     running_requests = sum(record.running for record in affected)
     cached_tokens = sum(record.cached_tokens for record in affected)
@@ -190,8 +216,46 @@ def plan_declaration(
         affected_replicas=len(affected),
         running_requests=running_requests,
         cached_tokens=cached_tokens,
+        risks=() if old is None else tuple(_find_risks(fleet, old, new, scaled)),
         lines=tuple(lines),
     )
+
+
+def check_fit(
+    records: Mapping[str, bytes],
+    old: FleetConfig | None,
+    new: FleetConfig,
+    machine: MachineCapacity | None = None,
+) -> None:
+    """Check that a new declaration fits on the controller's machine, as far as its capacity is known.
+
+    Raises:
+        ValueError: It does not fit. The message says what would.
+    """
+    if machine is None:
+        observed = decode_kind(records, OBSERVED_NAME, ObservedRevision).get("")
+        machine = None if observed is None else observed.machine
+    if machine is not None:
+        check_capacity(old, new, machine)
+
+
+def _find_risks(
+    fleet: str, old: FleetConfig, new: FleetConfig, scaled: Mapping[str, int]
+) -> Iterator[str]:
+    removed = [pool.name for pool in old.pools if new.find_pool(pool.name) is None]
+    if removed:
+        yield (
+            f"This removes from the fleet {fleet}: {', '.join(removed)}. If the file is of another fleet, give it"
+            " another name by `fleet`."
+        )
+    for pool in old.pools:
+        changed, present = new.find_pool(pool.name), count_serving(pool, scaled)
+        if changed is None or changed.is_autoscaled:
+            continue
+        if changed.initial_replicas > 2 * max(1, present):
+            yield (
+                f"The pool {pool.name} gets {changed.initial_replicas} replicas, more than twice its {present}."
+            )
 
 
 class RevisionChanges(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,13 @@ makes of the gateways' reports. `FleetRollouts` divides a pool between two versi
 """
 
 from argosy.fleet.control.controller import DEFAULT_LEASE_S, Controller
-from argosy.fleet.control.environment import check_launchers, fleet_folder, open_launcher
+from argosy.fleet.control.environment import (
+    check_launchers,
+    check_sources,
+    fleet_folder,
+    open_launcher,
+    read_capacity,
+)
 from argosy.fleet.control.leadership import process_holder
 from argosy.fleet.control.term_journal import FleetContext
 from argosy.fleet.control.used_models import UsedModels, find_used_models

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from argosy.deployment import FleetConfig
+from argosy.deployment import (
+    BUILT_IN_ENGINES,
+    FleetConfig,
+    MachineCapacity,
+    list_growing_pools,
+)
+from argosy.fleet.device_assignment import count_installed_gpus, visible_gpus
 from argosy.fleet.launchers import (
     KubernetesLauncher,
     Launcher,
@@ -13,6 +20,7 @@ from argosy.fleet.launchers import (
     RayLauncher,
 )
 from argosy.folders import state_folder
+from argosy.machine_resources import total_bytes, usable_cpus
 
 
 def fleet_folder(fleet: str) -> Path:
@@ -22,6 +30,30 @@ def fleet_folder(fleet: str) -> Path:
         FileNotFoundError: The user has no home folder.
     """
     return state_folder() / "fleets" / fleet
+
+
+def read_capacity() -> MachineCapacity:
+    """Return what this machine has for replicas."""
+    return MachineCapacity(
+        cores=usable_cpus(),
+        memory_bytes=total_bytes(),
+        gpus=len(visible_gpus(os.environ, count_installed_gpus)),
+    )
+
+
+def check_sources(old: FleetConfig | None, new: FleetConfig) -> None:
+    """Check that this machine has the models of pools that start replicas on it, as far as they are paths.
+
+    Raises:
+        LaunchError: It does not have one.
+    """
+    for pool in list_growing_pools(old, new):
+        source = new.model_of(pool).source or ""
+        if source.startswith("/") and pool.engine in BUILT_IN_ENGINES and not Path(source).exists():
+            raise LaunchError(
+                f"models[{pool.model}].source: {source} does not exist on the controller's machine;"
+                " correct the path, or put the model there"
+            )
 
 
 def open_launcher(name: str, folder: Path, config: FleetConfig | None = None) -> Launcher:

@@ -18,6 +18,7 @@ from argosy.deployment import (
     list_known_revisions,
 )
 from argosy.fleet.control.declared_fleet import DeclaredFleet
+from argosy.fleet.control.environment import read_capacity
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
@@ -72,6 +73,7 @@ class LeaderTerm:
         self._pools = FleetPools(fleet=self._context.fleet)
         self._observing_since = self._last_observed_at = self._context.clock()
         self._events_pruned_at = float("-inf")
+        self._machine = read_capacity()
 
     async def run(self, lease: FleetLease, *, until_empty: bool) -> None:
         """Lead until cancelled, or until the fleet is empty.
@@ -155,7 +157,9 @@ class LeaderTerm:
         result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
         self._records.observed = ObservedRevision(
-            epoch=self._leadership.lease.epoch, revision=declared.number
+            epoch=self._leadership.lease.epoch,
+            revision=declared.number,
+            machine=self._machine,
         )
         self._actions.start(result.actions, declared, busy_pools)
         if not undecided:

@@ -22,6 +22,7 @@ MIN_KV_TOKENS = 1024
 SMALLER_CONTEXTS = (32768, 8192, 2048)
 """Contexts that an error proposes."""
 MAX_PROPOSALS = 3
+_MIB = 1024 * 1024
 _BYTES_PER_WEIGHT: dict[WeightFormat, float] = {
     "int8": 1 + 4 / 256,
     "int4": 0.5 + 1 / 32 + 4 / 256,
@@ -159,7 +160,7 @@ def check_memory(
         return
     fitting = [
         f"{options} ({_format_size(total_bytes)})"
-        for options, total_bytes in _alternatives(needs, weight_formats)
+        for options, total_bytes in _alternatives(needs, weight_formats, free_bytes)
         if total_bytes <= free_bytes
     ]
     remedy = (
@@ -182,34 +183,39 @@ def check_memory(
 
 
 def _alternatives(
-    needs: MemoryNeeds, weight_formats: Sequence[WeightFormat]
+    needs: MemoryNeeds, weight_formats: Sequence[WeightFormat], free_bytes: int
 ) -> Iterator[tuple[str, int]]:
     """Yield options with less need for memory and their total bytes, those first that cost least."""
-    smaller: list[tuple[str, MemoryNeeds]] = [("", needs)]
-    if needs.config.kv_memory_bytes is not None or needs.config.num_blocks is not None:
-        minimal = needs.change(kv_memory_bytes=None, num_blocks=None)
-        kv_size = _format_size(minimal.estimate().kv_bytes).replace(" ", "")
-        smaller.append((f"--kv-memory {kv_size}", minimal))
-    if needs.config.max_step_tokens > 256:
-        smaller.append(("--max-step-tokens 256", needs.change(max_step_tokens=256)))
-    if needs.config.max_seqs > 8 and needs.architecture.state_bytes:
-        smaller.append(("--max-seqs 8", needs.change(max_seqs=8)))
-    smaller += [
-        (f"--max-model-len {length}", needs.limit_context(length))
-        for length in SMALLER_CONTEXTS
-        if length < needs.architecture.max_model_len
-    ]
     weight_bytes = needs.estimate().weight_bytes
     formats = [None, *weight_formats]
     for weight_format in formats:
         settings = {} if weight_format is None else {"quantize": weight_format}
-        if settings and needs.change(**settings).estimate().weight_bytes >= weight_bytes:
+        quantized = needs.change(**settings)
+        if settings and quantized.estimate().weight_bytes >= weight_bytes:
             continue
         format_option = f"--quantize {weight_format}" if settings else ""
-        for option, changed in smaller:
+        for option, changed in _reduce(quantized, free_bytes):
             options = " ".join(filter(None, (format_option, option)))
             if options:
-                yield options, changed.change(**settings).estimate().total_bytes
+                yield options, changed.estimate().total_bytes
+
+
+def _reduce(needs: MemoryNeeds, free_bytes: int) -> Iterator[tuple[str, MemoryNeeds]]:
+    """Yield the needs and smaller ones by one option each, with the largest KV cache that fits."""
+    yield "", needs
+    if needs.config.kv_memory_bytes is not None or needs.config.num_blocks is not None:
+        smallest = needs.change(kv_memory_bytes=None, num_blocks=None).estimate()
+        left_mib = (free_bytes - smallest.total_bytes + smallest.kv_bytes) // _MIB
+        if left_mib * _MIB >= smallest.kv_bytes > 0:
+            largest = needs.change(kv_memory_bytes=left_mib * _MIB, num_blocks=None)
+            yield f"--kv-memory {left_mib}MiB (`options.kv_memory` of a pool)", largest
+    if needs.config.max_step_tokens > 256:
+        yield "--max-step-tokens 256", needs.change(max_step_tokens=256)
+    if needs.config.max_seqs > 8 and needs.architecture.state_bytes:
+        yield "--max-seqs 8", needs.change(max_seqs=8)
+    for length in SMALLER_CONTEXTS:
+        if length < needs.architecture.max_model_len:
+            yield f"--max-model-len {length}", needs.limit_context(length)
 
 
 def _format_size(size_bytes: float) -> str:
