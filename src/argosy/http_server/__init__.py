@@ -19,6 +19,7 @@ from argosy.http_server.error_responses import (
     internal_error,
     run_handler,
 )
+from argosy.http_server.handover import SocketHandover
 from argosy.http_server.http_exchange import (
     JSON_CONTENT_TYPE,
     LARGE_BODY_BYTES,

@@ -8,16 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import ssl
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
 
 from argosy.http_server.connection_limiter import ConnectionLimiter, ConnectionSlot
 from argosy.http_server.error_responses import render_error_response
-from argosy.process import RESOURCE_EXHAUSTED_ERRNOS, enable_tcp_keepalive
+from argosy.process import (
+    MAX_SOCKET_PATH_BYTES,
+    RESOURCE_EXHAUSTED_ERRNOS,
+    enable_tcp_keepalive,
+)
 from argosy.protocol import ApiError
 
 MAX_ACCEPTS_PER_TURN = 32
@@ -49,14 +55,27 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.http_s
 class UnixListenSocket(socket.socket):
     """Unix socket bound to a path, which another process may replace later.
 
+    Args:
+        path: Path of the socket's file.
+        replaces: Whether it takes the path from the process that has bound it, which keeps its connections.
+        mode: Permissions of the file; None for the usual ones.
+
     Raises:
         OSError: The path cannot be bound.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, replaces: bool = False, mode: int | None = None) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        bound = path.with_name(f"{path.name}.{os.getpid()}") if replaces else path
         try:
-            self.bind(str(path))
+            if replaces:
+                bound.unlink(missing_ok=True)
+            with short_socket_path(bound) as short_path:
+                self.bind(short_path)
+            if mode is not None:
+                bound.chmod(mode)
+            if replaces:
+                bound.replace(path)
             self._path, self._file_id = path, _file_identity(path)
         except OSError:
             self.close()
@@ -66,6 +85,23 @@ class UnixListenSocket(socket.socket):
         """Remove the socket file, unless another process has replaced the file."""
         if _file_identity(self._path) == self._file_id:
             self._path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def short_socket_path(path: Path) -> Iterator[str]:
+    """Provide a path to bind or to connect to, since the path of a Unix socket is limited to about 100 bytes.
+
+    Raises:
+        OSError: The folder cannot be opened.
+    """
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES or sys.platform != "linux":
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def close_listen_socket(listen_socket: socket.socket) -> None:

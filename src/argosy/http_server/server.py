@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
+from ssl import SSLContext
 
-from argosy.http_server.acceptor import Acceptor, UnixListenSocket, close_listen_socket
+from argosy.http_server.acceptor import (
+    Acceptor,
+    UnixListenSocket,
+    close_listen_socket,
+    short_socket_path,
+)
 from argosy.http_server.connection import HttpConnection, HttpConnections
 from argosy.http_server.connection_limiter import (
     ConnectionLimiter,
@@ -22,6 +28,7 @@ from argosy.http_server.connection_limiter import (
     IpAddress,
 )
 from argosy.http_server.deadlines import Deadlines
+from argosy.http_server.handover import receive_listen_socket
 from argosy.http_server.http_request import RequestHandler
 from argosy.http_server.tls import CertificateWatcher
 from argosy.process import max_clients
@@ -85,6 +92,7 @@ class HttpServer:
         self._dead_peer_timeout_s = dead_peer_timeout_s
         self._ssl_context = None if certificates is None else certificates.context
         self._acceptors: list[Acceptor] = []
+        self._private_acceptors: list[Acceptor] = []
         self._stop_requested = asyncio.Event()
         self.connections = HttpConnections(handle_request, idle_timeout_s, max_connection_age_s)
         self.started = asyncio.Event()
@@ -97,9 +105,15 @@ class HttpServer:
         """Number of open client connections, including unfinished TLS handshakes."""
         return len(self._limiter)
 
-    async def serve(self, sockets: Iterable[socket.socket]) -> None:
-        """Accept connections on `sockets` until `stop` is called, then shut down."""
-        self._start_accepting(sockets)
+    async def serve(
+        self, sockets: Iterable[socket.socket], private_sockets: Iterable[socket.socket] = ()
+    ) -> None:
+        """Accept connections on `sockets` until `stop` is called, then shut down.
+
+        Private sockets are for processes of this user. They have no TLS, and accept connections also during a drain.
+        """
+        self._private_acceptors = [self._create_acceptor(each, None) for each in private_sockets]
+        self.accept_on(sockets)
         self.started.set()
         await self._update_date_until_stopped()
         await self._shut_down()
@@ -113,19 +127,21 @@ class HttpServer:
         for acceptor in self._acceptors:
             acceptor.close()
 
-    def _start_accepting(self, sockets: Iterable[socket.socket]) -> None:
-        create_connection = partial(HttpConnection, self.connections)
-        self._acceptors = [
-            Acceptor(
-                listen_socket,
-                create_connection,
-                self._ssl_context,
-                self._limiter,
-                self._on_connection_refused,
-                self._dead_peer_timeout_s,
-            )
-            for listen_socket in sockets
-        ]
+    def accept_on(self, sockets: Iterable[socket.socket]) -> None:
+        """Accept connections on further sockets while the server runs."""
+        self._acceptors += [self._create_acceptor(each, self._ssl_context) for each in sockets]
+
+    def _create_acceptor(
+        self, listen_socket: socket.socket, ssl_context: SSLContext | None
+    ) -> Acceptor:
+        return Acceptor(
+            listen_socket,
+            partial(HttpConnection, self.connections),
+            ssl_context,
+            self._limiter,
+            self._on_connection_refused,
+            self._dead_peer_timeout_s,
+        )
 
     async def _update_date_until_stopped(self) -> None:
         """Update the Date header every second until the server stops."""
@@ -140,6 +156,8 @@ class HttpServer:
     async def _shut_down(self) -> None:
         """Stop accepting connections, wait for the requests, and cancel those that do not finish in time."""
         self.stop_accepting()
+        for acceptor in self._private_acceptors:
+            acceptor.close()
         for connection in list(self.connections.open):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
@@ -153,7 +171,7 @@ class HttpServer:
         await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _wait_until_closed(self) -> None:
-        for acceptor in self._acceptors:
+        for acceptor in (*self._acceptors, *self._private_acceptors):
             await acceptor.wait_closed()
         await self.connections.all_closed.wait()
         while self.connections.state.tasks:
@@ -182,15 +200,28 @@ class HttpServer:
 
 
 @contextlib.contextmanager
-def listening_socket(host: str, port: int, uds: str | None) -> Iterator[socket.socket]:
+def listening_socket(
+    host: str, port: int, uds: str | None, handover: Path | None = None
+) -> Iterator[socket.socket]:
     """Open a listening socket at the path `uds` if set, else at host and port, and close it on exit.
 
     The file of a Unix socket is removed on exit.
 
+    Args:
+        host: Host name or address.
+        port: Port; 0 selects a free one.
+        uds: Path of a Unix socket to listen on instead.
+        handover: Where a process that listens there hands over its socket (see `SocketHandover`). A path `uds` is taken
+            from that process.
+
     Raises:
         OSError: The socket cannot be bound; the message contains the remedy.
     """
-    bound = bind_tcp(host, port) if uds is None else bind_unix(Path(uds))
+    if uds is not None:
+        bound = bind_unix(Path(uds), replaces=handover is not None and _has_listener(handover))
+    else:
+        received = None if handover is None else receive_listen_socket(handover, host, port)
+        bound = bind_tcp(host, port) if received is None else received
     try:
         yield bound
     finally:
@@ -217,16 +248,18 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return bound
 
 
-def bind_unix(path: Path) -> socket.socket:
+def bind_unix(path: Path, *, replaces: bool = False) -> socket.socket:
     """Return a Unix listening socket at `path`. A socket file there without a listener is replaced.
+
+    With `replaces`, one with a listener is replaced too.
 
     Raises:
         OSError: The path cannot be bound; the message contains the remedy.
     """
     try:
-        if path.is_socket() and not _has_listener(path):
+        if not replaces and path.is_socket() and not _has_listener(path):
             path.unlink()
-        unix = UnixListenSocket(path)
+        unix = UnixListenSocket(path, replaces=replaces)
         try:
             unix.listen(BACKLOG)
         except OSError:
@@ -247,8 +280,11 @@ def listen_url(listen_socket: socket.socket, scheme: str = "http") -> str:
 
 
 def _has_listener(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) != errno.ECONNREFUSED
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe,
+        short_socket_path(path) as short_path,
+    ):
+        return probe.connect_ex(short_path) not in {errno.ECONNREFUSED, errno.ENOENT}
 
 
 GC_GEN0_THRESHOLD = 20_000

@@ -20,6 +20,7 @@ from tests.support.waiting import is_listening, until
 from argosy.http_server import (
     HttpRequest,
     HttpServer,
+    SocketHandover,
     acceptor,
     bind_tcp,
     bind_unix,
@@ -99,6 +100,41 @@ def test_closed_server_leaves_socket_of_its_successor(tmp_path: Path) -> None:
                     path.unlink()
                 successor.enter_context(listening_socket("", 0, str(path)))
             assert is_listening(path)
+        assert not path.exists()
+
+
+async def test_successor_serves_connections_that_wait_at_a_handed_over_socket(
+    tmp_path: Path,
+) -> None:
+    """Without the handover, the system would reset them when the predecessor ends."""
+    folder = tmp_path / ("folder" * 20)
+    folder.mkdir()
+    path = folder / "handover"
+
+    def open_successor(stack: ExitStack, port: int) -> socket.socket:
+        return stack.enter_context(listening_socket("127.0.0.1", port, None, path))
+
+    with ExitStack() as stack, ExitStack() as predecessor:
+        old = open_successor(predecessor, 0)
+        offer = SocketHandover(path, old)
+        assert path.stat().st_mode & 0o777 == 0o600
+        port = old.getsockname()[1]
+        other = await asyncio.to_thread(open_successor, stack, 0)
+        assert other.getsockname()[1] != port
+        new = await asyncio.to_thread(open_successor, stack, port)
+        successor_offer = SocketHandover(path, new)
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        client.sendall(REQUEST)
+        offer.close()
+        predecessor.close()
+        assert path.is_socket()
+        server = HttpServer(respond)
+        task = asyncio.create_task(server.serve(sockets=[new]))
+        response = await asyncio.to_thread(client.makefile("rb").read)
+        assert response.startswith(b"HTTP/1.1 200 ")
+        server.stop()
+        await task
+        successor_offer.close()
         assert not path.exists()
 
 
