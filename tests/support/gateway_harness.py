@@ -174,7 +174,7 @@ async def run_gateway(
     series = SeriesRecorder()
     telemetry = TelemetryFilter(traces, metrics, time.monotonic, series)
     handlers = CompletionHandlers(models, config, [telemetry, *filters], fast_path)
-    operations = OperationsHandlers(models, metrics, GatewayGauges)
+    operations = OperationsHandlers(models, metrics, GatewayGauges, "g", is_accepting=lambda: True)
     authenticator = Authenticator(AccountSnapshot(), config.auth)
     state = ResponseState(None)
     routes = build_routes(

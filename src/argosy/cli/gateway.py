@@ -41,6 +41,9 @@ def gateway(
     console: ServeConsole = True,
     allowed_host: AllowedHosts = None,
     console_insecure_http: ConsoleInsecureHttp = False,
+    control_socket: Annotated[
+        Path | None, typer.Option(hidden=True, help="Unix socket for the controller.")
+    ] = None,
 ) -> None:
     """Route requests to the replicas of a fleet, and resume streams when a replica dies."""
     from argosy.deployment import GatewayConfig, load_config
@@ -74,7 +77,7 @@ def gateway(
                 typer.echo(f"argosy gateway is ready at {shown}", err=True)
 
         settings = load_settings()
-        serve_gateway(settings, print_ready, reload_settings, LESSONS)
+        serve_gateway(settings, print_ready, reload_settings, LESSONS, control_socket)
     except OSError as error:
         fail(format_os_error(error))
     except ValueError as error:

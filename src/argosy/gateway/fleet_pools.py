@@ -188,6 +188,13 @@ class FleetPoolsHandler:
         self._lock = asyncio.Lock()
         self._controller_seen_at = float("-inf")
         self._ignored_settings: tuple[str, ...] = ()
+        self._published = asyncio.Event()
+        if pools.version:
+            self._published.set()
+
+    async def wait_until_published(self) -> None:
+        """Wait until the controller has published models to this gateway, or to one before it."""
+        await self._published.wait()
 
     @property
     def desired_replicas(self) -> Mapping[str, int]:
@@ -280,6 +287,7 @@ class FleetPoolsHandler:
         self._registry.apply_config(entries, pools.routes)
         self._registry.apply_startups(pools.startups)
         self._pools = pools
+        self._published.set()
         self._on_models_changed()
         log.info("fleet_pools_applied", epoch=pools.epoch, version=pools.version)
         await self._save()

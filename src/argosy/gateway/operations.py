@@ -34,9 +34,13 @@ class OperationsHandlers:
         models: ModelRouter,
         metrics: GatewayMetrics,
         read_metrics: Callable[[], GatewayGauges],
+        gateway_id: str,
+        is_accepting: Callable[[], bool],
     ) -> None:
-        """Create the handlers."""
+        """Create the handlers. `is_accepting` returns whether the gateway accepts clients."""
         self._models = models
+        self._gateway_id = gateway_id
+        self._is_accepting = is_accepting
         self._scrape = CoalescedScrape(
             lambda: asyncio.to_thread(metrics.exposition, read_metrics())
         )
@@ -47,9 +51,11 @@ class OperationsHandlers:
         await exchange.send_response(200, await self._scrape.get_text(), METRICS_CONTENT_TYPE)
 
     async def health(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /health`."""
+        """`GET /health`. Names the gateway that answers, since two may listen on an address during a restart."""
         del principal
-        await exchange.send_response(200, _encode(StatusResponse(status="ok")))
+        status, text = (200, "ok") if self._is_accepting() else (503, "starting")
+        body = StatusResponse(status=text, gateway=self._gateway_id)
+        await exchange.send_response(status, _encode(body))
 
     async def version(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /version`."""

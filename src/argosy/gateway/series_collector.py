@@ -25,6 +25,9 @@ _NO_GAUGES = (math.nan,) * 3
 UNKNOWN_ENGINE = (math.nan,) * (3 + len(STEP_PHASES))
 _UNKNOWN_RATES = UNKNOWN_ENGINE[2:]
 
+MAX_UNSAVED_S = 300.0
+"""Age up to which minutes are kept until the file can be opened."""
+
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 CountByModel = Callable[[], Mapping[str, int]]
@@ -64,11 +67,13 @@ class SeriesCollector:
             readings = self._readings = await self._read_gauges(
                 slices, read_queue_depths(), count_by_tenant(), read_desired_replicas()
             )
+            num_waiting = len(self._minutes)
             for minute in self.recorder.close_second(second, readings):
                 if minute is not None:
                     self._minutes.append(minute)
                 await slices.pause()
-            await self._write_minutes()
+            if len(self._minutes) > num_waiting:
+                await self._write_minutes()
 
     async def close(self) -> None:
         """Write the minute that is not complete, and close the file."""
@@ -89,12 +94,26 @@ class SeriesCollector:
                 self.archive = await run_in_daemon_thread(SeriesArchive, path, keep_days)
         except (OSError, sqlite3.Error) as error:
             remedy = "set series.file to a file that only this gateway uses, or series.keep_days: 0"
-            log.warning("series_file_unavailable", path=str(path), reason=str(error), remedy=remedy)
+            if not self._is_failing:
+                reason = str(error)
+                log.warning("series_file_unavailable", path=str(path), reason=reason, remedy=remedy)
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     async def _write_minutes(self) -> None:
-        """Write the complete minutes to the file. They are dropped without a file, or if that fails."""
+        """Write the complete minutes to the file. They are dropped without a file, or if that fails.
+
+        While the gateway that this one replaces still uses the file, the latest minutes are kept.
+        """
         minutes, self._minutes = self._minutes, []  # written once, also if this task is cancelled
-        if not minutes or self.archive is None:
+        if not minutes:
+            return
+        if self.archive is None:
+            await self._open_archive()
+        if self.archive is None:
+            oldest = time.time() - MAX_UNSAVED_S
+            self._minutes = [each for each in minutes if self._is_failing and each.start > oldest]
             return
         try:
             await run_in_daemon_thread(self.archive.write, minutes)

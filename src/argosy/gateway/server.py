@@ -8,8 +8,10 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -62,6 +64,8 @@ from argosy.gateway.version_comparison import LocalGate, OutcomeMeter, RouteWatc
 from argosy.http_server import (
     CertificateWatcher,
     HttpServer,
+    SocketHandover,
+    bind_unix,
     listen_url,
     listening_socket,
     tune_gc,
@@ -97,6 +101,7 @@ class GatewayServer:
         fleet_control: FleetControl | None = None,
         replica_logs: ReplicaLogs | None = None,
         lessons: Sequence[Lesson] = (),
+        control_socket: Path | None = None,
     ) -> None:
         """Build the parts that need no I/O.
 
@@ -108,10 +113,13 @@ class GatewayServer:
             fleet_control: Control of the fleet whose controller runs in this process.
             replica_logs: Logs of the replicas of that fleet. Those of another fleet are in its store.
             lessons: Lessons of the console.
+            control_socket: Path at which the controller reaches this gateway and no other on the same address. The
+                gateway then listens on its address once it knows the models of its fleet.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
         """
+        self._control_socket = control_socket
         pools = None if config.fleet is None else load_fleet_pools(config)
         if pools is not None and pools.version:
             models, routes = list(pools.models), list(pools.routes)
@@ -143,6 +151,8 @@ class GatewayServer:
         self._parts: list[GatewayPart] = []
         """Optional parts that the gateway has, in the order in which they were added."""
         self._add_settings_parts(pools, load_config)
+        self._is_accepting = False
+        """Whether clients' connections are accepted."""
         self._stop_requested = asyncio.Event()
         self._force_stop = asyncio.Event()
 
@@ -329,7 +339,13 @@ class GatewayServer:
         routes = build_routes(
             self._models,
             generation,
-            OperationsHandlers(self._models, self._metrics, read_metrics),
+            OperationsHandlers(
+                self._models,
+                self._metrics,
+                read_metrics,
+                self._gateway_id,
+                is_accepting=lambda: self._is_accepting,
+            ),
             response_state,
             background,
             None if account_sync is None else account_sync.limits,
@@ -473,18 +489,13 @@ class GatewayServer:
             idle_timeout_s=self._config.connection_idle_timeout_s,
             dead_peer_timeout_s=2 * self._config.slow_reader_timeout_s,
         )
-        server_task = asyncio.create_task(server.serve(sockets=[listen_socket]))
+        control = self._control_socket
+        private_sockets = [] if control is None else [bind_unix(control)]
+        server_task = asyncio.create_task(server.serve([], private_sockets))
         stop_task = asyncio.create_task(self._stop_requested.wait())
         tasks = [asyncio.create_task(run_with_restarts(factory)) for factory in background_tasks]
-        url = listen_url(listen_socket, "http" if certificates is None else "https")
-        log.info(
-            "ready",
-            url=url,
-            models=[model.name for model in self._config.models],
-            gateway=self._gateway_id,
-        )
-        self._on_ready(url)
         try:
+            await self._accept_clients(server, listen_socket, {server_task, stop_task})
             await asyncio.wait({server_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(app, background, server)
         finally:
@@ -494,6 +505,37 @@ class GatewayServer:
             await server_task  # also requests that were aborted, so that they are counted
             await background.close()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _accept_clients(
+        self, server: HttpServer, listen_socket: socket.socket, ends: AbstractSet[asyncio.Task[Any]]
+    ) -> None:
+        """Accept clients once the models are known, unless one of the tasks ends before.
+
+        A gateway of a fleet that nothing was published to would answer that the model does not exist.
+        """
+        fleet_pools, config = self._fleet_pools, self._config
+        if self._control_socket is not None and fleet_pools is not None:
+            published = asyncio.create_task(fleet_pools.wait_until_published())
+            await asyncio.wait({published, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            published.cancel()
+        if any(task.done() for task in ends):
+            return
+        server.accept_on([listen_socket])
+        self._is_accepting = True
+        if config.handover is not None:
+            try:
+                offer = SocketHandover(Path(config.handover), listen_socket)
+                self._parts.append(GatewayPart(on_drain=offer.close))
+            except OSError as error:
+                log.warning("handover_unavailable", path=config.handover, reason=str(error))
+        url = listen_url(listen_socket, "http" if self._certificates is None else "https")
+        log.info(
+            "ready",
+            url=url,
+            models=[model.name for model in config.models],
+            gateway=self._gateway_id,
+        )
+        self._on_ready(url)
 
     async def _start_fast_path(self) -> FastPath | None:
         if self._config.fast_path == "off":
@@ -570,7 +612,8 @@ class GatewayServer:
                 AccountSnapshot() if account_sync is None else account_sync.accounting.snapshot
             )
             check_exposure(config.host, config.auth, snapshot)
-        return listening_socket(config.host, config.port, config.uds)
+        handover = None if config.handover is None else Path(config.handover)
+        return listening_socket(config.host, config.port, config.uds, handover)
 
 
 def serve_gateway(
@@ -578,6 +621,7 @@ def serve_gateway(
     on_ready: Callable[[str], None],
     load_config: ConfigLoader,
     lessons: Sequence[Lesson] = (),
+    control_socket: Path | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and reload the settings on SIGHUP.
 
@@ -593,7 +637,9 @@ def serve_gateway(
         on_ready(url)
 
     async def run() -> None:
-        server = GatewayServer(config, ready, load_config, lessons=lessons)
+        server = GatewayServer(
+            config, ready, load_config, lessons=lessons, control_socket=control_socket
+        )
         with handle_signals(server.stop, server.reload):
             await server.run()
 

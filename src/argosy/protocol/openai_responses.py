@@ -247,10 +247,12 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-class StatusResponse(msgspec.Struct, frozen=True, kw_only=True):
+class StatusResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Response of `/health`, `/ready` and `/drain`."""
 
     status: str
+    gateway: str = ""
+    """Id of the gateway that answers `/health`, with which the ids of its requests begin."""
 
 
 class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):

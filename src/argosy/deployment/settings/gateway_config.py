@@ -198,6 +198,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 selects a free port."""
     uds: ByCommandLine[str | None] = None
     """Path of a Unix domain socket to listen on instead of host and port."""
+    handover: ByCommandLine[str | None] = None
+    """Path of a Unix socket at which a gateway hands its listening socket to a later one with the same path, so that a
+    restart refuses no connection. Start the new gateway, and stop the old one when the new one is ready. A controller
+    does both for its gateways, and chooses the path."""
     tls: ByCommandLine[TlsConfig | None] = None
     """Listen with TLS."""
     advertise_url: ByCommandLine[str | None] = None
