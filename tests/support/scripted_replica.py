@@ -1,7 +1,7 @@
 """Replica process for tests of launchers, quick to start: answers each HTTP request with its pid.
 
 Arguments: a socket path, port or HOST:PORT, then what it does. With `complete` it answers POST requests with a
-completion. It imports little and needs no package.
+completion, and with `chat` chats, whole or as a stream, until it is drained. It imports little and needs no package.
 
 Never compared with a real replica.
 """
@@ -11,12 +11,21 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 
 RESPONSE = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
 COMPLETION = b"""{"id": "c", "object": "text_completion", "created": 1, "model": "chat", "choices": [
 {"index": 0, "text": "yes", "finish_reason": "stop"}],
 "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}}"""
+
+WORDS = ("one ", "two ", "three")
+CHUNK = b"""data: {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "chat", "choices": [
+{"index": 0, "delta": {"content": "%s"}, "finish_reason": %s}]}\n\n""".replace(b"[\n", b"[")
+CHAT = b"""{"id": "c", "object": "chat.completion", "created": 1, "model": "chat", "choices": [
+{"index": 0, "message": {"role": "assistant", "content": "%s"}, "finish_reason": "stop"}],
+"usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}}"""
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n"
 
 
 def main(address: str, *behaviours: str) -> None:
@@ -65,6 +74,8 @@ def serve(address: str, behaviours: tuple[str, ...]) -> None:
     body = str(os.getpid()).encode()
     answer = RESPONSE % (len(body), body)
     completion = RESPONSE % (len(COMPLETION), COMPLETION) if "complete" in behaviours else answer
+    if "chat" in behaviours:
+        serve_chats(server, answer)
     while True:
         client, _ = server.accept()
         with client:
@@ -76,6 +87,45 @@ def serve(address: str, behaviours: tuple[str, ...]) -> None:
                     pass  # with a rest unread, the answer might be lost
             except OSError:
                 pass  # the client has left
+
+
+def serve_chats(server: socket.socket, answer: bytes) -> None:
+    """Serve each connection in a thread. SIGTERM ends this process after the running responses."""
+
+    def drain(*_: object) -> None:
+        server.close()
+        raise SystemExit
+
+    signal.signal(signal.SIGTERM, drain)
+    while True:
+        client, _ = server.accept()
+        threading.Thread(target=serve_chat, args=(client, answer)).start()
+
+
+def serve_chat(client: socket.socket, answer: bytes) -> None:
+    with client:
+        try:
+            request = client.recv(65536)
+            body = request.partition(b"\r\n\r\n")[2]
+            if request.startswith(b"POST") and not body:
+                body = client.recv(65536)
+            if not request.startswith(b"POST"):
+                client.sendall(answer)
+            elif b'"stream":true' in body.replace(b" ", b""):
+                client.sendall(STREAM_HEAD)
+                for word in WORDS:
+                    end = b'"stop"' if word == WORDS[-1] else b"null"
+                    client.sendall(CHUNK % (word.encode(), end))
+                    time.sleep(0.2)  # a stream that lasts while processes are replaced
+                client.sendall(b"data: [DONE]\n\n")
+            else:
+                chat = CHAT % "".join(WORDS).encode()
+                client.sendall(RESPONSE % (len(chat), chat))
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(65536):
+                pass
+        except OSError:
+            pass
 
 
 main(*sys.argv[1:])

@@ -26,6 +26,8 @@ from argosy.deployment.declaration.config import (
     PoolConfig,
     SecretReference,
     build_gateway_config,
+    has_address_conflict,
+    listen_url,
 )
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.engines import (
@@ -40,6 +42,7 @@ from argosy.deployment.declaration.loading import (
     parse_fleet,
     parse_remote_change,
 )
+from argosy.deployment.declaration.refusals import describe_refusals
 from argosy.deployment.declaration.replica_command import (
     LaunchResources,
     build_command,
@@ -76,7 +79,6 @@ from argosy.deployment.records.revisions import (
     find_newest_revision,
     list_known_revisions,
     list_revision_changes,
-    listen_url,
     parse_declaration,
     plan_declaration,
     pool_digests,

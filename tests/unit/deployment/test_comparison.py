@@ -17,6 +17,7 @@ from argosy.deployment import (
     PlannedChange,
     check_capacity,
     compare_fleets,
+    describe_refusals,
     parse_fleet,
     replica_digest,
 )
@@ -167,6 +168,35 @@ def test_order_of_items_is_a_change() -> None:
     after = msgspec.structs.replace(before, models=before.models[::-1])
     (change,) = compare_fleets(before, after)
     assert (change.path, change.old, change.new) == ("models", ["chat", "code"], ["code", "chat"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [
+        ("port=8000", "port=9000", ["http://127.0.0.1:8000 are refused from then on", "cut"]),
+        ('host="127.0.0.1"', 'host="0.0.0.0"', ["to each gateway are refused for about 2 s", "cut"]),
+        ('host="0.0.0.0"', 'host="10.0.0.1"', ["127.0.0.1:8000 are", "for about 2 s", "cut"]),
+        ("gateways=2", "gateways=1", ["http://127.0.0.1:8001 are refused from then on", "cut"]),
+        ("gateways=1", "gateways=0", ["no gateway remains", "cut"]),
+        ("gateways=1", "gateways=2", []),
+        ('log_level="info"', 'log_level="debug"', ["not ended 30 s after"]),
+        ("body_limit_bytes=9", "body_limit_bytes=8", ["cut", "larger bodies"]),
+        ('queue={"timeout_s":9}', 'queue={"timeout_s":8}', ["cut", "wait longer"]),
+        ('queue={"timeout_s":8}', 'queue={"timeout_s":9}', ["cut"]),
+        ('timeouts={"request_timeout_s":null}', 'timeouts={"request_timeout_s":9}', ["cut", "ended"]),
+        ('auth={"mode":"auto"}', 'auth={"mode":"disabled"}', ["cut", "`auth`"]),
+        ('models/chat/aliases=["c"]', 'models/chat/aliases=["d"]', ["the model c are refused"]),
+        ("pools/chat/replicas=0", "pools/chat/replicas=4", []),
+        ("pools/batch/cpus=1", "pools/batch/cpus=2", ["cannot be resumed"]),
+    ],
+)  # fmt: skip
+def test_plan_names_what_is_refused(old: str, new: str, refused: list[str]) -> None:
+    before, after = parse(old), parse(new)
+    changes = compare_fleets(before, after)
+    sentences = describe_refusals(before, after, changes, gateway_start_s=1.8)
+    assert len(sentences) == len(refused), sentences
+    for sentence, part in zip(sentences, refused, strict=True):
+        assert part in sentence
 
 
 OVERLAYS = [

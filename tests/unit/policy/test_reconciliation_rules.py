@@ -139,6 +139,36 @@ def names(actions: tuple[Action, ...]) -> list[str]:
             id="makes-room-without-surge",
         ),
         pytest.param(
+            [replica(0, 1), replica(1, 1), replica(0)],
+            {"serves_model": False},
+            ["Withdraw a-1-0"],
+            id="gateway-replaces-the-one-of-its-address",
+        ),
+        pytest.param(
+            [replica(0, 0), replica(0, 1), replica(1, 1)],
+            {"serves_model": False},
+            ["Withdraw a-0-0"],
+            id="keeps-a-gateway-for-each-address",
+        ),
+        pytest.param(
+            [replica(0), replica(1, state=LaunchState.DRAINING)],
+            {"serves_model": False},
+            ["Withdraw a-2-1"],
+            id="gateway-waits-for-its-address",
+        ),
+        pytest.param(
+            [replica(1)],
+            {"serves_model": False, "replicas": 1},
+            ["Start a-2-0"],
+            id="gateway-takes-the-lowest-address",
+        ),
+        pytest.param(
+            [replica(0, **LOADING), replica(1)],
+            {"serves_model": False, "replicas": 1},
+            [],
+            id="gateway-stays-until-the-lowest-address-serves",
+        ),
+        pytest.param(
             [replica(0, 1), replica(1, 1, **EXITED), replica(0, **LOADING)],
             {},
             ["Start a-1-1"],

@@ -23,6 +23,8 @@ ResourceName = Annotated[
     str, Meta(max_length=253, pattern=r"^[A-Za-z0-9.-]+/[A-Za-z0-9][A-Za-z0-9._-]*$(?!\n)")
 ]
 
+WILDCARD_HOSTS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compares
+"""Hosts that stand for all addresses of the machine."""
 _NOT_OF_PODS = ("namespace", "context", "image", "pre_pull_images")
 Positive = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$(?!\n)")]
@@ -400,3 +402,26 @@ def build_gateway_config(config: FleetConfig, ordinal: int = 0) -> GatewayConfig
     ]
     port = config.port + ordinal if config.port else 0
     return msgspec.structs.replace(GatewayConfig(**settings), models=models, port=port)
+
+
+def listen_url(settings: GatewayConfig) -> str:
+    """Return the address of a gateway, as seen from its machine."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host = "127.0.0.1" if settings.host in WILDCARD_HOSTS else settings.host
+    scheme = "http" if settings.tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def has_address_conflict(old: FleetConfig, new: FleetConfig) -> bool:
+    """Return whether the gateways of a fleet have to end before those of another declaration can listen.
+
+    A listening socket is handed over to a gateway with the same address. All addresses of a machine and one of them
+    exclude each other.
+    """
+    if old.host == new.host or not WILDCARD_HOSTS & {old.host, new.host}:
+        return False
+    if old.uds is not None or new.uds is not None:
+        return False
+    last_start = max(old.port, new.port)
+    return bool(old.port) and last_start < min(old.port + old.gateways, new.port + new.gateways)

@@ -15,9 +15,14 @@ from argosy.deployment.declaration.comparison import (
     compare_fleets,
     count_serving,
 )
-from argosy.deployment.declaration.config import FleetConfig, build_gateway_config
+from argosy.deployment.declaration.config import (
+    FleetConfig,
+    build_gateway_config,
+    has_address_conflict,
+)
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_fleet
+from argosy.deployment.declaration.refusals import describe_refusals
 from argosy.deployment.declaration.replica_command import replica_digest
 from argosy.deployment.declaration.validation import GATEWAY_POOL
 from argosy.deployment.records.fleet_records import (
@@ -29,14 +34,18 @@ from argosy.deployment.records.fleet_records import (
     decode_kind,
     decode_replicas,
 )
-from argosy.deployment.settings.gateway_config import GatewayConfig
 from argosy.store import AuditedDecision, FleetRevision, FleetStore
 
 MAX_KNOWN_REVISIONS = 200
 """Number of revisions in which the settings of replicas of earlier generations are looked up first."""
 
 
-_PUBLISHED_SETTINGS: dict[str, Any] = {"models": [], "routes": [], "pools_file": None}
+_PUBLISHED_SETTINGS: dict[str, Any] = {
+    "models": [],
+    "routes": [],
+    "pools_file": None,
+    "handover": None,
+}
 """Settings of a gateway that the controller publishes or assigns. Their change needs no restart."""
 _SIGNS = {"add": "+", "change": "~", "remove": "-"}
 
@@ -149,15 +158,6 @@ def stop_everything(config: FleetConfig) -> FleetConfig:
     return msgspec.structs.replace(config, pools=(), gateways=0)
 
 
-def listen_url(settings: GatewayConfig) -> str:
-    """Return the address of a gateway, as seen from its machine."""
-    if settings.uds is not None:
-        return f"unix:{settings.uds}"
-    host = settings.host if settings.host not in {"0.0.0.0", "::", ""} else "127.0.0.1"  # noqa: S104 - compares
-    scheme = "http" if settings.tls is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
-
-
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Changes that a declaration would make, and what they would disturb."""
 
@@ -172,6 +172,8 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens of prompts in their KV caches."""
     risks: tuple[str, ...]
     """Sentences that a person confirms: pools that leave, and those that get more than twice their replicas."""
+    refused: tuple[str, ...] = ()
+    """Which requests are refused or cut, and for how long, one sentence each. No others are lost."""
     lines: tuple[str, ...]
     """The plan as `argosy plan` prints it."""
 
@@ -199,6 +201,14 @@ def plan_declaration(
     changes = compare_fleets(old, new, scaled)
     moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
     replicas = decode_replicas(records).values()
+    start_times = [
+        record.ready_at - record.started_at
+        for record in replicas
+        if record.pool == GATEWAY_POOL and record.ready_at is not None
+    ]
+    refused = (
+        () if old is None else describe_refusals(old, new, changes, max(start_times, default=None))
+    )
     affected = [record for record in replicas if record.pool in moved]
     running_requests = sum(record.running for record in affected)
     cached_tokens = sum(record.cached_tokens for record in affected)
@@ -210,6 +220,10 @@ def plan_declaration(
         lines.append(
             f"Moves up to {running_requests} running {requests}, and gives up {cached_tokens:,} cached prompt {tokens}."
         )
+    restarts = any(change.effect == ChangeEffect.GATEWAY_RESTART for change in changes)
+    if restarts and old is not None and not has_address_conflict(old, new):
+        lines.append("Each new gateway listens before the old one leaves.")
+    lines += refused
     return FleetPlan(
         revision=0 if latest is None else latest.number,
         changes=changes,
@@ -217,6 +231,7 @@ def plan_declaration(
         running_requests=running_requests,
         cached_tokens=cached_tokens,
         risks=() if old is None else tuple(_find_risks(fleet, old, new, scaled)),
+        refused=refused,
         lines=tuple(lines),
     )
 

@@ -9,7 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from argosy.deployment.declaration.config import FleetConfig, PoolConfig, build_gateway_config
+from argosy.deployment.declaration.config import (
+    FleetConfig,
+    PoolConfig,
+    build_gateway_config,
+    listen_url,
+)
 from argosy.deployment.declaration.validation import GATEWAY_POOL
 from argosy.deployment.records.fleet_records import (
     OBSERVED_NAME,
@@ -20,7 +25,7 @@ from argosy.deployment.records.fleet_records import (
     decode_kind,
     decode_replicas,
 )
-from argosy.deployment.records.revisions import listen_url, parse_declaration
+from argosy.deployment.records.revisions import parse_declaration
 from argosy.deployment.records.rollout_status import ReplicaCounts, RolloutReport, read_rollouts
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import ReplicaPhase

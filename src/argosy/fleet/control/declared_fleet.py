@@ -21,12 +21,13 @@ from argosy.deployment import (
     build_gateway_config,
     find_engine,
     find_newest_revision,
+    has_address_conflict,
     listen_url,
     parse_fleet,
 )
 from argosy.fleet.control.replica_monitor import CheckPaths
 from argosy.fleet.launch_spec import build_launch_spec
-from argosy.fleet.launchers import LaunchError, LaunchSpec
+from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchSpec
 from argosy.machine_resources import usable_cpus
 from argosy.policy.reconciliation import DesiredFleet, DesiredPool, RestartLimits, replica_name
 from argosy.policy.rollout import RolloutPlan
@@ -104,11 +105,12 @@ class DeclaredFleet:
         scaled: Mapping[str, int],
         versions: Mapping[str, Sequence[VersionTarget]],
         undecided: Collection[str] = (),
+        gateways: Iterable[LaunchedReplica] = (),
     ) -> DesiredFleet:
         """Return what the fleet shall consist of.
 
         `scaled` are the numbers of replicas for which an autoscaler decides. Nothing may be done about `undecided`
-        pools.
+        pools. `gateways` are those that run.
         """
         pools = [
             self._desired_pool(pool, target)
@@ -118,19 +120,32 @@ class DeclaredFleet:
             or [self._only_target(pool, scaled.get(pool.name, pool.initial_replicas))]
         ]
         if self.config.gateways:
-            # A new gateway cannot listen on the port of the old one while that runs.
-            pools.append(
+            hands_over = all(self._hands_over(each) for each in gateways)
+            pools.insert(  # first, since they start in a moment, and replicas load longer
+                0,
                 DesiredPool(
                     name=GATEWAY_POOL,
                     launcher=GATEWAY_LAUNCHER,
                     generation=self.generation(GATEWAY_POOL),
                     replicas=self.config.gateways,
-                    max_surge=0,
-                    max_unavailable=1,
+                    max_surge=int(hands_over),
+                    max_unavailable=int(not hands_over),
                     serves_model=False,
-                )
+                ),
             )
         return DesiredFleet(pools=tuple(pools), cores={GATEWAY_LAUNCHER: usable_cpus()})
+
+    def _hands_over(self, gateway: LaunchedReplica) -> bool:
+        """Return whether a gateway need not end before those of this declaration listen.
+
+        One of an earlier version of Argosy has no address of its own, and hands nothing over.
+        """
+        config = self._config_of(GATEWAY_POOL, gateway.generation)
+        return (
+            gateway.own_url is not None
+            and config is not None
+            and not has_address_conflict(config, self.config)
+        )
 
     def launch_spec(self, pool: str, generation: int, ordinal: int) -> LaunchSpec:
         """Return the specification of a replica of the current or an earlier generation.
@@ -270,6 +285,7 @@ class DeclaredFleet:
             fleet=config.fleet,
             store=msgspec.structs.replace(config.store or StoreConfig(), url=self._store_url),
             pools_file=str(self._folder / f"pools-{ordinal}.json"),
+            handover=str(self._folder / f"listen-{config.port + ordinal}.handover"),
         )
         name = replica_name(GATEWAY_POOL, generation, ordinal)
         path = self._folder / f"{name}.json"
@@ -282,7 +298,10 @@ class DeclaredFleet:
             pool=GATEWAY_POOL,
             generation=generation,
             ordinal=ordinal,
-            command=(sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)),
+            command=(
+                *(sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)),
+                *("--control-socket", "{socket}"),
+            ),
             inherits_environment=True,
             drain_deadline_s=settings.drain_deadline_s,
             url=listen_url(settings),

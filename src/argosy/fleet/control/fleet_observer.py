@@ -127,6 +127,7 @@ class FleetObserver:
         if updates_loads:
             self._loads_updated_at = now
         observed = []
+        own_urls: dict[str, str] = {}
         listed = {replica.name: (launcher, replica) for launcher, replica in self.listed}
         for name, (launcher, replica) in listed.items():
             reading = self._monitor.reading(replica)
@@ -139,6 +140,8 @@ class FleetObserver:
                     cached_tokens=load.kv_blocks_cached * load.block_size,
                 )
             self._records.replicas[name] = record
+            if record.pool == GATEWAY_POOL and reading.gateway and replica.own_url is not None:
+                own_urls[reading.gateway] = replica.own_url
             observed.append(
                 ObservedReplica(
                     state=replica.state,
@@ -152,6 +155,7 @@ class FleetObserver:
                     **self._remembered(record),
                 )
             )
+        self._publisher.use_own_urls(own_urls)
         observed += [
             ObservedReplica(**self._remembered(record))
             for name, record in self._records.replicas.items()

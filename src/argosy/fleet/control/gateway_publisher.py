@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -53,6 +53,8 @@ class GatewayPublisher:
         """Replicas that each gateway routes to that can be reached."""
         self._gateways: Sequence[GatewayRecord] = ()
         """Registered gateways, by the latest round."""
+        self._own_urls: Mapping[str, str] = {}
+        """Addresses, by id, of gateways that may share the registered one with another gateway during a restart."""
         self._others: set[str] = set()
         """Ids of gateways on the same store that do not belong to the fleet, by the latest round."""
         self._published = asyncio.Event()
@@ -101,6 +103,12 @@ class GatewayPublisher:
         self._pools = pools
         self._published.set()
 
+    def use_own_urls(self, urls: Mapping[str, str]) -> None:
+        """Reach gateways, by id, at these addresses of their own. New ones are sent the pools at once."""
+        if urls.keys() - self._own_urls.keys():
+            self._published.set()
+        self._own_urls = urls
+
     def is_routed(self, replica: str) -> bool:
         """Return whether all gateways that can be reached route to a replica. Without gateways, all do."""
         if not self.statuses:
@@ -127,10 +135,17 @@ class GatewayPublisher:
 
     async def _run_round(self, pools: FleetPools) -> None:
         try:
-            gateways = await run_in_daemon_thread(self._registry.list_running)
+            registered = await run_in_daemon_thread(self._registry.list_running)
         except StoreError as error:
             log.warning("store_unavailable", reason=str(error))
             return
+        urls = self._own_urls
+        gateways = [
+            msgspec.structs.replace(each, url=urls[each.id], certificate="")
+            if each.id in urls
+            else each
+            for each in registered
+        ]
         self._others.clear()
         answers = await asyncio.gather(*(self._synchronise(gateway, pools) for gateway in gateways))
         statuses = {

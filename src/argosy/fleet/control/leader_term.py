@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from argosy.deployment import (
+    GATEWAY_POOL,
     FleetRecords,
     ObservedRevision,
     ReplicaRecord,
@@ -153,7 +154,8 @@ class LeaderTerm:
             observing_since=self._observing_since,
             unavailable_launchers=unavailable,
         )
-        desired = declared.desired_state(counts, self._rollouts.targets, undecided)
+        gateways = [each for _, each in self._observer.listed if each.pool == GATEWAY_POOL]
+        desired = declared.desired_state(counts, self._rollouts.targets, undecided, gateways)
         result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
         self._records.observed = ObservedRevision(

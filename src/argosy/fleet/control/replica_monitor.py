@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 
 from argosy.fleet.launchers import LaunchedReplica, LaunchState
-from argosy.protocol import LoadResponse
+from argosy.protocol import LoadResponse, StatusResponse
 
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 5.0
@@ -34,7 +34,7 @@ class CheckPaths(msgspec.Struct, frozen=True):
 
 
 _CheckKey = tuple[str, int, str, CheckPaths]
-"""Name, attempt and URL of a replica, and the paths of its checks, which a declaration may change."""
+"""Name, attempt and own URL of a replica, and the paths of its checks, which a declaration may change."""
 
 
 class ReplicaHealthReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +49,8 @@ class ReplicaHealthReading(msgspec.Struct, frozen=True, kw_only=True):
     """When the engine's step counter last advanced, or when it last had no request. None without a counter."""
     load: LoadResponse | None = None
     """Its latest load report."""
+    gateway: str = ""
+    """Id that it states as a gateway, by which its record in the store is found."""
 
 
 class ReplicaMonitor:
@@ -70,9 +72,9 @@ class ReplicaMonitor:
     ) -> None:
         """Check these replicas from now on, and no others."""
         wanted = {
-            (replica.name, replica.attempt, replica.url, paths(replica)): replica
+            (replica.name, replica.attempt, url, paths(replica)): replica
             for replica in replicas
-            if replica.url is not None
+            if (url := replica.own_url or replica.url) is not None
             and replica.state in {LaunchState.RUNNING, LaunchState.DRAINING}
         }
         for key in self._tasks.keys() - wanted.keys():
@@ -147,6 +149,7 @@ class ReplicaMonitor:
             else f"{paths.ready} answers {response.status_code}, see `ready_path` of its engine",
             last_response_at=now,
             load=load,
+            gateway=_read_gateway_id(response.content),
         )
         if load is None:
             return reading
@@ -205,3 +208,10 @@ async def _fetch_load(client: httpx2.AsyncClient, path: str) -> LoadResponse | N
         return msgspec.json.decode(response.content, type=LoadResponse)
     except msgspec.MsgspecError:
         return None
+
+
+def _read_gateway_id(content: bytes) -> str:
+    try:
+        return msgspec.json.decode(content, type=StatusResponse).gateway
+    except msgspec.MsgspecError:
+        return ""

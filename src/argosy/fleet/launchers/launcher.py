@@ -76,7 +76,8 @@ class LaunchSpec(ReplicaIdentity, frozen=True, kw_only=True):
     drain_signal: str = "SIGTERM"
     """Signal by which `drain` asks the process to exit."""
     url: str | None = None
-    """Address of its server if the command fixes it. Otherwise the launcher assigns it."""
+    """Address of its server if the command fixes it. Otherwise the launcher assigns it. With `{socket}` in the command
+    too, others may have the same address, and the socket is its own."""
     image: str | None = None
     """Container image, for launchers that use containers."""
     secret_keys: Mapping[str, str] = {}
@@ -96,6 +97,8 @@ class LaunchedReplica(ReplicaIdentity, frozen=True, kw_only=True):
     """Why it waits, such as `waiting for a GPU on any node of zone a`, or why it exited."""
     url: str | None = None
     """Address of its HTTP server, such as `http://10.0.0.5:8000` or `unix:///run/replica.sock`. None before that."""
+    own_url: str | None = None
+    """Address that no other replica has. None if `url` is; gateways that replace each other share one."""
     node: str = ""
     """Machine or node on which it runs."""
     zone: str = ""

@@ -11,10 +11,9 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from urllib.parse import quote
 
 from argosy.fleet.launchers.launcher import LaunchError, LaunchSpec
-from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
+from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder, socket_url
 
 LOCAL_HOST = "127.0.0.1"
 MAX_PORT_ATTEMPTS = 100
@@ -71,7 +70,7 @@ def plan_attempt(
     url = port = uds = None
     if "socket" in placeholders:
         uds = str(folder.prepare_socket(spec.name, previous))
-        url = f"unix://{quote(uds)}"
+        url = spec.url or socket_url(uds)
     elif "port" in placeholders:
         reserved = {record.port for record in running if record.port is not None}
         port = choose_port(host, None if previous is None else previous.port, reserved)

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -275,12 +276,18 @@ def _check_epoch(lock: int, epoch: int) -> None:
             raise LaunchError(f"the epoch cannot be stored: {format_os_error(error)}") from error
 
 
+def socket_url(path: str) -> str:
+    """Return the URL of a server at a Unix socket."""
+    return f"unix://{quote(path)}"
+
+
 def describe_replica(record: LaunchRecord, status: ProcessStatus | None) -> LaunchedReplica:
     """Return the state of a replica. Without a status its monitor is being started."""
     replica = LaunchedReplica(
         **record.identity,
         state=LaunchState.RUNNING,
         url=record.url,
+        own_url=None if record.socket is None else socket_url(record.socket),
         node=socket.gethostname(),
         attempt=record.attempt,
         started_at=record.started_at,

@@ -57,7 +57,8 @@ class DesiredPool(msgspec.Struct, frozen=True, kw_only=True):
     requires_warm_up: bool = False
     """Whether a replica enters the rotation, or becomes a spare, only after its warm-up."""
     serves_model: bool = True
-    """Whether its replicas serve a model behind gateways. Otherwise they are the gateways. Only phases depend on it."""
+    """Whether its replicas serve a model behind gateways. Otherwise they are the gateways, each ordinal of which has an
+    address of its own. A gateway then replaces the one with its ordinal, and lower ordinals are kept."""
     surplus_reason: str = ""
     """Why replicas beyond the desired number leave; empty for the number itself."""
 

@@ -130,6 +130,7 @@ class Member:
         "leaving_reason",
         "may_serve",
         "replica",
+        "serves_model",
         "state",
     )
 
@@ -139,6 +140,7 @@ class Member:
         self.replica = replica
         self.deadline = hang_deadline(replica, pool.restart_limits, observed.observing_since)
         self.is_current = replica.generation == pool.generation
+        self.serves_model = pool.serves_model
         self.is_known = replica.launcher not in observed.unavailable_launchers
         """Whether its launcher can list it now. Nothing is done to a replica of unknown state."""
         is_hung = self.is_known and now >= self.deadline.at
@@ -169,11 +171,12 @@ class Member:
         """Whether it serves the requests of all gateways."""
         return self.is_usable and self.may_serve and self.replica.is_routed
 
-    def sort_key(self) -> tuple[bool, bool, int, bool, int, int]:
+    def sort_key(self) -> tuple[bool, int, bool, int, bool, int, int]:
         """Return the order in which members are kept: those with the smallest key first."""
         replica = self.replica
         return (
             not self.is_current,
+            0 if self.serves_model else replica.ordinal,
             not self.is_usable,
             STATES[self.state].keep_rank,
             not replica.in_rotation,

@@ -152,7 +152,10 @@ class PoolReconciler:
         pool = self._pool
         live = [each for each in self._members if each.replica.state is not LaunchState.DRAINING]
         current = [each for each in live if each.is_current]
-        for member in current[self._size :]:
+        surplus = current[self._size :]
+        if not pool.serves_model:
+            surplus = [each for each in current if each.replica.ordinal >= self._size]
+        for member in surplus:
             member.leaving_reason = pool.surplus_reason or f"the pool needs only {self._size}"
         usable = [each for each in current[: self._size] if each.is_usable]
         num_routed = sum(each.is_available for each in usable[: pool.replicas])
@@ -167,6 +170,9 @@ class PoolReconciler:
                         "set max_unavailable to 1 if old replicas occupy all machines"
                     )
             self._num_early = min(self._num_early, len(waiting))
+        if not pool.serves_model:
+            served = {each.replica.ordinal for each in usable if each.is_available}
+            outdated.sort(key=lambda each: _is_replaced(each, served))
         num_kept = self._size - num_routed - num_spares - self._num_early
         for member in outdated[max(0, num_kept) :]:
             member.leaving_reason = (
@@ -271,7 +277,8 @@ class PoolReconciler:
             return
         room = self._size + pool.max_surge - num_existing
         taken = {each.replica.ordinal for each in self._members if each.is_current}
-        free = (ordinal for ordinal in count() if ordinal not in taken)
+        ordinals = count() if pool.serves_model else range(self._size)
+        free = (ordinal for ordinal in ordinals if ordinal not in taken)
         for number, ordinal in enumerate(islice(free, self._size - num_kept)):
             name = replica_name(pool.name, pool.generation, ordinal)
             if not self._is_known(pool.launcher):
@@ -371,6 +378,14 @@ class PoolReconciler:
         if member.is_known:
             return report
         return PhaseReport(report.phase, self._unavailable_reason(member.replica.launcher))
+
+
+def _is_replaced(member: Member, served: set[int]) -> bool:
+    """Return whether another gateway serves the address of a gateway. Adds its ordinal to those that are served."""
+    ordinal = member.replica.ordinal
+    is_replaced = ordinal in served
+    served.add(ordinal)
+    return is_replaced
 
 
 class DisruptionBudget:
