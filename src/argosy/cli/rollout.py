@@ -30,7 +30,7 @@ from argosy.cli.quantities import format_timestamp
 
 if TYPE_CHECKING:
     from argosy.deployment import RolloutReport
-    from argosy.policy.rollout import RolloutCommand, RolloutRecord
+    from argosy.policy.rollout import MetricVerdict, RolloutCommand, RolloutRecord
 
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -59,6 +59,9 @@ MAX_SHOWN_TRANSITIONS = 20
 def status(
     pool: Annotated[str | None, typer.Argument(metavar="[POOL]", help="Only this pool.")] = None,
     *,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the e-values of the gate, too.")
+    ] = False,
     files: FilesOption = None,
     fleet: FleetOption = None,
     store: StoreUrl = None,
@@ -76,7 +79,7 @@ def status(
         typer.echo("No pool of the fleet has had a rollout.")
     now = time.time()
     for report in reports:
-        print_rollout(report, now)
+        print_rollout(report, now, verbose=verbose)
 
 
 def _add_command(kind: CommandName, summary: str, *, has_force: bool = False) -> None:
@@ -282,7 +285,7 @@ def summarise_rollout(report: RolloutReport, now: float) -> str:
     return f"Pool {report.pool}: {status} ({step}, {share:.0%} of the users, {since})"
 
 
-def print_rollout(report: RolloutReport, now: float) -> None:
+def print_rollout(report: RolloutReport, now: float, *, verbose: bool = False) -> None:
     """Print what is known about the rollouts of a pool."""
     _show(summarise_rollout(report, now))
     current, route, status = report.rollouts.current, report.route, report.status
@@ -307,7 +310,7 @@ def print_rollout(report: RolloutReport, now: float) -> None:
         _show(f"  waits for a controller: {command.kind} by {command.by}")
     for verdict in report.rollouts.verdicts:
         _show(f"  rolled back: version {verdict.digest} ({verdict.reason})")
-    _print_measurements(report)
+    _print_measurements(report, verbose=verbose)
     if current is not None and current.transitions:
         print_records(
             current.transitions[-MAX_SHOWN_TRANSITIONS:],
@@ -323,27 +326,42 @@ def print_rollout(report: RolloutReport, now: float) -> None:
         )
 
 
-def _print_measurements(report: RolloutReport) -> None:
-    current, status = report.rollouts.running, report.status
+def _print_measurements(report: RolloutReport, *, verbose: bool) -> None:
+    """Print the evidence of the gate, also after the rollout has ended."""
+    current, status = report.rollouts.current, report.status
     if current is None or status is None or not status.metrics:
         return
-    threshold = 1.0 / current.plan.gate.max_false_rollbacks
-    _show(
-        f"  gate: {status.result}, {status.reason} (regression {status.regression:.3g} of {threshold:g})"
-    )
+    _show(f"  gate: {status.result}, {status.reason}")
+    evidence = ("evidence: worse", "evidence: no worse") if verbose else ()
+
+    def describe(metric: MetricVerdict) -> tuple[object, ...]:
+        needed = "no events yet" if metric.requests_needed is None else metric.requests_needed
+        return (
+            metric.metric,
+            _format_rate(metric.candidate_events, status.candidate_requests),
+            _format_rate(metric.stable_events, status.stable_requests),
+            "passed" if metric.has_passed else needed,
+            *((f"{metric.regression:.3g}", f"{metric.equivalence:.3g}") if verbose else ()),
+        )
+
     print_records(
         status.metrics,
-        ("metric", "ratio", "regression", "no worse", "passed"),
-        lambda each: (
-            each.metric,
-            "" if each.ratio is None else f"{each.ratio:.2f}",
-            f"{each.regression:.3g}",
-            f"{each.equivalence:.3g}",
-            "yes" if each.has_passed else "no",
-        ),
+        ("metric", "new version", "old version", "requests needed", *evidence),
+        describe,
         "",
         json=False,
     )
+    if verbose:
+        gate = current.plan.gate
+        _show(
+            f"  evidence (e-values) of a worse version {status.regression:.3g} of {1.0 / gate.max_false_rollbacks:g}, "
+            f"and each metric passes with {1.0 / gate.max_false_promotions:g} for no worse"
+        )
+
+
+def _format_rate(events: int, requests: int) -> str:
+    """Format how many requests of a version were bad by a metric."""
+    return f"{events} of {requests} ({events / requests:.1%})" if requests else "no requests"
 
 
 def _describe_step(current: RolloutRecord) -> str:

@@ -51,10 +51,13 @@ def test_status_shows_state_measurements_and_what_it_waits_for(world: StoredRoll
         f"version {NEW[:12]}: 1 of 1 replicas are ready",
         "the step lasts",
         "ttft",
-        "regression 1 of 100",
+        "gate: inconclusive, not enough evidence yet after 5 requests of the new version",
+        "0 of 50 (0.0%)",
     ):
         assert text in output, output
     assert OLD not in output
+    assert "evidence (e-values)" not in output
+    assert "evidence (e-values) of a worse version 1 of 100" in run("status", "-v").stdout
     report = json.loads(run("status", POOL, "--json").stdout)[0]
     assert report["rollouts"]["current"]["state"] == "step"
     assert report["status"]["result"] == "inconclusive"
@@ -139,6 +142,7 @@ def test_abort_needs_no_controller(world: StoredRollout) -> None:
 
 
 def test_version_that_was_rolled_back_can_be_resumed(world: StoredRollout) -> None:
+    world.measure()
     abort = RolloutCommand(kind=CommandKind.ABORT, by="test", reason="slow")
     append_command(world.store, "demo", POOL, abort)
     for _ in range(4):
@@ -146,7 +150,9 @@ def test_version_that_was_rolled_back_can_be_resumed(world: StoredRollout) -> No
         world.candidate = VersionStatus()
     assert world.state == "aborted"
     assert "no rollout of the pool chat is running" in run("pause", POOL).stderr
-    assert f"rolled back: version {NEW[:12]} (slow)" in run("status").stdout
+    shown = run("status").stdout
+    assert f"rolled back: version {NEW[:12]} (slow)" in shown
+    assert "0 of 50 (0.0%)" in shown
     (pool,) = read_fleet_status(world.store, "demo").pools
     assert (pool.ready, pool.is_as_declared, pool.rollout and pool.rollout.can_retry) == (
         1,

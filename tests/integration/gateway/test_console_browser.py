@@ -229,9 +229,13 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.goto(f"{admin_gateway.client.base_url}/#/models")
     await page.get_by_text("The fleet 'demo' was never applied.").wait_for()
     stored = StoredRollout(admin_gateway.store.fleets)
+    stored.measure()
     stored.decide_once()
     await admin_gateway.create("/admin/replicas/cordon", {"model": "big", "replica": "a"})
     await page.locator(".steps .now", has_text="copies of 10 %").wait_for()
+    evidence = page.get_by_role("region", name="Evidence of the gate")
+    await evidence.get_by_role("cell", name="0 of 5 (0 %)").first.wait_for()
+    await page.get_by_text("Evidence as e-values").click()
     needed = page.get_by_role("meter", name="Errors: no worse")
     await load_playwright().expect(needed).to_have_attribute("aria-valuetext", "1 of 20")
     dialog = page.get_by_role("dialog")
@@ -265,6 +269,7 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await page.get_by_role("link", name="Overview").click()
     await page.get_by_text("Replica chat-2-0 does not stay up: it crashed 3 times.").wait_for()
     await page.get_by_text("waits for a person").wait_for()
+    await page.get_by_role("link", name="Open the rollout").wait_for()
     await page.get_by_text("has 1 of at least 5 replicas").wait_for()
 
 

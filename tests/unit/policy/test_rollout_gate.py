@@ -145,15 +145,39 @@ ALL_EQUAL = [
 
 def test_equal_versions_are_promoted_once_the_evidence_suffices() -> None:
     gate = open_gate()
-    gate.add(batch(1, *EQUAL))
-    early = gate.verdict(NOW)
+    gate.add(batch(1, *EQUAL, ended_at=NOW + 60.0))
+    early = gate.verdict(NOW + 60.0)
     assert early.result is GateResult.INCONCLUSIVE
-    assert "not enough evidence yet, 20 needed: errors" in early.reason
+    assert early.reason.startswith("not enough evidence yet: 500 of about 7300 requests of the new")
+    assert "about 14 min left at this rate (errors, refusals" in early.reason
     for sequence in range(2, 5):
         gate.add(batch(sequence, *ALL_EQUAL))
     assert gate.verdict(NOW).result is GateResult.PROMOTE
     gate.open_step(1, 0.5, NOW)
     assert gate.verdict(NOW).result is GateResult.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("events", "share"), [(20, 0.5), (40, 0.05), (8, 0.25)])
+def test_estimate_of_needed_requests_holds_if_the_versions_are_alike(
+    events: int, share: float
+) -> None:
+    gate, estimates = open_gate(share), dict[Metric, int]()
+    counts = round(events * share), events - round(events * share)
+    cells = [
+        msgspec.structs.replace(cell(each.metric, *counts, share), event=index)
+        for index, each in enumerate(EVENTS)
+        if each.decides_promotion
+    ]
+    for sequence in range(1, 100):
+        gate.add(batch(sequence, *cells))
+        verdict = gate.verdict(NOW)
+        for each in verdict.metrics:
+            if sequence == 1:
+                assert each.requests_needed is not None
+                estimates[each.metric] = each.requests_needed
+            if each.has_passed and (estimate := estimates.pop(each.metric, None)):
+                assert abs(estimate - verdict.candidate_requests) <= 500
+    assert not estimates
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
     regression: float = 1.0
     """Mean e-value of a regression."""
     metrics: tuple[MetricVerdict, ...] = ()
+    candidate_requests: int = 0
+    """Requests of the candidate that were measured in the step."""
+    stable_requests: int = 0
     refusals: tuple[str, ...] = ()
     """Commands that were not followed, and why, of the last decision about commands."""
 
@@ -108,6 +111,8 @@ def describe_decision(
         reason="" if verdict is None else verdict.reason,
         regression=1.0 if verdict is None else verdict.regression,
         metrics=() if verdict is None else verdict.metrics,
+        candidate_requests=0 if verdict is None else verdict.candidate_requests,
+        stable_requests=0 if verdict is None else verdict.stable_requests,
         refusals=tuple(refusals),
     )
 

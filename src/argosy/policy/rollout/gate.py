@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ from argosy.policy.rollout.race import (
     ONE,
     bernoulli_factor,
     equivalence_factor,
+    equivalence_growth,
     mean_evidence,
     multiply,
     regression_factors,
@@ -46,6 +48,11 @@ class MetricVerdict(msgspec.Struct, frozen=True):
     ratio: float | None
     """Measured rate of the candidate relative to the stable version in this step; None without events."""
     has_passed: bool
+    candidate_events: int = 0
+    """Requests of the candidate in this step that were bad by this metric."""
+    stable_events: int = 0
+    requests_needed: int | None = None
+    """Requests of the candidate in this step with which it passes if the versions are alike; None without events."""
 
 
 class GateVerdict(NamedTuple):
@@ -59,6 +66,9 @@ class GateVerdict(NamedTuple):
     regression: float
     """Mean e-value of all metrics. At 1 / `max_false_rollbacks` the candidate is rejected."""
     metrics: tuple[MetricVerdict, ...]
+    candidate_requests: int = 0
+    """Requests of the candidate that were measured in this step."""
+    stable_requests: int = 0
 
     def rejects(self, rollout: str) -> bool:
         """Return whether it rejects the candidate of a rollout."""
@@ -195,8 +205,10 @@ class RolloutGate:
         evidence = sum(each.regression for each in verdicts) / len(verdicts)
         if evidence >= threshold:
             worst = max(verdicts, key=lambda each: each.regression)
-            ratio = "" if worst.ratio is None else f" ({worst.ratio:.2g} times as many events)"
-            self.record.rejection = f"{worst.metric} is worse than in the stable version{ratio}"
+            self.record.rejection = (
+                f"{worst.metric} is worse than in the stable version ({worst.candidate_events} of "
+                f"{step.candidate_requests} requests, there {worst.stable_events} of {step.stable_requests})"
+            )
         elif step.share >= 1.0 and mean_evidence(step.objective_missed) >= threshold:
             self.record.rejection = (
                 f"{step.candidate_misses} of {step.candidate_requests} requests miss the objective"
@@ -220,13 +232,20 @@ class RolloutGate:
             result, reason = GateResult.ROLL_BACK, record.rejection
         elif not reason:
             waiting = [each for each in verdicts if not each.has_passed]
-            needed = 1.0 / self._settings.max_false_promotions
-            parts = (f"{each.metric} {min(each.equivalence, needed):.2g}" for each in waiting)
-            reason = f"not enough evidence yet, {needed:g} needed: {', '.join(parts)}"
+            reason = _describe_waiting(step, waiting)
             if not waiting:
                 result, reason = GateResult.PROMOTE, "no metric is worse than its margin"
         evidence = sum(each.regression for each in verdicts) / len(verdicts)
-        return GateVerdict(result, reason, record.rollout, step.index, evidence, verdicts)
+        return GateVerdict(
+            result,
+            reason,
+            record.rollout,
+            step.index,
+            evidence,
+            verdicts,
+            step.candidate_requests,
+            step.stable_requests,
+        )
 
     def _missing_data(self, step: StepRecord, now: float) -> str:
         if step.last_batch_at is None:
@@ -255,16 +274,47 @@ class RolloutGate:
             if is_alone or is_rare or _is_harmless(step, decisive):
                 equivalence = max(equivalence, to_float(step.objective_met))
             retained = is_alone and metric in self.record.passed
+            has_passed = equivalence >= needed or retained
             verdicts.append(
                 MetricVerdict(
                     metric,
                     self._regression(metric, step),
                     equivalence,
                     _ratio(step, decisive),
-                    equivalence >= needed or retained,
+                    has_passed,
+                    sums.candidate_events,
+                    sums.stable_events,
+                    None if has_passed else self._requests_needed(metric, step, decisive),
                 )
             )
         return tuple(verdicts)
+
+    def _requests_needed(self, metric: Metric, step: StepRecord, event: int) -> int | None:
+        """Estimate with how many requests of the candidate in this step a metric passes if the versions are alike."""
+        needed = math.log(1.0 / self._settings.max_false_promotions)
+        seen, sums, kind = step.candidate_requests, step.totals[event], EVENTS[event]
+        estimates: list[float] = []
+        share = step.share
+        if sums.candidate_expected and sums.stable_expected:
+            share = sums.candidate_expected / (sums.candidate_expected + sums.stable_expected)
+        num_events = sums.candidate_events + sums.stable_events
+        if seen and share < 1.0:
+            rate = num_events / seen
+            if not num_events and kind.quantile is not None:
+                rate = min(kind.quantile, 1.0 - kind.quantile) / share
+            rule = self._settings.rules[metric]
+            margin = rule.tight_margin if step.share >= TIGHT_SHARE else rule.margin
+            missing = needed - _log(to_float(step.equivalence[event]))
+            if rate:
+                estimates.append(missing / (equivalence_growth(share, margin) * rate))
+        objective = self._settings.max_miss_rate
+        if objective is not None and seen and (share >= 1.0 or metric in _RARE or not num_events):
+            misses, bet = step.candidate_misses / seen, objective * _OBJECTIVE_BET
+            growth = misses * math.log(bet / objective)
+            growth += (1.0 - misses) * math.log((1.0 - bet) / (1.0 - objective))
+            if growth > 0.0:
+                estimates.append((needed - _log(to_float(step.objective_met))) / growth)
+        return seen + math.ceil(max(0.0, min(estimates))) if estimates else None
 
     def _regression(self, metric: Metric, step: StepRecord) -> float:
         """Return the mean e-value over the events of a metric and all starts. Starts to come count as 1."""
@@ -296,6 +346,36 @@ def _ratio(step: StepRecord, event: int) -> float | None:
         return None
     candidate_rate = sums.candidate_events / sums.candidate_expected
     return candidate_rate / (sums.stable_events / sums.stable_expected)
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 1e-300))
+
+
+def _describe_waiting(step: StepRecord, waiting: Sequence[MetricVerdict]) -> str:
+    """Describe how many requests the metrics still need that have not passed, and how long these take."""
+    seen, names = step.candidate_requests, ", ".join(each.metric for each in waiting)
+    needed = [each.requests_needed for each in waiting if each.requests_needed is not None]
+    if len(needed) < len(waiting):
+        unknown = ", ".join(each.metric for each in waiting if each.requests_needed is None)
+        return (
+            f"not enough evidence yet after {seen} requests of the new version; no estimate, because neither version "
+            f"has had events yet: {unknown}"
+        )
+    total = max(needed, default=0)
+    rounded = float(f"{total:.2g}")
+    duration_s = (step.last_batch_at or step.opened_at) - step.opened_at
+    left = ""
+    if duration_s > 0.0 and seen:
+        left = f", about {_format_wait((total - seen) * duration_s / seen)} left at this rate"
+    return f"not enough evidence yet: {seen} of about {rounded:.0f} requests of the new version{left} ({names})"
+
+
+def _format_wait(seconds: float) -> str:
+    if seconds < 100.0:
+        return f"{max(10, math.ceil(seconds / 10.0) * 10)} s"
+    minutes = math.ceil(seconds / 60.0)
+    return f"{minutes} min" if minutes < 100 else f"{math.ceil(minutes / 60.0)} h"
 
 
 def _is_valid(batch: OutcomeBatch) -> bool:

@@ -97,6 +97,12 @@ def equivalence_factor(
     return bernoulli_factor(null, share, candidate_events, stable_events)
 
 
+def equivalence_growth(share: float, margin: float) -> float:
+    """Return by how much the logarithm of `equivalence_factor` grows with an event, on average, at equal rates."""
+    null = candidate_probability(share, margin)
+    return share * math.log(share / null) + (1.0 - share) * math.log((1.0 - share) / (1.0 - null))
+
+
 def mean_evidence(products: Sequence[ScaledNumber]) -> float:
     """Return the mean of e-values, which is an e-value whatever their dependence."""
     return sum(map(to_float, products)) / len(products)

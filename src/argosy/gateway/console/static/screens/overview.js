@@ -9,6 +9,7 @@ import { Chart, Sparkline } from "../ui/chart.js";
 import { findFleetItems } from "../ui/fleet-attention.js";
 import { Card, Pill, Resource } from "../ui/parts.js";
 import { ReplicaTable } from "../ui/replica-table.js";
+import { RunningRollouts } from "../ui/rollout-card.js";
 import { currentRange, useSeries } from "../ui/series.js";
 import { TimeRange } from "../ui/time-range.js";
 
@@ -26,6 +27,7 @@ export default function Overview() {
   const series = useSeries("fleet", METRICS);
   return html`
     <${Attention} replicas=${replicas} pools=${pools} fleet=${fleet} />
+    <${RunningRollouts} fleet=${fleet.data} />
     <${TimeRange} />
     <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
     <div class="two"><${FirstToken} series=${series} /><${Load} series=${series} /></div>

@@ -1,7 +1,8 @@
 // The rollout of a pool: its steps, the evidence of its gate as it grows, what happened, and the commands of operators.
 import { html, useState } from "../vendor.js";
 import { may, post } from "../core/api.js";
-import { age, MISSING, partOf, percent, shortDigests, significant, visible } from "../core/format.js";
+import { age, exact, MISSING, partOf, percent, shortDigests, visible } from "../core/format.js";
+import { link } from "../core/router.js";
 import { FormDialog } from "./form-dialog.js";
 import { Meter } from "./meter.js";
 import { Card, Name, Pill, notify } from "./parts.js";
@@ -76,16 +77,33 @@ function Gate({ rollout: { summary, status, rollouts: { current: { plan: { gate 
   if (!status?.metrics.length) return html`<p class="empty">The gate has no measurements yet. They begin when the new version gets its first requests.</p>`;
   // Evidence (e-values) from which the version counts as worse, and each metric as no worse than its margin.
   const rejected = 1 / gate.max_false_rollbacks, needed = 1 / gate.max_false_promotions;
+  const bad = (events, requests) => (requests ? `${exact(events)} of ${exact(requests)} (${percent(events / requests)})` : MISSING);
+  const row = (metric, cells) => html`<tr key=${metric.metric}><th scope="row">${METRICS[metric.metric] ?? metric.metric}</th>${cells}</tr>`;
   return html`<h3>Gate: ${words(status.result)}</h3>${summary.includes(status.reason) ? null : html`<p>${shortDigests(status.reason)}</p>`}
     <div class="rows" role="region" aria-label="Evidence of the gate" tabindex="0"><table><thead><tr>
-      <th scope="col">Metric</th><th scope="col">Result</th><th scope="col" class="n">New / old</th><th scope="col">Evidence that it is no worse</th><th scope="col">Evidence that it is worse</th></tr></thead>
+      <th scope="col">Metric</th><th scope="col">Result</th><th scope="col" class="n">Bad requests, new version</th><th scope="col" class="n">Old version</th><th scope="col" class="n">Requests needed</th></tr></thead>
       <tbody>${status.metrics.map((metric) => {
-        const name = METRICS[metric.metric] ?? metric.metric, [kind, word] = verdictOf(metric, rejected);
-        return html`<tr key=${metric.metric}><th scope="row">${name}</th><td><${Pill} kind=${kind}>${word}<//></td><td class="n">${metric.ratio === null ? MISSING : `${significant(metric.ratio)} ×`}</td>
-          <td><${Meter} label=${`${name}: no worse`} value=${metric.equivalence} threshold=${needed} kind="ok" /></td>
-          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td></tr>`;
-      })}<tr><th scope="row">All together</th><td></td><td></td><td class="s">every metric has to pass</td>
-        <td><${Meter} label="All metrics: worse" value=${status.regression} threshold=${rejected} kind="bad" /></td></tr></tbody></table></div>`;
+        const [kind, word] = verdictOf(metric, rejected);
+        return row(metric, html`<td><${Pill} kind=${kind}>${word}<//></td><td class="n">${bad(metric.candidate_events, status.candidate_requests)}</td>
+          <td class="n">${bad(metric.stable_events, status.stable_requests)}</td><td class="n">${exact(metric.requests_needed)}</td>`);
+      })}</tbody></table></div>
+    <details><summary>Evidence as e-values</summary><div class="rows" role="region" aria-label="E-values of the gate" tabindex="0"><table><thead><tr>
+      <th scope="col">Metric</th><th scope="col">That it is no worse</th><th scope="col">That it is worse</th></tr></thead>
+      <tbody>${status.metrics.map((metric) => {
+        const name = METRICS[metric.metric] ?? metric.metric;
+        return row(metric, html`<td><${Meter} label=${`${name}: no worse`} value=${metric.equivalence} threshold=${needed} kind="ok" /></td>
+          <td><${Meter} label=${`${name}: worse`} value=${metric.regression} threshold=${rejected} kind="bad" /></td>`);
+      })}<tr><th scope="row">All together</th><td class="s">every metric has to pass</td>
+        <td><${Meter} label="All metrics: worse" value=${status.regression} threshold=${rejected} kind="bad" /></td></tr></tbody></table></div></details>`;
+}
+
+// Rollouts that run, for the overview: how far each is, and what it waits for.
+export function RunningRollouts({ fleet }) {
+  const pools = (fleet?.pools ?? []).filter(({ rollout }) => rollout?.is_running);
+  if (!pools.length) return null;
+  return html`<${Card} title="Running rollouts"><ul class="att">${pools.map(({ pool, model, rollout }) => html`
+    <li key=${pool}><${RolloutState} rollout=${rollout} /><span><b>${visible(pool)}</b>: ${percent(rollout.shares[rollout.rollouts.current.candidate] ?? 0)} of the users. ${shortDigests(rollout.summary)}</span>
+      <a href=${link("models", [model])}>Open the rollout</a></li>`)}</ul><//>`;
 }
 
 function Notes({ rollout: { commands, status, rollouts: { verdicts } } }) {
