@@ -85,7 +85,7 @@ async def sign_in(browser: Browser, url: str, key: str = "", *, scheme: Scheme =
     if key:
         await page.get_by_label("API key").fill(key)
         await page.get_by_role("button", name="Sign in").click()
-    await page.get_by_text(re.compile("Live$")).wait_for()
+    await page.get_by_text(re.compile("Updates live$")).wait_for()
     return page
 
 

@@ -139,7 +139,12 @@ class ScriptedGateways:
             epoch=self.pools.epoch,
             version=self.pools.version,
             replicas=[
-                RoutedReplica("chat", each.name or "", self._status(each.name or ""))
+                RoutedReplica(
+                    "chat",
+                    each.name or "",
+                    self._status(each.name or ""),
+                    "its requests or probes failed: status 500",
+                )
                 for each in replicas
             ],
             routes=dict(self.routes),

@@ -1,7 +1,8 @@
 """Replica process for tests of launchers, quick to start: answers each HTTP request with its pid.
 
 Arguments: a socket path, port or HOST:PORT, then what it does. With `complete` it answers POST requests with a
-completion, and with `chat` chats, whole or as a stream, until it is drained. It imports little and needs no package.
+completion, and with `chat` chats, whole or as a stream, until it is drained. With `errors=PATH` completions are
+answered with status 500 while a file of that path exists. It imports little and needs no package.
 
 Never compared with a real replica.
 """
@@ -76,12 +77,16 @@ def serve(address: str, behaviours: tuple[str, ...]) -> None:
     completion = RESPONSE % (len(COMPLETION), COMPLETION) if "complete" in behaviours else answer
     if "chat" in behaviours:
         serve_chats(server, answer)
+    errors = [each.partition("=")[2] for each in behaviours if each.startswith("errors=")]
+    failure = answer.replace(b"200 OK", b"500 Internal Server Error", 1)
     while True:
         client, _ = server.accept()
         with client:
             try:
                 request = client.recv(65536)
-                client.sendall(completion if request.startswith(b"POST") else answer)
+                is_post = request.startswith(b"POST")
+                fails = is_post and any(os.path.exists(path) for path in errors)  # noqa: PTH110 - imports little
+                client.sendall(failure if fails else completion if is_post else answer)
                 client.shutdown(socket.SHUT_WR)
                 while client.recv(65536):
                     pass  # with a rest unread, the answer might be lost

@@ -196,6 +196,9 @@ class VirtualFleet:
     def use_own_urls(self, urls: dict[str, str]) -> None:
         """Ignore the addresses of gateways, which need none here."""
 
+    def worst_view(self, name: str) -> None:
+        """The gateways say nothing about replicas but whether they route to them."""
+
     def publish(self) -> None:
         """Let the gateways take in the rotation after their lags."""
         for gateway in self.gateways:

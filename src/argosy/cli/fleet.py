@@ -61,6 +61,7 @@ def up(
         check_ports(target, config)
         with created_folder(target.folder):
             revision = _apply(target, config, reason, asks="risk", quiet=json, is_up=True)
+        target.store.keep_reserve()
         _start_controller(target)
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
@@ -250,14 +251,23 @@ def down(
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     store: StoreUrl = None,
 ) -> None:
-    """Drain and stop all replicas and gateways of a fleet. `argosy up` or `rollback` starts them again."""
+    """Drain and stop all replicas and gateways of a fleet. `argosy up` or `rollback` starts them again.
+
+    If the disk of an SQLite store is full, this uses the space that `argosy up` reserved beside it.
+    """
     from argosy.controller_keeper import has_keeper
     from argosy.deployment import stop_everything
+    from argosy.store import StoreError
 
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
         is_kept = not target.folder.is_dir() or has_keeper(target.folder)
-        revision = _apply(target, config, reason, asks="never", quiet=True)
+        try:
+            revision = _apply(target, config, reason, asks="never", quiet=True)
+        except StoreError:
+            if not target.store.release_reserve():
+                raise
+            revision = _apply(target, config, reason, asks="never", quiet=True)
         if not is_kept:  # nothing stops without a controller
             _start_controller(target)
         if wait:

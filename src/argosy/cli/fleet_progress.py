@@ -42,6 +42,8 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
                 _fail_superseded(target, revision)
             # A controller that was killed does not renew its lease, and what it recorded may be gone.
             age_s = status.lease_age_s
+            if not (is_terminal or quiet):
+                _print_changes(status.replicas, shown)
             if status.is_as_declared and age_s is not None and age_s < waited_s:
                 break
             if failed := _find_hopeless(status, waited_s):
@@ -59,8 +61,6 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
                 for record in status.replicas:
                     table.add_row(record.name, record.phase, record.reason)
                 live.update(table, refresh=True)
-            elif not quiet:
-                _print_changes(status.replicas, shown)
             if waited_s >= timeout_s:
                 live.stop()
                 _fail_unready(status)

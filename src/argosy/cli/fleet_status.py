@@ -67,10 +67,15 @@ class StoredFleetReader:
         except ValueError as error:
             fail(str(error))
 
-    def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
-        return self._target.store.fleets.list_events(
-            self._target.name, after=after, limit=limit, replica=replica
-        )
+    def list_events(
+        self, *, after: int, limit: int, replica: str | None
+    ) -> tuple[list[FleetEvent], str]:
+        """Return events, and why none are recorded at present."""
+        from argosy.deployment import find_store_problem
+
+        store, fleet = self._target.store.fleets, self._target.name
+        events = store.list_events(fleet, after=after, limit=limit, replica=replica)
+        return events, find_store_problem(store, fleet)
 
     def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
         from argosy.fleet.launchers import LaunchError
@@ -118,11 +123,14 @@ class GatewayFleetReader:
 
         return self._convert(self._get("/admin/fleet"), FleetStatus)
 
-    def list_events(self, *, after: int, limit: int, replica: str | None) -> list[FleetEvent]:
+    def list_events(
+        self, *, after: int, limit: int, replica: str | None
+    ) -> tuple[list[FleetEvent], str]:
         from argosy.store import FleetEvent
 
         answer = self._get("/admin/events", after=after, limit=limit, replica=replica)
-        return self._convert(answer["data"], list[FleetEvent])
+        problem = self._convert(answer.get("problem", ""), str)
+        return self._convert(answer["data"], list[FleetEvent]), problem
 
     def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
         """A gateway sends at most 500 lines of each run."""
@@ -226,11 +234,14 @@ def _declares_replicas(shown: FleetStatus) -> bool:
 
 
 def _print_fleet(shown: FleetStatus) -> None:
+    from argosy.deployment import count_replicas
+
     typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
+    for problem in shown.problems:
+        line = f"  {problem.severity.upper():6}  {shorten_digests(problem.text)}"
+        typer.echo(strip_control_characters(line))
     for pool in shown.pools:
-        typer.echo(
-            f"  {pool.pool}: {pool.ready} of {pool.desired} replicas of {pool.model} are ready"
-        )
+        typer.echo(f"  {pool.pool}: {count_replicas(pool)} {pool.model}")
         if pool.decision is not None:
             typer.echo(f"    autoscaler: {pool.decision.reason}")
         if pool.rollout is not None and (pool.rollout.is_running or pool.rollout.can_retry):
@@ -262,6 +273,8 @@ def _describe_leader(shown: FleetStatus) -> str:
     if not _declares_replicas(shown):
         return "down; start it with `argosy up` or `argosy rollback`"
     since = "" if shown.lease_age_s is None else f" for {shown.lease_age_s:.0f} s"
+    if any(problem.kind == "store" for problem in shown.problems):
+        return f"as it was {since.removeprefix(' for ')} ago"
     return f"without a controller{since}, as it last was; start one with `argosy up`"
 
 
@@ -282,10 +295,14 @@ def events(
 
     from argosy.deployment import SCALING_DECISION
 
-    last = 0
+    last, shown_problem = 0, ""
     with open_fleet_reader(files, fleet, store, url, api_key) as reader:
         while True:
-            for event in reader.list_events(after=last, limit=limit, replica=replica):
+            found, problem = reader.list_events(after=last, limit=limit, replica=replica)
+            if problem and not shown_problem:
+                typer.echo(f"No events are recorded at present. {problem}", err=True)
+            shown_problem = problem
+            for event in found:
                 last = event.number
                 if json:
                     typer.echo(msgspec.json.encode(event).decode())

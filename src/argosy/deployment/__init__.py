@@ -103,7 +103,13 @@ from argosy.deployment.records.rollout_status import (
     read_rollouts,
     send_command,
 )
-from argosy.deployment.records.status import FleetStatus, PoolStatus, read_fleet_status
+from argosy.deployment.records.status import (
+    FleetStatus,
+    PoolStatus,
+    count_replicas,
+    find_store_problem,
+    read_fleet_status,
+)
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 from argosy.deployment.settings.gateway_config import (
     MAX_MODEL_NAME_LENGTH,

@@ -56,6 +56,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = 0
     models: Sequence[ModelConfig] = ()
     routes: Sequence[RouteConfig] = ()
+    serving_replicas: Mapping[str, int] = {}
+    """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
     """Number of replicas that the autoscaler wants, by pool."""
     pool_models: Mapping[str, str] = {}
@@ -208,6 +210,11 @@ class FleetPoolsHandler:
         for pool, count in self.desired_replicas.items():
             counts[self._pools.pool_models.get(pool, pool)] += count
         return counts
+
+    @property
+    def serving_replicas(self) -> Mapping[str, int]:
+        """Number of replicas that shall serve, by model, as the controller published it last."""
+        return self._pools.serving_replicas
 
     @property
     def is_controller_silent(self) -> bool:

@@ -168,7 +168,12 @@ class GatewayServer:
             handler = FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
             self._fleet_pools = handler
             self._parts.append(
-                GatewayPart(read_gauges=lambda: {"desired_replicas": handler.desired_replicas})
+                GatewayPart(
+                    read_gauges=lambda: {
+                        "desired_replicas": handler.desired_replicas,
+                        "serving_replicas": handler.serving_replicas,
+                    }
+                )
             )
         elif load_config is not None:
             reloader = ConfigReloader(config, load_config, self._registry, self._on_models_changed)

@@ -153,6 +153,10 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences preempted to free KV blocks since the engine core started."""
     model: ModelDescription | None = None
     """The loaded model; None before it is loaded."""
+    core_exits: NonNegativeCount = 0
+    """Times that the engine core ended without being asked to, since the start of the replica."""
+    last_core_exit: str = ""
+    """Why it ended last; empty if it never did."""
     phase_s_total: dict[str, NonNegativeFloat] = {}
     """Seconds spent in steps since the engine core started, by phase: plan, launch, compute, sample, commit."""
 

@@ -24,6 +24,16 @@ from argosy.store.errors import QueryTimeoutError, StoreError, StoreUnavailableE
 
 SQLITE_BUSY_TIMEOUT_S = 15.0
 """Maximum time that a writer waits for other writers of an SQLite file."""
+PROBE_TIMEOUT_S = 1.0
+"""Maximum time that `Database.find_write_problem` waits for other writers of an SQLite file."""
+_PROBE_STATEMENTS = (
+    """INSERT INTO state (id, version, audit_entries, audit_head)
+    SELECT -1, version, audit_entries, audit_head FROM state WHERE id = 1""",
+    "DELETE FROM state WHERE id = -1",
+)
+"""Changes that leave everything as it was. SQLite would not write a row that is updated to its own values."""
+RESERVE_BYTES = 4 * 1024 * 1024
+"""Space that is kept for `argosy down`: its revision, and the last records of the controller and the gateways."""
 SQLITE_LOG_BYTES = 16 * 1024 * 1024
 """Size to which SQLite's write-ahead log is cut after larger transactions."""
 SQLITE_VACUUM_PAGES = 1000
@@ -266,6 +276,53 @@ class Database:
                     )
                 yield connection
 
+    def find_write_problem(self) -> str:
+        """Try a write that changes nothing. Return why it fails, with what to do; empty if it succeeds."""
+        try:
+            with self.translate_errors(), self._engine.connect() as connection:
+                driver_connection: Any = connection.connection.driver_connection
+                if connection.dialect.name == "sqlite":
+                    driver_connection.execute(f"PRAGMA busy_timeout = {PROBE_TIMEOUT_S * 1000:.0f}")
+                connection.execution_options(**self._write_options)
+                try:
+                    with connection.begin():
+                        for statement in _PROBE_STATEMENTS:
+                            connection.exec_driver_sql(statement)
+                finally:
+                    if connection.dialect.name == "sqlite":
+                        driver_connection.execute(
+                            f"PRAGMA busy_timeout = {SQLITE_BUSY_TIMEOUT_S * 1000:.0f}"
+                        )
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    @property
+    def _reserve(self) -> Path | None:
+        """File that occupies space for the time when the disk is full; None for a server's database."""
+        name = self._engine.url.database
+        is_file = self._engine.dialect.name == "sqlite" and name is not None
+        return Path(f"{name}-reserve") if is_file else None
+
+    def keep_reserve(self) -> None:
+        """Occupy space beside an SQLite file, which `release_reserve` frees. Without room for it there is none."""
+        path = self._reserve
+        if path is None or path.exists():
+            return
+        try:
+            with path.open("xb") as file:
+                file.write(bytes(RESERVE_BYTES))
+        except OSError:
+            path.unlink(missing_ok=True)
+
+    def release_reserve(self) -> bool:
+        """Free the reserved space, so that a full disk takes a few more writes. Return whether there was some."""
+        path = self._reserve
+        if path is None or not path.exists():
+            return False
+        path.unlink()
+        return True
+
     def give_back_space(self) -> bool:
         """Give some unused pages of an SQLite file back to the file system. Returns whether there may be more.
 
@@ -408,7 +465,11 @@ def _create_postgres_engine(url: URL) -> Engine:
 def _configure_sqlite(connection: SqliteConnection, _: object) -> None:
     """Configure a new SQLite connection. `_begin_sqlite_transaction` begins transactions instead of the driver."""
     connection.isolation_level = None
-    connection.execute("PRAGMA auto_vacuum=INCREMENTAL").close()  # of a file that is created
+    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+    if (
+        not num_pages
+    ):  # that of a file with tables cannot change, and its setting needs space on the disk
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL").close()
     _enable_wal(connection)
     limits_log = f"journal_size_limit={SQLITE_LOG_BYTES}"
     for setting in ("synchronous=NORMAL", "foreign_keys=ON", limits_log):

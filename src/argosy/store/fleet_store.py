@@ -281,6 +281,10 @@ class FleetStore:
             row = _read_lease_row(connection, fleet)
         return None if row is None or not row.epoch else self._clock() - row.renewed_at
 
+    def find_write_problem(self) -> str:
+        """Return why the store cannot be written, with what to do; empty if it can. Waits up to a second for a lock."""
+        return self._database.find_write_problem()
+
     # --- records ---------------------------------------------------------------------------------
 
     def read_records(self, fleet: str) -> dict[str, bytes]:

@@ -94,6 +94,14 @@ class Store:
         self.fleets = FleetStore(database, clock)
         self.replica_logs = ReplicaLogStore(database, clock)
 
+    def keep_reserve(self) -> None:
+        """Occupy some space of the disk for `release_reserve`, if the database is an SQLite file."""
+        self._database.keep_reserve()
+
+    def release_reserve(self) -> bool:
+        """Free that space for the last writes on a full disk. Return whether there was some."""
+        return self._database.release_reserve()
+
     def migrate(self) -> None:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""
         from argosy.store.migrations import migrate  # Alembic takes long to import

@@ -77,6 +77,8 @@ class GatewayGauges:
     """Number of different arithmetic identities of the replicas by model; of the version with most."""
     routes: Mapping[str, int] = field(default_factory=dict)
     """Version of the route that the gateway follows, by pool; empty without rollouts."""
+    serving_replicas: Mapping[str, int] = field(default_factory=dict)
+    """Number of replicas that shall serve by model, as the controller published it; empty without a fleet."""
     desired_replicas: Mapping[str, int] = field(default_factory=dict)
     """Number of replicas that the fleet's autoscaler wants by pool; empty without a controller."""
     usage_pending_records: int = 0

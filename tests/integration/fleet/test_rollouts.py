@@ -107,7 +107,8 @@ async def test_version_that_all_gateways_eject_is_rolled_back(fleet: RolloutFlee
     assert not fleet.record.cause
     fleet.gateways.ejected_generation = 2
     await fleet.until_state(RolloutState.ABORTED)
-    assert "gateways have ejected all of them" in fleet.record.reason
+    assert "gateways have ejected all its replicas" in fleet.record.reason
+    assert "its requests or probes failed: status 500" in fleet.record.reason
 
 
 async def test_lost_candidate_is_not_started_after_an_abort(fleet: RolloutFleet) -> None:

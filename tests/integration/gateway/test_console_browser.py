@@ -27,7 +27,7 @@ from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
 from argosy.deployment import ReplicaRecord
-from argosy.policy.reconciliation import ReplicaPhase
+from argosy.policy.reconciliation import ProblemKind, ReplicaPhase
 from argosy.protocol import format_event
 from argosy.store import ReplicaLogRun
 
@@ -263,11 +263,12 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
         launcher="local",
         phase=ReplicaPhase.FAILED,
         reason="it crashed 3 times",
+        problem=ProblemKind.START,
     )
     stored.store.save_records(stored.lease, {"replica/chat-2-0": msgspec.json.encode(failed)})
     await page.get_by_role("cell", name="it crashed 3 times").wait_for()
     await page.get_by_role("link", name="Overview").click()
-    await page.get_by_text("Replica chat-2-0 does not stay up: it crashed 3 times.").wait_for()
+    await page.get_by_text("Replica chat-2-0: it crashed 3 times.").wait_for()
     await page.get_by_text("waits for a person").wait_for()
     await page.get_by_role("link", name="Open the rollout").wait_for()
     await page.get_by_text("has 1 of at least 5 replicas").wait_for()

@@ -267,7 +267,7 @@ async def test_console_recovers_by_itself_when_its_gateway_is_killed_and_started
             assert await page.get_by_role("link", name="absent").count() >= 1
             accounts.project("created meanwhile")
             await process.start()
-            await page.get_by_text(re.compile("Live$")).wait_for()
+            await page.get_by_text(re.compile("Updates live$")).wait_for()
             await page.get_by_text("The connection to the gateway is lost").wait_for(
                 state="detached"
             )

@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from argosy.policy import ReplicaStatus
 from argosy.policy.reconciliation import (
+    PROBLEMS,
     Action,
     DesiredFleet,
     DesiredPool,
@@ -16,15 +18,20 @@ from argosy.policy.reconciliation import (
     ObservedFleet,
     ObservedReplica,
     PhaseReport,
+    PoolCounts,
+    Problem,
+    ProblemKind,
     Reconciliation,
     ReplicaPhase,
     ReplicaRun,
     Start,
     WarmUpState,
+    build_problem,
+    order_problems,
     reconcile,
     replica_name,
 )
-from argosy.policy.reconciliation.member import STATES
+from argosy.policy.reconciliation.member import SILENCE_S, STATES
 
 NOW = 1000.0
 POOL = DesiredPool(name="a", launcher="local", generation=2, replicas=2)
@@ -374,7 +381,6 @@ def test_replicas_of_undeclared_pool_drain() -> None:
     [
         (LOADING, "loading", "it loads its model"),
         (LOADING | {"activity": "loading weights, 40 %"}, "loading", "loading weights, 40 %"),
-        ({"is_serving": False}, "loading", "it has stopped serving"),
         (
             LOADING
             | {"state": LaunchState.PROVISIONING, "reason": "waiting for a GPU on any node"},
@@ -389,6 +395,144 @@ def test_replicas_of_undeclared_pool_drain() -> None:
 def test_phase_has_reason(fields: dict[str, object], phase: str, reason: str) -> None:
     result = run(replica(0, **fields), replica(1))
     assert result.phases["a-2-0"] == PhaseReport(ReplicaPhase(phase), reason)
+
+
+CRASHED = ReplicaRun(attempt=1, started_at=1.0, ready_at=2.0, exited_at=3.0, reason="it crashed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "phase", "severity", "reason"),
+    [
+        (
+            {
+                "reported_state": "draining",
+                "is_serving": False,
+                "activity": "warming up, 100%",
+                "gateway_status": ReplicaStatus.DRAINING,
+                "gateway_reason": "drained by root@vm: test",
+            },
+            "out_of_service",
+            "note",
+            "it is drained by root@vm: test",
+        ),
+        (
+            {"gateway_status": ReplicaStatus.CORDONED, "gateway_reason": "cordoned by ann"},
+            "out_of_service",
+            "note",
+            "it is cordoned by ann",
+        ),
+        (
+            {"last_response_at": NOW - SILENCE_S, "gateway_status": ReplicaStatus.EJECTED},
+            "loading",
+            "page",
+            "it does not answer, and is restarted after 10 s without an answer",
+        ),
+        ({"last_response_at": NOW - 10.0}, "failed", "page", "it has not answered for 10 s"),
+        (
+            {
+                "is_serving": False,
+                "reported_state": "restarting",
+                "core_exit": "it was killed by SIGKILL",
+                "gateway_status": ReplicaStatus.STARTING,
+            },
+            "loading",
+            "ticket",
+            "its engine core ended and is started again: it was killed by SIGKILL",
+        ),
+        (
+            {"core_exit": "it ran out of memory", "core_exited_at": NOW - 1.0},
+            "ready",
+            "ticket",
+            "its engine core ended and is started again: it ran out of memory",
+        ),
+        (
+            {"is_serving": False, "reported_state": "failed"},
+            "failed",
+            "page",
+            "its engine failed and is not started again",
+        ),
+        (
+            {
+                "gateway_status": ReplicaStatus.EJECTED,
+                "gateway_reason": "its requests or probes failed: status 500",
+                "is_routed": False,
+                "is_routed_by_any": False,
+            },
+            "failed",
+            "page",
+            "gateways send it no requests, because its requests or probes failed: status 500",
+        ),
+        ({"is_serving": False}, "loading", "page", "it has stopped serving"),
+        (
+            LOADING | {"past_runs": (CRASHED,), "activity": "loading weights, 40 %"},
+            "loading",
+            "ticket",
+            "it crashed; it starts again: loading weights, 40 %",
+        ),
+    ],
+)
+def test_problem_names_its_cause(
+    fields: dict[str, object], phase: str, severity: str, reason: str
+) -> None:
+    others = [replica(1), replica(2)]
+    report = run(replica(0, **fields), *others, changes={"replicas": 3}).phases["a-2-0"]
+    assert (report.phase, report.reason.partition("; it stays")[0]) == (phase, reason)
+    assert report.problem is not None
+    assert PROBLEMS[report.problem].severity == severity
+
+
+def named(kind: ProblemKind, pool: str) -> Problem:
+    return build_problem(kind, "why", pool=pool, replica=f"{pool}-1-0")
+
+
+@pytest.mark.parametrize(
+    ("problems", "pools", "expected"),
+    [
+        pytest.param(
+            [
+                build_problem(ProblemKind.ROLLED_BACK, "a was rolled back: errors", pool="a"),
+                named(ProblemKind.CORE_EXIT, "a"),
+                named(ProblemKind.HUNG, "b"),
+            ],
+            {},
+            ["page hung b", "ticket core_exit a", "ticket rolled_back a"],
+            id="most-severe-first",
+        ),
+        pytest.param(
+            [named(ProblemKind.DRAINED, "a"), named(ProblemKind.DRAINED, "b")],
+            {"a": (2, 2, 1, 0), "b": (2, 1, 1, 0)},
+            ["page drained a", "page pool_short a", "note drained b"],
+            id="cause-before-its-symptom",
+        ),
+        pytest.param(
+            [
+                build_problem(ProblemKind.CONTROLLER, "demo"),
+                build_problem(ProblemKind.STORE, "disk is full"),
+            ],
+            {},
+            ["page store "],
+            id="full-disk-explains-silent-controller",
+        ),
+        pytest.param([], {"a": (2, 2, 1, 1)}, ["note pool_starts a"], id="first-start"),
+        pytest.param([], {"a": (2, 2, 1, 0)}, ["page pool_short a"], id="lost"),
+        pytest.param([], {"a": (2, 2, 2, 1)}, [], id="old-ones-serve-during-replacement"),
+    ],
+)
+def test_causes_stand_before_symptoms(
+    problems: list[Problem], pools: dict[str, tuple[int, int, int, int]], expected: list[str]
+) -> None:
+    counts = {
+        name: PoolCounts(desired=desired, minimum=minimum, serving=serving, starting=starting)
+        for name, (desired, minimum, serving, starting) in pools.items()
+    }
+    found = order_problems(problems, counts)
+    assert [f"{each.severity} {each.kind} {each.pool}" for each in found] == expected
+    assert found == order_problems(problems[::-1], counts)
+
+
+def test_counts_say_what_serves() -> None:
+    counts = PoolCounts(desired=2, minimum=2, serving=2, starting=1)
+    assert str(counts) == "2 of 2 serve, 1 starts"
 
 
 @pytest.mark.parametrize(
@@ -414,4 +558,9 @@ def test_impossible_pool_is_refused(fields: dict[str, int], message: str) -> Non
 def test_documentation_has_the_table_of_states() -> None:
     page = Path(__file__).parents[3] / "docs/explanation/replica-status.md"
     rows = [f"| {state} | {row.condition} | `{row.phase}` |\n" for state, row in STATES.items()]
+    assert "".join(rows) in page.read_text()
+    rows = [
+        f"| `{kind}` | {row.severity} | {row.sentence.format(reason='...')} |\n"
+        for kind, row in PROBLEMS.items()
+    ]
     assert "".join(rows) in page.read_text()

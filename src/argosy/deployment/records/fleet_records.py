@@ -11,7 +11,7 @@ import msgspec
 
 from argosy.deployment.declaration.capacity import MachineCapacity
 from argosy.policy.autoscaling import AutoscalerState, CapacityState
-from argosy.policy.reconciliation import ReplicaMemory, ReplicaPhase, WarmUpState
+from argosy.policy.reconciliation import ProblemKind, ReplicaMemory, ReplicaPhase, WarmUpState
 
 OBSERVED_NAME = "observed"
 REPLICA_PREFIX = "replica/"
@@ -35,6 +35,8 @@ class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
     phase: ReplicaPhase = ReplicaPhase.PENDING
     reason: str = ""
     """Why it is in this phase."""
+    problem: ProblemKind | None = None
+    """Cause that keeps it from serving, other than its first start or a decision of the controller."""
     phase_since: float = 0.0
     url: str = ""
     node: str = ""
@@ -54,6 +56,7 @@ class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
             ready_at=None,
             warm_up=WarmUpState.NOT_STARTED,
             warm_up_error="",
+            stop_reason="",
         )
 
 

@@ -28,11 +28,29 @@ from argosy.deployment.records.fleet_records import (
 from argosy.deployment.records.revisions import parse_declaration
 from argosy.deployment.records.rollout_status import ReplicaCounts, RolloutReport, read_rollouts
 from argosy.policy.autoscaling import ScalingDecision
-from argosy.policy.reconciliation import ReplicaPhase
+from argosy.policy.reconciliation import (
+    PoolCounts,
+    Problem,
+    ProblemKind,
+    ReplicaPhase,
+    build_problem,
+    order_problems,
+)
+from argosy.policy.rollout import ROLLBACK_STATES, RollbackCause, RolloutState
 from argosy.store import FleetRevision, FleetStore, PoolGeneration
 
 MAX_LEASE_AGE_S = 15.0
 """Age of a lease from which its holder counts as gone."""
+STALE_LEASE_S = 3.0
+"""Age of a lease from which the store is suspected. By default a leader renews it each 1.25 s."""
+_STARTING = frozenset(
+    {
+        ReplicaPhase.PENDING,
+        ReplicaPhase.PROVISIONING,
+        ReplicaPhase.LOADING,
+        ReplicaPhase.WARMING,
+    }
+)
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +65,10 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     """Replicas of the current generation that are ready, with spares. With rollouts, those of the version that serves
     by default."""
+    serving: int
+    """Replicas of any generation that are ready, with spares."""
+    starting: int
+    """Replicas of any generation that start, or wait for it, and have no problem."""
     spares: int
     minimum: int
     """Fewest replicas that the declaration allows to serve, without spares."""
@@ -85,6 +107,8 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the first gateway that the controller runs; empty without one."""
     gateways: ReplicaCounts | None
     """None if the controller runs no gateways."""
+    problems: Sequence[Problem]
+    """Problems, most severe first, and causes before the symptoms that they explain."""
     pools: Sequence[PoolStatus]
     replicas: Sequence[ReplicaRecord]
     """Replicas and gateways that exist or shall exist, by name."""
@@ -115,6 +139,12 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
     lease_age_s = store.lease_age_s(fleet)
     is_observed = observed is None or (observed.epoch, observed.revision) == (lease.epoch, number)
     declared = {pool.pool for pool in pools} | ({GATEWAY_POOL} if gateways else set[str]())
+    has_leader = is_embedded or (bool(lease.holder) and (lease_age_s or 0.0) < MAX_LEASE_AGE_S)
+    problems = [] if config is None else _find_problems(pools, replicas)
+    if pools or gateways:
+        store_problem = find_store_problem(store, fleet)
+        problems += [build_problem(ProblemKind.STORE, store_problem)] if store_problem else []
+        problems += [] if has_leader else [build_problem(ProblemKind.CONTROLLER, fleet)]
     return FleetStatus(
         fleet=fleet,
         revision=number,
@@ -123,15 +153,77 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
         and (gateways is None or gateways.is_complete)
         and all(record.pool in declared for record in replicas),
         is_read_only=is_embedded,
-        has_leader=is_embedded or (bool(lease.holder) and (lease_age_s or 0.0) < MAX_LEASE_AGE_S),
+        has_leader=has_leader,
         leader=lease.holder,
         epoch=lease.epoch,
         lease_age_s=lease_age_s,
         url="" if config is None or gateways is None else listen_url(build_gateway_config(config)),
         gateways=gateways,
+        problems=order_problems(problems, {pool.pool: count_replicas(pool) for pool in pools}),
         pools=pools,
         replicas=replicas,
     )
+
+
+def find_store_problem(store: FleetStore, fleet: str) -> str:
+    """Return why the store cannot be written; empty if it can. Blocks on the store.
+
+    The writes of a leader that is not silent prove it. Otherwise one is tried, which changes nothing.
+    """
+    lease_age_s = store.lease_age_s(fleet)
+    if lease_age_s is None or lease_age_s <= STALE_LEASE_S:
+        return ""
+    return store.find_write_problem()
+
+
+def count_replicas(pool: PoolStatus) -> PoolCounts:
+    """Return the replicas of a pool in numbers, of all versions together."""
+    return PoolCounts(
+        desired=pool.desired,
+        minimum=pool.minimum,
+        serving=pool.serving,
+        starting=pool.starting,
+    )
+
+
+def _find_problems(pools: Sequence[PoolStatus], replicas: Sequence[ReplicaRecord]) -> list[Problem]:
+    """Return the problems of replicas and rollouts, in no order."""
+    problems = [
+        build_problem(record.problem, record.reason, pool=record.pool, replica=record.name)
+        for record in replicas
+        if record.problem is not None
+    ]
+    for pool in pools:
+        found = None if pool.rollout is None else _find_rollout_problem(pool.rollout)
+        if found is not None:
+            kind, clause = found
+            problems.append(build_problem(kind, f"{pool.pool} {clause}", pool=pool.pool))
+    return problems
+
+
+def _find_rollout_problem(rollout: RolloutReport) -> tuple[ProblemKind, str] | None:
+    """Return the problem of a rollout for a person, with a clause whose subject is the rollout."""
+    current = rollout.rollouts.current
+    if current is None:
+        return None
+    is_by_person = current.cause is RollbackCause.COMMAND
+    if current.active_state in ROLLBACK_STATES:
+        kind = ProblemKind.ROLLOUT_ABORTED if is_by_person else ProblemKind.ROLLING_BACK
+        verb = "was aborted" if is_by_person else "is rolled back"
+        return kind, f"{verb}: {current.reason}"
+    if rollout.can_retry:
+        verdict = next(
+            (each for each in rollout.rollouts.verdicts if each.digest == current.candidate), None
+        )
+        reason = current.reason if verdict is None else verdict.reason
+        if verdict is not None and verdict.cause is RollbackCause.COMMAND:
+            return ProblemKind.ROLLOUT_ABORTED, f"was aborted: {reason}"
+        return ProblemKind.ROLLED_BACK, f"was rolled back: {reason}"
+    if current.state in {RolloutState.PAUSED, RolloutState.INCONCLUSIVE}:
+        return ProblemKind.ROLLOUT_WAITS, f"is {rollout.summary}"
+    if rollout.needs_promotion:
+        return ProblemKind.ROLLOUT_WAITS, "has enough evidence"
+    return None
 
 
 def _describe_pools(
@@ -179,12 +271,15 @@ def _describe_pool(
         serves = scaling.target
     counts = _count(replicas, pool.name, serving, serves + pool.count_spares(serves))
     is_running = rollout is not None and rollout.is_running
+    members = [record for record in replicas if record.pool == pool.name]
     return PoolStatus(
         pool=pool.name,
         model=pool.model,
         desired=counts.desired,
         existing=counts.existing,
         ready=counts.ready,
+        serving=sum(record.phase is ReplicaPhase.READY for record in members),
+        starting=sum(record.phase in _STARTING and record.problem is None for record in members),
         spares=pool.spares,
         minimum=pool.min_replicas if pool.min_replicas is not None else pool.initial_replicas,
         maximum=pool.max_replicas,

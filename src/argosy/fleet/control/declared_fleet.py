@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -203,6 +204,13 @@ class DeclaredFleet:
         """Return the name by which a pool's replicas serve their model, for warm-up requests."""
         pool_config = self.config.find_pool(pool)
         return None if pool_config is None else pool_config.model
+
+    def count_by_model(self, scaled: Mapping[str, int]) -> dict[str, int]:
+        """Return how many replicas shall serve each model. `scaled` are the numbers that autoscalers decide."""
+        counts = Counter[str]()
+        for pool in self.config.pools:
+            counts[pool.model] += scaled.get(pool.name, pool.initial_replicas)
+        return dict(counts)
 
     def source(self, pool: str) -> str:
         """Return the source of a pool's model; empty for gateways and removed pools."""

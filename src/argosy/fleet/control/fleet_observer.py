@@ -152,6 +152,10 @@ class FleetObserver:
                     last_response_at=reading.last_response_at,
                     last_step_at=reading.last_step_at,
                     is_serving=reading.is_serving,
+                    serving_problem=reading.ready_problem,
+                    reported_state="" if reading.load is None else reading.load.state,
+                    core_exit="" if reading.load is None else reading.load.last_core_exit,
+                    core_exited_at=reading.core_exited_at,
                     **self._remembered(record),
                 )
             )
@@ -195,14 +199,20 @@ class FleetObserver:
     def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:
         """Return the fields of an observation that do not come from a launcher or a health check."""
         is_gateway = record.pool == GATEWAY_POOL
+        view = self._publisher.worst_view(record.name)
         return {name: getattr(record, name) for name in ReplicaMemory.__struct_fields__} | {
+            "gateway_status": None if view is None else view.status,
+            "gateway_reason": "" if view is None else view.reason,
             "is_routed": is_gateway or self._publisher.is_routed(record.name),
             "is_routed_by_any": not is_gateway and self._publisher.is_routed_by_any(record.name),
         }
 
 
 def _describe_activity(replica: LaunchedReplica, load: LoadResponse | None) -> str:
-    """Return what a starting replica does, such as `loading weights, 40 %`; empty if it reports nothing."""
+    """Return what a starting replica does, such as `loading weights, 40 %`; empty if it reports nothing.
+
+    The launcher knows the last activity before the replica served, which is of no meaning afterwards.
+    """
     activity, fraction = replica.activity, replica.progress
     if load is not None and load.startup is not None:
         activity, fraction = load.startup.activity, load.startup.fraction

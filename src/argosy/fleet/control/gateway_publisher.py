@@ -17,6 +17,7 @@ from argosy.gateway import (
     GatewayPoolsClient,
     OtherFleetError,
     PoolsStatus,
+    RoutedReplica,
     UpstreamError,
 )
 from argosy.policy import ReplicaStatus
@@ -29,6 +30,16 @@ POLL_INTERVAL_S = 1.0
 FIRST_POLL_INTERVAL_S = 0.1
 """Interval after a publication, in which gateways probe new replicas for the first time."""
 NUM_FIRST_POLLS = 5
+_VIEW_ORDER = (
+    ReplicaStatus.DRAINING,
+    ReplicaStatus.CORDONED,
+    ReplicaStatus.EJECTED,
+    ReplicaStatus.UNREACHABLE,
+    ReplicaStatus.STARTING,
+    ReplicaStatus.BACKOFF,
+    ReplicaStatus.READY,
+)
+"""Statuses of a replica, those first that explain best why it gets no requests."""
 RECENT_SECONDS = 3
 """Seconds in which a request counts as new that a gateway refused until the model has started."""
 
@@ -51,6 +62,8 @@ class GatewayPublisher:
         """Latest answer of each registered gateway, by id; None if it cannot be reached."""
         self._routed: Sequence[AbstractSet[str]] = ()
         """Replicas that each gateway routes to that can be reached."""
+        self._views: Mapping[str, RoutedReplica] = {}
+        """Worst view of each replica, by name."""
         self._gateways: Sequence[GatewayRecord] = ()
         """Registered gateways, by the latest round."""
         self._own_urls: Mapping[str, str] = {}
@@ -119,6 +132,10 @@ class GatewayPublisher:
         """Return whether at least one gateway that can be reached routes to a replica."""
         return any(replica in routed for routed in self._routed)
 
+    def worst_view(self, replica: str) -> RoutedReplica | None:
+        """Return how that gateway sees a replica that has most against it; None if no gateway knows it."""
+        return self._views.get(replica)
+
     async def run(self) -> None:
         """Publish and poll until cancelled."""
         first_polls = 0
@@ -160,6 +177,9 @@ class GatewayPublisher:
             {each.replica for each in status.replicas if each.status is ReplicaStatus.READY}
             for status in self._answers
         ]
+        views = [each for status in self._answers for each in status.replicas]
+        views.sort(key=lambda each: _VIEW_ORDER.index(each.status), reverse=True)
+        self._views = {each.replica: each for each in views}
         self._gateways = gateways
         if has_changed:
             self._wake.set()

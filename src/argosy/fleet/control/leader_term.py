@@ -102,6 +102,8 @@ class LeaderTerm:
                 wake_at = await self._reconcile()
                 is_empty = self._is_empty()  # as it is saved now
                 await journal.save()
+                if outage := self._leadership.take_outage():
+                    journal.record_event("store_unavailable", reason=outage)
                 self._rollouts.on_saved()
                 await self._prune_events()
             except DeposedError:
@@ -205,7 +207,7 @@ class LeaderTerm:
                 )
                 continue
             is_new = report.phase is not record.phase or not record.phase_since
-            if is_new:
+            if is_new or report.problem is not record.problem:
                 self._journal.record_event(
                     "replica_phase",
                     record.pool,
@@ -224,6 +226,7 @@ class LeaderTerm:
             self._records.replicas[name] = msgspec.structs.replace(
                 record,
                 phase=report.phase,
+                problem=report.problem,
                 reason=report.reason + self._estimate(record, report, declared, now),
                 phase_since=now if is_new else record.phase_since,
             )
@@ -231,12 +234,12 @@ class LeaderTerm:
     def _estimate(
         self, record: ReplicaRecord, report: PhaseReport, declared: DeclaredFleet, now: float
     ) -> str:
-        """Return what completes the reason of the phase: what keeps a start from its end, or how long it will take."""
-        if report.phase is not ReplicaPhase.LOADING:
+        """Return what completes the reason of a first start: how long it will take."""
+        if report.phase is not ReplicaPhase.LOADING or record.ready_at is not None:
             return ""
         reading = self._observer.reading(record.name)
-        if reading is not None and reading.ready_problem:
-            return f"; {reading.ready_problem}"
+        if report.problem is not None or (reading is not None and reading.ready_problem):
+            return ""
         expected_s = self._records.expected_start_s(declared.source(record.pool))
         if expected_s is None:
             return ""
@@ -258,6 +261,7 @@ class LeaderTerm:
             models=declared.published_models(members),
             versions=versions,
             routes=list(declared.config.routes),
+            serving_replicas=declared.count_by_model(self._autoscaler.desired_counts(declared)),
             desired_replicas=self._autoscaler.published_counts(),
             pool_models={pool.name: pool.model for pool in declared.config.pools},
             startups=_find_startups(declared, self._records),
@@ -321,6 +325,7 @@ def _describe_pending(
         launcher="",
         phase=report.phase,
         reason=report.reason,
+        problem=report.problem,
         phase_since=now if previous is None else previous.phase_since,
     )
 

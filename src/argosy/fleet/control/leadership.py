@@ -49,6 +49,8 @@ class Leadership:
         self._clock = clock
         self._lease: FleetLease | None = None
         self._valid_until = float("-inf")
+        self._outage: tuple[float, str] | None = None
+        """Start of an outage of the store that no event records yet, and its reason."""
 
     @property
     def lease(self) -> FleetLease:
@@ -80,7 +82,7 @@ class Leadership:
                         log.info("leadership_acquired", fleet=self._fleet, epoch=lease.epoch)
                         return lease
             except StoreError as error:
-                log.warning("store_unavailable", reason=str(error))
+                self._record_outage(error)
                 seen = None  # the leader cannot renew its lease either
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
 
@@ -102,7 +104,7 @@ class Leadership:
                 log.warning("leadership_lost", fleet=self._fleet)
                 raise
             except StoreError as error:
-                log.warning("store_unavailable", reason=str(error))
+                self._record_outage(error)
             else:
                 self._set_lease(renewed, started_at)
 
@@ -114,6 +116,18 @@ class Leadership:
                 await run_in_daemon_thread(self._store.release_lease, lease)
             except StoreError as error:
                 log.info("lease_not_released", reason=str(error))
+
+    def take_outage(self) -> str:
+        """Describe the outage of the store that has ended, once. Empty if there was none, or it lasts."""
+        if self._outage is None or self._clock() >= self._valid_until:
+            return ""
+        (since, reason), self._outage = self._outage, None
+        return f"for {self._clock() - since:.0f} s nothing was recorded, healed or scaled: {reason}"
+
+    def _record_outage(self, error: StoreError) -> None:
+        log.warning("store_unavailable", reason=str(error))
+        since = self._clock() if self._outage is None else self._outage[0]
+        self._outage = since, str(error)
 
     def _set_lease(self, lease: FleetLease, renewed_at: float) -> None:
         self._lease = lease

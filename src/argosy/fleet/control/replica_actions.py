@@ -122,6 +122,7 @@ class ReplicaActions:
             case Drain():
                 await self._observer.launcher(action.launcher).drain(action.replica, lease.epoch)
             case Stop():
+                self._update(action.replica, stop_reason=action.reason)
                 await self._observer.launcher(action.launcher).stop(action.replica, lease.epoch)
             case Remove():
                 await self._logs.wait_for_end(action.replica)

@@ -109,7 +109,9 @@ class EjectionWatch:
         self._last = now
         if now - self._since < MAX_EJECTED_S:
             return ""
-        return f"its replicas are healthy, but gateways have ejected all of them for {MAX_EJECTED_S:g} s"
+        causes = [each.gateway_reason for each in serving if each.gateway_reason]
+        cause = f", because {causes[0]}" if causes else ""
+        return f"gateways have ejected all its replicas for {MAX_EJECTED_S:g} s{cause}"
 
 
 def _count_crashes(replica: ObservedReplica, since: float) -> int:

@@ -15,6 +15,7 @@ from argosy.deployment import (
     FleetPlan,
     FleetStatus,
     RevisionChanges,
+    find_store_problem,
     list_revision_changes,
 )
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
@@ -63,6 +64,8 @@ class FleetEvents(msgspec.Struct, frozen=True, kw_only=True):
     data: list[FleetEvent]
     last: int
     """Value for `after` of the next request."""
+    problem: str = ""
+    """Why no events are recorded at present, with what to do; empty if they are."""
 
 
 @endpoints.register(
@@ -87,8 +90,10 @@ async def list_fleet_events(scope: AdminScope, request: AdminRequest) -> FleetEv
         if events or time.monotonic() >= deadline:
             break
         await asyncio.sleep(POLL_INTERVAL_S)
+    async with scope.limiter.slot(request.principal):
+        problem = await run_in_daemon_thread(find_store_problem, fleet.store, fleet.name)
     last = events[-1].number if events else query.after
-    return FleetEvents(fleet=fleet.name, data=events, last=last)
+    return FleetEvents(fleet=fleet.name, data=events, last=last, problem=problem)
 
 
 # --- state and history ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
+from argosy.policy.reconciliation import Severity, status_severity
 from argosy.protocol import ArithmeticIdentity, StartupProgress
 from argosy.store import Name, ReplicaLogRun, ReplicaState, ReplicaWeight, Timestamp
 
@@ -58,6 +59,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     status: ReplicaStatus
     reason: str
     """Why the replica has this status; empty if it is ready."""
+    severity: Severity | None
+    """How urgent the status is; None if the replica is ready."""
     since: float | None
     """When this gateway first saw this status; None if that was at its own start."""
     state: ReplicaState
@@ -156,6 +159,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         kind=replica.kind,
         status=health.status(now),
         reason=health.reason(now),
+        severity=status_severity(health.status(now)),
         since=wall_now - (now - since) if since else None,
         state=admin.state.value,
         weight=admin.weight,

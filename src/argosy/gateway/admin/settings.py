@@ -57,7 +57,7 @@ def list_settings(scope: AdminScope, request: AdminRequest) -> Page[SettingView]
     return build_page(views)
 
 
-@endpoints.register("GET", "/admin/checks", "viewer", "gateway", is_nonblocking=True)
+@endpoints.register("GET", "/admin/checks", "viewer", "gateway")
 def list_checks(scope: AdminScope, request: AdminRequest) -> Page[CheckView]:  # noqa: ARG001 - runs all
     """Check replicas and settings, with a remedy for each problem."""
     config = scope.config
@@ -136,6 +136,8 @@ def _check_records(scope: AdminScope, config: GatewayConfig) -> Iterator[CheckVi
     if scope.store is None:
         message = "Without a store there are no keys, limits and prices, and usage is not recorded. Add `store`."
         yield CheckView(subject="store", result="warning", message=message)
+    elif problem := scope.store.fleets.find_write_problem():
+        yield CheckView(subject="store", result="problem", message=problem)
     if config.log_content:
         message = "Explanations contain prompts and outputs. Remove log_content if users should not see each other's."
         yield CheckView(subject="log_content", result="warning", message=message)

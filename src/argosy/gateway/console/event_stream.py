@@ -127,12 +127,16 @@ class ConsoleEvents:
             return self._tick
         gauges = self._read_gauges()
         statuses = Counter(replica.status.value for replica in gauges.replicas)
+        present = Counter(replica.model for replica in gauges.replicas)
         readings = {
             "at": time.time(),
             "running": sum(replica.in_flight for replica in gauges.replicas),
             "queued": sum(gauges.queue_depths.values()),
             "connections": gauges.connections,
             "replicas": dict(statuses),
+            "missing_replicas": sum(
+                max(0, count - present[model]) for model, count in gauges.serving_replicas.items()
+            ),
             "store_up": gauges.store_up,
         }
         self._tick, self._tick_expires_at = _event("tick", readings), now + TICK_INTERVAL_S / 2

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from argosy.policy.reconciliation.fleet_state import ReplicaRun
+from argosy.policy.reconciliation.problems import ProblemKind
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True, tag_field="action", tag=str.lower):
@@ -76,8 +77,10 @@ class ReplicaPhase(enum.StrEnum):
     """The replica leaves the fleet, and finishes its requests before."""
     STOPPED = "stopped"
     """The replica has exited and is removed."""
+    OUT_OF_SERVICE = "out_of_service"
+    """The replica gets no requests, because an operator decided it or its own server drains. It stays in the fleet."""
     FAILED = "failed"
-    """The replica fails to start, or is hung."""
+    """The replica fails to start, is hung, or is ejected by the gateways."""
 
 
 class PhaseReport(msgspec.Struct, frozen=True):
@@ -85,6 +88,8 @@ class PhaseReport(msgspec.Struct, frozen=True):
 
     phase: ReplicaPhase
     reason: str
+    problem: ProblemKind | None = None
+    """Cause that keeps it from serving, other than its first start or a decision of the controller."""
 
 
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from argosy.policy.replica_status import ReplicaStatus
+
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
@@ -140,6 +142,8 @@ class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: WarmUpState = WarmUpState.NOT_STARTED
     """Warm-up of this attempt. One that was running when its controller ended has not started."""
     warm_up_error: str = ""
+    stop_reason: str = ""
+    """Why the controller killed this attempt; empty if it did not."""
     in_rotation: bool = False
     """Whether the latest version of the pools that was published for the gateways contains it."""
     past_runs: tuple[ReplicaRun, ...] = ()
@@ -169,6 +173,18 @@ class ObservedReplica(ReplicaMemory, frozen=True, kw_only=True):
     reports no counter."""
     is_serving: bool = False
     """Health check: whether its `/ready` answers 200 at present."""
+    serving_problem: str = ""
+    """Health check: why `/ready` does not answer 200, if it is a fault of the settings; empty otherwise."""
+    reported_state: str = ""
+    """Health check: state of its load report, such as `restarting`; empty without one."""
+    core_exit: str = ""
+    """Health check: why its engine core ended last; empty if it never did."""
+    core_exited_at: float | None = None
+    """Health check: when it was first seen that the core had ended."""
+    gateway_status: ReplicaStatus | None = None
+    """Gateways: the worst status at one of them that can be reached; None if none of them knows the replica."""
+    gateway_reason: str = ""
+    """Gateways: why it has this status."""
     is_routed: bool = False
     """Gateways: whether all that can be reached route to it. True if the fleet has no gateway, but not if none of them
     can be reached, because these may still route by an older version."""

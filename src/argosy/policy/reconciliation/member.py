@@ -16,7 +16,14 @@ from argosy.policy.reconciliation.fleet_state import (
     RestartLimits,
     WarmUpState,
 )
+from argosy.policy.reconciliation.problems import ProblemKind, describe_problem
 from argosy.policy.reconciliation.restarts import RestartPlan
+from argosy.policy.replica_status import ReplicaStatus
+
+SILENCE_S = 3.0
+"""Time without an answer after which operators see that a replica is silent. Checks are a second apart."""
+CORE_EXIT_SHOWN_S = 5.0
+"""Time for which operators see that an engine core ended, since it may be started again between two checks."""
 
 
 class HangDeadline(NamedTuple):
@@ -216,25 +223,101 @@ def describe_start(plan: RestartPlan, now: float) -> PhaseReport:
     phase = ReplicaPhase.FAILED if plan.has_failed else ReplicaPhase.PENDING
     wait_s = plan.starts_at - now
     when = f"starts again in {_format_seconds(wait_s)}" if wait_s > 0 else "starts now"
-    return PhaseReport(phase, f"{plan.reason}; {when}")
+    is_first = plan.starts_at == -math.inf
+    problem = ProblemKind.START if plan.has_failed else None if is_first else ProblemKind.CRASH
+    return PhaseReport(phase, f"{plan.reason}; {when}", problem)
 
 
-def describe_member(member: Member, pool: DesiredPool) -> PhaseReport:
+def describe_member(
+    member: Member, pool: DesiredPool, observing_since: float, now: float
+) -> PhaseReport:
     """Describe a replica that its launcher lists and that is not restarted."""
     replica, state = member.replica, member.state
-    phase, reason = STATES[state].phase, _explain(member, pool)
+    phase, problem, reason = STATES[state].phase, None, ""
     if state in {MemberState.DRAINING, MemberState.EXITED}:
         pass
     elif member.leaving_reason and not member.in_rotation:
         waits = "; a gateway still routes to it" if replica.is_routed_by_any else ""
         phase, reason = ReplicaPhase.DRAINING, member.leaving_reason + waits
-    elif state is MemberState.SERVING and member.in_rotation and not replica.is_routed:
+    elif found := _find_problem(member, pool, observing_since, now):
+        problem, detail = found
+        phase, reason = _PROBLEM_PHASES.get(problem, phase), describe_problem(problem, detail)
+    elif state is MemberState.SERVING and member.in_rotation and not _is_available(replica):
         phase = ReplicaPhase.WARMING
-    return PhaseReport(phase, f"{reason}; {member.held_reason}" if member.held_reason else reason)
+    reason = reason or _explain(member, pool)
+    held = f"; {member.held_reason}" if member.held_reason else ""
+    return PhaseReport(phase, reason + held, problem)
+
+
+_PROBLEM_PHASES = {
+    ProblemKind.ENGINE: ReplicaPhase.FAILED,
+    ProblemKind.SILENT: ReplicaPhase.LOADING,
+    ProblemKind.DRAINED: ReplicaPhase.OUT_OF_SERVICE,
+    ProblemKind.DRAINS: ReplicaPhase.OUT_OF_SERVICE,
+    ProblemKind.EJECTED: ReplicaPhase.FAILED,
+    ProblemKind.UNREACHABLE: ReplicaPhase.WARMING,
+}
+"""Phases that follow from a problem and not from the state."""
+
+
+def _is_available(replica: ObservedReplica) -> bool:
+    """Whether every gateway routes to a replica, or would if it were not full for a moment."""
+    return replica.is_routed or replica.gateway_status is ReplicaStatus.BACKOFF
+
+
+def _find_problem(
+    member: Member, pool: DesiredPool, observing_since: float, now: float
+) -> tuple[ProblemKind, str] | None:
+    """Return the first cause for which a replica does not serve, with the detail of its sentence."""
+    replica, state = member.replica, member.state
+    if state is MemberState.PROVISIONING:
+        return None
+    if state is MemberState.HUNG:
+        return ProblemKind.HUNG, member.deadline.reason
+    answered_at = replica.last_response_at or -math.inf
+    is_silent = now - max(answered_at, observing_since) >= SILENCE_S
+    if is_silent and answered_at >= replica.started_at:
+        return ProblemKind.SILENT, f"{pool.restart_limits.hang_timeout_s:g} s"
+    if state is MemberState.NOT_WARM:
+        return ProblemKind.WARM_UP, replica.warm_up_error
+    if replica.reported_state == "failed":
+        return ProblemKind.ENGINE, ""
+    exited_at = replica.core_exited_at
+    was_exit_seen = exited_at is not None and now - exited_at < CORE_EXIT_SHOWN_S
+    if was_exit_seen or replica.reported_state == "restarting":
+        return ProblemKind.CORE_EXIT, replica.core_exit or replica.activity
+    return _find_gateway_problem(replica, state)
+
+
+def _find_gateway_problem(
+    replica: ObservedReplica, state: MemberState
+) -> tuple[ProblemKind, str] | None:
+    """Return why a replica whose process is well gets no requests."""
+    is_serving = state is MemberState.SERVING
+    match replica.gateway_status:
+        case ReplicaStatus.DRAINING | ReplicaStatus.CORDONED if replica.gateway_reason.startswith(
+            ("drained", "cordoned")
+        ):
+            return ProblemKind.DRAINED, replica.gateway_reason
+        case ReplicaStatus.EJECTED if is_serving:
+            return ProblemKind.EJECTED, replica.gateway_reason
+        case ReplicaStatus.UNREACHABLE if is_serving and replica.in_rotation:
+            return ProblemKind.UNREACHABLE, replica.gateway_reason
+    if replica.reported_state == "draining":
+        return ProblemKind.DRAINS, ""
+    if state is not MemberState.LOADING:
+        return None
+    if replica.ready_at is not None:
+        problem = replica.serving_problem
+        return ProblemKind.STOPPED_SERVING, f": {problem}" if problem else ""
+    if replica.past_runs and replica.past_runs[-1].ready_at is not None:
+        activity = f": {replica.activity}" if replica.activity else ""
+        return ProblemKind.CRASH, f"{replica.past_runs[-1].reason}; it starts again{activity}"
+    return None
 
 
 def _explain(member: Member, pool: DesiredPool) -> str:
-    """Return why a replica is in its state."""
+    """Return why a replica without a problem is in its state."""
     replica = member.replica
     match member.state:
         case MemberState.DRAINING:
@@ -243,22 +326,20 @@ def _explain(member: Member, pool: DesiredPool) -> str:
             return member.leaving_reason or replica.reason
         case MemberState.PROVISIONING:
             return replica.reason or "its launcher prepares its start"
-        case MemberState.HUNG:
-            return member.deadline.reason
-        case MemberState.NOT_WARM:
-            return f"its warm-up failed: {replica.warm_up_error}"
-        case MemberState.LOADING:
-            starts = "it loads its model" if pool.serves_model else "it starts"
-            is_first = replica.ready_at is None
-            return replica.activity or (starts if is_first else "it has stopped serving")
         case MemberState.WARMING:
             return "it answers its warm-up requests"
         case MemberState.SERVING:
             if not member.in_rotation:
                 return "it is a spare"
             if not replica.is_routed:
+                if replica.gateway_status is ReplicaStatus.BACKOFF:
+                    return "it is full, and gets fewer requests for a moment"
                 return "not every gateway routes to it yet"
             return "every gateway routes to it" if pool.serves_model else "it accepts requests"
+        case _:
+            starts = "it loads its model" if pool.serves_model else "it starts"
+            problem = f"; {replica.serving_problem}" if replica.serving_problem else ""
+            return (replica.activity or starts) + problem
 
 
 def _format_seconds(seconds: float) -> str:

@@ -107,6 +107,7 @@ class PoolReconciler:
         self._pool = pool
         self._is_declared = is_declared
         self._now = now
+        self._observing_since = observed.observing_since
         self._unavailable_launchers = observed.unavailable_launchers
         self._size = pool.replicas + pool.spares
         self._unlisted: dict[str, ObservedReplica] = {}
@@ -374,7 +375,7 @@ class PoolReconciler:
         )
 
     def _describe(self, member: Member) -> PhaseReport:
-        report = describe_member(member, self._pool)
+        report = describe_member(member, self._pool, self._observing_since, self._now)
         if member.is_known:
             return report
         return PhaseReport(report.phase, self._unavailable_reason(member.replica.launcher))

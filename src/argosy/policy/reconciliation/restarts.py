@@ -44,7 +44,11 @@ def ended_run(replica: ObservedReplica) -> ReplicaRun | None:
         started_at=replica.started_at,
         ready_at=replica.ready_at if has_served else None,
         exited_at=replica.started_at if replica.exited_at is None else replica.exited_at,
-        reason=replica.start_error or replica.warm_up_error or replica.reason or "it exited",
+        reason=replica.start_error
+        or replica.warm_up_error
+        or replica.stop_reason
+        or replica.reason
+        or "it exited",
     )
 
 

@@ -316,6 +316,8 @@ class ReplicaState:
             exact=ready.is_exact if ready else True,
             preemptions_total=stats.preemptions_total,
             phase_s_total=stats.phase_s_total,
+            core_exits=self.engine.core_exits,
+            last_core_exit=self.engine.last_core_exit,
         )
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:

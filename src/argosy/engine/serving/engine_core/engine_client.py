@@ -121,6 +121,10 @@ class EngineClient:
         self._ready_at = 0.0
         self._consecutive_restarts = 0
         self.restarts_total = 0
+        self.core_exits = 0
+        """Times that a core with a loaded model failed."""
+        self.last_core_exit = ""
+        """Why a core failed last."""
         self._start_settled: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -280,6 +284,8 @@ class EngineClient:
             )
             log.warning("core_recycled", reason=reason, resumed=resumed)
             return 0.0
+        self.core_exits += 1
+        self.last_core_exit = reason
         log.error("core_exited", reason=reason, in_flight=self.in_flight)
         if self._no_restart:
             return None

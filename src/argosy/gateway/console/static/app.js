@@ -36,8 +36,9 @@ function useScreen(id) {
   return loaded.id === id ? loaded : {};
 }
 
+// State of the event stream, which is not that of the fleet.
 function LiveState() {
-  if (connection.value === "live") return html`<${Pill} kind="ok">Live<//>`;
+  if (connection.value === "live") return html`<${Pill} kind="none">Updates live<//>`;
   return connection.value === "lost" ? html`<${Pill} kind="bad">Connection lost<//>` : html`<${Pill} kind="none">Connecting<//>`;
 }
 
@@ -79,7 +80,8 @@ async function signOut() {
 function Replicas() {
   const states = tick.value?.replicas;
   if (!states) return null;
-  const total = Object.values(states).reduce((sum, value) => sum + value, 0);
+  const present = Object.values(states).reduce((sum, value) => sum + value, 0);
+  const total = present + (tick.value.missing_replicas ?? 0);
   return html`<span class="s">${partOf(states.ready ?? 0, total, "replica")} ready</span>`;
 }
 

@@ -6,7 +6,7 @@ import { replicaChanges, samples, tick } from "../core/live.js";
 import { link } from "../core/router.js";
 import { startOfDay } from "../core/time-zone.js";
 import { Chart, Sparkline } from "../ui/chart.js";
-import { findFleetItems } from "../ui/fleet-attention.js";
+import { attentionItem, findFleetItems } from "../ui/fleet-attention.js";
 import { Card, Pill, Resource } from "../ui/parts.js";
 import { ReplicaTable } from "../ui/replica-table.js";
 import { RunningRollouts } from "../ui/rollout-card.js";
@@ -18,9 +18,9 @@ const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p9
 export default function Overview() {
   const changes = replicaChanges.value;
   const replicas = useResource("admin/replicas", 5000);
-  useEffect(() => { if (changes) replicas.reload(); }, [changes]);
   const pools = useResource("admin/pools", 5000);
   const fleet = useResource("admin/fleet", 5000);
+  useEffect(() => { if (changes) { replicas.reload(); fleet.reload(); } }, [changes]);
   const cost = useResource(query("admin/usage", { since: startOfDay() }), 10000);
   const minute = useResource("minute", 5000, () => query("admin/usage", { since: Math.floor(Date.now() / 1000) - 60 }));
   const recent = useResource("admin/requests?limit=200", 10000);
@@ -53,33 +53,32 @@ function findDifferent(replicas) {
 }
 
 function Attention({ replicas, pools, fleet }) {
-  const items = [];
-  if (tick.value?.store_up === false) {
-    items.push({ kind: "bad", word: "Page", text: html`The store does not answer. Accounts are as of the last reading, and usage waits on disk.`, href: link("settings"), action: "Open the doctor" });
+  const items = findFleetItems(fleet.data);
+  const add = (...item) => items.push(attentionItem(...item));
+  const known = new Set((fleet.data?.problems ?? []).map(({ replica }) => replica));
+  if (tick.value?.store_up === false && items[0]?.action !== "Open the doctor") {
+    add("page", html`The store does not answer. Accounts are as of the last reading, and usage waits on disk.`, link("settings"), "Open the doctor");
   }
-  items.push(...findFleetItems(fleet.data));
   for (const replica of replicas.data?.data ?? []) {
-    if (replica.status === "ready") continue;
-    const isChosen = replica.state !== "active";
-    items.push({
-      kind: isChosen ? "warn" : "bad", word: isChosen ? "Note" : "Page",
-      text: html`Replica <b>${visible(replica.replica)}</b> of <b>${visible(replica.model)}</b> is ${replica.status}${replica.reason ? `: ${visible(replica.reason)}` : ""}.`,
-      href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica",
-    });
+    const { severity, status, reason } = replica;
+    if (!severity || known.has(replica.replica)) continue;
+    add(severity, html`Replica <b>${visible(replica.replica)}</b> of <b>${visible(replica.model)}</b> is ${status}${reason ? `: ${visible(reason)}` : ""}.`,
+      link("models", [replica.model], { replica: replica.replica }), "Open the replica");
   }
   for (const pool of pools.data?.data ?? []) {
     if (pool.is_mixed) {
-      items.push({ kind: "warn", word: "Ticket", text: html`The replicas of <b>${visible(pool.model)}</b> compute different bytes (${pool.arithmetics.length} arithmetics), so not every stream can be resumed.`, href: link("models", [pool.model]), action: "Compare them" });
+      add("ticket", html`The replicas of <b>${visible(pool.model)}</b> compute different bytes (${pool.arithmetics.length} arithmetics), so not every stream can be resumed.`, link("models", [pool.model]), "Compare them");
     }
   }
   for (const replica of replicas.data?.data ?? []) {
     if (replica.kv_usage_ratio > 0.95) {
-      items.push({ kind: "warn", word: "Ticket", text: html`The KV cache of <b>${visible(replica.replica)}</b> is ${percent(replica.kv_usage_ratio)} full, so requests may be preempted.`, href: link("models", [replica.model], { replica: replica.replica }), action: "Open the replica" });
+      add("ticket", html`The KV cache of <b>${visible(replica.replica)}</b> is ${percent(replica.kv_usage_ratio)} full, so requests may be preempted.`, link("models", [replica.model], { replica: replica.replica }), "Open the replica");
     }
     if (replica.waiting > replica.slots) {
-      items.push({ kind: "warn", word: "Ticket", text: html`<b>${visible(replica.replica)}</b> has ${replica.waiting} waiting requests for ${replica.slots} slots.`, href: link("requests", [], { model: replica.model }), action: "See the requests" });
+      add("ticket", html`<b>${visible(replica.replica)}</b> has ${replica.waiting} waiting requests for ${replica.slots} slots.`, link("requests", [], { model: replica.model }), "See the requests");
     }
   }
+  items.sort((first, second) => first.rank - second.rank); // stable, so causes stay before symptoms
   return html`<${Card} title="Needs attention" note=${items.length ? plural(items.length, "item") : ""}>
     <${Resource} of=${replicas} height=${28}>${() => (items.length ? html`<ul class="att">${items.slice(0, 6).map((item) => html`
       <li><${Pill} kind=${item.kind}>${item.word}<//><span>${item.text}</span><a href=${item.href}>${item.action}</a></li>`)}</ul>`

@@ -10,7 +10,7 @@ import { Action, Card, Pill, Resource, notify } from "./parts.js";
 import { RolloutCard, RolloutState } from "./rollout-card.js";
 import { Table, timeColumn } from "./table.js";
 
-const PHASE_KINDS = { ready: "ok", failed: "bad", stopped: "none" };
+const PHASE_KINDS = { ready: "ok", failed: "bad", stopped: "none", out_of_service: "none" };
 
 // All that the controller knows of the pools of a model, or of all pools. The editor stays while the fleet cannot be read.
 export function Fleet({ fleet, model }) {
@@ -52,7 +52,8 @@ function Pools({ pools, isReadOnly, reload }) {
   const columns = [
     { key: "pool", label: "Pool", value: (row) => visible(row.pool), cell: (row) => html`<a href=${link("models", [row.model])}>${visible(row.pool)}</a>` },
     { key: "model", label: "Model", value: (row) => visible(row.model) },
-    { key: "ready", label: "Ready", isNumber: true, value: (row) => row.ready, cell: (row) => `${row.ready} of ${row.desired}` },
+    { key: "serving", label: "Serve", isNumber: true, value: (row) => row.serving, cell: (row) => `${row.serving} of ${row.desired}` },
+    { key: "starting", label: "Start", isNumber: true, value: (row) => row.starting },
     { key: "existing", label: "Exist", isNumber: true, value: (row) => row.existing },
     { key: "range", label: "Allowed", value: range },
     { key: "spares", label: "Spares", isNumber: true, value: (row) => row.spares },
