@@ -5,6 +5,7 @@ are another version of the same weights. Only requests for text are affected, no
 
 * slow: the first token is half a second late.
 * erring: after twenty requests, so that checks pass, three of ten are answered with 500.
+* failing=PATH: every request is answered with 500 while a file of that path exists.
 * crashing: the process kills itself at its thirtieth request.
 * wrong: answers in one piece have another text.
 """
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 FAULT = os.environ.get("ARGOSY_PLANTED_FAULT", "")
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -42,6 +44,9 @@ def plant() -> None:
         body = await read_body(self)
         if self.path in PATHS:
             number = next(numbers)
+            fails = FAULT.startswith("failing=") and Path(FAULT.partition("=")[2]).exists()  # noqa: ASYNC240 - of the benchmark
+            if fails:
+                raise ApiError(500, "planted", "A planted error.")
             if FAULT == "slow":
                 await asyncio.sleep(DELAY_S)
             elif FAULT == "erring" and number > NUM_CHECKS and number % 10 < ERRING_REQUESTS:

@@ -58,7 +58,7 @@ class Commands:
             check=False,
         )
         assert result.returncode == 0, result.stderr
-        return result.stdout
+        return result.stdout + result.stderr
 
     def inspect(self, *command: str, status: int = 0) -> str:
         """Run a command that only reads in this process."""
@@ -109,11 +109,18 @@ def fleet(tmp_path: Path) -> Iterator[Commands]:
 
 def test_declared_fleet_repairs_itself(fleet: Commands) -> None:
     fleet.inspect("diff", status=1)
-    fleet.run("up", "--reason", "first")
+    lines = fleet.run("up", "--reason", "first").splitlines()
+    last = next(line for line in reversed(lines) if line.startswith("chat-1-0: "))
+    assert last == "chat-1-0: ready (every gateway routes to it)"
     fleet.inspect("diff")
     text = fleet.chat()
     before = fleet.processes()
     assert before.keys() == {"controller", "gateway", "replica"}
+    children = before["replica"].children(recursive=True)
+    max(children, key=lambda each: each.memory_info().rss).kill()  # the engine core
+    wait_for(lambda: "its engine core ended and is started again" in fleet.inspect("events"), 0.2)
+    (problem, *_) = fleet.status()["problems"]
+    assert "SIGKILL" in problem["text"]
     for process in before.values():
         process.kill()
     wait_for(lambda: fleet.processes().keys() == before.keys() and not fleet.survivors(before), 0.2)

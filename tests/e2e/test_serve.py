@@ -82,7 +82,7 @@ def test_status_events_and_logs_come_from_the_running_gateway(
     status = run_argosy("status", "--exit-code")
     assert status.returncode == 0, status.stderr
     assert f"Fleet serve, revision 1, led by process {server.process.pid}" in status.stdout
-    assert "replica: 1 of 1 replicas of argosy-mini are ready" in status.stdout
+    assert "replica of argosy-mini: 1 of 1 serves" in status.stdout
     events = CliRunner().invoke(app, ["events", "--replica", "replica-1-0"]).stdout
     assert "replica_phase  replica-1-0  ready: every gateway routes to it" in events
     logs = CliRunner().invoke(app, ["logs", "argosy-mini", "--url", server.url])

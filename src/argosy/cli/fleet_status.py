@@ -234,21 +234,22 @@ def _declares_replicas(shown: FleetStatus) -> bool:
 
 
 def _print_fleet(shown: FleetStatus) -> None:
-    from argosy.deployment import count_replicas
+    from argosy.deployment import count_gateways, count_replicas
 
     typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
     for problem in shown.problems:
         line = f"  {problem.severity.upper():6}  {shorten_digests(problem.text)}"
         typer.echo(strip_control_characters(line))
     for pool in shown.pools:
-        typer.echo(f"  {pool.pool}: {count_replicas(pool)} {pool.model}")
+        typer.echo(f"  {pool.pool} of {pool.model}: {count_replicas(pool)}")
         if pool.decision is not None:
             typer.echo(f"    autoscaler: {pool.decision.reason}")
         if pool.rollout is not None and (pool.rollout.is_running or pool.rollout.can_retry):
             typer.echo(f"    rollout: {shorten_digests(pool.rollout.summary)}")
     if shown.gateways is not None:
         at = f", the first at {shown.url}" if shown.url else ""
-        typer.echo(f"  {shown.gateways.ready} of {shown.gateways.desired} gateways are ready{at}")
+        counts = count_gateways(shown.replicas, shown.gateways.desired)
+        typer.echo(f"  gateways: {counts}{at}")
     now = time.time()
     print_records(
         shown.replicas,

@@ -106,6 +106,7 @@ from argosy.deployment.records.rollout_status import (
 from argosy.deployment.records.status import (
     FleetStatus,
     PoolStatus,
+    count_gateways,
     count_replicas,
     find_store_problem,
     read_fleet_status,

@@ -145,6 +145,9 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
         store_problem = find_store_problem(store, fleet)
         problems += [build_problem(ProblemKind.STORE, store_problem)] if store_problem else []
         problems += [] if has_leader else [build_problem(ProblemKind.CONTROLLER, fleet)]
+    counts = {pool.pool: count_replicas(pool) for pool in pools}
+    if gateways is not None:
+        counts[GATEWAY_POOL] = count_gateways(replicas, gateways.desired)
     return FleetStatus(
         fleet=fleet,
         revision=number,
@@ -159,7 +162,7 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
         lease_age_s=lease_age_s,
         url="" if config is None or gateways is None else listen_url(build_gateway_config(config)),
         gateways=gateways,
-        problems=order_problems(problems, {pool.pool: count_replicas(pool) for pool in pools}),
+        problems=order_problems(problems, counts),
         pools=pools,
         replicas=replicas,
     )
@@ -184,6 +187,20 @@ def count_replicas(pool: PoolStatus) -> PoolCounts:
         serving=pool.serving,
         starting=pool.starting,
     )
+
+
+def count_gateways(replicas: Sequence[ReplicaRecord], desired: int) -> PoolCounts:
+    """Return the gateways that the controller runs in numbers, of all versions together. One suffices to serve."""
+    gateways = [record for record in replicas if record.pool == GATEWAY_POOL]
+    serving, starting = _count_phases(gateways)
+    return PoolCounts(desired=desired, minimum=1, serving=serving, starting=starting)
+
+
+def _count_phases(replicas: Sequence[ReplicaRecord]) -> tuple[int, int]:
+    """Return how many replicas serve, and how many start without a problem."""
+    serving = sum(record.phase is ReplicaPhase.READY for record in replicas)
+    starting = sum(record.phase in _STARTING and record.problem is None for record in replicas)
+    return serving, starting
 
 
 def _find_problems(pools: Sequence[PoolStatus], replicas: Sequence[ReplicaRecord]) -> list[Problem]:
@@ -271,15 +288,15 @@ def _describe_pool(
         serves = scaling.target
     counts = _count(replicas, pool.name, serving, serves + pool.count_spares(serves))
     is_running = rollout is not None and rollout.is_running
-    members = [record for record in replicas if record.pool == pool.name]
+    serving_count, starting = _count_phases([each for each in replicas if each.pool == pool.name])
     return PoolStatus(
         pool=pool.name,
         model=pool.model,
         desired=counts.desired,
         existing=counts.existing,
         ready=counts.ready,
-        serving=sum(record.phase is ReplicaPhase.READY for record in members),
-        starting=sum(record.phase in _STARTING and record.problem is None for record in members),
+        serving=serving_count,
+        starting=starting,
         spares=pool.spares,
         minimum=pool.min_replicas if pool.min_replicas is not None else pool.initial_replicas,
         maximum=pool.max_replicas,
