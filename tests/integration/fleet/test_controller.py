@@ -144,6 +144,9 @@ async def test_replica_that_hangs_is_replaced(
     os.kill(hung["chat-1-0"], signal.SIGSTOP)
     await until(lambda: len(fleet.events("replica_start")) > num_starts)
     assert await fleet.as_declared("chat-1-0") != hung
+    (ended,) = fleet.store.replica_logs.list_runs(FLEET, "chat-1-0")
+    (replica,) = fleet.status.replicas
+    assert ended.reason == replica.past_runs[-1].reason == "it has not answered for 1 s"
 
 
 async def test_controller_outlives_failures_of_the_store(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import msgspec
@@ -42,6 +43,18 @@ def find_gateway(config: GatewayConfig) -> GatewayRecord:
     (record,) = store.gateways.list_running()
     store.close()
     return record
+
+
+async def first_tick(client: httpx2.AsyncClient) -> dict[str, Any]:
+    """Return the readings that the header of the console shows."""
+    async with client.stream(
+        "GET", "/console/events", headers={"sec-fetch-site": "same-origin"}
+    ) as stream:
+        lines = stream.aiter_lines()
+        while await anext(lines) != "event: tick":
+            pass
+        tick: dict[str, Any] = msgspec.json.decode((await anext(lines)).removeprefix("data: "))
+        return tick
 
 
 def pools(url: str, version: int, epoch: int = 1, **fields: object) -> FleetPools:
@@ -103,12 +116,14 @@ async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
                 pools(
                     *(replica.url, 2),
                     desired_replicas={"big-pool": 3},
+                    serving_replicas={"big": 3},
                     pool_models={"big-pool": "big"},
                 ),
             )
             assert (published.epoch, published.version) == (1, 2)
             assert DESIRED in (await client.get("/metrics")).text
             assert await status_of(client) == 200
+            assert (await first_tick(client))["missing_replicas"] == 2
 
             (routed,) = (await controller.read_status(gateway)).replicas
             while routed.status != ReplicaStatus.READY:

@@ -45,6 +45,7 @@ class ReplicaLogRecorder:
     ) -> None:
         self._leadership = journal.leadership
         self._store = journal.store.replica_logs
+        self._records = journal.records
         self._observer = observer
         self._publisher = publisher
         self._list_watched = list_watched
@@ -147,7 +148,10 @@ class ReplicaLogRecorder:
         return b"", error
 
     def _describe(self, replica: LaunchedReplica, error: str) -> ReplicaLogRun:
-        reason = replica.start_error or replica.reason
+        record = self._records.replicas.get(replica.name)
+        is_same = record is not None and record.attempt == replica.attempt
+        stop_reason = record.stop_reason if record is not None and is_same else ""
+        reason = replica.start_error or stop_reason or replica.reason
         is_exited = replica.state is LaunchState.EXITED
         return ReplicaLogRun(
             started_at=replica.started_at,

@@ -59,7 +59,10 @@ def list_settings(scope: AdminScope, request: AdminRequest) -> Page[SettingView]
 
 @endpoints.register("GET", "/admin/checks", "viewer", "gateway")
 def list_checks(scope: AdminScope, request: AdminRequest) -> Page[CheckView]:  # noqa: ARG001 - runs all
-    """Check replicas and settings, with a remedy for each problem."""
+    """Check replicas, settings and the store, with a remedy for each problem.
+
+    The check of the store tries one write that changes nothing.
+    """
     config = scope.config
     checks = [*_check_replicas(scope), *_check_access(config), *_check_records(scope, config)]
     return build_page(checks)

@@ -13,6 +13,9 @@ import msgspec
 
 from argosy.policy.replica_status import ReplicaStatus
 
+MAX_REASON_CHARACTERS = 1000
+"""Length to which the detail of a sentence is cut, since replicas and the clients of gateways cause parts of it."""
+
 
 class Severity(enum.StrEnum):
     """Urgency of a problem for an operator, most urgent first."""
@@ -155,7 +158,7 @@ class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_problem(kind: ProblemKind, reason: str = "") -> str:
     """Return the sentence of a problem, or the clause of a replica's problem."""
-    return PROBLEMS[kind].sentence.format(reason=reason)
+    return PROBLEMS[kind].sentence.format(reason=reason[:MAX_REASON_CHARACTERS])
 
 
 def build_problem(
