@@ -171,9 +171,38 @@ async def test_random_changes_lose_no_request(fleet: Fleet, seed: int) -> None:
     async with load.run():
         for _ in range(6):
             await load.pass_requests(5)
-            settings = {"gateways": gateways}
+            settings: dict[str, Any] = {"gateways": random.randint(gateways, 2)}
             for change in random.sample(CHANGES, 3):
                 settings |= change
             await apply(fleet, declare(port, **settings))
             await load.pass_requests(5)
             assert not load.problems, settings
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+async def test_gateways_move_to_other_addresses(fleet: Fleet) -> None:
+    """Addresses that exclude each other, or that another gateway of the fleet has left, are taken in the end."""
+    port = free_ports(4)
+    fleet.start_controller("a")
+    for settings in (
+        {"port": port, "gateways": 2},
+        {"port": port + 1, "gateways": 2},
+        {"port": port, "gateways": 3},
+        {"port": port, "gateways": 1, "host": "0.0.0.0"},  # noqa: S104 - the test needs it
+        {"port": port, "gateways": 2, "host": "127.0.0.1"},
+        {"port": port + 2, "uds": str(fleet.folder / "gateway.sock"), "gateways": 1},
+        {
+            "port": port,
+            "gateways": 1,
+            "uds": str(fleet.folder / "gateway.sock"),
+            "log_level": "debug",
+        },
+        {"port": port, "gateways": 1},
+    ):
+        config = declare(**settings, auth={"mode": "disabled"})
+        await apply(fleet, config)
+        async with httpx2.AsyncClient(trust_env=False) as client:
+            for ordinal in range(config.gateways if config.uds is None else 0):
+                url = f"http://127.0.0.1:{config.port + ordinal}/health"
+                assert (await client.get(url)).status_code == 200, settings

@@ -106,7 +106,7 @@ class DeclaredFleet:
         scaled: Mapping[str, int],
         versions: Mapping[str, Sequence[VersionTarget]],
         undecided: Collection[str] = (),
-        gateways: Iterable[LaunchedReplica] = (),
+        gateways: Sequence[LaunchedReplica] = (),
     ) -> DesiredFleet:
         """Return what the fleet shall consist of.
 
@@ -121,7 +121,6 @@ class DeclaredFleet:
             or [self._only_target(pool, scaled.get(pool.name, pool.initial_replicas))]
         ]
         if self.config.gateways:
-            hands_over = all(self._hands_over(each) for each in gateways)
             pools.insert(  # first, since they start in a moment, and replicas load longer
                 0,
                 DesiredPool(
@@ -129,24 +128,22 @@ class DeclaredFleet:
                     launcher=GATEWAY_LAUNCHER,
                     generation=self.generation(GATEWAY_POOL),
                     replicas=self.config.gateways,
-                    max_surge=int(hands_over),
-                    max_unavailable=int(not hands_over),
+                    max_surge=int(not (num_early := self._count_early_exits(gateways))),
+                    max_unavailable=num_early,
                     serves_model=False,
                 ),
             )
         return DesiredFleet(pools=tuple(pools), cores={GATEWAY_LAUNCHER: usable_cpus()})
 
-    def _hands_over(self, gateway: LaunchedReplica) -> bool:
-        """Return whether a gateway need not end before those of this declaration listen.
+    def _count_early_exits(self, gateways: Sequence[LaunchedReplica]) -> int:
+        """Return how many gateways at once have to end before those of this declaration listen; usually none.
 
         One of an earlier version of Argosy has no address of its own, and hands nothing over.
         """
-        config = self._config_of(GATEWAY_POOL, gateway.generation)
-        return (
-            gateway.own_url is not None
-            and config is not None
-            and not has_address_conflict(config, self.config)
-        )
+        configs = [self._config_of(GATEWAY_POOL, each.generation) for each in gateways]
+        if any(each is not None and has_address_conflict(each, self.config) for each in configs):
+            return self.config.gateways
+        return int(None in configs or any(each.own_url is None for each in gateways))
 
     def launch_spec(self, pool: str, generation: int, ordinal: int) -> LaunchSpec:
         """Return the specification of a replica of the current or an earlier generation.
@@ -288,12 +285,13 @@ class DeclaredFleet:
     ) -> LaunchSpec:
         if config is None:
             raise LaunchError(f"no revision has generation {generation} of the gateways")
+        address = "unix" if config.uds is not None else config.port + ordinal
         settings = msgspec.structs.replace(
             build_gateway_config(config, ordinal),
             fleet=config.fleet,
             store=msgspec.structs.replace(config.store or StoreConfig(), url=self._store_url),
             pools_file=str(self._folder / f"pools-{ordinal}.json"),
-            handover=str(self._folder / f"listen-{config.port + ordinal}.handover"),
+            handover=str(self._folder / f"listen-{address}.handover"),
         )
         name = replica_name(GATEWAY_POOL, generation, ordinal)
         path = self._folder / f"{name}.json"
