@@ -1,6 +1,7 @@
 """Measure changes of a fleet: from `argosy scale` to a ready replica, and what a gateway needs to apply new pools.
 
     python -m benchmarks.fleet_changes [--rounds 5] [--file examples/two-pools.yaml]
+    python -m benchmarks.fleet_changes --lost [--gateways 2]
 
 `bare_s` is how long a replica with the options of the pool starts by itself.
 
@@ -8,6 +9,9 @@
 
 `apply_cpu_ms` is the CPU time of a gateway for a publication that adds one replica to 1,000 in 100 models. `loop_ms` of
 it are on its event loop.
+
+With `--lost`, `sent` and `lost` count requests, 20 a second to all gateways in turn, while `argosy apply` changes eight
+settings of the gateways and replaces all replicas. Half of them are streams, and nothing is tried again.
 
 Prints JSON lines.
 """
@@ -80,6 +84,55 @@ def count_ready(store: FleetStore) -> int:
     return next(pool.ready for pool in status.pools if pool.pool == POOL)
 
 
+CHANGES = {
+    "log_level": "debug",
+    "queue": {"timeout_s": 20},
+    "timeouts": {"connect_timeout_s": 1},
+    "max_failed_attempts": 3,
+    "explain": {"max_requests": 100},
+    "body_timeout_s": 30,
+    "early_stream_start_s": 1,
+    "max_connection_age_s": 300,
+    "pools": [
+        {"name": POOL, "environment": {"A": "1"}},
+        {"name": "small", "environment": {"A": "1"}},
+    ],
+}
+
+
+async def count_lost(fleet: Fleet, gateways: int) -> dict[str, int]:
+    """Return the number of requests that were sent and that were lost while the declaration changed."""
+    lost: list[str] = []
+
+    async def send(client: httpx2.AsyncClient, number: int) -> None:
+        url = f"http://127.0.0.1:{PORT + number % gateways}/v1/chat/completions"
+        message = {"role": "user", "content": "Count to three."}
+        stream = bool(number & 2)
+        body = {"model": POOL, "max_tokens": 8, "messages": [message], "stream": stream}
+        try:
+            text = (await client.post(url, json=body)).raise_for_status().text
+            if stream and not text.rstrip().endswith("[DONE]"):
+                lost.append("cut")
+        except httpx2.HTTPError as error:
+            lost.append(repr(error))
+
+    async with (
+        httpx2.AsyncClient(timeout=120, trust_env=False) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        fleet.declare({"fleet": FLEET, "port": PORT, "gateways": gateways, **CHANGES})
+        change = asyncio.create_task(asyncio.to_thread(fleet.run, "apply", "--yes", "--wait"))
+        sent = 0
+        while not change.done():
+            group.create_task(send(client, sent))
+            sent += 1
+            await asyncio.sleep(0.05)
+        await change
+    for problem in sorted(set(lost)):
+        print(problem, file=sys.stderr)
+    return {"gateways": gateways, "sent": sent, "lost": len(lost)}
+
+
 def build_config(extra: int) -> GatewayConfig:
     """Return the settings of a gateway with 1,000 replicas, and some more of the first model."""
     models = [
@@ -124,8 +177,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--file", type=Path, default=Path("examples/two-pools.yaml"))
+    parser.add_argument("--lost", action="store_true", help="count lost requests")
+    parser.add_argument("--gateways", type=int, default=1)
     options = parser.parse_args()
     exit_on_sigterm()
+    if options.lost:
+        overlay = {"fleet": FLEET, "port": PORT, "gateways": options.gateways}
+        with run_fleet(overlay, options.file) as fleet:
+            print(json.dumps(asyncio.run(count_lost(fleet, options.gateways))))
+        return
     rows = []
     with run_fleet({"fleet": FLEET, "port": PORT}, options.file) as fleet:
         for _ in range(options.rounds):

@@ -112,7 +112,11 @@ def _describe_setting(change: PlannedChange) -> Iterator[str]:
     section = change.path.partition(".")[0]
     if change.path in _NARROWED_LIMITS and _is_smaller(change.new, change.old):
         yield _NARROWED_LIMITS[change.path]
-    elif section == "timeouts" and _is_smaller(change.new, change.old):
+    elif (
+        section == "timeouts"
+        and "connect" not in change.path
+        and _is_smaller(change.new, change.old)
+    ):
         yield f"Requests that take longer than `{change.path}` are ended."
     elif section == "tls":
         yield "Clients that do not connect as the new `tls` requires are refused."
