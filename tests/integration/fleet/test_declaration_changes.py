@@ -136,6 +136,7 @@ CHANGES: list[dict[str, Any]] = [
     {"log_level": "debug"},
     {"timeouts": {"connect_timeout_s": 1}},
     {"pool": {"replicas": 2}},
+    {"pool": {"options": {"max_seqs": 4}, "max_surge": 2}},
     {"pool": {"environment": {"A": "1"}}},
     {"pool": {"environment": {"A": "2"}, "spares": 1}},
     {"models": [{"name": "chat", "source": "argosy-mini", "aliases": ["other"]}]},
