@@ -85,6 +85,8 @@ class FakeEngine:
     pooling: PoolingInfo | None = None
     """Properties of a model that pools; None for one that generates."""
     load_progress: LoadProgress | None = None
+    core_exits: int = 0
+    last_core_exit: str = ""
     memory_bytes = memory_bound_bytes = 0
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
