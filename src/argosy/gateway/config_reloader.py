@@ -8,15 +8,12 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from argosy.deployment import GatewayConfig
+from argosy.deployment import RELOADABLE_SETTINGS, GatewayConfig
 from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_model_entries
 from argosy.process import run_in_daemon_thread
 
 ConfigLoader = Callable[[], GatewayConfig]
 """Returns the current settings. Raises ValueError, with what to change, if they are invalid."""
-
-RELOADABLE_SETTINGS = frozenset({"models", "routes"})
-"""Settings that a reload applies. Changes of other settings need a restart."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
