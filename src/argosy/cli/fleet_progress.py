@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.5
 MAX_DESCRIBED = 3
 """Most replicas that an error describes."""
+SETTLED_S = 5.0
+"""Time after which a replica that does not exist yet waits for others, and not for the controller."""
 CONTROLLER_EXIT_S = 5.0
 """Longest wait for the exit of the controller of a fleet in which nothing runs any more."""
 
@@ -104,12 +106,22 @@ def _print_changes(replicas: Sequence[ReplicaRecord], shown: dict[str, str]) -> 
 
 
 def _find_hopeless(status: FleetStatus, waited_s: float) -> list[ReplicaRecord]:
-    """Return the replicas of pools of which none can start, once all starts have ended since the command began."""
-    failed_after = time.time() - waited_s
+    """Return the replicas of versions of which none can start, once all starts have ended since the command began.
+
+    Those that do not exist yet wait for others to exit or to become ready. If none of these does, they count as well.
+    """
+    now = time.time()
     left = [each for each in status.replicas if each.phase != "ready"]
-    is_final = all(each.phase == "failed" and each.phase_since >= failed_after for each in left)
-    served = {each.pool for each in status.replicas if each.phase == "ready"}
-    return [each for each in left if is_final and each.pool not in served]
+    failed = [
+        each
+        for each in left
+        if each.phase == "failed" and each.ready_at is None and each.phase_since >= now - waited_s
+    ]
+    waiting = [each for each in left if not each.launcher and now - each.phase_since > SETTLED_S]
+    if len({each.name for each in (*failed, *waiting)}) < len(left):
+        return []
+    serving = {(each.pool, each.generation) for each in status.replicas if each.phase == "ready"}
+    return [each for each in failed if (each.pool, each.generation) not in serving]
 
 
 def _fail_unready(status: FleetStatus) -> None:

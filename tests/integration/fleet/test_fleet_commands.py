@@ -180,17 +180,18 @@ def test_wait_ends_when_nothing_can_start(store: Store) -> None:
 
     def wait(*phases: str) -> str:
         """Wait for replicas in these phases since the command began, and return the error."""
+        since = time.time()
         records = {
             f"replica/chat-1-{number}": msgspec.json.encode(
                 {
-                    **dict.fromkeys(("launcher", "url"), ""),
                     "name": f"chat-1-{number}",
                     "pool": "chat",
-                    "generation": 1,
+                    "generation": 0 if phase == "old" else 1,
                     "ordinal": number,
-                    "phase": phase,
+                    "launcher": "" if phase == "pending" else "local",
+                    "phase": "ready" if phase == "old" else phase,
                     "reason": "no memory",
-                    "phase_since": time.time() + 60.0,
+                    "phase_since": since + (-60.0 if phase == "pending" else 60.0),
                 }
             )
             for number, phase in enumerate(phases)
@@ -201,8 +202,9 @@ def test_wait_ends_when_nothing_can_start(store: Store) -> None:
         return result.stderr.splitlines()[-1]
 
     remedy = "; correct it, and repeat the command"
-    assert remedy not in wait("failed", "loading")
-    assert remedy not in wait("failed", "ready")
+    assert remedy not in wait("failed", "loading", "pending")
+    assert remedy not in wait("failed", "ready", "pending")
+    assert remedy in wait("failed", "old", "pending")
     error = wait(*["failed"] * 5)
     assert error.count("is failed: no memory") == 3
     assert error.endswith(f"and 2 more, see `argosy status`{remedy}")

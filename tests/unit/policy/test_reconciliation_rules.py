@@ -314,13 +314,14 @@ STARTING = LOADING | {"started_at": NOW - 5.0}
         ([replica(0), replica(1, **STARTING)], 2, []),
         ([replica(0), replica(1, **STARTING | {"started_at": NOW - 60.0})], 2, ["a-2-2"]),
         ([replica(0), replica(1, **EXITED), replica(2, **STARTING)], 2, ["a-2-1"]),
+        ([replica(0), replica(1, **STARTING | {"ready_at": NOW})], 2, []),
     ],
-    ids=["all-cores", "half", "half-of-6", "one-starts", "full", "slow-start", "crash"],
+    ids=["all-cores", "half", "half-of-6", "one-starts", "full", "slow-start", "crash", "warm-up"],
 )
 def test_few_new_replicas_start_at_once(
     replicas: list[ObservedReplica], cores: int, started: list[str]
 ) -> None:
-    pools = (msgspec.structs.replace(POOL, replicas=500),)
+    pools = (msgspec.structs.replace(POOL, replicas=500, requires_warm_up=True),)
     desired = DesiredFleet(pools=pools, cores={"local": cores, "ray": 1})
     result = reconcile(desired, ObservedFleet(replicas=tuple(replicas)), NOW)
     assert [each.replica for each in result.actions if isinstance(each, Start)] == started

@@ -117,10 +117,12 @@ def limit_starts(
     ]
     serves = any(each.in_rotation and each.is_serving for each in running)
     limit = max(1, cores // 2 if serves else cores)
+    warming = {WarmUpState.NOT_STARTED, WarmUpState.RUNNING}
+    warmed_up = {pool.name for pool in desired.pools if pool.requires_warm_up}
     slot_ends = [
         each.started_at + START_SLOT_S
         for each in running
-        if (each.ready_at is None or each.warm_up is WarmUpState.RUNNING)
+        if (each.ready_at is None or (each.pool in warmed_up and each.warm_up in warming))
         and not _has_served(each)
         and each.started_at + START_SLOT_S > now
     ]
