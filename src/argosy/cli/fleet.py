@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -31,7 +32,7 @@ from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.quantities import format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.deployment import FleetConfig, FleetPlan, PlannedChange
+    from argosy.deployment import FleetAction, FleetConfig, FleetPlan, PlannedChange
     from argosy.store import FleetRevision
 
 EXIT_CHANGES = 3
@@ -195,6 +196,7 @@ def rollback(
             reason,
             asks="never" if yes else "always",
             quiet=json,
+            action="fleet.rollback",
             rollback_of=number,
         )
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
@@ -232,7 +234,15 @@ def scale(
             fail(str(error))
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
-        revision = _apply(target, config, reason, asks="never" if yes else "risk", quiet=json)
+        revision = _apply(
+            target,
+            config,
+            reason,
+            asks="never" if yes else "risk",
+            quiet=json,
+            action="pool.scale",
+            pool=pool,
+        )
         scaled = config.find_pool(pool)
         if not (json or auto or scaled is None or scaled.autoscaling.mode == "off"):
             typer.echo(
@@ -262,12 +272,15 @@ def down(
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
         is_kept = not target.folder.is_dir() or has_keeper(target.folder)
+        stop = partial(
+            _apply, target, config, reason, asks="never", quiet=True, action="fleet.down"
+        )
         try:
-            revision = _apply(target, config, reason, asks="never", quiet=True)
+            revision = stop()
         except StoreError:
             if not target.store.release_reserve():
                 raise
-            revision = _apply(target, config, reason, asks="never", quiet=True)
+            revision = stop()
         if not is_kept:  # nothing stops without a controller
             _start_controller(target)
         if wait:
@@ -285,6 +298,8 @@ def _apply(
     *,
     asks: Asks,
     quiet: bool,
+    action: FleetAction = "fleet.apply",
+    pool: str = "",
     rollback_of: int | None = None,
     is_up: bool = False,
 ) -> int:
@@ -313,10 +328,12 @@ def _apply(
         target.store.fleets,
         target.name,
         config,
+        latest,
         author=operator_name(),
         reason=reason,
+        action=action,
+        pool=pool,
         rollback_of=rollback_of,
-        after=0 if latest is None else latest.number,
     )
     if not quiet:
         typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)

@@ -72,6 +72,7 @@ from argosy.deployment.records.fleet_records import (
     decode_replicas,
 )
 from argosy.deployment.records.revisions import (
+    FleetAction,
     FleetPlan,
     RevisionChanges,
     apply_declaration,

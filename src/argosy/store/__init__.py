@@ -27,6 +27,7 @@ from argosy.store.errors import (
     StoreUnavailableError,
 )
 from argosy.store.fleet_store import (
+    DECISION,
     AuditedDecision,
     DeposedError,
     FleetDocument,

@@ -22,6 +22,9 @@ lock of the fleet, without which no standby can take over."""
 MAX_INSERTED_ROWS = 500
 """Number of rows of one statement, below the limits of both databases for its parameters."""
 
+DECISION = "decision"
+"""Kind of the events about what people decided. Their reason names author, force and reason."""
+
 _revisions = schema.fleet_revisions.c
 _events = schema.fleet_events.c
 _leases = schema.fleet_leases.c
@@ -86,13 +89,17 @@ class FleetDocument(msgspec.Struct, frozen=True):
 
 
 class AuditedDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Decision of a person that the audit log records in the transaction that carries it out."""
+    """Decision of a person, which events and audit log record in the transaction that carries it out."""
 
     actor: str
     action: str
     """Kind of the subject and verb, such as `pool.scale`."""
-    subject: str
-    details: dict[str, Any] = {}
+    pool: str = ""
+    reason: str
+    is_forced: bool = False
+    """Whether the person overrode a check."""
+    details: Mapping[str, Any] = {}
+    """Further fields of the entry in the audit log."""
 
 
 class FleetLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,10 +135,13 @@ class FleetStore:
         reason: str = "",
         rollback_of: int | None = None,
         after: int | None = None,
-        decision: AuditedDecision | None = None,
+        action: str = "fleet.apply",
+        pool: str = "",
+        details: Mapping[str, Any] = {},
     ) -> FleetRevision:
-        """Add a revision with a declaration as JSON, and a decision to the audit log.
+        """Add a revision with a declaration as JSON. Events and audit log record who did so.
 
+        `action`, `pool` and `details` describe the decision, see `AuditedDecision`.
         `digests` are those of the replica settings of each declared pool. One that the pool never had is a new
         generation. Raises ConflictError unless the author has seen the latest revision as `after` (0: none). None
         replaces any.
@@ -158,7 +168,10 @@ class FleetStore:
                 "generations": msgspec.json.encode(revision.generations),
             }
             connection.execute(insert(schema.fleet_revisions), row)
-            self._audit(connection, decision)
+            decision = AuditedDecision(
+                actor=author, action=action, pool=pool, reason=reason, details=details
+            )
+            self._record(connection, fleet, decision)
         return revision
 
     @staticmethod
@@ -335,8 +348,8 @@ class FleetStore:
     ) -> bool:
         """Replace a document unless another process has done so meanwhile. Any process may call it, without a lease.
 
-        The new document has a version above `after`, that of the replaced one (0: none); None deletes it. The audit log
-        records the decision. Returns False, and changes nothing, if the stored version is not `after`.
+        The new document has a version above `after`, that of the replaced one (0: none); None deletes it. Events
+        and audit log record the decision. Returns False, and changes nothing, if the stored version is not `after`.
         """
         with self._write_transaction() as connection:
             _lock(connection, fleet)
@@ -352,7 +365,8 @@ class FleetStore:
                 connection.execute(
                     insert(schema.fleet_documents), row | {"document": document.content}
                 )
-            self._audit(connection, decision)
+            if decision is not None:
+                self._record(connection, fleet, decision)
         return True
 
     # --- events ----------------------------------------------------------------------------------
@@ -418,11 +432,49 @@ class FleetStore:
             pruned = delete(schema.fleet_events).where(_events.fleet == lease.fleet, is_old)
             return connection.execute(pruned).rowcount
 
-    def _audit(self, connection: Connection, decision: AuditedDecision | None) -> None:
-        if decision is not None:
-            transaction = AccountTransaction(connection, decision.actor, self._clock)
-            transaction.append_decision(decision.action, decision.subject, decision.details)
-            transaction.save_version()
+    def record_replica_decision(self, replica: str, decision: AuditedDecision) -> None:
+        """Add a decision about a replica, which the audit log has already, to the events of its fleets."""
+        query = select(_records.fleet).where(_records.name == f"replica/{replica}")
+        with self._write_transaction() as connection:
+            for fleet in connection.execute(query).scalars().all():
+                self._append_decision_event(connection, fleet, decision, replica)
+
+    def _record(self, connection: Connection, fleet: str, decision: AuditedDecision) -> None:
+        """Add a decision to the audit log and the events. Every change that a person wants comes through here."""
+        details = {**decision.details, "reason": decision.reason}
+        if decision.is_forced:
+            details["force"] = True
+        subject = f"{fleet}/{decision.pool}" if decision.pool else fleet
+        self._append_decision_event(connection, fleet, decision)
+        transaction = AccountTransaction(connection, decision.actor, self._clock)
+        transaction.append_decision(decision.action, subject, details)
+        transaction.save_version()
+
+    def _append_decision_event(
+        self, connection: Connection, fleet: str, decision: AuditedDecision, replica: str = ""
+    ) -> None:
+        _lock(connection, fleet)
+        row = connection.execute(
+            update(schema.fleet_leases)
+            .where(_leases.fleet == fleet)
+            .values(last_event=_leases.last_event + 1)
+            .returning(_leases.last_event, _leases.epoch)
+        ).one()
+        forced = " by force" if decision.is_forced else ""
+        event = FleetEvent(
+            number=row.last_event,
+            at=self._clock(),
+            epoch=row.epoch,
+            kind=DECISION,
+            pool=decision.pool,
+            replica=replica,
+            reason=": ".join(
+                filter(None, (f"{decision.action}{forced} by {decision.actor}", decision.reason))
+            ),
+            outcome="ok",
+        )
+        fields = msgspec.structs.asdict(event) | {"fleet": fleet}
+        connection.execute(insert(schema.fleet_events), fields)
 
     def _write_transaction(self) -> AbstractContextManager[Connection]:
         return self._database.write_transaction(idle_timeout_s=IDLE_TIMEOUT_S)

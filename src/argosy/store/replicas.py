@@ -10,7 +10,13 @@ from sqlalchemy import ColumnElement, ScalarSelect, delete, insert, or_, select
 
 from argosy.store import schema
 from argosy.store.database import Database
-from argosy.store.fleet_store import IDLE_TIMEOUT_S, FleetLease, require_leader
+from argosy.store.fleet_store import (
+    IDLE_TIMEOUT_S,
+    AuditedDecision,
+    FleetLease,
+    FleetStore,
+    require_leader,
+)
 from argosy.store.record_tables import RecordTables
 from argosy.store.records import ReplicaSetting, ReplicaState
 
@@ -47,14 +53,15 @@ class ReplicaSettings(RecordTables):
             fields = {"grace_s": grace_s, "reason": reason, "state": state, "weight": weight}
             fields |= {"changed_at": transaction.now, "changed_by": actor}
             if found:
-                return transaction.update_record(found[0], action, **fields)
-            given = {name: value for name, value in fields.items() if value is not UNSET}
-            return transaction.create_record(
-                msgspec.convert(
-                    {"id": setting_id, "model": model, "replica": replica} | given, ReplicaSetting
-                ),
-                action,
-            )
+                setting = transaction.update_record(found[0], action, **fields)
+            else:
+                given = {name: value for name, value in fields.items() if value is not UNSET}
+                given |= {"id": setting_id, "model": model, "replica": replica}
+                setting = transaction.create_record(msgspec.convert(given, ReplicaSetting), action)
+        # Apart, because those who change a fleet lock it before the accounts.
+        decision = AuditedDecision(actor=actor, action=f"replica.{action}", reason=reason)
+        FleetStore(self._database, self._clock).record_replica_decision(replica, decision)
+        return setting
 
 
 class ReplicaLogRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,16 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.migrated_store import open_migrated_store
-from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
+from tests.support.stored_rollout import DECLARATION, NEW, OLD, POOL, StoredRollout
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
+from argosy.cli.fleet_target import operator_name
 from argosy.deployment import append_command, read_fleet_status
 from argosy.policy.rollout import (
     CommandKind,
@@ -20,8 +23,21 @@ from argosy.policy.rollout import (
     RolloutState,
     VersionStatus,
 )
+from argosy.store import DECISION
 
 runner = CliRunner()
+DECISIONS = {
+    "rollout pause": ["--no-wait"],
+    "rollout resume": ["--no-wait", "--force"],
+    "rollout promote": ["--no-wait", "--force"],
+    "rollout abort": ["--no-wait"],
+    "scale": [POOL, "1"],
+    "rollback": ["1", "--yes"],
+    "apply": ["one.yaml", "--yes"],
+    "up": ["two.yaml", "--no-wait"],
+    "down": ["--no-wait"],
+}
+"""Arguments of each command with a reason, in an order in which all are possible."""
 
 
 @pytest.fixture
@@ -163,3 +179,41 @@ def test_version_that_was_rolled_back_can_be_resumed(world: StoredRollout) -> No
         resumed = run("resume", "--reason", "the cause was elsewhere")
     assert resumed.exit_code == 0, resumed.output
     assert world.state == "starting"
+
+
+def list_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - of typer's click
+    """Yield all commands of a tree, by their names on the command line."""
+    if not hasattr(command, "commands"):
+        yield name, command
+    for word, each in getattr(command, "commands", {}).items():
+        yield from list_commands(each, f"{name} {word}".strip())
+
+
+def test_every_command_is_recorded_with_author_force_and_reason(
+    world: StoredRollout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = dict(list_commands(get_command(app)))
+    with_reason = {
+        name
+        for name, command in commands.items()
+        if any(each.name == "reason" for each in command.params)
+        and not name.startswith("replicas ")  # sends it to a gateway
+    }
+    assert with_reason == set(DECISIONS)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("argosy.controller_keeper.start_keeper", lambda *_: None)
+    for number, file in enumerate(("one.yaml", "two.yaml"), 1):
+        text = DECLARATION.decode().replace('"replicas": 2', f'"replicas": {number}')
+        Path(file).write_text(text)
+    for number, (name, arguments) in enumerate(DECISIONS.items()):
+        reason = f"reason {number}"
+        files = [] if name in {"apply", "up"} else ["--fleet", "demo"]
+        result = runner.invoke(app, [*name.split(), *arguments, *files, "--reason", reason])
+        assert result.exit_code == 0, (name, result.output)
+        event = world.store.list_events("demo", kinds=[DECISION], limit=1)[0]
+        forced = " by force" if "--force" in arguments else ""
+        assert event.reason.endswith(f"{forced} by {operator_name()}: {reason}"), name
+        shown = runner.invoke(app, ["audit", "--json"]).stdout
+        entry = json.loads(shown)[0]
+        assert (entry["actor"], entry["details"]["reason"]) == (operator_name(), reason)
+        assert event.reason.startswith(f"{entry['action']}{forced} by ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from tests.support.organisations import AdminGateway
@@ -12,7 +12,27 @@ from tests.support.stored_rollout import DECLARATION, NEW, OLD, POOL, StoredRoll
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.store import FleetStore
+from argosy.gateway.admin.routes import list_endpoints
+from argosy.store import DECISION, FleetStore
+
+ROLLOUT = {"pool": POOL, "rollout": "chat-1"}
+DECISIONS: dict[str, dict[str, Any]] = {
+    "/admin/fleet/rollout/pause": ROLLOUT,
+    "/admin/fleet/rollout/resume": ROLLOUT | {"force": True},
+    "/admin/fleet/rollout/promote": ROLLOUT | {"force": True},
+    "/admin/fleet/rollout/abort": ROLLOUT,
+    "/admin/fleet/scale": {"pool": POOL, "replicas": 1},
+    "/admin/fleet/rollback": {"revision": 1},
+    "/admin/fleet/apply": {
+        "declaration": DECLARATION.decode().replace('"replicas": 2', '"replicas": 1'),
+        "after": 4,
+    },
+    "/admin/replicas/cordon": {"replica": "a"},
+    "/admin/replicas/drain": {"replica": "a"},
+    "/admin/replicas/undrain": {"replica": "a"},
+    "/admin/replicas/weight": {"replica": "a", "weight": 0.5},
+}
+"""An example of each request with a reason, in an order in which all are possible."""
 
 
 class FleetClient:
@@ -172,7 +192,7 @@ async def test_declaration_is_planned_and_applied_as_on_the_command_line(
     status, answer = await fleet.post("/apply", **change, after=4)
     assert (status, "Nothing changes" in answer["error"]["message"]) == (409, True)
     assert (await fleet.get("/declaration", revision=1))["declaration"] == read["declaration"]
-    (entry,) = admin_gateway.store.audit_log.list_entries(action_prefix="fleet.apply")
+    entry, *_ = admin_gateway.store.audit_log.list_entries(action_prefix="fleet.apply")
     assert entry.subject == "demo"
     assert entry.details == {
         "changes": ["pools[chat].options.max_seqs", "pools[chat].replicas"],
@@ -200,3 +220,32 @@ async def test_hostile_declaration_is_refused_by_line_or_setting(
     for path, more in (("/plan", {}), ("/apply", {"after": 2})):
         status, answer = await fleet.post(path, declaration=declaration, **more)
         assert (status, problem in answer["error"]["message"]) == (400, True), answer
+
+
+async def test_every_decision_is_recorded_with_author_force_and_reason(
+    admin_gateway: AdminGateway, stored: StoredRollout
+) -> None:
+    paths = {
+        each.path
+        for each in list_endpoints()
+        if each.body_type is not None and "reason" in get_type_hints(each.body_type)
+    }
+    assert paths == set(DECISIONS)
+    store = admin_gateway.store
+    chat = store.fleets.read_records("demo")["replica/chat-1-0"]
+    store.fleets.save_records(stored.lease, {"replica/a": chat})
+    for number, (path, body) in enumerate(DECISIONS.items()):
+        reason = f"reason {number}"
+        response = await admin_gateway.client.post(
+            path, json=body | {"reason": reason}, headers=admin_gateway.root_headers
+        )
+        assert response.status_code == 200, (path, response.text)
+        entry = store.audit_log.list_entries(limit=1)[0]
+        event = store.fleets.list_events("demo", kinds=[DECISION], limit=1)[0]
+        assert path.endswith(entry.action.partition(".")[2])
+        changed = entry.details["reason"]
+        assert (changed[-1] if isinstance(changed, list) else changed) == reason
+        assert entry.actor.startswith("key:")
+        forced = " by force" if body.get("force") else ""
+        assert event.reason == f"{entry.action}{forced} by {entry.actor}: {reason}"
+        assert entry.details.get("force", False) == bool(forced)

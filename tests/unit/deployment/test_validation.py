@@ -346,7 +346,8 @@ def test_no_way_back_changes_what_only_the_command_line_may_change() -> None:
     declared = {True: IN_FORCE + "log_content: true\n", False: IN_FORCE}
     for logs in (False, True, False):
         config = parse_fleet(declared[logs])
-        apply_declaration(store.fleets, "demo", config, author="cli", reason="", after=None)
+        latest = store.fleets.latest_revision("demo")
+        apply_declaration(store.fleets, "demo", config, latest, author="cli", reason="")
     fleet = FleetControl("demo", store.fleets)
     with pytest.raises(ValueError, match="log_content: it decides"):
         fleet.plan_rollback(2)

@@ -229,9 +229,8 @@ def send(fleet: FleetControl, document: dict[str, Any], way: str) -> FleetConfig
 
 def declare(fleet: FleetControl, config: FleetConfig) -> int:
     """Put a declaration in force from the command line, and return the number of its revision."""
-    return apply_declaration(
-        fleet.store, "demo", config, author="cli", reason="", after=None
-    ).number
+    latest = fleet.store.latest_revision("demo")
+    return apply_declaration(fleet.store, "demo", config, latest, author="cli", reason="").number
 
 
 @settings(max_examples=settings().max_examples * 3 // 5)

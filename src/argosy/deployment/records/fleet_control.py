@@ -10,6 +10,7 @@ from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_remote_change
 from argosy.deployment.declaration.remote_change import check_remote_change
 from argosy.deployment.records.revisions import (
+    FleetAction,
     FleetPlan,
     apply_declaration,
     check_fit,
@@ -25,10 +26,8 @@ from argosy.deployment.records.rollout_status import (
 )
 from argosy.deployment.records.status import FleetStatus, read_fleet_status
 from argosy.policy.rollout import CommandKind, RolloutCommand
-from argosy.store import AuditedDecision, ConflictError, FleetRevision, FleetStore, NotFoundError
+from argosy.store import ConflictError, FleetRevision, FleetStore, NotFoundError
 
-MAX_AUDITED_CHANGES = 50
-"""Number of changed settings that the audit log names. The history has all of them."""
 _DECLARATION = "the declaration"
 """Name of a declaration from the admin API in error messages."""
 
@@ -111,14 +110,9 @@ class FleetControl:
             )
         old = parse_declaration(latest)
         config = parse_remote_change(declaration, _DECLARATION, old)
-        changes = compare_fleets(old, config)
-        if not changes:
+        if not compare_fleets(old, config):
             raise ConflictError("Nothing changes: this declaration is in force.")
-        paths = [change.path for change in changes[:MAX_AUDITED_CHANGES]]
-        decision = self._decision(
-            "fleet.apply", "", actor, changes=paths, count=len(changes), reason=reason
-        )
-        return self._apply(latest, config, decision, reason)
+        return self._apply(latest, config, actor, reason)
 
     def plan_rollback(self, revision: int) -> FleetPlan:
         """Return what `roll_back` to a revision would change. Raises as that does."""
@@ -149,8 +143,9 @@ class FleetControl:
             raise ConflictError(
                 f"Nothing changes: the declaration of revision {revision} is in force."
             )
-        decision = self._decision("fleet.rollback", "", actor, revision=revision, reason=reason)
-        return self._apply(latest, config, decision, reason, revision)
+        return self._apply(
+            latest, config, actor, reason, action="fleet.rollback", rollback_of=revision
+        )
 
     def scale(self, pool: str, replicas: int | None, reason: str, actor: str) -> int:
         """Change the number of replicas of a pool, and return the number of the revision in force.
@@ -166,13 +161,9 @@ class FleetControl:
         scaled = set_replicas(config, pool, replicas)
         if scaled == config:
             return latest.number
-        old = next(each.replicas for each in config.pools if each.name == pool)
-        decision = self._decision(
-            "pool.scale", pool, actor, replicas=[old, replicas], reason=reason
-        )
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
-        return self._apply(latest, scaled, decision, reason)
+        return self._apply(latest, scaled, actor, reason, action="pool.scale", pool=pool)
 
     def command_rollout(
         self, pool: str, kind: CommandKind, *, rollout: str, reason: str, force: bool, actor: str
@@ -197,10 +188,8 @@ class FleetControl:
                 f"Another rollout of the pool {pool} has begun. Look at it, and repeat the command."
             )
         command = RolloutCommand(kind=kind, by=actor, reason=reason, force=force)
-        decision = self._decision(
-            f"rollout.{kind}", pool, actor, rollout=rollout, reason=reason, force=force
-        )
-        sent = send_command(self.store, self.name, report, command, decision)
+        self._check_writable()
+        sent = send_command(self.store, self.name, report, command)
         if kind is CommandKind.ABORT:
             abort_route(self.store, self.name, pool, sent)
 
@@ -208,11 +197,15 @@ class FleetControl:
         self,
         latest: FleetRevision,
         config: FleetConfig,
-        decision: AuditedDecision,
+        actor: str,
         reason: str,
+        *,
+        action: FleetAction = "fleet.apply",
+        pool: str = "",
         rollback_of: int | None = None,
     ) -> int:
         """Put a declaration in force if `latest` is, it fits, and nothing changes that only the command line may."""
+        self._check_writable()
         old = parse_declaration(latest)
         check_remote_change(old, config)
         check_fit(self.store.read_records(self.name), old, config)
@@ -220,11 +213,12 @@ class FleetControl:
             self.store,
             self.name,
             config,
-            author=decision.actor,
+            latest,
+            author=actor,
             reason=reason,
-            after=latest.number,
+            action=action,
+            pool=pool,
             rollback_of=rollback_of,
-            decision=decision,
         ).number
 
     def _require_latest(self) -> FleetRevision:
@@ -243,12 +237,10 @@ class FleetControl:
             f"The pool {pool!r} of the fleet {self.name!r} has had no rollout. Declare `rollout` for it."
         )
 
-    def _decision(self, action: str, pool: str, actor: str, **details: object) -> AuditedDecision:
-        """Return the decision to be stored. Raises ConflictError if the fleet is read-only."""
+    def _check_writable(self) -> None:
+        """Raise ConflictError if the fleet is read-only."""
         if self._is_embedded:
             raise ConflictError(
                 "The command line of `argosy serve` declares this fleet. Start it again with other options, "
                 "or declare a fleet for `argosy up`."
             )
-        subject = f"{self.name}/{pool}" if pool else self.name
-        return AuditedDecision(actor=actor, action=action, subject=subject, details=details)

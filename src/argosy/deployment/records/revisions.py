@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,8 +34,12 @@ from argosy.deployment.records.fleet_records import (
     decode_kind,
     decode_replicas,
 )
-from argosy.store import AuditedDecision, FleetRevision, FleetStore
+from argosy.store import FleetRevision, FleetStore
 
+FleetAction = Literal["fleet.apply", "fleet.down", "fleet.rollback", "pool.scale"]
+"""Name of a change of a declaration in the audit log."""
+MAX_AUDITED_CHANGES = 50
+"""Number of changed settings that the audit log names. The history has all of them."""
 MAX_KNOWN_REVISIONS = 200
 """Number of revisions in which the settings of replicas of earlier generations are looked up first."""
 
@@ -64,21 +68,35 @@ def apply_declaration(
     store: FleetStore,
     fleet: str,
     config: FleetConfig,
+    latest: FleetRevision | None,
     *,
     author: str,
     reason: str,
-    after: int | None,
+    action: FleetAction = "fleet.apply",
+    pool: str = "",
     rollback_of: int | None = None,
-    decision: AuditedDecision | None = None,
 ) -> FleetRevision:
-    """Add a revision, unless another one was added after the revision `after`. Blocks on the store.
+    """Add a revision, unless another one was added after `latest`, which is None for a new fleet. Blocks on the store.
 
-    The declaration is valid. `after` is 0 for no revision, and None to replace any.
-    `rollback_of` is the number of the revision whose declaration this one repeats.
+    The declaration is valid. Events and audit log record the author, reason and changes.
+    `pool` is the one that `pool.scale` is about. `rollback_of` is the number of the revision whose declaration this
+    one repeats.
 
     Raises:
-        ConflictError: The latest revision is not `after`.
+        ConflictError: Another revision is the latest.
+        ValueError: The declaration of `latest` is invalid for this version.
     """
+    old = None if latest is None else parse_declaration(latest)
+    changes = compare_fleets(old, config)
+    details: dict[str, Any] = {
+        "changes": [change.path for change in changes[:MAX_AUDITED_CHANGES]],
+        "count": len(changes),
+    }
+    if rollback_of is not None:
+        details["revision"] = rollback_of
+    if pool:
+        found = [None if each is None else each.find_pool(pool) for each in (old, config)]
+        details["replicas"] = [None if each is None else each.replicas for each in found]
     return store.apply(
         fleet,
         dump_fleet(config, "json").encode(),
@@ -86,8 +104,10 @@ def apply_declaration(
         author=author,
         reason=reason,
         rollback_of=rollback_of,
-        after=after,
-        decision=decision,
+        after=0 if latest is None else latest.number,
+        action=action,
+        pool=pool,
+        details=details,
     )
 
 

@@ -68,9 +68,8 @@ def append_command(
     fleet: str,
     pool: str,
     command: RolloutCommand,
-    decision: AuditedDecision | None = None,
 ) -> None:
-    """Store a command for the controller, and `decision` in the audit log. Blocks on the store.
+    """Store a command for the controller. Events and audit log record who sent it. Blocks on the store.
 
     Raises:
         ConflictError: Other processes changed the commands all the time.
@@ -79,6 +78,14 @@ def append_command(
     def append(commands: Sequence[RolloutCommand]) -> Sequence[RolloutCommand]:
         return [*commands, command][-MAX_COMMANDS:]
 
+    decision = AuditedDecision(
+        actor=command.by,
+        action=f"rollout.{command.kind}",
+        pool=pool,
+        reason=command.reason,
+        is_forced=command.force,
+        details={"rollout": command.rollout},
+    )
     _change_commands(store, fleet, pool, append, decision)
 
 

@@ -26,7 +26,7 @@ from argosy.policy.rollout import (
     RolloutState,
 )
 from argosy.policy.traffic import PoolRoute
-from argosy.store import AuditedDecision, ConflictError, FleetStore
+from argosy.store import ConflictError, FleetStore
 
 ROLLOUT_REFUSED = "rollout_refused"
 """Kind of the events about commands that are not followed. Their reason is that of `RolloutDecision.refusals`."""
@@ -184,7 +184,6 @@ def send_command(
     fleet: str,
     report: RolloutReport,
     command: RolloutCommand,
-    decision: AuditedDecision | None = None,
 ) -> RolloutCommand:
     """Store a command for the rollout that runs, and return it with the rollout's id. Blocks on the store.
 
@@ -199,7 +198,7 @@ def send_command(
         )
     rollout = "" if running is None else running.id
     addressed = msgspec.structs.replace(command, rollout=rollout)
-    append_command(store, fleet, report.pool, addressed, decision)
+    append_command(store, fleet, report.pool, addressed)
     return addressed
 
 
