@@ -30,7 +30,9 @@ from argosy.http_server import (
 from argosy.telemetry import GatewayMetrics, bind_request
 
 _CHANGING_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-_QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
+_QUIET_ROUTES = frozenset(
+    {"/health", "/ready", "/metrics", "/replicas/{name}/metrics", "/peer/pools"}
+)
 _HANDSHAKE_HEADERS = frozenset(
     {
         b"connection",
