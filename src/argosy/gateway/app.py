@@ -200,4 +200,5 @@ async def serve_messages(
             MessageTransport(websocket, message), method="POST", dropped_headers=_HANDSHAKE_HEADERS
         )
         await answer(request)
+        del message, request  # an idle connection keeps no message
     await websocket.close(reason="the server ends this connection; open another one")

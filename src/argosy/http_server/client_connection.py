@@ -65,7 +65,6 @@ class ClientConnection(PacedProtocol):
     transport: asyncio.Transport
 
     def __init__(self, server_state: HttpServerState, slot: ConnectionSlot) -> None:
-        super().__init__()
         self.server_state = server_state
         self.slot = slot
         self.is_backpressured = False

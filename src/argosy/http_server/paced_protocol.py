@@ -87,9 +87,6 @@ class PacedProtocol(asyncio.Protocol):
     """Whether received input waits for a later turn of the event loop."""
     _unparsed = memoryview(b"")
 
-    def __init__(self) -> None:
-        self._input_budget = loop_input_budget()
-
     def update_reading(self) -> None:
         """Read from the transport, unless input waits for its turn or the consumer has paused reading."""
         raise NotImplementedError
@@ -114,7 +111,7 @@ class PacedProtocol(asyncio.Protocol):
     def _parse_in_turn(self) -> None:
         did_wait, self.waits_for_turn = self.waits_for_turn, False
         self.max_unpaced_bytes = math.inf
-        budget, size = self._input_budget, self.slice_bytes
+        budget, size = loop_input_budget(), self.slice_bytes
         try:
             while self._unparsed and not budget.is_spent:
                 data, self._unparsed = bytes(self._unparsed[:size]), self._unparsed[size:]

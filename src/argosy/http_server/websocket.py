@@ -147,6 +147,7 @@ class WebSocket:
         for event in events:
             if isinstance(event, Frame) and event.opcode in _DATA_OPCODES:
                 self._add_frame(event)
+                event.data = b""  # the library's parser keeps the frame until the next one
         self._write()
         if not self._partial_bytes and self._incomplete is None:
             self._message_since = None

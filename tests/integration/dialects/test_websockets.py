@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Iterable
 from typing import Any
 
@@ -119,6 +120,19 @@ async def test_response_without_output_prepares_next_one(fleet: DialectFleet) ->
             events = await receive(connection)
             assert events[-1]["type"] == expected
     assert events[-1]["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_idle_connection_keeps_no_message(fleet: DialectFleet) -> None:
+    async with connect(fleet, "/v1/responses") as connection:
+        message = json.dumps({"type": "unknown", "input": "x" * 8_000_000})
+        tracemalloc.start()
+        try:
+            await connection.send(message)
+            (error,) = await receive(connection)
+            assert error["error"]["param"] == "type"
+            await until(lambda: tracemalloc.get_traced_memory()[0] < len(message) // 2)
+        finally:
+            tracemalloc.stop()
 
 
 async def test_history_of_a_tenants_connections_is_bounded(

@@ -79,7 +79,6 @@ class UpstreamConnection(PacedProtocol):
 
     def __init__(self, release: Callable[[UpstreamConnection], None]) -> None:
         """Create a connection that calls `release` whenever a response is complete."""
-        super().__init__()
         self._release = release
         self.transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
