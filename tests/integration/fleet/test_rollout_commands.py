@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +17,6 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
-from argosy.cli.fleet_target import operator_name
 from argosy.deployment import append_command, read_fleet_status
 from argosy.policy.rollout import (
     CommandKind,
@@ -205,6 +206,7 @@ def test_every_command_is_recorded_with_author_force_and_reason(
     for number, file in enumerate(("one.yaml", "two.yaml"), 1):
         text = DECLARATION.decode().replace('"replicas": 2', f'"replicas": {number}')
         Path(file).write_text(text)
+    author = f"{getpass.getuser()}@{socket.gethostname()}"
     for number, (name, arguments) in enumerate(DECISIONS.items()):
         reason = f"reason {number}"
         files = [] if name in {"apply", "up"} else ["--fleet", "demo"]
@@ -212,8 +214,8 @@ def test_every_command_is_recorded_with_author_force_and_reason(
         assert result.exit_code == 0, (name, result.output)
         event = world.store.list_events("demo", kinds=[DECISION], limit=1)[0]
         forced = " by force" if "--force" in arguments else ""
-        assert event.reason.endswith(f"{forced} by {operator_name()}: {reason}"), name
+        assert event.reason.endswith(f"{forced} by {author}: {reason}"), name
         shown = runner.invoke(app, ["audit", "--json"]).stdout
         entry = json.loads(shown)[0]
-        assert (entry["actor"], entry["details"]["reason"]) == (operator_name(), reason)
+        assert (entry["actor"], entry["details"]["reason"]) == (author, reason)
         assert event.reason.startswith(f"{entry['action']}{forced} by ")

@@ -12,7 +12,7 @@ from tests.support.stored_rollout import DECLARATION, NEW, OLD, POOL, StoredRoll
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.gateway.admin.routes import list_endpoints
+from argosy.gateway.admin import list_endpoints
 from argosy.store import DECISION, FleetStore
 
 ROLLOUT = {"pool": POOL, "rollout": "chat-1"}
