@@ -290,7 +290,7 @@ def check_options(pool: PoolConfig) -> None:
         if name in kept and json.dumps(kept[name]) == json.dumps(value):
             continue
         plain = name.lower().replace("-", "_")
-        assert not re.match(r"trust|chat_template$|generation_config$|port?$", plain)
+        assert not re.match(r"trust(_r\w*)?$|chat_template$|generation_config$|port?$", plain)
         assert pool.engine in OLD.engines or not plain.startswith("hos")
         assert pool.engine == "argosy" or (isinstance(value, (int, float)) and value is not True)
 
