@@ -58,7 +58,8 @@ async def test_ignored_fields_are_named_in_header(
     replica = ReplicaConfig(url=replica_server.url, model=MODEL)
     async with run_gateway([], replica) as running:
         proxied = await running.client.post(path, json=body | {"model": "big"})
-    assert (proxied.status_code, proxied.headers.get(HEADER, "")) == (200, names)
+    named = proxied.headers.get(HEADER, "").replace(", ", ",")  # the gateway adds a line of its own
+    assert (proxied.status_code, named) == (200, names)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ async def test_admin_api_allows_no_other_origin() -> None:
 async def test_options_without_preflight_headers_returns_allowed_methods() -> None:
     async with cors_client() as client:
         response = await client.options(CHAT, headers={"origin": LOCAL_ORIGIN})
-        assert (response.status_code, response.headers["allow"]) == (405, "POST")
+        assert (response.status_code, response.headers["allow"]) == (405, "POST, GET")
         response = await client.options(CHAT)
         assert (response.status_code, "vary" in response.headers) == (405, False)
 

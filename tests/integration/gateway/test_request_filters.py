@@ -129,10 +129,9 @@ async def test_stream_received_at_once_is_ended_once(kind: BackendKind, max_toke
     "options",
     [
         {},
-        {"stream": False, "stream_options": {"include_usage": True}},
         {"stream_options": None, "resume": None, "prompt_logprobs": None},
     ],
-    ids=["plain", "stream-options", "nulls"],
+    ids=["plain", "nulls"],
 )
 async def test_filter_ends_whole_response_at_token_limit(
     tokenizer: Tokenizer, options: dict[str, Any]
