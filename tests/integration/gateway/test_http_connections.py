@@ -731,7 +731,7 @@ async def test_half_closed_client_may_wait_for_response(path: str, version: byte
         await app.started.wait()
         app.release.set()
         response = await answering
-    assert response.startswith(b"HTTP/1.1 200 OK")
+    assert b"HTTP/1.1 200 OK" in response  # after a probe, if it took a second
     assert b"upon" in response
     assert not app.is_disconnected.is_set()
 
