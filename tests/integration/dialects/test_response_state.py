@@ -328,7 +328,9 @@ async def test_failed_background_response_says_so_and_its_stream_ends_with_it(
     assert "'missing'" in failed.error.message, "the reason is that of the error"
 
 
-async def test_full_project_is_told_what_to_delete(fleet: DialectFleet) -> None:
+async def test_full_project_is_told_what_to_delete(
+    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accounts = fleet.accounts
     project = accounts.project("small")
     key = accounts.key(project, role="admin", scope="gateway")
@@ -372,6 +374,7 @@ async def test_full_project_is_told_what_to_delete(fleet: DialectFleet) -> None:
             await refused
         assert (full.value.status_code, full.value.code) == (413, "storage_quota_exceeded")
     assert len(fleet.prompts()) == 1, "what cannot be stored is not generated"
+    monkeypatch.setattr("argosy.gateway.dialects.response_state.START_DELAY_S", 0.0)
     async with run_gateway_server(fleet.config) as (_, other):
         gauge = f'argosy_gateway_stored_bytes{{tenant="{project}"}} {float(size)}'
         metrics = ""

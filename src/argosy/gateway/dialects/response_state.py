@@ -40,6 +40,8 @@ STORE_TIMEOUT_S = 5.0
 """Time after which a request that needs the store fails."""
 DAY_S = 86_400.0
 EXPIRY_INTERVAL_S = 600.0
+START_DELAY_S = 5.0
+"""Time until a gateway reads what tenants store. Until then it has more urgent work."""
 MAX_CONCURRENT_PER_TENANT = 8
 """Maximum concurrent requests of one tenant that read or store items, each of which may take 32 MiB."""
 RETRY_AFTER_S = 5.0
@@ -255,6 +257,7 @@ class ResponseState:
         Runs until it is cancelled.
         """
         store = self.store
+        await asyncio.sleep(START_DELAY_S)
         while True:
             await self._repeat(self._read_stored_bytes)
             await asyncio.sleep(EXPIRY_INTERVAL_S)
