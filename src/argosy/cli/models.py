@@ -193,7 +193,10 @@ def _describe_template(
         ("content", ", ".join(f"{role} as {forms[form]}" for role, form in can.content.items())),
         ("system messages", f"{start} at the start; {later}"),
         ("twice in a row", ", ".join(sorted(can.repeatable)) or "no role, merged"),
-        ("welcome", ", ".join(sorted(can.welcome)) or "after an empty user message"),
+        (
+            "answer before a question",
+            ", ".join(sorted(can.welcome)) or "after an empty user message",
+        ),
         ("tool calls", calls if can.shows_calls else "as texts"),
         ("earlier reasoning", f"{can.reasoning} shown"),
         ("reasoning variables", ", ".join(sorted(can.variables)) or "none"),
