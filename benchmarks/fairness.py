@@ -250,20 +250,20 @@ def upstream(folder: Path, *, real: bool) -> Iterator[ReplicaConfig]:
     command = [sys.executable, "-m", "argosy.cli", "replica", "--uds", str(folder / "r")]
     command += ["--max-seqs", str(SLOTS), "--threads", "1", "--served-model-name", MODEL]
     with running(command, log) as process:
-        transport = httpx2.HTTPTransport(uds=str(folder / "r"))
-        with httpx2.Client(transport=transport, base_url="http://replica") as client:
-            while not ready(client):
-                if process.poll() is not None:
-                    raise SystemExit(f"The replica ended: {log.read_text()}")
-                time.sleep(0.05)
+        wait_until_ready(process, folder / "r", log)
         yield ReplicaConfig(url=f"unix:{folder / 'r'}")
 
 
-def ready(client: httpx2.Client) -> bool:
-    """Return whether the replica is ready."""
-    with contextlib.suppress(httpx2.TransportError):
-        return client.get("/ready").status_code == 200
-    return False
+def wait_until_ready(process: subprocess.Popen[bytes], uds: Path, log: Path) -> None:
+    """Wait until the replica that listens on this Unix socket is ready."""
+    transport = httpx2.HTTPTransport(uds=str(uds))
+    with httpx2.Client(transport=transport, base_url="http://replica") as client:
+        while process.poll() is None:
+            with contextlib.suppress(httpx2.TransportError):
+                if client.get("/ready").is_success:
+                    return
+            time.sleep(0.05)
+    raise SystemExit(f"The replica ended: {log.read_text()}")
 
 
 def accounts(url: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ import psutil
 
 from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig, open_store
-from benchmarks.fairness import ready, running, wait_for_line
+from benchmarks.fairness import running, wait_for_line, wait_until_ready
 from benchmarks.hostile_requests import ALIAS, ATTACKS, CHAT, EMBEDDING_MODEL
 from benchmarks.hostile_upstreams import BEHAVIOURS, KINDS
 from benchmarks.loop_watch import read_turns
@@ -147,12 +147,7 @@ def start_replica(
     log = folder / f"{task}.log"
     process = stack.enter_context(running(command, log))
     pids.append(process.pid)
-    transport = httpx2.HTTPTransport(uds=str(folder / task))
-    with httpx2.Client(transport=transport, base_url="http://replica") as client:
-        while not ready(client):
-            if process.poll() is not None:
-                raise SystemExit(f"The replica ended: {log.read_text()}")
-            time.sleep(0.05)
+    wait_until_ready(process, folder / task, log)
     replica = ReplicaConfig(url=f"unix:{folder / task}", name=OWN)
     return ModelConfig(name=model, aliases=(ALIAS,) if model == MODEL else (), replicas=[replica])
 

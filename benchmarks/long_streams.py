@@ -23,7 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import msgspec
 
 from argosy.bench.client import BenchClient
@@ -38,7 +37,7 @@ from argosy.deployment import (
 )
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, Tier, open_store
-from benchmarks.fairness import MODEL, ms, ready, running, wait_for_line
+from benchmarks.fairness import MODEL, ms, running, wait_for_line, wait_until_ready
 from benchmarks.processes import exit_on_sigterm
 
 PROMPTS = [f"Tell me story number {number}, and do not stop." for number in range(4)]
@@ -178,12 +177,7 @@ def run_replica(folder: Path, name: str, slots: int) -> Iterator[subprocess.Pope
     command += ["--max-seqs", str(slots), "--threads", "1", "--served-model-name", MODEL]
     log = folder / f"{name}.log"
     with running(command, log) as process:
-        transport = httpx2.HTTPTransport(uds=str(folder / name))
-        with httpx2.Client(transport=transport, base_url="http://replica") as client:
-            while not ready(client):
-                if process.poll() is not None:
-                    raise SystemExit(f"The replica ended: {log.read_text()}")
-                time.sleep(0.05)
+        wait_until_ready(process, folder / name, log)
         yield process
 
 
