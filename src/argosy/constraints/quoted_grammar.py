@@ -187,8 +187,9 @@ def _quote_pattern(pattern: str, flags: str) -> tuple[str, bool]:
         return f"/{pattern}/{flags}", False
     if "^" in quoter.output or "$" in quoter.output:
         raise PatternError("anchors are not supported within a string")
-    expression = " ".join(quoter.output).replace("(?:", "(")
-    return f"({re.sub(r' (?=[*+?{])', '', expression)})", True
+    pieces = ("(" if piece == "(?:" else piece for piece in quoter.output)
+    expression = "".join(piece if piece[0] in "*+?{" else f" {piece}" for piece in pieces)
+    return f"({expression.strip()})", True
 
 
 def _read_string(token: str) -> str:

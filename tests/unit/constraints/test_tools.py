@@ -185,6 +185,7 @@ VALUE: /\d+|[.-]/ | "\"\\"
 item: ESCAPED_STRING | SIGNED_INT
 %import common.ESCAPED_STRING
 %import common.SIGNED_INT""",
+    r"""start: /([ *(?:"{+]{2}\n? ?)+ "/""",
 ]
 
 
