@@ -93,6 +93,15 @@ def test_reasoning_gets_every_name_that_templates_read(fields: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
+    ("fields", "content"), [({}, "[audio omitted]"), ({"content": [TEXT]}, "x")]
+)
+def test_text_beside_an_earlier_sound_is_kept(fields: dict[str, Any], content: str) -> None:
+    earlier = {"role": "assistant", "audio": {"id": "a"}, **fields}
+    message, _ = convert(earlier, {"role": "user", "content": "y"})
+    assert message["content"] == content
+
+
+@pytest.mark.parametrize(
     "call", [{"id": "a"}, {"function": {"arguments": "{}"}}, {"function": {"name": ""}}]
 )
 def test_a_call_without_a_name_is_refused_by_its_path(call: dict[str, Any]) -> None:

@@ -196,7 +196,8 @@ class _Converter:
         has_calls = bool(message.tool_calls or message.function_call)
         if message.audio:
             omitted = self._omit_media("audio", f"{path}.audio")
-            return message.content if isinstance(message.content, str) else omitted
+            if message.content is None:
+                return omitted
         match message.content:
             case str(text):
                 return text
