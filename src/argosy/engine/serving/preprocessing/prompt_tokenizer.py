@@ -161,7 +161,7 @@ class PromptTokenizer:
         max_tokens = self.max_context_tokens * _MAX_TOKENIZE_CONTEXTS
         given = [n for n in ("prompt", "messages", "content") if getattr(body, n) is not None]
         if len(given) != 1:
-            raise invalid_request("Send either 'prompt' or 'messages'.", "prompt")
+            raise invalid_request("Send one of 'prompt', 'messages' and 'content'.", "prompt")
         if body.prompt is not None:
             add_special_tokens = body.add_special_tokens is not False
             return PromptState(
