@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from base64 import b64decode
 from collections.abc import Callable
@@ -175,12 +176,9 @@ def decode_text_file(data: str, param: str, name: str = "") -> str:
     media_type, encoded = guess_type(name)[0] or "", data
     if match := _DATA_URL.match(data):
         media_type, encoded = match[1].lower(), data[match.end() :]
-    is_text = _TEXT_MEDIA_TYPE.fullmatch(media_type) is not None
-    try:
-        if is_text:
+    if _TEXT_MEDIA_TYPE.fullmatch(media_type):
+        with contextlib.suppress(ValueError):
             return b64decode(encoded, validate=True).decode("utf-8-sig")
-    except ValueError:
-        is_text = False
     message = f"'{param}' is no text file. Send a text in UTF-8 as data:text/plain;base64,..."
     raise invalid_request(message, param, "unsupported_parameter")
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from argosy.engine.serving.text.message_forms import SYSTEM_ROLES
 from argosy.protocol import ChatMessageParam
 
 Prompt = TypeVar("Prompt")
-_SYSTEM_ROLES = ("system", "developer")
 _RESULT_ROLES = ("tool", "function")
 
 
@@ -70,7 +70,7 @@ def _list_droppable(messages: Sequence[ChatMessageParam]) -> list[list[int]]:
     for index, message in enumerate(messages):
         if message.role in _RESULT_ROLES and units and units[-1][-1] == index - 1:
             units[-1].append(index)
-        elif message.role not in _SYSTEM_ROLES:
+        elif message.role not in SYSTEM_ROLES:
             units.append([index])
     last_question = max(
         (index for index, message in enumerate(messages) if message.role == "user"), default=-1
@@ -84,7 +84,7 @@ def _list_cuts(messages: Sequence[ChatMessageParam], units: Sequence[list[int]])
     kept = [
         index
         for index, message in enumerate(messages)
-        if index not in droppable and message.role not in _SYSTEM_ROLES
+        if index not in droppable and message.role not in SYSTEM_ROLES
     ]
     has_question = any(messages[index].role == "user" for index in kept)
     firsts = [min(kept[0], unit[0]) for unit in units[1:]] + kept[:1]

@@ -355,13 +355,9 @@ def _cut_at_marker(text: str) -> str:
 
 def _mark_end(content: str | list[dict[str, str]] | None) -> str | list[dict[str, str]]:
     """Return the content of a message with the continue marker at its end."""
-    if not isinstance(content, list) or not content:
-        return (
-            (content or "") + _CONTINUE_MARKER
-            if not isinstance(content, list)
-            else parts_of(_CONTINUE_MARKER)
-        )
-    *others, last = content
+    if not isinstance(content, list):
+        return (content or "") + _CONTINUE_MARKER
+    *others, last = content or parts_of("")
     return [*others, {**last, "text": last["text"] + _CONTINUE_MARKER}]
 
 
