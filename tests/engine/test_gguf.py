@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.execution.checkpoint_formats.gguf_file import GGUF_TYPES, GgufTensor
 from argosy.engine.execution.checkpoint_formats.gguf_tensors import BlockTensor
+from argosy.engine.execution.loading.executor_loader import load_executor
 from argosy.engine.execution.loading.model_selection import select_implementation
 from tests.engine.decoder_driver import (
     DecoderDriver,
@@ -146,3 +148,8 @@ def test_parts_of_a_file_are_one_model(tmp_path: Path) -> None:
         rtol=1e-4,
         atol=2e-4,
     )
+    config = EngineConfig(model=str(path), threads=1, warmup=False, num_blocks=64)
+    described = load_executor(config, lambda _activity, _fraction: None).model
+    assert described is not None
+    assert described.format == "gguf"
+    assert described.size_bytes == sum((folder / name).stat().st_size for name in names)

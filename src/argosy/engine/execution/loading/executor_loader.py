@@ -31,6 +31,7 @@ from argosy.engine.execution.architectures.pooling import (
 from argosy.engine.execution.checkpoint_formats.checkpoint import (
     checkpoint_fingerprint,
     resolve_model_path,
+    weight_files,
 )
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
@@ -384,10 +385,8 @@ def _prove(
 
 def _describe_model(plan: _LoadPlan) -> ModelDescription:
     """Describe the model for user interfaces, by its files and the format of its weights."""
-    files = [plan.path]
-    if plan.path.is_dir():
-        patterns = ("*.safetensors", "*.gguf", "*.bin")
-        files = next((found for each in patterns if (found := [*plan.path.glob(each)])), [])
+    files = weight_files(plan.path)
+    files = [file for file in files if file.suffix == ".safetensors"] or files
     kinds = {".bin": "pytorch"}
     suffix = files[0].suffix if files else ""
     return ModelDescription(
