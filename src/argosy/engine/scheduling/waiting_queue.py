@@ -35,7 +35,7 @@ class WaitingQueue:
                     yield from (seq,) if seq.group is None else seq.group.waiting
 
     def push(self, seq: Sequence) -> None:
-        """Queue a sequence by its arrival. A preempted one precedes those of its group that have not run."""
+        """Queue a sequence by its arrival. A preempted one follows the first of its group, which keeps its position."""
         self._size += 1
         if seq.group is not None:
             waiting = seq.group.waiting

@@ -179,13 +179,12 @@ def _add_missing_user(messages: list[Message], can: TemplateCapabilities) -> lis
         (i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES),
         len(messages),
     )
-    place = "after system" if start else "first"
-    is_alone = start == len(messages)
-    if (
-        can.takes_system_alone
-        if is_alone
-        else (place in can.welcome or messages[start]["role"] != "assistant")
-    ):
+    if start == len(messages):
+        is_missing = not can.takes_system_alone
+    else:
+        place = "after system" if start else "first"
+        is_missing = messages[start]["role"] == "assistant" and place not in can.welcome
+    if not is_missing:
         return messages
     return [*messages[:start], {"role": "user", "content": ""}, *messages[start:]]
 
