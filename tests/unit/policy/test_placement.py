@@ -186,6 +186,25 @@ def test_request_with_many_sequences_takes_as_many_slots(
     }
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_requests_that_wait_at_a_full_replica_give_way_before_streams(*, is_full: bool) -> None:
+    """The cache of the replica has room for half of the slots. Others that start late may just be slow."""
+    world = make_world(1)
+    world.replicas[0].load.waiting = SLOTS // 2 if is_full else 0
+    fill(world, "greedy", SLOTS // 2)
+    unanswered = []
+    for _ in range(SLOTS // 2):
+        unanswered.append(world.arrive("greedy", 2, 10_000))
+        world.advance(1.0)
+    late = world.arrive("late", 2, 10)
+    world.advance(5.5)
+    assert late.attempts
+    (paused,) = [each for each in world.requests if each.state is RequestState.PAUSED]
+    assert (paused is unanswered[-1]) is is_full
+    world.end(late, late.attempts[0], AttemptEnding.COMPLETED)
+    assert paused.attempts
+
+
 @pytest.mark.parametrize("reason", ["off", "inexact", "fresh", "last"])
 def test_stream_does_not_pause(reason: str) -> None:
     """Giving way is off, streams cannot be resumed, have just started, or are the last of their tenants."""

@@ -156,7 +156,10 @@ class RequestProxy:
 
     def on_pause(self, pause: Pause) -> None:
         reason = "the replica drains" if pause.waiting is None else "it gives way to other requests"
-        self._relay.pause(reason)
+        if self._request.state is RequestState.SENT:
+            self._calls[0].abort(StreamPausedError(reason))
+        else:
+            self._relay.pause(reason)
 
     def on_refuse(self, refusal: Refuse) -> None:
         self._refusal = refusal

@@ -10,11 +10,16 @@ tenant with one more. Each such pause brings the tenants closer to equal shares,
 the tenant with the most streams per weight, the stream pauses that has the fewest tokens to compute again. No tenant
 loses its last stream while that is not more than its share of the slots.
 
+A replica may have room in its KV cache for fewer sequences than it has slots. While it reports that some wait, requests
+that it has not begun to answer go back to the gateway's queue before streams pause, the one that was sent last first.
+Otherwise a tenant whose prompts fill the cache would hold all slots with requests that do not run.
+
 A request with several sequences counts with all the slots that it takes. At a native replica it does not pause, but
 gives up one slot after the other, since the engine pauses single sequences. It gets none back before its attempt ends.
 The engine uses each row that others leave free in any case.
 
-**Bounds.** A stream runs for at least `min_slice_s` after its first token each time. In one second, at most
+**Bounds.** A stream runs for at least `min_slice_s` after its first token each time, and an unanswered request stays as
+long at its replica. In one second, at most
 `max_paused_share` of the slots are paused.
 
 Streams that cannot be resumed exactly never pause. A tenant that holds `max_share` of the slots with such streams gets

@@ -146,7 +146,7 @@ class PausePlan:
                 if candidates:
                     victim = min(
                         candidates,
-                        key=lambda each: (-self._remaining_slots(each), _recomputed_tokens(each)),
+                        key=lambda each: (-self._remaining_slots(each), *_pause_cost(each)),
                     )
                     return self._pause(victim, tier, waiting)
         return None
@@ -195,16 +195,22 @@ class PausePlan:
         )
 
     def _can_pause(self, request: PlacementRequest, attempt: Attempt) -> bool:
-        """Whether a stream can be resumed, and has had its slice."""
-        started_at = attempt.record.first_token_at
+        """Whether a stream can be resumed, and has had its slice, or has waited as long in the replica's own queue."""
+        if request.state is RequestState.STREAMING and attempt.is_stream:
+            began_at = attempt.record.first_token_at
+        elif attempt.replica.load.waiting and len(request.attempts) == 1:
+            began_at = attempt.record.sent_at
+        else:
+            return False
         return (
-            request.state is RequestState.STREAMING
-            and started_at is not None
-            and attempt.is_stream
-            and self._now - started_at >= self._settings.min_slice_s
+            began_at is not None
+            and self._now - began_at >= self._settings.min_slice_s
             and is_pausable_at(request, attempt.replica)
         )
 
 
-def _recomputed_tokens(request: PlacementRequest) -> int:
-    return request.prompt_tokens + request.output_tokens
+def _pause_cost(request: PlacementRequest) -> tuple[bool, float]:
+    """Return what a pause costs: tokens to compute again, or nothing, most likely, for those that were sent last."""
+    if request.state is RequestState.STREAMING:
+        return True, request.prompt_tokens + request.output_tokens
+    return False, -(request.attempts[0].record.sent_at or 0.0)

@@ -30,7 +30,7 @@ class RequestState(enum.StrEnum):
     STREAMING = "streaming"
     """The response of a replica arrives."""
     PAUSED = "paused"
-    """At the head of its tenant's queue, because its stream gave way to other requests."""
+    """At the head of its tenant's queue, because it gave way to other requests."""
     DISPLACED = "displaced"
     """Waits for another replica, before all queued requests, because its own failed or drains."""
     FINISHED = "finished"
@@ -43,7 +43,7 @@ _S = RequestState
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     _S.NEW: frozenset({_S.WAITING, _S.SENT, _S.REFUSED, _S.ENDED}),
     _S.WAITING: frozenset({_S.SENT, _S.REFUSED, _S.ENDED}),
-    _S.SENT: frozenset({_S.STREAMING, _S.DISPLACED, _S.FINISHED, _S.REFUSED, _S.ENDED}),
+    _S.SENT: frozenset({_S.STREAMING, _S.PAUSED, _S.DISPLACED, _S.FINISHED, _S.REFUSED, _S.ENDED}),
     _S.STREAMING: frozenset({_S.PAUSED, _S.DISPLACED, _S.FINISHED, _S.REFUSED, _S.ENDED}),
     _S.PAUSED: frozenset({_S.SENT, _S.DISPLACED, _S.REFUSED, _S.ENDED}),
     _S.DISPLACED: frozenset({_S.SENT, _S.REFUSED, _S.ENDED}),
