@@ -24,6 +24,7 @@ from tests.support.waiting import until
 from argosy.deployment import GivingWayConfig, ReplicaConfig
 from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
+from argosy.telemetry import CoreStats
 
 TOKENS = list(range(100, 140))
 BEGUN = 5
@@ -107,11 +108,18 @@ async def test_long_streams_of_a_lower_tier_give_way_and_complete(
     assert all(pause["paused_ms"] <= pause["resumed_ms"] for pause in pauses)
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-async def test_giving_way_can_be_switched_off(
-    tokenizer: Tokenizer, tmp_path: Path, *, is_enabled: bool
+@pytest.mark.parametrize("kind", ["off", "stream", "unanswered"])
+async def test_one_slot_goes_to_another_tenant_unless_switched_off(
+    tokenizer: Tokenizer, tmp_path: Path, kind: str
 ) -> None:
-    engine = FakeEngine(tokenizer, pause_long_streams, arithmetic=arithmetic())
+    begun = 0 if kind == "unanswered" else BEGUN
+
+    def pause_long(request: EngineRequest) -> Script:
+        is_long = request.params.max_tokens == len(TOKENS)
+        return Script(list(TOKENS), finish="length", pause_after=begun if is_long else None)
+
+    engine = FakeEngine(tokenizer, pause_long, arithmetic=arithmetic())
+    is_enabled = kind != "off"
     settings = GivingWayConfig(enabled=is_enabled, standard_after_s=0.05, min_slice_s=0.05)
     async with (
         serve(engine) as running,
@@ -123,6 +131,9 @@ async def test_giving_way_can_be_switched_off(
     ):
         long = asyncio.create_task(read_tokens(gateway, len(TOKENS), priority=1))
         await engine.paused.wait()
+        if kind == "unanswered":
+            engine.stats = CoreStats(waiting=1)
+            await gateway.running.probe()
         short = asyncio.create_task(read_tokens(gateway, SHORT, priority=0))
         if is_enabled:  # one slot for two tenants: the long stream is more than its share
             await short
