@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from argosy.controller_keeper import has_keeper
 from argosy.store import FleetStore, open_store
+
+MAX_STOP_S = 30.0
+"""Time in which the controller of a fleet without processes ends."""
 
 
 class Fleet:
@@ -36,6 +41,15 @@ class Fleet:
         arguments = [sys.executable, "-m", "argosy.cli", *command, *options]
         subprocess.run(arguments, env=self._environment, check=True, stderr=subprocess.DEVNULL)
 
+    def wait_until_stopped(self) -> None:
+        """Wait until no controller is left, which would outlive its folder."""
+        deadline = time.monotonic() + MAX_STOP_S
+        folders = [each for each in self.folder.glob("argosy/fleets/*") if each.is_dir()]
+        while any(map(has_keeper, folders)):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"a controller runs {MAX_STOP_S:g} s after `argosy down`")
+            time.sleep(0.1)
+
     def open_store(self) -> FleetStore:
         """Return its store."""
         return open_store(f"sqlite:///{self.folder}/argosy/argosy.db").fleets
@@ -57,3 +71,4 @@ def run_fleet(overlay: Mapping[str, Any], declaration: Path | None = None) -> It
             yield fleet
         finally:
             fleet.run("down")
+            fleet.wait_until_stopped()

@@ -178,6 +178,7 @@ def measure_faults(fleet: Fleet, disk: Path | None, errors: Path) -> None:
     started_at = time.monotonic()
     fleet.run("down")
     print(json.dumps({"down_on_a_full_disk_s": round(time.monotonic() - started_at, 2)}))
+    filler.unlink()  # so that a controller ends
 
 
 def main() -> None:
