@@ -21,6 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
 CREATE = {"type": "response.create", "model": MODEL, "input": "Hi"}
+FREE_TIMEOUT_S = 20.0
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -130,7 +131,8 @@ async def test_idle_connection_keeps_no_message(fleet: DialectFleet) -> None:
             await connection.send(message)
             (error,) = await receive(connection)
             assert error["error"]["param"] == "type"
-            await until(lambda: tracemalloc.get_traced_memory()[0] < len(message) // 2)
+            async with asyncio.timeout(FREE_TIMEOUT_S):
+                await until(lambda: tracemalloc.get_traced_memory()[0] < len(message) // 2)
         finally:
             tracemalloc.stop()
 
