@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -72,7 +73,7 @@ def loop_input_budget() -> InputBudget:
     return budget
 
 
-class PacedProtocol(asyncio.Protocol):
+class PacedProtocol(asyncio.Protocol, ABC):
     """Protocol that parses large input in slices. Its transport is not read while a part waits for a later turn.
 
     `data_received` of a subclass passes input of more than `max_unpaced_bytes` to `pace_input`, and gets it back in
@@ -87,13 +88,13 @@ class PacedProtocol(asyncio.Protocol):
     """Whether received input waits for a later turn of the event loop."""
     _unparsed = memoryview(b"")
 
+    @abstractmethod
     def update_reading(self) -> None:
         """Read from the transport, unless input waits for its turn or the consumer has paused reading."""
-        raise NotImplementedError
 
+    @abstractmethod
     def abort(self) -> None:
         """Close the connection at once."""
-        raise NotImplementedError
 
     def pace_input(self, data: bytes) -> None:
         """Parse input in slices, in this turn and in later ones."""
