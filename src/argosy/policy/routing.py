@@ -77,6 +77,14 @@ class ReplicaLoad:
         """Slots that the requests of this gateway take."""
         return self.in_flight + self.extra_slots
 
+    def add_demand(self, tenant: str, sequences: int, kv_tokens: int) -> None:
+        """Add sequences of a tenant and their tokens in the KV cache. Negative numbers take them back."""
+        demands = self.demand_by_tenant
+        own_sequences, own_tokens = demands.get(tenant, (0, 0))
+        demands[tenant] = own_sequences + sequences, own_tokens + kv_tokens
+        if demands[tenant][0] <= 0:
+            del demands[tenant]
+
 
 class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Cost terms of one candidate in seconds, kept to explain a routing decision."""

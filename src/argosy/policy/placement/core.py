@@ -329,7 +329,8 @@ class PlacementCore:
         sequences = request.sequence_count
         slots = 1 if sequences == 1 else replica.count_slots_for(sequences, request.tier, now)
         kv_tokens = request.prompt_tokens + selection.output_tokens
-        replica.on_request_sent(chosen.uncached_tokens, slots, request.tenant, sequences, kv_tokens)
+        replica.on_request_sent(chosen.uncached_tokens, slots)
+        replica.load.add_demand(request.tenant, sequences, kv_tokens)
         mode = AttemptMode.RETRY if request.records else AttemptMode.FIRST
         if is_hedge or request.output_tokens:
             mode = AttemptMode.HEDGE if is_hedge else AttemptMode.RESUME
@@ -421,16 +422,8 @@ class PlacementCore:
             replica.health.on_unreachable(now)
         if record.first_token_at is None:
             replica.on_prefill_done(attempt.chosen.uncached_tokens, record.chosen_at)
-        replica.on_request_ended(
-            outcome,
-            now,
-            retry_after_s,
-            reason,
-            slots=attempt.slots,
-            tenant=request.tenant,
-            sequences=request.sequence_count,
-            kv_tokens=attempt.kv_tokens,
-        )
+        replica.load.add_demand(request.tenant, -request.sequence_count, -attempt.kv_tokens)
+        replica.on_request_ended(outcome, now, retry_after_s, reason, slots=attempt.slots)
         if not request.attempts:
             if request.timer:
                 self._timers.cancel(request.timer)

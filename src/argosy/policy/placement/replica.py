@@ -90,12 +90,11 @@ class PlacementReplica:
         Backpressure and an outage reduce the number. During a backoff it is 0.
         """
         share = self.slots if self.slot_shares is None else self.slot_shares[tier]
-        return self.health.request_limit(share, self.load.in_flight + self.load.extra_slots, now)
+        return self.health.request_limit(share, self.load.slots_in_use, now)
 
     def has_free_slot(self, tier: int, now: float) -> bool:
         """Whether the replica has a free slot for this tier, so that a request starts there with little or no wait."""
-        load = self.load
-        return load.in_flight + load.extra_slots < self.slot_share(tier, now)
+        return self.load.slots_in_use < self.slot_share(tier, now)
 
     def count_slots_for(self, sequence_count: int, tier: int, now: float) -> int:
         """Return the slots that a request with this many sequences takes if it is sent now.
@@ -136,28 +135,10 @@ class PlacementReplica:
 
     # --- attempts --------------------------------------------------------------------------------
 
-    def on_request_sent(
-        self,
-        uncached_tokens: int,
-        slots: int = 1,
-        tenant: str = "",
-        sequences: int = 1,
-        kv_tokens: int = 0,
-    ) -> None:
-        """Record a request sent to the replica.
-
-        Args:
-            uncached_tokens: Estimated number of its uncached prompt tokens.
-            slots: Slots that it takes.
-            tenant: Its tenant.
-            sequences: Sequences that the replica computes for it.
-            kv_tokens: Tokens that they are expected to hold in the KV cache.
-        """
-        load = self.load
-        load.in_flight += 1
-        load.extra_slots += slots - 1
-        demand = load.demand_by_tenant.get(tenant, (0, 0))
-        load.demand_by_tenant[tenant] = demand[0] + sequences, demand[1] + kv_tokens
+    def on_request_sent(self, uncached_tokens: int, slots: int = 1) -> None:
+        """Record a request sent to the replica, with its estimated uncached prompt tokens and the slots it takes."""
+        self.load.in_flight += 1
+        self.load.extra_slots += slots - 1
         self.load.sent_tokens += uncached_tokens
         self._is_sole_request = self.load.in_flight == 1
 
@@ -221,9 +202,6 @@ class PlacementReplica:
         reason: str = "",
         *,
         slots: int = 1,
-        tenant: str = "",
-        sequences: int = 1,
-        kv_tokens: int = 0,
     ) -> None:
         """Record the end of a request.
 
@@ -233,23 +211,15 @@ class PlacementReplica:
             retry_after_s: The replica's Retry-After.
             reason: Why the request failed.
             slots: Slots that it took.
-            tenant: Its tenant, as it was sent.
-            sequences: Its sequences, as it was sent.
-            kv_tokens: Their tokens, as it was sent.
         """
         load = self.load
         load.in_flight -= 1
         load.extra_slots -= slots - 1
-        demand = load.demand_by_tenant[tenant]
-        if demand[0] > sequences:
-            load.demand_by_tenant[tenant] = demand[0] - sequences, demand[1] - kv_tokens
-        else:
-            del load.demand_by_tenant[tenant]
         if not load.in_flight:
             load.sent_tokens = 0
         self.health.on_attempt_ended(
             outcome,
-            load.in_flight + load.extra_slots,
+            load.slots_in_use,
             now,
             retry_after_s=retry_after_s,
             reason=reason,
