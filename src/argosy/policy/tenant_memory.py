@@ -50,10 +50,7 @@ class TenantMemory:
         With `displaces_equals`, it may displace those of a tenant that then keeps as much as its own.
         """
         tenant, size_bytes = entry.tenant, entry.size_bytes
-        if (
-            self.used_bytes + size_bytes > self.max_bytes
-            or self._tenant_bytes.get(tenant, 0) + size_bytes > self.max_tenant_bytes
-        ) and not self._make_room(tenant, size_bytes, displaces_equals=displaces_equals):
+        if not self._make_room(tenant, size_bytes, displaces_equals=displaces_equals):
             return False
         self._entries.setdefault(tenant, {})[entry] = None
         self._count(tenant, size_bytes)
