@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
@@ -74,7 +75,7 @@ class StoredChatHandlers:
         """`POST /v1/chat/completions`."""
         body = await exchange.read_body()
         if b'"store"' in body:
-            fields = parse_raw_fields(body)
+            fields = await exchange.parse_body(body, parse_raw_fields)
             if bytes(fields.get("store", b"")) == b"true":
                 await self._prepare(exchange, principal, fields, len(body))
                 body = await exchange.read_body()
@@ -146,10 +147,11 @@ class StoredChatHandlers:
 
     async def update(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/chat/completions/{id}`: replace the metadata."""
-        request = parse_body(UpdateConversationRequest, await exchange.read_body())
+        body = await exchange.read_body()
+        request = await exchange.parse_body(body, partial(parse_body, UpdateConversationRequest))
         metadata = request.metadata or {}
-        body = await self._call("set_metadata", exchange, principal, metadata=metadata)
-        await exchange.send_response(200, _encode(body))
+        completion = await self._call("set_metadata", exchange, principal, metadata=metadata)
+        await exchange.send_response(200, _encode(completion))
 
     async def delete(self, exchange: HttpExchange, principal: Principal) -> None:
         """`DELETE /v1/chat/completions/{id}`."""
