@@ -56,7 +56,8 @@ class HttpRoute(Route):
     dialect: ResponseDialect | None = None
     """Shape of errors and headers; None for those of OpenAI."""
     open_session: Callable[[], AbstractContextManager[Handler]] | None = None
-    """Returns the handler of the messages of one WebSocket, each of them a request; None for routes without one."""
+    """Opens the session of one WebSocket and gives the handler of its messages, each of them a request. None for routes
+    without one."""
 
 
 def to_openai_path(path: str) -> str:

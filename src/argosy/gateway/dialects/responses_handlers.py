@@ -422,32 +422,15 @@ class SessionHistory:
 
 @contextmanager
 def open_responses_session(responses: ResponsesHandlers) -> Iterator[Handler]:
-    """Open a session for the responses of one connection, and forget its history at the end."""
-    session = ResponsesSession(responses)
-    try:
-        yield session.handle
-    finally:
-        session.history.clear()
+    """Provide the handler of one connection's events, and forget their history at the end."""
+    history = SessionHistory(responses.memory)
 
-
-class ResponsesSession:
-    """Responses of one connection, one after the other."""
-
-    def __init__(self, responses: ResponsesHandlers) -> None:
-        self._responses = responses
-        self.history = SessionHistory(responses.memory)
-
-    async def handle(self, exchange: HttpExchange, principal: Principal) -> None:
-        """Handle one event.
-
-        Raises:
-            ApiError: 400 if the event is unknown or malformed.
-        """
+    async def handle(exchange: HttpExchange, principal: Principal) -> None:
         body = await exchange.read_body()
         event = await exchange.parse_body(body, partial(parse_body, ClientEvent))
         match event.type:
             case "response.create":
-                await self._responses.create_in_session(exchange, principal, self.history)
+                await responses.create_in_session(exchange, principal, history)
             case "response.steer":
                 await _send_event(exchange, _describe_refused_steering(event))
             case "response.processed":  # an acknowledgement of Codex
@@ -455,6 +438,11 @@ class ResponsesSession:
             case kind:
                 message = f"The event type {kind[:64]!r} is unknown. Send 'response.create'."
                 raise invalid_request(message, "type")
+
+    try:
+        yield handle
+    finally:
+        history.clear()
 
 
 async def _send_event(exchange: HttpExchange, data: bytes) -> None:
