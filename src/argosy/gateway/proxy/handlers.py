@@ -71,7 +71,9 @@ from argosy.protocol import ApiError, format_event
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_PENDING_BYTES = 1 << 30
+"""Limit on what `CompletionHandlers.memory` counts, for all tenants together."""
 MAX_TENANT_PENDING_BYTES = MAX_PENDING_BYTES // 4
+"""Limit of one tenant."""
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
