@@ -6,7 +6,6 @@ import getpass
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
@@ -67,11 +66,11 @@ def open_or_create_store(url: str | None, *, is_expected: bool = False) -> Itera
 
     A new SQLite store is announced unless the caller expects one.
     """
-    from argosy.store import open_store
+    from argosy.store import open_store, sqlite_path
 
     def open_and_announce(store_url: str) -> Store:
-        path = Path(store_url.removeprefix("sqlite:///"))
-        is_new = store_url.startswith("sqlite:") and not path.exists() and not is_expected
+        path = sqlite_path(store_url)
+        is_new = not (is_expected or path is None or path.exists())
         store = open_store(store_url)
         if is_new:
             typer.echo(

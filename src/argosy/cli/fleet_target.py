@@ -185,10 +185,10 @@ def _open(fleet: str, store_url: str | None) -> Iterator[FleetTarget]:
 
 def _absolute(url: str) -> str:
     """Return a URL that means the same in every working directory."""
-    prefix = "sqlite:///"
-    return (
-        prefix + str(Path(url.removeprefix(prefix)).absolute()) if url.startswith(prefix) else url
-    )
+    from argosy.store import sqlite_path, sqlite_url
+
+    path = sqlite_path(url)
+    return url if path is None else sqlite_url(path.absolute())
 
 
 def is_controlled_here(target: FleetTarget) -> bool:

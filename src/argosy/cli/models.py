@@ -298,11 +298,10 @@ def _find_used(fleets: FleetStore) -> UsedModels:
 @contextmanager
 def _open_fleets(url: str | None) -> Iterator[FleetStore | None]:
     """Open the fleets of a store, or None if the default store was never created."""
-    from argosy.store import default_store_url
+    from argosy.store import default_store_url, sqlite_path
 
-    default = default_store_url()
-    is_new = default.startswith("sqlite:") and not Path(default.removeprefix("sqlite:///")).exists()
-    if url is None and is_new:
+    path = sqlite_path(url or default_store_url())
+    if url is None and path is not None and not path.exists():
         yield None
         return
     with open_existing_store(url) as store:

@@ -16,7 +16,7 @@ from argosy.store.clock import Clock, SteadyClock, steady_clock
 from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore, StoredConversation
 from argosy.store.csv_export import format_csv, format_csv_time
-from argosy.store.database import limit_query_time
+from argosy.store.database import limit_query_time, sqlite_path, sqlite_url
 from argosy.store.errors import (
     ConflictError,
     HistoryTooLongError,

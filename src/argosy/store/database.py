@@ -233,10 +233,10 @@ class Database:
     @classmethod
     def open_existing(cls, url: str) -> Database:
         """Open a database that already has Argosy's tables, without creating anything. Raises StoreError otherwise."""
-        path = parse_url(url).database or ""
-        if url.startswith("sqlite"):
+        path = sqlite_path(url)
+        if path is not None:
             try:
-                Path(path).stat()
+                path.stat()
             except OSError as error:
                 raise _missing_store_error(f"{path} ({error.strerror})") from error
         database = cls(url)
@@ -414,6 +414,17 @@ def parse_url(url: str) -> URL:
         "The database URL is not valid (it may contain a password, so it is not shown). "
         "Write sqlite:///path/to/argosy.db or postgresql://user:password@host/database."
     )
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file of an SQLite URL, or None for another database. Raises StoreError like `parse_url`."""
+    parsed = parse_url(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
+def sqlite_url(path: Path) -> str:
+    """Return the URL of an SQLite file. Characters that mean something in a URL are quoted."""
+    return URL.create("sqlite", database=str(path)).render_as_string()
 
 
 def _create_sqlite_engine(url: URL) -> Engine:

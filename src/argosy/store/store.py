@@ -18,7 +18,7 @@ from argosy.store.accounts import Accounts
 from argosy.store.audit import AuditLog
 from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore
-from argosy.store.database import Database, parse_url
+from argosy.store.database import Database, parse_url, sqlite_url
 from argosy.store.errors import ConflictError, StoreError
 from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry, SecretStore
@@ -196,7 +196,7 @@ def open_memory_store() -> Store:
 def default_store_url() -> str:
     """Return the URL of an SQLite file in the user's state folder. Raises StoreError for a user without a home."""
     try:
-        return f"sqlite:///{state_folder() / 'argosy.db'}"
+        return sqlite_url(state_folder() / "argosy.db")
     except FileNotFoundError as error:
         raise StoreError(
             f"There is no folder for a store: {error}, or give the URL of a database."

@@ -32,6 +32,8 @@ from argosy.store import (
     limit_query_time,
     open_existing_store,
     open_store,
+    sqlite_path,
+    usage_log_folder,
 )
 from argosy.store.database import Database
 from argosy.store.record_tables import begin_transaction
@@ -268,6 +270,20 @@ def test_default_file_is_private_in_the_state_folder(
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/ann")
     assert default_store_url() == "sqlite:////home/ann/.local/state/argosy/argosy.db"
+
+
+@pytest.mark.parametrize("name", ["plain", "what?", "100%25", "100%", "#1 & +2", "é"])
+def test_default_file_is_in_a_folder_of_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
+    path = tmp_path / name / "argosy" / "argosy.db"
+    migrate(default_store_url())
+    assert path.is_file()
+    assert [folder.name for folder in tmp_path.iterdir()] == [name]
+    assert sqlite_path(default_store_url()) == path
+    assert usage_log_folder(default_store_url()).parent == path.parent
+    open_existing_store(default_store_url()).close()
 
 
 # --- tables --------------------------------------------------------------------------------------
