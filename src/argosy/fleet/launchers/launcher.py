@@ -12,6 +12,8 @@ import msgspec
 from argosy.deployment import KubernetesSettings, LaunchResources
 from argosy.policy.reconciliation import LaunchState
 
+MAX_KEPT_LOGS = 100
+"""Number of removed replicas whose logs a launcher keeps."""
 _CRASH_SIGNALS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS"})
 """Signals by which faulty code ends its own process."""
 

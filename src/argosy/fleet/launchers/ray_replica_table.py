@@ -17,12 +17,11 @@ from ray.experimental.internal_kv import (
 )
 from ray.util.placement_group import PlacementGroup
 
-from argosy.fleet.launchers.launcher import LaunchedReplica, refuse_stale_epoch
+from argosy.fleet.launchers.launcher import MAX_KEPT_LOGS, LaunchedReplica, refuse_stale_epoch
 from argosy.policy.reconciliation import LaunchState
 
 CHANGE_TIMEOUT_S = 30.0
 """Longest time to wait for a change before the launcher asks again."""
-MAX_KEPT_LOGS = 100
 KV_NAMESPACE = "argosy"
 _EPOCH_KEY = "epoch"
 _REPLICA_KEY = "replica/"

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from argosy.fleet.launchers.launcher import (
+    MAX_KEPT_LOGS,
     LaunchedReplica,
     LaunchError,
     ReplicaIdentity,
@@ -29,8 +30,6 @@ from argosy.process_monitor import ProcessStatus
 
 LOCK_TIMEOUT_S = 10.0
 LOCK_RETRY_INTERVAL_S = 0.005
-MAX_KEPT_LOGS = 100
-"""Number of removed replicas whose logs are kept."""
 _EPOCH_BYTES = 20
 
 
