@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 from tests.support.backend_formats import LlamaCpp
 from tests.support.fake_backend import serve_backends
@@ -24,6 +27,7 @@ from tests.support.replica_servers import (
 
 from argosy.deployment import ReplicaConfig
 from argosy.engine.serving.text import Tokenizer
+from argosy.version import VERSION
 
 TOKENS = list(range(100, 120))
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
@@ -126,9 +130,29 @@ async def test_gateway_serves_models_and_tokenize_endpoints(tokenizer: Tokenizer
                 rejected = await client.post(path, content=invalid_body)
                 assert rejected.status_code == 400
                 assert rejected.json()["error"]["code"] in {"invalid_json", "invalid_type"}
-        assert (await client.get("/version")).json()["version"]
         assert (await client.delete("/v1/models")).headers["allow"] == "GET"
         assert (await client.get("/ready")).status_code == 200
+
+
+async def test_version_is_that_of_the_process_after_another_one_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    async with (
+        serve(make_engine(tokenizer)) as replica_server,
+        run_gateway([], ReplicaConfig(url=replica_server.url, model=MODEL)) as running,
+    ):
+        metadata = tmp_path / "argosy-99.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Metadata-Version: 2.1\nName: argosy\nVersion: 99.0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert importlib.metadata.version("argosy") == "99.0"
+        for client in (running.client, replica_server.client):
+            assert (await client.get("/version")).json()["version"] == VERSION != "99.0"
+            assert "99.0" not in next(
+                line
+                for line in (await client.get("/metrics")).text.splitlines()
+                if "build_info{" in line
+            )
 
 
 async def test_unknown_context_length_does_not_limit_outer_gateway() -> None:

@@ -73,9 +73,9 @@ app.command("build-native")(build_native.build_native)
 @app.command("version")
 def print_version() -> None:
     """Print the version."""
-    from importlib.metadata import version as installed
+    from argosy.version import VERSION
 
-    typer.echo(f"argosy {installed('argosy')}")
+    typer.echo(f"argosy {VERSION}")
 
 
 def _print_version_and_exit(wanted: bool) -> None:  # noqa: FBT001 - typer passes the flag

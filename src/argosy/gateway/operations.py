@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 
 import msgspec
 
@@ -22,6 +21,7 @@ from argosy.telemetry import (
     GatewayMetrics,
     ReplicaGauges,
 )
+from argosy.version import VERSION
 
 _encode = msgspec.json.Encoder().encode
 
@@ -60,7 +60,7 @@ class OperationsHandlers:
     async def version(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /version`."""
         del principal
-        await exchange.send_response(200, _encode(VersionResponse(version=version("argosy"))))
+        await exchange.send_response(200, _encode(VersionResponse(version=VERSION)))
 
     async def ready(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /ready`.

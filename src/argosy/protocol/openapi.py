@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -42,6 +41,7 @@ from argosy.protocol.pooling_api import (
     ScoreList,
     ScoreRequest,
 )
+from argosy.version import VERSION
 
 JSON_MEDIA_TYPE = "application/json"
 EVENTS_MEDIA_TYPE = "text/event-stream"
@@ -156,7 +156,7 @@ def render_openapi(
         paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = described
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version("argosy"), "description": description},
+        "info": {"title": title, "version": VERSION, "description": description},
         "paths": paths,
         "components": {"schemas": schemas},
     }

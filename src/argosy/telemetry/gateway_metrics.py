@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import NamedTuple
 
 from prometheus_client import generate_latest
@@ -27,6 +26,7 @@ from argosy.telemetry.instruments import (
     Histogram,
     gauge_family,
 )
+from argosy.version import VERSION
 
 MAX_TENANT_LABELS = 1000
 MAX_CODE_LABELS = 100
@@ -369,7 +369,7 @@ class GatewayMetrics(Collector):
         yield gauge_family(
             "argosy_gateway_build_info",
             "Version of the running program.",
-            {(version("argosy"),): 1},
+            {(VERSION,): 1},
             "version",
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from operator import attrgetter
 
 from prometheus_client import generate_latest
@@ -25,6 +24,7 @@ from argosy.telemetry.instruments import (
     gauge_family,
 )
 from argosy.telemetry.vllm_metrics import VllmMetricsCollector
+from argosy.version import VERSION
 
 LENGTH_BUCKETS = (*(step * 10**decade for decade in range(5) for step in (1, 2, 5)), 100_000)
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -264,7 +264,7 @@ class ReplicaMetrics(Collector):
         yield gauge_family(
             "argosy_build_info",
             "Version of the running program.",
-            {(version("argosy"),): 1},
+            {(VERSION,): 1},
             "version",
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
@@ -54,6 +53,7 @@ from argosy.protocol import (
 )
 from argosy.telemetry import METRICS_CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import CoalescedScrape, bind_request
+from argosy.version import VERSION
 
 _GENERATION_ERRORS = {
     "400": "The request is invalid. `param` names the parameter to change.",
@@ -278,7 +278,7 @@ class ReplicaApp:
         )
 
     async def _version(self, exchange: HttpExchange) -> None:
-        await exchange.send_response(200, _encode(VersionResponse(version=version("argosy"))))
+        await exchange.send_response(200, _encode(VersionResponse(version=VERSION)))
 
     async def _openapi(self, exchange: HttpExchange) -> None:
         if not self._openapi_document:

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
@@ -32,6 +30,7 @@ from argosy.protocol import (
     TaskName,
 )
 from argosy.telemetry import ReplicaMetrics
+from argosy.version import VERSION
 
 ReplicaLifecycle = Literal["starting", "ready", "restarting", "draining", "failed", "stopped"]
 
@@ -40,11 +39,6 @@ _PHASES: dict[str, LoadPhase] = {LOADING_WEIGHTS: "loading", WARMING_UP: "warmin
 T = TypeVar("T")
 MAX_THREADS = 32
 """Maximum number of requests in preparation. Most of the time their threads wait for a render process."""
-
-
-@cache
-def _build() -> str:
-    return f"argosy {version('argosy')}"
 
 
 class RunningRequest(Protocol):
@@ -304,7 +298,7 @@ class ReplicaState:
             startup=None
             if progress is None
             else StartupProgress(activity=progress.activity, fraction=progress.fraction),
-            build=_build(),
+            build=f"argosy {VERSION}",
             model_revision=self.model_revision,
             model_digest=self.model_digest if ready else "",
             arithmetic_id=self.arithmetic_id,
