@@ -31,7 +31,7 @@ from argosy.deployment import (
 from argosy.fleet.control import process_holder
 from argosy.fleet.control.leadership import Leadership, is_gone
 from argosy.policy.rollout import CommandKind, RolloutCommand, RolloutRecord, RolloutState
-from argosy.store import DeposedError, FleetStore, GatewayRecord, StoreUnavailableError
+from argosy.store import DeposedError, FleetLease, FleetStore, GatewayRecord, StoreUnavailableError
 
 LEASE_S = 0.04
 
@@ -293,6 +293,29 @@ async def test_released_lease_is_taken_over_at_once(store: FleetStore) -> None:
     assert (await standby).epoch == 2
     await first.release()
     assert second.lease.epoch == 2
+
+
+async def test_standby_forgets_an_outage_that_the_leader_survived(
+    store: FleetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock(100.0)  # stands still, so that no lease ends
+    first, second = (Leadership(store, FLEET, name, LEASE_S, clock) for name in ("a", "b"))
+    await first.acquire()
+    read_lease, seen = store.read_lease, list[int]()
+
+    def read_after_an_outage(fleet: str) -> FleetLease:
+        seen.append(read_lease(fleet).renewals)
+        if len(seen) == 1:
+            raise StoreUnavailableError("The disk is full.")
+        return read_lease(fleet)
+
+    monkeypatch.setattr(store, "read_lease", read_after_an_outage)
+    standby, keeping = asyncio.create_task(second.acquire()), asyncio.create_task(first.keep())
+    await until(lambda: len(set(seen[1:])) >= 4)
+    keeping.cancel()
+    await first.release()
+    assert (await standby).epoch == 2
+    assert not second.take_outage()
 
 
 async def test_lease_of_a_process_that_is_gone_is_taken_over_at_once(store: FleetStore) -> None:

@@ -71,6 +71,8 @@ class Leadership:
             try:
                 current = await run_in_daemon_thread(self._store.read_lease, self._fleet)
                 if current != seen:
+                    if seen is not None:
+                        self._outage = None  # the leader works again, and recorded it
                     seen, seen_at = current, self._clock()
                 is_free = not current.holder or is_gone(current.holder)
                 if is_free or self._clock() - seen_at >= self._lease_s:
