@@ -169,7 +169,7 @@ def test_request_without_a_model_is_for_the_only_one_that_its_sender_may_use(
     if found is not None:
         assert make_router().find_only_model(principal, GENERATE) == found
         return
-    listed = "0 models: none" if allowed == [] else "2 models: qwen, next"
+    listed = "no model that you may use" if allowed == [] else "2 models: qwen, next"
     with pytest.raises(ApiError, match=listed) as error:
         make_router().find_only_model(principal, GENERATE)
     assert (error.value.status, error.value.param) == (400, "model")

@@ -279,8 +279,11 @@ class ModelRouter:
         names = suitable or [name for name, _ in permitted.values()]
         if len(names) == 1:
             return names[0]
-        listed = ", ".join(names[:MAX_LISTED_MODELS]) or "none"
-        message = f"Missing parameter 'model'. Add it. There are {len(names)} models: {listed}. See /v1/models."
+        advice = "There is no model that you may use. Ask for access to one."
+        if names:
+            listed = ", ".join(names[:MAX_LISTED_MODELS])
+            advice = f"Add it. There are {len(names)} models: {listed}. See /v1/models."
+        message = f"Missing parameter 'model'. {advice}"
         raise ApiError(400, "missing_required_parameter", message, param="model")
 
     def resolve_aliases(self, snapshot: AccountSnapshot) -> AccountSnapshot:
