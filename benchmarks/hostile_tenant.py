@@ -1,4 +1,4 @@
-"""Measure what a tenant meets beside an attacker with an ordinary key. Exits with 1 if a bound is exceeded.
+"""Measure what a tenant meets beside an attacker with an ordinary key. Exits with 4 if a bound is exceeded.
 
     python -m benchmarks.hostile_tenant [--attacks choices,bodies,...] [--seconds 20] [--all-seconds 300]
     python -m benchmarks.hostile_tenant --upstreams [--behaviours events,heads,...]
@@ -38,7 +38,7 @@ from benchmarks.hostile_upstreams import BEHAVIOURS, KINDS
 from benchmarks.loop_watch import read_turns
 from benchmarks.options import parse_choices
 from benchmarks.peers.catalog import ROOT
-from benchmarks.processes import exit_on_sigterm
+from benchmarks.processes import BOUND_EXCEEDED, exit_on_sigterm
 from benchmarks.server_process import MODEL
 
 STORED_MIB = 256
@@ -338,7 +338,7 @@ def report(name: str, run: Measurement, began_at: float) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print a row for each attack, and exit with 1 if one exceeded a bound."""
+    """Print a row for each attack, and exit with 4 if one exceeded a bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attacks", type=parse_choices(tuple(ATTACKS)), default=list(ATTACKS))
     parser.add_argument("--upstreams", action="store_true", help="servers attack, not a tenant")
@@ -364,7 +364,7 @@ def main() -> None:
             row = report(names[0] if len(names) == 1 else "all", run, run.until - seconds)
         is_exceeded |= bool(row["exceeded"])
         print(json.dumps(row), flush=True)
-    sys.exit(is_exceeded)
+    sys.exit(BOUND_EXCEEDED if is_exceeded else 0)
 
 
 if __name__ == "__main__":

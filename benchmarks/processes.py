@@ -22,6 +22,9 @@ import httpx2
 from benchmarks.peers.catalog import ROOT, Peer
 from benchmarks.peers.worker import Request, Settings, Stamps
 
+BOUND_EXCEEDED = 4
+"""Exit status of a benchmark that printed all rows, of which some exceed a bound."""
+
 
 class PeerError(Exception):
     """Raised if an engine cannot be measured. The message contains the reason."""

@@ -46,8 +46,10 @@ def test_signal_stops_the_benchmark_before_the_recorder_exits(
 
 
 def test_output_of_the_benchmark_is_returned() -> None:
+    from benchmarks.processes import BOUND_EXCEEDED
     from benchmarks.record import printed
 
-    assert printed([sys.executable, "-c", "print(7)"]) == "7\n"
+    for status in (0, BOUND_EXCEEDED):
+        assert printed([sys.executable, "-c", f"print(7); exit({status})"]) == "7\n"
     with pytest.raises(SystemExit):
         printed([sys.executable, "-c", "raise SystemExit(3)"])
