@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.inspect import StructType, multi_type_info
+from tests.support.load_reports import load_report
 
 from argosy.deployment import ReplicaRecord, RolloutStatus, ScalingRecord
 from argosy.fleet.control.fleet_autoscaler import DemandReader
+from argosy.fleet.control.replica_monitor import CheckPaths, ReplicaMonitor
 from argosy.fleet.control.rollout_evidence import RolloutBaseline
+from argosy.fleet.launchers import LaunchedReplica, LaunchState
 from argosy.fleet.launchers.launcher import LaunchSpec
 from argosy.fleet.launchers.replica_folder import LaunchRecord
 from argosy.gateway import (
@@ -110,3 +116,32 @@ def test_published_pools_ignore_unknown_settings(later: dict[str, Any]) -> None:
         FleetPools, msgspec.json.encode({"fleet": "f", "epoch": 1} | later)
     )
     assert pools.epoch == 1
+
+
+async def test_old_exit_of_an_engine_core_is_not_news_after_a_damaged_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    healthy, exited = (msgspec.json.encode(load_report(core_exits=exits)) for exits in (0, 1))
+    loads = iter([healthy, exited, b"{", exited])
+    times, is_over = itertools.count(1.0), asyncio.Event()
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        load = next(loads, None) if request.url.path == "/load" else b""
+        if load is None:
+            is_over.set()
+        return httpx2.Response(200, content=load or exited)
+
+    def open_client(*_: object) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(base_url="http://a", transport=httpx2.MockTransport(answer))
+
+    monkeypatch.setattr("argosy.fleet.control.replica_monitor.open_replica_client", open_client)
+    monkeypatch.setattr("argosy.fleet.control.replica_monitor.CHECK_INTERVAL_S", 0.0)
+    replica = LaunchedReplica(
+        name="a-1-0", pool="a", generation=1, ordinal=0, state=LaunchState.RUNNING, url="http://a"
+    )
+    monitor = ReplicaMonitor(lambda: next(times), asyncio.Event())
+    monitor.watch([replica], lambda _replica: CheckPaths())
+    await is_over.wait()
+    reading = monitor.reading(replica)
+    await monitor.close()
+    assert (reading.core_exits, reading.core_exited_at) == (1, 2.0)

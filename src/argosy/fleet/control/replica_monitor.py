@@ -51,6 +51,8 @@ class ReplicaHealthReading(msgspec.Struct, frozen=True, kw_only=True):
     """Its latest load report."""
     gateway: str = ""
     """Id that it states as a gateway, by which its record in the store is found."""
+    core_exits: int = 0
+    """Number of times that its engine core has ended, by its latest load report that could be decoded."""
     core_exited_at: float | None = None
     """When it was first seen that its engine core had ended for the last time; None if it never did."""
 
@@ -155,8 +157,10 @@ class ReplicaMonitor:
         )
         if load is None:
             return reading
-        if load.core_exits > (0 if last.load is None else last.load.core_exits):
-            reading = msgspec.structs.replace(reading, core_exited_at=now)
+        if load.core_exits > last.core_exits:
+            reading = msgspec.structs.replace(
+                reading, core_exits=load.core_exits, core_exited_at=now
+            )
         is_idle = not (load.running or load.waiting)
         if is_idle or last.load is None or load.step != last.load.step:
             return msgspec.structs.replace(reading, last_step_at=now)
