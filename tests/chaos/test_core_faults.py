@@ -146,11 +146,11 @@ async def test_output_of_inexact_model_is_not_resumed(
         assert tokens == expected_tokens(waiting, LENGTH)
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(("is_exact", "crashes"), [(True, False), (False, False), (False, True)])
 async def test_core_above_its_memory_bound_is_replaced_without_losing_a_request(
-    start_client: StartClient, tmp_path: Path, *, is_exact: bool
+    start_client: StartClient, tmp_path: Path, *, is_exact: bool, crashes: bool
 ) -> None:
-    """The core first sheds memory twice. A model that is not exact finishes its requests before."""
+    """The core first sheds memory twice. A model that is not exact finishes its requests before, unless it crashes."""
     if not is_exact:
         (tmp_path / "inexact").touch()
     async with start_client(stall_timeout_s=1.0) as client:
@@ -166,9 +166,15 @@ async def test_core_above_its_memory_bound_is_replaced_without_losing_a_request(
             assert client.core_pid == first
             assert client.load_progress is not None
             assert "its memory of" in client.load_progress.activity
+            if crashes:
+                assert first is not None
+                os.kill(first, signal.SIGKILL)
+                await until(lambda: client.core_exits == 1)
+                assert "SIGKILL" in client.last_core_exit
+                return
             open_gate(tmp_path)
         await until(lambda: client.restarts_total == 1 and client.state == "ready")
-        assert client.core_pid != first
+        assert (client.core_pid != first, client.core_exits) == (True, 0)
         assert (tmp_path / "shed").read_text() == "01"
         open_gate(tmp_path)
         tails = await asyncio.gather(*(read(stream) for stream in streams))

@@ -234,12 +234,12 @@ class EngineClient:
         self._no_restart = status == EXIT_UNRECOVERABLE
         if kill_reason is not None:
             return kill_reason
-        return self._exit_message or self._recycle_reason or _describe_exit(status)
+        return self._exit_message or _describe_exit(status)
 
     async def _watch_core(
         self, core: CoreHandle, monitor: HeartbeatMonitor, exited: asyncio.Future[int]
     ) -> str | None:
-        """Wait for the core's exit and kill it if it hangs. Return the reason for the kill, else None."""
+        """Wait for the core's exit, recycle it if due, and kill it if it hangs. Return why it was ended, else None."""
         closing = asyncio.ensure_future(self._closing.wait())
         awaited: set[asyncio.Future[Any]] = {exited, closing}
         kill_reason = None
@@ -247,8 +247,9 @@ class EngineClient:
             await asyncio.wait(
                 awaited, timeout=self._heartbeat_interval_s, return_when=asyncio.FIRST_COMPLETED
             )
-            can_recycle = self._recycle_reason and (self.info.is_exact or not self.in_flight)
-            if closing.done() or can_recycle:
+            is_due = self._recycle_reason and (self.info.is_exact or not self.in_flight)
+            if closing.done() or (is_due and not exited.done()):
+                kill_reason = self._recycle_reason or None
                 await self._shutdown_core(core, monitor, exited)
                 break
             core.receive_pending()  # messages that arrived while this task did not run count
