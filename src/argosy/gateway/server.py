@@ -22,7 +22,7 @@ from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
 from argosy.gateway.app import GatewayApp
-from argosy.gateway.auth import Authenticator, check_exposure
+from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
 from argosy.gateway.console import (
     BrowserGuard,
@@ -136,7 +136,9 @@ class GatewayServer:
         if pools is not None:
             self._registry.follow_routes(pools.followed_routes)
         self._models = self._registry.router
-        self._authenticator = Authenticator(AccountSnapshot(), config.auth)
+        self._authenticator = Authenticator(
+            AccountSnapshot(), config.auth, key_command=describe_key_command(config.store)
+        )
         self._cors = CorsPolicy(config.auth.allowed_origins)
         self._metrics = GatewayMetrics()
         self._traces = TraceStore(config.explain)
@@ -451,7 +453,7 @@ class GatewayServer:
         oidc, trusted, sign_in = config.console.oidc, config.auth.jwt, None
         if oidc is not None and trusted is not None and trusted.issuer is not None:
             sign_in = OidcSignIn(oidc, trusted.issuer, authenticator, sessions)
-        return Console(guard, sessions, events, sign_in)
+        return Console(guard, sessions, events, describe_key_command(self._config.store), sign_in)
 
     def _build_fleet_part(self, store: Store, fleet_pools: FleetPoolsHandler) -> GatewayPart:
         """Build the part that follows the routes of the fleet and measures versions."""

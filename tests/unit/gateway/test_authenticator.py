@@ -35,6 +35,7 @@ from argosy.gateway.auth import (
     check_exposure,
     check_model_access,
     check_role,
+    describe_key_command,
 )
 from argosy.gateway.auth.client_address import (
     client_address,
@@ -45,7 +46,7 @@ from argosy.gateway.auth.client_address import (
 from argosy.gateway.auth.credential_index import CredentialIndex, TokenClaims
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.protocol import ApiError
-from argosy.store import AccountSnapshot, Key, Project, Role, User, open_store
+from argosy.store import AccountSnapshot, Key, Project, Role, StoreConfig, User, open_store
 
 KEY_A = plaintext_key("a")
 KEY_B = plaintext_key("b")
@@ -217,6 +218,21 @@ def test_local_connection_without_keys_is_anonymous(peer: str) -> None:
 )
 def test_remote_connection_without_keys_is_rejected(peer: str, headers: dict[bytes, bytes]) -> None:
     assert rejection(make_authenticator(), FakeConnection(headers, peer)) == (401, "no_keys_yet")
+
+
+@pytest.mark.parametrize(
+    ("store", "command"),
+    [
+        (None, "argosy keys create, after adding `store: {}` to the gateway's settings"),
+        (StoreConfig(), "argosy keys create"),
+        (
+            StoreConfig(url="postgresql://argosy:secret@database/argosy"),
+            "argosy keys create --store URL, with the URL of the gateway's PostgreSQL store",
+        ),
+    ],
+)
+def test_anyone_may_read_how_a_key_is_created(store: StoreConfig | None, command: str) -> None:
+    assert describe_key_command(store) == command
 
 
 @pytest.mark.parametrize(

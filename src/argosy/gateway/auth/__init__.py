@@ -13,6 +13,7 @@ from argosy.gateway.auth.authenticator import (
     AuthFailureLimiter,
     ConnectionInfo,
     check_exposure,
+    describe_key_command,
     has_credential,
     is_loopback,
 )

@@ -21,7 +21,7 @@ from argosy.gateway.auth.client_address import (
 from argosy.gateway.auth.credential_index import CredentialEntry, CredentialIndex, TokenClaims
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.protocol import ApiError
-from argosy.store import AccountSnapshot, SteadyClock, hash_key
+from argosy.store import AccountSnapshot, SteadyClock, StoreConfig, default_store_url, hash_key
 
 if TYPE_CHECKING:
     from argosy.gateway.auth.token_verifier import TokenVerifier
@@ -61,8 +61,10 @@ class Authenticator:
         snapshot: AccountSnapshot,
         settings: AuthConfig,
         clock: Callable[[], float] = time.time,
+        key_command: str = "argosy keys create",
     ) -> None:
         self._settings = settings
+        self._key_command = key_command
         self._clock = clock
         self._steady_clock = SteadyClock(clock)
         self._networks = parse_networks(settings.allowed_networks)
@@ -127,7 +129,7 @@ class Authenticator:
             if entry is not None:
                 return self._check_entry(entry, connection)
         if _allows_keyless_access(self._settings, requires_keys=index.requires_keys):
-            return _authenticate_local(connection)
+            return _authenticate_local(connection, self._key_command)
         if credential:
             message = (
                 "This API key is unknown. It may have been revoked. Check it or create another."
@@ -279,7 +281,17 @@ def _extract_credential(headers: Mapping[bytes, bytes]) -> str:
     return ""
 
 
-def _authenticate_local(connection: ConnectionInfo) -> Principal:
+def describe_key_command(store: StoreConfig | None) -> str:
+    """Return how a key for a gateway is created. Everyone may read it, so it does not contain the store's URL."""
+    if store is None:
+        return "argosy keys create, after adding `store: {}` to the gateway's settings"
+    if store.url is None or store.url == default_store_url():
+        return "argosy keys create"
+    kind = "PostgreSQL" if store.url.startswith("postgresql") else "SQLite"
+    return f"argosy keys create --store URL, with the URL of the gateway's {kind} store"
+
+
+def _authenticate_local(connection: ConnectionInfo, key_command: str) -> Principal:
     """Return the anonymous principal for a local client while no API key exists.
 
     Raises:
@@ -289,7 +301,7 @@ def _authenticate_local(connection: ConnectionInfo) -> Principal:
         return ANONYMOUS
     message = (
         "There are no API keys yet, so only this machine may send requests, as localhost and through no proxy. "
-        "Create a key: argosy keys create."
+        f"Create a key: {key_command}."
     )
     raise ApiError(401, "no_keys_yet", message)
 

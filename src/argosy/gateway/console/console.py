@@ -56,6 +56,7 @@ class Console:
         guard: Checks hosts and origins.
         sessions: Signs in and authenticates.
         events: The event stream.
+        key_command: How a key is created, for the sign-in page.
         oidc: Sign-in with an issuer.
     """
 
@@ -64,8 +65,10 @@ class Console:
         guard: BrowserGuard,
         sessions: ConsoleSessions,
         events: ConsoleEvents,
+        key_command: str,
         oidc: OidcSignIn | None = None,
     ) -> None:
+        self._key_command = key_command
         self._guard = guard
         self.sessions = sessions
         self.events = events
@@ -144,7 +147,8 @@ class Console:
 
     async def _list_sign_in_methods(self, exchange: HttpExchange) -> None:
         exchange.extra_headers.append((b"cache-control", b"no-store"))
-        await exchange.send_response(200, _encode({"key": True, "oidc": self._oidc is not None}))
+        methods = {"key_command": self._key_command, "oidc": self._oidc is not None}
+        await exchange.send_response(200, _encode(methods))
 
     async def _stream_events(self, exchange: HttpExchange) -> None:
         principal = await self.sessions.authenticate(exchange)

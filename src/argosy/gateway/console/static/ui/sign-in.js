@@ -15,8 +15,8 @@ const FAILURES = {
 export function SignIn() {
   const [error, setError] = useState(route.value.query.sign_in_error ? FAILURES[route.value.query.sign_in_error] ?? FAILURES.sign_in_failed : "");
   const [isBusy, setBusy] = useState(false);
-  const [hasIssuer, setHasIssuer] = useState(false);
-  useEffect(() => { get("console/sign-in/methods").then(({ oidc }) => setHasIssuer(oidc), () => {}); }, []);
+  const [methods, setMethods] = useState({ oidc: false, key_command: "argosy keys create" });
+  useEffect(() => { get("console/sign-in/methods").then(setMethods, () => {}); }, []);
   const submit = async (event) => {
     event.preventDefault();
     const field = event.currentTarget.elements.key;
@@ -30,8 +30,8 @@ export function SignIn() {
     }
   };
   return html`<main class="sign-in"><form class="card" onSubmit=${submit}><h1>Sign in to Argosy</h1>
-    <${Field} label="API key" hint="Create one with: argosy keys create"><input name="key" type="password" autocomplete="off" spellcheck=${false} required autofocus /><//>
+    <${Field} label="API key" hint=${`Create one with: ${methods.key_command}`}><input name="key" type="password" autocomplete="off" spellcheck=${false} required autofocus /><//>
     ${error ? html`<p class="failure" role="alert">${error}</p>` : null}
     <button class="btn primary" disabled=${isBusy}>Sign in</button>
-    ${hasIssuer ? html`<a href="console/sign-in/start">Sign in with your organisation</a>` : null}</form></main>`;
+    ${methods.oidc ? html`<a href="console/sign-in/start">Sign in with your organisation</a>` : null}</form></main>`;
 }
