@@ -5,6 +5,7 @@ import { duration, exact, money, visible } from "../core/format.js";
 import { PAGE_ROWS, usePages } from "../core/pages.js";
 import { link, route, setQuery } from "../core/router.js";
 import { Card, Field, Name, Resource, Select, Status } from "../ui/parts.js";
+import { useNames } from "../ui/names.js";
 import { Table, currentSort, timeColumn } from "../ui/table.js";
 import { Explanation } from "../ui/explanation.js";
 
@@ -35,24 +36,26 @@ function List() {
   const { query: given } = route.value;
   const { model, status, project, key, min_duration_s: minDuration } = given;
   const sort = currentSort("Requests");
-  const path = query("admin/requests", { model, status, project, key, min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
+  const names = useNames();
+  const path = query("admin/requests", { model, status, project: names.find(project), key: names.find(key), min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
   const { rows, pages, ...first } = usePages(path, (row) => row.request);
   const set = (name) => (event) => setQuery({ [name]: event.target.value.trim() });
   return html`<${Card} title="Ended requests" note=${`from the ledger, ${sort ? "the latest 100\u202f000 sorted" : "latest first"}`} actions=${sort ? html`<button class="btn" onClick=${() => setQuery({ sort_requests: "" })}>Latest first</button>` : null}>
-    <div class="row"><${Field} label="Model"><input value=${model ?? ""} onChange=${set("model")} /><//><${Field} label="Project id"><input value=${project ?? ""} onChange=${set("project")} /><//>
-      <${Field} label="Key id"><input value=${key ?? ""} onChange=${set("key")} /><//>
+    <div class="row"><${Field} label="Model"><input value=${model ?? ""} onChange=${set("model")} /><//><${Field} label="Project, name or id"><input value=${project ?? ""} onChange=${set("project")} /><//>
+      <${Field} label="Key, name or id"><input value=${key ?? ""} onChange=${set("key")} /><//>
       <${Select} label="Status" value=${status ?? ""} options=${[["", "any"], ...STATUSES.map((name) => [name, name])]} onChange=${(value) => setQuery({ status: value })} />
       <${Field} label="At least (s)"><input type="number" min="0" step="0.1" value=${minDuration ?? ""} onChange=${set("min_duration_s")} /><//></div>
     <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0 && !pages.hasMore}
       empty=${Object.keys(given).length ? "No request matches these filters. Remove one of them." : html`No request has ended yet. <a href=${link("playground")}>Send one from the playground</a>`}>
-      ${() => html`<${Table} label="Requests" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv" pages=${pages} />`}<//><//>`;
+      ${() => html`<${Table} label="Requests" columns=${columns(names)} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv" pages=${pages} />`}<//><//>`;
 }
 
-const COLUMNS = [
+const columns = (names) => [
   timeColumn("started_at", "Started"),
   { key: "request", label: "Request", value: (row) => row.request, cell: (row) => html`<a href=${link("requests", [row.request])}><${Name} value=${row.request.length > 24 ? `${row.request.slice(0, 16)}…${row.request.slice(-6)}` : row.request} /></a>` },
   { key: "model", label: "Model", value: (row) => visible(row.model) },
-  { key: "project", label: "Project", value: (row) => visible(row.project) },
+  { key: "project", label: "Project", value: (row) => names(row.project), cell: (row) => html`<span title=${row.project}>${visible(names(row.project))}</span>` },
+  { key: "key", label: "Key", value: (row) => names(row.key), cell: (row) => html`<span title=${row.key}>${visible(names(row.key))}</span>` },
   { key: "status", label: "Status", value: (row) => row.status, cell: (row) => html`<${Status} value=${row.status} />` },
   { key: "duration_s", isSorted: true, label: "Duration", isNumber: true, value: (row) => row.duration_s, cell: (row) => duration(row.duration_s) },
   { key: "input_tokens", isSorted: true, label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },

@@ -50,6 +50,8 @@ function keyStatus(row) {
   return row.expires_at ? html`<${Pill} kind="warn">until ${time(row.expires_at, { date: true })}<//>` : html`<${Pill} kind="ok">valid<//>`;
 }
 
+// A key or user with another role is left to those who have that role.
+const mayTouch = (row) => may(row.role, row.scope);
 const showKey = (tools, answer) => tools.open(html`<${NewKeyDialog} plainKey=${answer.key} close=${tools.close} copy=${() => copyText(answer.key, "The key")} />`);
 const list = (text) => text.split(",").map((part) => part.trim()).filter(Boolean);
 
@@ -74,7 +76,7 @@ const VIEWS = {
     role: "admin", scope: "organisation", empty: "There is no user. Users are people that an issuer's tokens name.",
     create: (tools) => form(tools, "New user", [{ name: "organisation", label: "Organisation id", isRequired: true }, { name: "email", label: "Email", kind: "email", isRequired: true }, { name: "project", label: "Project id" }, { name: "role", label: "Role", options: ROLES }, { name: "scope", label: "Role holds in", options: SCOPES }], "admin/users"),
     columns: (tools) => [nameColumn("email", "Email"), idColumn, ownerColumn("organisation", "Organisation", tools.names), nameColumn("role", "Role"), nameColumn("scope", "Scope"), stateColumn, createdColumn,
-      actionColumn((row) => (!row.disabled_at && may("admin") ? html`<button class="btn" onClick=${() => tools.open(form(tools, `Change ${row.email}`, [{ name: "role", label: "Role", options: ROLES, value: row.role }, { name: "scope", label: "Role holds in", options: SCOPES, value: row.scope }], `admin/users/${row.id}`, undefined, patch))}>Change</button>
+      actionColumn((row) => (!row.disabled_at && may("admin") && mayTouch(row) ? html`<button class="btn" onClick=${() => tools.open(form(tools, `Change ${row.email}`, [{ name: "role", label: "Role", options: ROLES, value: row.role }, { name: "scope", label: "Role holds in", options: SCOPES, value: row.scope }], `admin/users/${row.id}`, undefined, patch))}>Change</button>
         <${Action} kind="danger" confirm=${`Disable ${row.email}? Tokens and keys of the user are rejected.`} done="Disabled." run=${async () => { await post(`admin/users/${row.id}/disable`); tools.reload(); }}>Disable<//>` : null))],
   },
   keys: {
@@ -84,7 +86,7 @@ const VIEWS = {
       save=${async (values) => { const answer = await post("admin/keys", values); tools.reload(); setTimeout(() => showKey(tools, answer)); }} />`,
     columns: (tools) => [nameColumn("name", "Name"), { ...idColumn, key: "prefix", label: "Key", value: (row) => row.prefix, cell: (row) => html`<${Name} value=${`${row.prefix}…`} />` }, ownerColumn("project", "Project", tools.names), nameColumn("role", "Role"), nameColumn("scope", "Scope"),
       { key: "models", label: "Models", value: (row) => row.models.join(", ") || "all", cell: (row) => visible(row.models.join(", ") || "all") }, { key: "state", label: "State", value: (row) => row.revoked_at ?? row.expires_at ?? "", cell: keyStatus }, createdColumn,
-      actionColumn((row) => (!row.revoked_at && may("operator") ? html`
+      actionColumn((row) => (!row.revoked_at && may("operator") && mayTouch(row) ? html`
         <${Action} confirm=${`Rotate ${row.name}? The old key stays valid for a day.`} run=${async () => { const answer = await post(`admin/keys/${row.id}/rotate`); tools.reload(); showKey(tools, answer); }}>Rotate<//>
         <${Action} kind="danger" confirm=${`Revoke ${row.name}? Its requests are rejected at once.`} done="Revoked." run=${async () => { await post(`admin/keys/${row.id}/revoke`); tools.reload(); }}>Revoke<//>` : null))],
   },
@@ -96,7 +98,7 @@ const VIEWS = {
       "admin/limits", ({ window, amount, ...values }) => ({ ...values, amount: Math.round(values.unit === "nano_dollars" ? amount * 1e9 : amount), ...(["concurrency", "stored_bytes"].includes(values.unit) ? {} : { window }) })),
     columns: (tools) => [{ key: "owner", label: "Owner", value: (row) => tools.names(row.owner), cell: (row) => `${row.owner_kind} ${visible(tools.names(row.owner))}` }, nameColumn("unit", "Of"), { key: "amount", label: "At most", isNumber: true, value: (row) => row.amount, cell: (row) => (row.unit === "nano_dollars" ? money(row.amount) : exact(row.amount)) },
       { key: "window", label: "In each", value: (row) => row.window ?? "at a time" }, { key: "model", label: "Model", value: (row) => row.model ?? "all", cell: (row) => visible(row.model ?? "all") },
-      actionColumn((row) => (may("operator") ? html`<${Action} kind="danger" confirm="Delete this limit?" done="Deleted." run=${async () => { await call("DELETE", `admin/limits/${row.id}`); tools.reload(); }}>Delete<//>` : null))],
+      actionColumn((row) => (may("operator", row.owner_kind === "organisation" || row.unit === "stored_bytes" ? "gateway" : "organisation") ? html`<${Action} kind="danger" confirm="Delete this limit?" done="Deleted." run=${async () => { await call("DELETE", `admin/limits/${row.id}`); tools.reload(); }}>Delete<//>` : null))],
   },
   prices: {
     role: "admin", scope: "gateway", empty: "No price is set, so requests cost nothing.",

@@ -13,6 +13,9 @@ export function useNames() {
     for (const { data } of [organisations, projects, keys, users]) {
       for (const record of data?.data ?? []) names.set(record.id, record.name ?? record.email);
     }
-    return (id) => (id ? names.get(id) ?? id : "");
+    const ids = new Map([...names].map(([id, name]) => [name, id]));
+    const nameOf = (id) => (id ? names.get(id) ?? id : "");
+    nameOf.find = (text) => (names.has(text) ? text : ids.get(text) ?? text); // the id of a name that someone typed
+    return nameOf;
   }, [organisations.data, projects.data, keys.data, users.data]);
 }
