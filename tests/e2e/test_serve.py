@@ -8,6 +8,7 @@ import signal
 import ssl
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.models import BUNDLED_MODEL
+from argosy.store import GatewayRecord, open_store
 
 KEY = re.compile(r"sk-argosy-[\w-]+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
@@ -75,14 +77,17 @@ def test_chat_command_clears_conversation_and_reports_error(server: ServeProcess
 def test_status_events_and_logs_come_from_the_running_gateway(
     server: ServeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a fleet in the store, the commands read that of the gateway."""
-    monkeypatch.setenv("ARGOSY_STORE", f"sqlite:///{tmp_path / 'argosy.db'}")
-    monkeypatch.setenv("ARGOSY_URL", server.url)
+    """Without a fleet in the store, the commands read that of the gateway that uses the store."""
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    monkeypatch.setenv("ARGOSY_STORE", url)
+    with closing(open_store(url)) as store:
+        store.migrate()
+        store.gateways.record_heartbeat(GatewayRecord(id="a", url=server.url, secret="s"))
     server.core()  # waits until it is ready
     status = run_argosy("status", "--exit-code")
     assert status.returncode == 0, status.stderr
     assert f"Fleet serve, revision 1, led by process {server.process.pid}" in status.stdout
-    assert "replica of argosy-mini: 1 of 1 serves" in status.stdout
+    assert "replica of argosy-mini: 1 of 1 replica serves" in status.stdout
     events = CliRunner().invoke(app, ["events", "--replica", "replica-1-0"]).stdout
     assert "replica_phase  replica-1-0  ready: every gateway routes to it" in events
     logs = CliRunner().invoke(app, ["logs", "argosy-mini", "--url", server.url])

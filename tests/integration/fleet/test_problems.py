@@ -136,7 +136,9 @@ async def test_first_sentence_names_the_cause_and_ends_with_it(
         text = await reader.wait_for_problem("page", "it is drained by")
         assert "new disk" in text
         await until(is_recorded("it is drained by"))
-        assert "In the pool chat, 1 of 2 serves (at least 2)." in await reader.command("status")
+        assert "In the pool chat, 1 of 2 replicas serves (at least 2)." in await reader.command(
+            "status"
+        )
         body = {"replica": "chat-1-0"}
         assert (await client.post("/admin/replicas/undrain", json=body)).status_code == 200
         await reader.wait_for_end()

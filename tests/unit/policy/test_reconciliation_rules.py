@@ -533,7 +533,7 @@ def test_causes_stand_before_symptoms(
 
 def test_counts_say_what_serves() -> None:
     counts = PoolCounts(desired=2, minimum=2, serving=2, starting=1)
-    assert str(counts) == "2 of 2 serve, 1 starts"
+    assert str(counts) == "2 of 2 replicas serve, 1 starts"
 
 
 @pytest.mark.parametrize(

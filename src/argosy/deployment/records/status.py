@@ -193,7 +193,9 @@ def count_gateways(replicas: Sequence[ReplicaRecord], desired: int) -> PoolCount
     """Return the gateways that the controller runs in numbers, of all versions together. One suffices to serve."""
     gateways = [record for record in replicas if record.pool == GATEWAY_POOL]
     serving, starting = _count_phases(gateways)
-    return PoolCounts(desired=desired, minimum=1, serving=serving, starting=starting)
+    return PoolCounts(
+        desired=desired, minimum=1, serving=serving, starting=starting, noun="gateway"
+    )
 
 
 def _count_phases(replicas: Sequence[ReplicaRecord]) -> tuple[int, int]:

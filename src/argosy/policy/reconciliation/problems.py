@@ -150,9 +150,14 @@ class PoolCounts(msgspec.Struct, frozen=True, kw_only=True):
     starting: int
     """Replicas that start, or wait for it, and have no problem."""
 
+    noun: str = "replica"
+    """Name of one of them."""
+
     def __str__(self) -> str:
         starts = f", {self.starting} start{'s' if self.starting == 1 else ''}"
-        serves = f"{self.serving} of {self.desired} serve{'s' if self.serving == 1 else ''}"
+        noun = self.noun if self.desired == 1 else f"{self.noun}s"
+        verb = "serves" if 1 in {self.serving, self.desired} else "serve"
+        serves = f"{self.serving} of {self.desired} {noun} {verb}"
         return serves + (starts if self.starting else "")
 
 
