@@ -6,18 +6,24 @@ need not be restarted itself. Where systemd or Kubernetes restarts the controlle
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Thread
+
+from argosy.folders import open_private_log
 
 LOCK_NAME = "keeper.lock"
 LOG_NAME = "controller.log"
-MAX_LOG_BYTES = 32 * 1024 * 1024
+MAX_LOG_BYTES = 16 * 1024 * 1024
+LOG_CHECK_INTERVAL_S = 30.0
 BASE_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
 LOCK_TIMEOUT_S = 10.0
@@ -65,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         if not _wait_for_lock(lock.fileno()):
             return 0
         signal.signal(signal.SIGTERM, _raise_exit)
+        Thread(target=_bound_log, args=(folder / LOG_NAME,), daemon=True).start()
         backoff_s = BASE_BACKOFF_S
         while True:
             started_at = time.monotonic()
@@ -79,9 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(log_path: Path, command: Sequence[str]) -> int:
     """Run the controller once and return its exit status. If SIGTERM ends the keeper, the controller ends too."""
-    if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
-        log_path.replace(log_path.with_suffix(".log.1"))
-    with log_path.open("ab") as log:
+    with os.fdopen(open_private_log(log_path), "ab") as log:
         process = subprocess.Popen(  # noqa: S603 - the command line of `argosy up`
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
@@ -91,6 +96,32 @@ def _run(log_path: Path, command: Sequence[str]) -> int:
         process.terminate()
         process.wait()
         raise
+
+
+def _bound_log(path: Path) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            rotate_log(path, MAX_LOG_BYTES)
+        time.sleep(LOG_CHECK_INTERVAL_S)
+
+
+def rotate_log(path: Path, max_bytes: int) -> None:
+    """Move the content of a log that is too large to `<name>.1`. What the controller writes meanwhile may be lost.
+
+    The controller has the file open. It does not write through a pipe, because it outlives a keeper that is killed.
+
+    Raises:
+        OSError: There is no log, or the disk has no space for the copy. Then the log is emptied all the same.
+    """
+    if path.stat().st_size <= max_bytes:
+        return
+    older_path = path.with_name(f"{path.name}.1")
+    older_path.unlink(missing_ok=True)
+    try:
+        with path.open("rb") as log, os.fdopen(open_private_log(older_path), "ab") as older:
+            shutil.copyfileobj(log, older)
+    finally:
+        os.truncate(path, 0)
 
 
 def _raise_exit(*_: object) -> None:

@@ -43,6 +43,13 @@ def _xdg_folder(variable: str, default: str) -> Path:
         raise FileNotFoundError(f"this user has no home folder; set HOME or {variable}") from error
 
 
+def open_private_log(path: Path) -> int:
+    """Open a file to append to, which only this user may read by now, also if it exists already."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(file, 0o600)
+    return file
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file atomically: readers see the old or the new content. For one writer at a time.
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.full_disk import full_disk
 from tests.support.waiting import until
 
-from argosy.controller_keeper import LOCK_NAME
+from argosy.controller_keeper import LOCK_NAME, LOG_NAME, rotate_log
 
 CONTROLLER = """
 import os, pathlib, sys, time
@@ -56,6 +58,7 @@ async def test_keeper_restarts_its_controller_and_ends_with_it(
     keeper = start_keeper()
     await until(lambda: controllers(tmp_path))
     (first,) = controllers(tmp_path)
+    assert stat.S_IMODE((tmp_path / LOG_NAME).stat().st_mode) == 0o600
     os.kill(first, signal.SIGKILL)
     await until(lambda: controllers(tmp_path) not in ([first], []))
     keeper.terminate()
@@ -78,3 +81,16 @@ async def test_keeper_waits_for_one_that_is_about_to_end(
 
 def has_opened(pid: int, path: Path) -> bool:
     return any(file.resolve() == path for file in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_log_is_bounded_while_the_controller_writes_it(tmp_path: Path) -> None:
+    path, older = tmp_path / LOG_NAME, tmp_path / f"{LOG_NAME}.1"
+    with path.open("a") as log:
+        for text in ("first", "second"):
+            print(text, file=log, flush=True)
+            rotate_log(path, 4)
+            assert (path.read_text(), older.read_text()) == ("", f"{text}\n")
+        print("third", file=log, flush=True)
+        with full_disk(4), pytest.raises(OSError, match="too large"):
+            rotate_log(path, 4)
+        assert path.read_text() == ""

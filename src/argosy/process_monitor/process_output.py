@@ -8,6 +8,8 @@ import re
 import select
 from pathlib import Path
 
+from argosy.folders import open_private_log
+
 MAX_LAST_LINE_LEN = 300
 _TAIL_BYTES = 4096
 _FRAME = " \t│|"
@@ -61,7 +63,7 @@ class RotatingLog:
             self._fd = new
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return open_private_log(self._path)
 
 
 def read_log_end(path: Path, max_bytes: int) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ from argosy.fleet.launchers.ray_placement import (
     rank_nodes,
     required_resources,
 )
-from argosy.fleet.launchers.replica_folder import LaunchRecord, describe_replica
+from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder, describe_replica
 from argosy.process_monitor import ProcessStatus
 
 RECORD = LaunchRecord(
@@ -353,3 +355,18 @@ async def test_unreachable_cluster_is_refused() -> None:
     with pytest.raises(LaunchError, match="cannot be used"):
         await launcher.list_replicas()
     await launcher.close()
+
+
+def test_logs_of_removed_replicas_are_bounded_together(tmp_path: Path) -> None:
+    folder = ReplicaFolder(tmp_path)
+    for number in range(4):
+        for path in (log := folder.log_path(f"old-{number}-0"), log.with_name(f"{log.name}.1")):
+            path.touch()
+            os.truncate(path, 60 << 20)
+            os.utime(path, (number, number))
+    folder.log_path("b-1-0").touch()
+    folder.lock_run("b-1-0")
+    folder.write_record(msgspec.structs.replace(RECORD, name="b-1-0"))
+    folder.remove(RECORD)
+    assert folder.list_logs() == ["b-1-0", "old-2-0", "old-3-0"]
+    assert len([*(tmp_path / "logs").iterdir()]) == 5

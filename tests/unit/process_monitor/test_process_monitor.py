@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,12 @@ from argosy.process_monitor.process_output import RotatingLog
 
 def test_rotation_keeps_one_older_file(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
+    path.touch(0o644)
     log = RotatingLog(path, max_bytes=8)
     for line in (b"first 1\n", b"second\n", b"third 3\n", b"fourth 4\n"):
         log.write(line)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.log", "a.log.1"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
     assert read_log_end(path, 1000) == b"second\nthird 3\nfourth 4\n"
     assert read_log_end(path, 11) == b"3\nfourth 4\n"
 

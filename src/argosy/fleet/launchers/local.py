@@ -44,7 +44,7 @@ from argosy.process_monitor import (
 )
 
 SHUTDOWN_GRACE_S = 10.0
-MAX_LOG_BYTES = 32 * 1024 * 1024
+MAX_LOG_BYTES = 16 * 1024 * 1024
 START_POLL_INTERVAL_S = 0.1
 """Interval at which the reports of starting replicas are read."""
 FIRST_REPORT_TIMEOUT_S = 30.0
@@ -247,6 +247,10 @@ class LocalProcessLauncher:
 
     async def read_log(self, name: str, max_bytes: int) -> bytes:
         return read_log_end(self._folder.log_path(name), max_bytes)
+
+    def list_logs(self) -> list[str]:
+        """Return the names of the replicas whose logs are kept, also of removed ones."""
+        return self._folder.list_logs()
 
     async def close(self) -> None:
         if self._watch_task is not None:

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from argosy.fleet.launchers.replica_folder import LaunchRecord, ReplicaFolder
+from argosy.folders import open_private_log
 from argosy.process_monitor import MonitorSettings, ProcessStatus
 
 RESPONSE_TIMEOUT_S = 5.0
@@ -57,7 +58,12 @@ class MonitorProcesses:
         lock = self._folder.lock_run(record.name)
         try:
             self._folder.write_record(record)
-            with contextlib.nullcontext() if log_path is None else log_path.open("ab") as log:
+            log_file = (
+                contextlib.nullcontext()
+                if log_path is None
+                else os.fdopen(open_private_log(log_path), "ab")
+            )
+            with log_file as log:
                 monitor = subprocess.Popen(
                     [sys.executable, "-P", "-m", "argosy.process_monitor"],
                     env={**environment, OWNER_VARIABLE: self.owner(record)},

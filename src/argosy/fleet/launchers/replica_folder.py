@@ -30,6 +30,8 @@ from argosy.process_monitor import ProcessStatus
 
 LOCK_TIMEOUT_S = 10.0
 LOCK_RETRY_INTERVAL_S = 0.005
+MAX_KEPT_LOG_BYTES = 256 * 1024 * 1024
+"""Size of the logs of all removed replicas together."""
 _EPOCH_BYTES = 20
 
 
@@ -212,6 +214,10 @@ class ReplicaFolder:
         """Return the path of the replica's log."""
         return self._logs / f"{name}.log"
 
+    def list_logs(self) -> list[str]:
+        """Return the names of the replicas that have logs, also of removed ones."""
+        return sorted(log.stem for log in self._logs.glob("*.log"))
+
     def prepare_socket(self, name: str, previous: LaunchRecord | None) -> Path:
         """Return the path of the replica's Unix socket, at which no file is left.
 
@@ -236,14 +242,18 @@ class ReplicaFolder:
                 path.parent.rmdir()
 
     def _prune_logs(self) -> None:
-        """Remove the oldest logs of removed replicas."""
+        """Remove the oldest logs of removed replicas, beyond a number and a size of all together."""
         names: Mapping[str, object] = self.read_records()
         logs = [log for log in self._logs.glob("*.log") if log.stem not in names]
+        kept_bytes = 0
         with contextlib.suppress(OSError):
-            logs.sort(key=lambda log: log.stat().st_mtime)
-            for log in logs[:-MAX_KEPT_LOGS]:
-                log.unlink()
-                log.with_name(f"{log.name}.1").unlink(missing_ok=True)
+            logs.sort(key=lambda log: log.stat().st_mtime, reverse=True)
+            for number, log in enumerate(logs):
+                older = log.with_name(f"{log.name}.1")
+                kept_bytes += log.stat().st_size + (older.stat().st_size if older.exists() else 0)
+                if number >= MAX_KEPT_LOGS or kept_bytes > MAX_KEPT_LOG_BYTES:
+                    log.unlink()
+                    older.unlink(missing_ok=True)
 
     def _replica(self, name: str) -> Path:
         return self._replicas / name
