@@ -16,6 +16,7 @@ from argosy.cli import (
     embed,
     explain,
     fleet,
+    fleet_logs,
     fleet_status,
     gateway,
     keys,
@@ -30,6 +31,10 @@ from argosy.cli import (
     usage,
 )
 
+SERVERS, DECLARED, REQUESTS = "Servers", "Declared fleet", "Requests"
+ACCOUNTS, TOOLS = "Accounts", "Tools"
+"""Groups of commands in the help."""
+
 app = typer.Typer(
     name="argosy",
     no_args_is_help=True,
@@ -39,38 +44,38 @@ app = typer.Typer(
         "color": False if os.environ.get("NO_COLOR") else None,
     },
 )
-app.command("serve")(serve.serve)
-app.command("replica")(replica.replica)
-app.command("gateway")(gateway.gateway)
-app.command("up")(fleet.up)
-app.command("plan")(fleet.plan)
-app.command("apply")(fleet.apply)
-app.command("diff")(fleet.diff)
-app.command("status")(fleet_status.status)
-app.command("history")(fleet.history)
-app.command("rollback")(fleet.rollback)
-app.command("scale")(fleet.scale)
-app.add_typer(rollout.app, name="rollout")
-app.command("down")(fleet.down)
-app.command("events")(fleet_status.events)
-app.command("logs")(fleet_status.logs)
-app.add_typer(render.app, name="render")
-app.command("controller")(controller.controller)
-app.command("chat")(chat.chat)
-app.command("embed")(embed.embed)
-app.add_typer(keys.app, name="keys")
-app.add_typer(tenants.app, name="tenants")
-app.command("usage")(usage.usage)
-app.command("audit")(audit.audit)
-app.command("explain")(explain.explain)
-app.add_typer(store.app, name="store")
-app.add_typer(models.app, name="models")
-app.add_typer(replicas.app, name="replicas")
-app.add_typer(bench.app, name="bench")
-app.command("build-native")(build_native.build_native)
+app.command("serve", rich_help_panel=SERVERS)(serve.serve)
+app.command("replica", rich_help_panel=SERVERS)(replica.replica)
+app.command("gateway", rich_help_panel=SERVERS)(gateway.gateway)
+app.command("up", rich_help_panel=DECLARED)(fleet.up)
+app.command("plan", rich_help_panel=DECLARED)(fleet.plan)
+app.command("apply", rich_help_panel=DECLARED)(fleet.apply)
+app.command("diff", rich_help_panel=DECLARED)(fleet.diff)
+app.command("status", rich_help_panel=DECLARED)(fleet_status.status)
+app.command("history", rich_help_panel=DECLARED)(fleet.history)
+app.command("rollback", rich_help_panel=DECLARED)(fleet.rollback)
+app.command("scale", rich_help_panel=DECLARED)(fleet.scale)
+app.add_typer(rollout.app, name="rollout", rich_help_panel=DECLARED)
+app.command("down", rich_help_panel=DECLARED)(fleet.down)
+app.command("events", rich_help_panel=DECLARED)(fleet_status.events)
+app.command("logs", rich_help_panel=DECLARED)(fleet_logs.logs)
+app.add_typer(render.app, name="render", rich_help_panel=DECLARED)
+app.command("controller", rich_help_panel=SERVERS)(controller.controller)
+app.command("chat", rich_help_panel=REQUESTS)(chat.chat)
+app.command("embed", rich_help_panel=REQUESTS)(embed.embed)
+app.add_typer(keys.app, name="keys", rich_help_panel=ACCOUNTS)
+app.add_typer(tenants.app, name="tenants", rich_help_panel=ACCOUNTS)
+app.command("usage", rich_help_panel=ACCOUNTS)(usage.usage)
+app.command("audit", rich_help_panel=ACCOUNTS)(audit.audit)
+app.command("explain", rich_help_panel=TOOLS)(explain.explain)
+app.add_typer(store.app, name="store", rich_help_panel=ACCOUNTS)
+app.add_typer(models.app, name="models", rich_help_panel=TOOLS)
+app.add_typer(replicas.app, name="replicas", rich_help_panel=TOOLS)
+app.add_typer(bench.app, name="bench", rich_help_panel=TOOLS)
+app.command("build-native", rich_help_panel=TOOLS)(build_native.build_native)
 
 
-@app.command("version")
+@app.command("version", rich_help_panel=TOOLS)
 def print_version() -> None:
     """Print the version."""
     from argosy.version import VERSION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -50,7 +51,7 @@ def controller(
         config = None if revision is None else parse_revision(revision)
         lease_s = DEFAULT_LEASE_S if config is None else config.controller.lease_s
         configure_logging(
-            "console" if config is None else config.log_format,
+            "console" if config is None or sys.stderr.isatty() else config.log_format,
             "info" if config is None else config.log_level,
         )
         folder = target.folder

@@ -11,6 +11,9 @@ EXIT_USAGE = 2
 EXIT_FAILURE = 1
 """Exit status of a command that failed while it ran."""
 
+EXIT_INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended, as shells have it."""
+
 
 def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
     """Print `message` to standard error and exit with `status`."""

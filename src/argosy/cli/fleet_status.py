@@ -1,8 +1,7 @@
-"""`argosy status`, `events` and `logs`: what a fleet does, read from its store or from the API of a running gateway."""
+"""`argosy status` and `events`: what a fleet does, read from its store or from the API of a running gateway."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -12,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from argosy.cli.account_lookup import StoreUrl
+from argosy.cli.account_lookup import StoreUrl, open_existing_store
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_target import (
     FilesOption,
     FleetOption,
     FleetTarget,
     find_fleet,
-    parse_revision,
 )
 from argosy.cli.output import (
     JsonOutput,
+    color_state,
     print_json,
     print_records,
     shorten_digests,
@@ -32,33 +31,31 @@ from argosy.cli.quantities import format_timestamp
 from argosy.cli.server_client import DEFAULT_URL, GatewayApiKey, call_admin_api
 
 if TYPE_CHECKING:
-    from argosy.deployment import FleetStatus, ReplicaRecord
+    from argosy.deployment import FleetStatus
     from argosy.store import FleetEvent
 
 T = TypeVar("T")
 
 URL_VARIABLE = "ARGOSY_URL"
-MAX_LINE_BYTES = 2000
-"""Expected length of a line of a log."""
 
 FleetGatewayUrl = Annotated[
     str | None,
     typer.Option(
         "--url",
         help="Read from this gateway, or unix:PATH, instead of the store. Without a fleet in the store, it is the"
-        f" gateway at ${URL_VARIABLE}, or at {DEFAULT_URL}.",
+        f" gateway at ${URL_VARIABLE}, or the one that runs with the store, such as that of `argosy serve`.",
     ),
 ]
 FOLLOW_INTERVAL_S = 1.0
 
 
 class StoredFleetReader:
-    """Reads what a fleet does from the store, and logs from the launchers. Failures end the command."""
+    """Reads what a fleet does from the store. Failures end the command."""
 
     def __init__(self, target: FleetTarget) -> None:
         from argosy.deployment import FleetControl
 
-        self._target = target
+        self.target = target
         self._control = FleetControl(target.name, target.store.fleets)
 
     def read_fleet(self) -> FleetStatus:
@@ -73,35 +70,9 @@ class StoredFleetReader:
         """Return events, and why none are recorded at present."""
         from argosy.deployment import find_store_problem
 
-        store, fleet = self._target.store.fleets, self._target.name
+        store, fleet = self.target.store.fleets, self.target.name
         events = store.list_events(fleet, after=after, limit=limit, replica=replica)
         return events, find_store_problem(store, fleet)
-
-    def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
-        from argosy.fleet.launchers import LaunchError
-
-        try:
-            logs = asyncio.run(self._read_logs(replicas, num_lines * MAX_LINE_BYTES))
-        except LaunchError as error:
-            fail(str(error))
-        return [log.decode(errors="replace").splitlines()[-num_lines:] for log in logs]
-
-    async def _read_logs(self, replicas: Sequence[ReplicaRecord], max_bytes: int) -> list[bytes]:
-        from argosy.fleet.control import open_launcher
-
-        config = parse_revision(self._target.require_latest())
-        launchers = {
-            name: open_launcher(name, self._target.folder, config)
-            for name in {replica.launcher for replica in replicas}
-        }
-        try:
-            return [
-                await launchers[replica.launcher].read_log(replica.name, max_bytes)
-                for replica in replicas
-            ]
-        finally:
-            for launcher in launchers.values():
-                await launcher.close()
 
 
 class GatewayFleetReader:
@@ -121,35 +92,19 @@ class GatewayFleetReader:
     def read_fleet(self) -> FleetStatus:
         from argosy.deployment import FleetStatus
 
-        return self._convert(self._get("/admin/fleet"), FleetStatus)
+        return self.convert(self.get("/admin/fleet"), FleetStatus)
 
     def list_events(
         self, *, after: int, limit: int, replica: str | None
     ) -> tuple[list[FleetEvent], str]:
         from argosy.store import FleetEvent
 
-        answer = self._get("/admin/events", after=after, limit=limit, replica=replica)
-        problem = self._convert(answer.get("problem", ""), str)
-        return self._convert(answer["data"], list[FleetEvent]), problem
+        answer = self.get("/admin/events", after=after, limit=limit, replica=replica)
+        problem = self.convert(answer.get("problem", ""), str)
+        return self.convert(answer["data"], list[FleetEvent]), problem
 
-    def read_logs(self, replicas: Sequence[ReplicaRecord], num_lines: int) -> list[list[str]]:
-        """A gateway sends at most 500 lines of each run."""
-        return [self._read_log(each.name, num_lines)[-num_lines:] for each in replicas]
-
-    def _read_log(self, replica: str, num_lines: int) -> list[str]:
-        """Return the log of the latest run, after those of earlier ones if it is shorter than wanted."""
-        latest = self._get("/admin/replicas/log", replica=replica)
-        lines = self._convert(latest["lines"], list[str])
-        for run in latest["runs"][1:]:
-            if len(lines) >= num_lines:
-                break
-            earlier = self._get(
-                "/admin/replicas/log", replica=replica, started_at=run["started_at"]
-            )
-            lines = self._convert(earlier["lines"], list[str]) + lines
-        return lines
-
-    def _get(self, path: str, **parameters: object) -> dict[str, Any]:
+    def get(self, path: str, **parameters: object) -> dict[str, Any]:
+        """Call the admin API. Parameters that are None are not sent."""
         return call_admin_api(
             self._url,
             self._api_key,
@@ -159,7 +114,8 @@ class GatewayFleetReader:
             parameters=parameters,
         )
 
-    def _convert(self, answer: object, answer_type: type[T]) -> T:
+    def convert(self, answer: object, answer_type: type[T]) -> T:
+        """Return an answer as this type."""
         import msgspec
 
         try:
@@ -181,7 +137,7 @@ def open_fleet_reader(
     """Open a fleet by its declaration, by name or by a gateway.
 
     Without all three, it is the only fleet of the store. If the store has none, as beside `argosy serve`, it is that of
-    the gateway at the default URL.
+    the only gateway that uses the store, or else of the one at the default URL.
     """
     if url is not None:
         if files or fleet:
@@ -196,7 +152,14 @@ def open_fleet_reader(
         "the store has no fleet either. Start one with `argosy serve` or `argosy up FILE`, or name"
         " the gateway with --url"
     )
-    yield GatewayFleetReader(os.environ.get(URL_VARIABLE) or DEFAULT_URL, api_key, remedy)
+    url = os.environ.get(URL_VARIABLE)
+    if not url:
+        with open_existing_store(store_url) as store:
+            urls = [record.url for record in store.gateways.list_running()]
+        if len(urls) > 1:
+            fail(f"several gateways run; choose one with --url: {', '.join(urls)}")
+        url = urls[0] if urls else DEFAULT_URL
+    yield GatewayFleetReader(url, api_key, remedy)
 
 
 def status(
@@ -238,8 +201,8 @@ def _print_fleet(shown: FleetStatus) -> None:
 
     typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
     for problem in shown.problems:
-        line = f"  {problem.severity.upper():6}  {shorten_digests(problem.text)}"
-        typer.echo(strip_control_characters(line))
+        severity = color_state(problem.severity, f"{problem.severity.upper():6}")
+        typer.echo(f"  {severity}  {strip_control_characters(shorten_digests(problem.text))}")
     for pool in shown.pools:
         typer.echo(f"  {pool.pool} of {pool.model}: {count_replicas(pool)}")
         if pool.decision is not None:
@@ -318,31 +281,3 @@ def events(
             if not follow:
                 return
             time.sleep(FOLLOW_INTERVAL_S)
-
-
-def logs(
-    pool: Annotated[str, typer.Argument(help="Name of a pool, a replica or a model.")],
-    *,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines per replica.")] = 50,
-    files: FilesOption = None,
-    fleet: FleetOption = None,
-    store: StoreUrl = None,
-    url: FleetGatewayUrl = None,
-    api_key: GatewayApiKey = None,
-) -> None:
-    """Print the end of the logs of a pool's replicas. They outlive their processes.
-
-    A gateway sends at most 500 lines of each run, to keys with the role operator.
-    """
-    with open_fleet_reader(files, fleet, store, url, api_key) as reader:
-        shown = reader.read_fleet()
-        pools = {pool} | {each.pool for each in shown.pools if each.model == pool}
-        replicas = [each for each in shown.replicas if each.pool in pools or each.name == pool]
-        if not replicas:
-            known = ", ".join(dict.fromkeys(each.pool for each in shown.replicas)) or "none"
-            fail(f"no replica belongs to {pool!r} (pools: {known})", EXIT_FAILURE)
-        for record, log in zip(replicas, reader.read_logs(replicas, lines), strict=True):
-            if not log:
-                typer.echo(f"{record.name} has logged nothing.", err=True)
-            for line in log:
-                typer.echo(strip_control_characters(f"{record.name}  {line}"))

@@ -77,6 +77,43 @@ class FleetTarget:
         return read_fleet_status(self.store.fleets, self.name)
 
 
+def complete_pools(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the pools of the store's fleets that a shell may complete a word to; none if that fails."""
+    return _complete(context, incomplete, {"pool"})
+
+
+def complete_replicas(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the replicas, like `complete_pools`."""
+    return _complete(context, incomplete, {"replica"})
+
+
+def complete_logs(context: typer.Context, incomplete: str) -> list[str]:
+    """Return all that has a log, like `complete_pools`."""
+    return _complete(context, incomplete, {"pool", "model", "replica", "log"})
+
+
+def _complete(context: typer.Context, incomplete: str, kinds: set[str]) -> list[str]:
+    from argosy.deployment import read_fleet_status
+    from argosy.store import default_store_url, open_existing_store
+
+    names = {"gateway", "controller"} if "log" in kinds else set[str]()
+    with (
+        contextlib.suppress(Exception),  # there is no place for an error
+        contextlib.closing(
+            open_existing_store(context.params.get("store") or default_store_url())
+        ) as store,
+    ):
+        for fleet in store.fleets.list_fleets():
+            shown = read_fleet_status(store.fleets, fleet)
+            if "pool" in kinds:
+                names |= {pool.pool for pool in shown.pools}
+            if "model" in kinds:
+                names |= {pool.model for pool in shown.pools}
+            if "replica" in kinds:
+                names |= {replica.name for replica in shown.replicas}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 def operator_name() -> str:
     """Return the user and machine that a change is recorded with."""
     return f"{getpass.getuser()}@{socket.gethostname()}"

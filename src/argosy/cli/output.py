@@ -17,6 +17,20 @@ JsonOutput = Annotated[bool, typer.Option("--json", help="JSON instead of a tabl
 
 MAX_TABLE_WIDTH = 10_000
 """Maximum width in characters of a table that is written to a file or a pipe, with one line per record."""
+_COLORED_COLUMNS = frozenset({"phase", "status"})
+_STATE_COLORS = {
+    "ready": "green",
+    "failed": "red",
+    "unreachable": "red",
+    "ejected": "red",
+    "page": "red",
+    "out_of_service": "yellow",
+    "draining": "yellow",
+    "cordoned": "yellow",
+    "ticket": "yellow",
+}
+"""Colours of states and severities. Other states that change by themselves have none."""
+_SIGN_COLORS = {"+": "green", "-": "red", "~": "yellow"}
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters except tab and line feed."""
 SHOWN_DIGEST_CHARS = 12
@@ -42,6 +56,7 @@ def print_records(
         typer.echo(empty_message)
         return
     from rich.table import Table
+    from rich.text import Text
 
     rows = [
         ["" if cell is None else format_one_line(str(cell)) for cell in format_row(record)]
@@ -49,7 +64,12 @@ def print_records(
     ]
     table = Table(*columns)
     for cells in rows:
-        table.add_row(*cells)
+        table.add_row(
+            *(
+                Text(cell, style=_STATE_COLORS.get(cell, "") if name in _COLORED_COLUMNS else "")
+                for name, cell in zip(columns, cells, strict=True)
+            )
+        )
     console = open_console(markup=False)
     if (
         console.measure(table, options=console.options.update(width=MAX_TABLE_WIDTH)).maximum
@@ -64,7 +84,11 @@ def _format_record(columns: Sequence[str], cells: Sequence[str]) -> str:
     """Return one line per column that is not empty. A narrow table would truncate ids."""
     width = max(map(len, columns))
     fields = zip(columns, cells, strict=True)
-    return "\n".join(f"{column:{width}}  {cell}" for column, cell in fields if cell)
+    return "\n".join(
+        f"{column:{width}}  {color_state(cell) if column in _COLORED_COLUMNS else cell}"
+        for column, cell in fields
+        if cell
+    )
 
 
 def open_console(*, markup: bool = True) -> Console:
@@ -78,6 +102,16 @@ def open_console(*, markup: bool = True) -> Console:
 def strip_control_characters(text: str) -> str:
     """Remove control characters except tab and line feed, since a model's output may contain terminal commands."""
     return _CONTROL_CHARACTERS.sub("", text)
+
+
+def color_state(state: str, text: str | None = None) -> str:
+    """Return a state, or a text about it, in the colour that it has on a terminal."""
+    return typer.style(state if text is None else text, fg=_STATE_COLORS.get(state.lower()))
+
+
+def color_sign(line: str) -> str:
+    """Return a line of a plan in the colour of its sign: what is added, removed or changed."""
+    return typer.style(line, fg=_SIGN_COLORS.get(line.strip()[:1]))
 
 
 def format_one_line(text: str) -> str:

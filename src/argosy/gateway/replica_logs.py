@@ -8,6 +8,7 @@ import time
 
 from argosy.process import run_in_daemon_thread
 from argosy.store import ReplicaLogRun, ReplicaLogStore
+from argosy.telemetry import LogFormatter, LogSelection, parse_log
 
 WATCH_S = 15.0
 """Time after a request for which the controller keeps the log of a running replica up to date."""
@@ -52,17 +53,31 @@ class ReplicaLogs:
             runs = await run_in_daemon_thread(self._store.list_runs, self._fleet, replica)
         return runs
 
-    async def read_lines(self, replica: str, started_at: float) -> list[str]:
-        """Return the last lines of a run's log. Long lines are cut."""
-        read = self._store.read_log
-        return split_log(await run_in_daemon_thread(read, self._fleet, replica, started_at))
+    async def read_lines(
+        self, replica: str, started_at: float, selection: LogSelection, *, as_text: bool
+    ) -> list[str]:
+        """Return the last selected lines of a run's log, as it has them or in the form that a person reads."""
+
+        def read() -> list[str]:
+            log = self._store.read_log(self._fleet, replica, started_at)
+            return _format_log(log, selection, as_text=as_text)
+
+        return await run_in_daemon_thread(read)
 
 
-def split_log(log: bytes) -> list[str]:
-    """Return the last lines of a log as text, without colours and without what a progress bar has overwritten."""
-    text = _COLOR.sub("", log.decode(errors="replace"))
-    lines = text.removesuffix("\n").split("\n")[-MAX_LINES:] if text else []
-    return [_shorten(line.rstrip("\r").rpartition("\r")[2]) for line in lines]
+def _format_log(log: bytes, selection: LogSelection, *, as_text: bool) -> list[str]:
+    """Return the last lines of a log, without colours and without what a progress bar has overwritten.
+
+    Long lines are cut, unless they are events in JSON.
+    """
+    text = _COLOR.sub("", log.decode(errors="replace")).removesuffix("\n")
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")] if text else []
+    selected = [line for line in parse_log(lines) if selection.matches(line)][-MAX_LINES:]
+    if as_text:
+        formatter = LogFormatter()
+        texts = [text for line in selected for text in formatter.format(line).split("\n")]
+        return [*map(_shorten, texts[-MAX_LINES:])]
+    return [line.text if line.event is not None else _shorten(line.text) for line in selected]
 
 
 def _shorten(line: str) -> str:

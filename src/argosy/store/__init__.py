@@ -93,7 +93,7 @@ from argosy.store.records import (
     User,
     Weight,
 )
-from argosy.store.replicas import ReplicaLogRun, ReplicaLogStore, ReplicaSettings
+from argosy.store.replicas import CONTROLLER_LOG, ReplicaLogRun, ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import (
     RUNNING_STATUSES,
     ResponseStatus,

@@ -20,6 +20,8 @@ from argosy.store.fleet_store import (
 from argosy.store.record_tables import RecordTables
 from argosy.store.records import ReplicaSetting, ReplicaState
 
+CONTROLLER_LOG = "controller"
+"""Name under which the log of the fleet's controller is kept beside those of its replicas."""
 MAX_RUNS = 5
 """Number of runs of a replica that are kept, the latest ones."""
 MAX_FLEET_RUNS = 500
@@ -106,6 +108,12 @@ class ReplicaLogStore:
             connection.execute(
                 delete(schema.replica_logs).where(of_replica, _logs.started_at < oldest)
             )
+
+    def list_replicas(self, fleet: str) -> list[str]:
+        """Return the names of the replicas of which runs are kept, also of removed ones."""
+        query = select(_logs.replica).where(_logs.fleet == fleet).distinct().order_by(_logs.replica)
+        with self._database.read_transaction() as connection:
+            return [*connection.execute(query).scalars()]
 
     def list_runs(self, fleet: str, replica: str) -> list[ReplicaLogRun]:
         """Return the runs of a replica whose logs are kept, the latest first."""

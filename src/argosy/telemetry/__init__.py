@@ -4,6 +4,7 @@
 the counts in the Prometheus text format, together with gauges that are read at that moment (`GatewayGauges`,
 `CoreStats`). Concurrent scrapes share one rendering (`CoalescedScrape`). Replicas offer the same numbers under vLLM's
 metric names. Logging is set up once with `configure_logging`, and `bind_request` adds the request id to each event.
+`parse_log`, `LogSelection` and `LogFormatter` read what was logged.
 """
 
 from argosy.telemetry.core_stats import CoreStats
@@ -14,5 +15,13 @@ from argosy.telemetry.gateway_metrics import (
     ReplicaGauges,
 )
 from argosy.telemetry.instruments import METRICS_CONTENT_TYPE, CoalescedScrape
+from argosy.telemetry.log_lines import (
+    LogFormatter,
+    LogLevel,
+    LogLine,
+    LogSelection,
+    find_new_lines,
+    parse_log,
+)
 from argosy.telemetry.logs import LogFormat, bind_request, configure_logging
 from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes

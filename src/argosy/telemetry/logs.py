@@ -79,12 +79,25 @@ def _format_second(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
-def _escape_unprintable(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def _escape_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Escape client input, so that it can neither control a terminal nor imitate a log line."""
     for name, value in event.items():
         if isinstance(value, str) and not value.isprintable() and name not in _MULTILINE_FIELDS:
-            event[name] = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+            event[name] = escape_unprintable(value)
     return event
+
+
+def escape_unprintable(text: str) -> str:
+    """Return the text with unprintable characters as their codes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def open_text_renderer(*, colors: bool) -> Processor:
+    """Return the processor that formats an event for people."""
+    # Pretty tracebacks would print local variables, which contain what users wrote.
+    return structlog.dev.ConsoleRenderer(
+        colors=colors, exception_formatter=structlog.dev.plain_traceback
+    )
 
 
 def _encode_line(_logger: WrappedLogger, _method: str, line: EventDict | str) -> bytes:
@@ -162,15 +175,10 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
             lambda _logger, _method, event: _encode_event(event).decode(),
         ]
     else:
-        # Pretty tracebacks would print local variables, which contain what users wrote.
-        render: Processor = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"),
-            exception_formatter=structlog.dev.plain_traceback,
-        )
-        own_processors, library_processors = (
-            [*shared, _escape_unprintable, render, _encode_line],
-            [_escape_unprintable, render],
-        )
+        colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        render = open_text_renderer(colors=colors)
+        own_processors = [*shared, _escape_fields, render, _encode_line]
+        library_processors = [_escape_fields, render]
     structlog.configure(
         processors=own_processors,
         wrapper_class=type(

@@ -108,9 +108,11 @@ async def test_console_shows_moves_and_streams(
     save_log(admin_gateway, "")
     await page.goto(f"{admin_gateway.client.base_url}/#/{REPLICA}")
     await page.get_by_text("The log is empty.").wait_for()
-    save_log(admin_gateway, f"first\n\tat \x1b[1m{HOSTILE}\x1b[0m\x07")
+    event = '{"event":"crashed","level":"error","timestamp":"2026-11-28T10:00:00Z","ms":5}'
+    save_log(admin_gateway, f"first\n{event}\n\tat \x1b[1m{HOSTILE}\x1b[0m\x07")
     lines = page.get_by_role("region", name="Log", exact=True)
-    await load_playwright().expect(lines).to_contain_text(f"at {HOSTILE}\\u0007")
+    await load_playwright().expect(lines).to_contain_text(f"at {HOSTILE}\\x07")
+    assert "2026-11-28 10:00:00.000 [error    ] crashed " in await lines.inner_text()
     await page.get_by_text(f": {HOSTILE}, exit status 1").wait_for()
     assert await page.locator("main img, pre b").count() == 0
     assert problems == []

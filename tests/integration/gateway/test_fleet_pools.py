@@ -252,6 +252,9 @@ async def test_gateway_shows_logs_of_replicas_that_are_gone(config: GatewayConfi
         assert shown["lines"][:2] == ["loaded", "<b>red</b> \x1b]0;title\x07\ufffd"]
         assert shown["lines"][2] == "x" * 2000 + " [1000 more characters]"
         assert [each["started_at"] for each in shown["runs"]] == [9.25, 1.5]
+        wanted = first | {"level": "error", "format": "text"}
+        selected = (await client.get("/admin/replicas/log", params=wanted)).json()
+        assert selected["lines"][1] == "<b>red</b> \\x1b]0;title\\x07\ufffd"
         older = await client.get("/admin/replicas/log", params=first | {"started_at": 1.5})
         assert older.json()["lines"] == ["older"]
         missing = await client.get("/admin/replicas/log", params=first | {"started_at": 3})

@@ -362,6 +362,8 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Engine kinds in addition to the built-in ones, by name."""
     pools: ByOperator[tuple[PoolConfig, ...]] = ()
     """Replicas to run."""
+    log_format: ByOperator[Literal["json", "console"]] = "json"
+    """Format of the log lines of gateways and controllers. `argosy logs` selects lines and formats them for people."""
     gateways: ByOperator[Annotated[int, Meta(ge=0, le=64)]] = 1
     """Number of gateways that the controller starts on its machine. The first listens on `port`, each further one on
     the next port. With 0 they run elsewhere, with the same `store` and `fleet` in their settings."""

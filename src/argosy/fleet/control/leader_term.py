@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from argosy.controller_keeper import LOG_NAME
 from argosy.deployment import (
     GATEWAY_POOL,
     FleetRecords,
@@ -64,7 +65,11 @@ class LeaderTerm:
         self._autoscaler = FleetAutoscaler(self._journal, self._observer, self._publisher)
         self._rollouts = FleetRollouts(self._journal, self._observer, self._publisher)
         self._logs = ReplicaLogRecorder(
-            self._journal, self._observer, self._publisher, context.list_watched_logs
+            self._journal,
+            self._observer,
+            self._publisher,
+            context.list_watched_logs,
+            context.folder / LOG_NAME,
         )
         self._actions = ReplicaActions(self._journal, self._observer, self._logs)
         self._background: set[asyncio.Task[None]] = set()

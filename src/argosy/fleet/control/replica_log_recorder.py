@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -13,7 +14,8 @@ from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchState
 from argosy.process import run_in_daemon_thread
-from argosy.store import DeposedError, ReplicaLogRun, StoreError
+from argosy.process_monitor import read_log_end
+from argosy.store import CONTROLLER_LOG, DeposedError, ReplicaLogRun, StoreError
 
 MAX_LOG_BYTES = 64 * 1024
 MAX_WATCHED = 16
@@ -34,6 +36,7 @@ class ReplicaLogRecorder:
 
     Args:
         list_watched: Returns those that a gateway in this process shows.
+        controller_log: Log of the controller, if a keeper writes one.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class ReplicaLogRecorder:
         observer: FleetObserver,
         publisher: GatewayPublisher,
         list_watched: Callable[[], Collection[str]],
+        controller_log: Path,
     ) -> None:
         self._leadership = journal.leadership
         self._store = journal.store.replica_logs
@@ -49,7 +53,9 @@ class ReplicaLogRecorder:
         self._observer = observer
         self._publisher = publisher
         self._list_watched = list_watched
+        self._controller_log = controller_log
         self._clock = journal.clock
+        self._started_at = self._clock()
         self._ends: dict[_Run, asyncio.Task[None]] = {}
         """Recordings of the ends of runs that launchers still list, also completed ones."""
         self._shown: dict[_Run, tuple[bytes, float]] = {}
@@ -74,6 +80,8 @@ class ReplicaLogRecorder:
             for run in self._shown.keys() - watched.keys():
                 del self._shown[run]
             await asyncio.gather(*(self._record_shown(*each) for each in watched.values()))
+            if CONTROLLER_LOG in names:
+                await self._record_controller()
 
     async def close(self) -> None:
         """End the recordings."""
@@ -133,6 +141,20 @@ class ReplicaLogRecorder:
             log.warning("store_unavailable", reason=str(failure))
         else:
             self._shown[key] = (error.encode() + end, now)
+
+    async def _record_controller(self) -> None:
+        if not self._controller_log.is_absolute():  # that of `argosy serve`, which has no folder
+            return
+        lease, now = self._leadership.lease, self._clock()
+        run = ReplicaLogRun(started_at=self._started_at, attempt=lease.epoch, read_at=now)
+        try:
+            if end := await run_in_daemon_thread(read_log_end, self._controller_log, MAX_LOG_BYTES):
+                async with self._save_lock:
+                    await self._save(CONTROLLER_LOG, run, end)
+        except DeposedError:
+            raise
+        except (OSError, StoreError) as error:
+            log.warning("replica_log_unreadable", replica=CONTROLLER_LOG, reason=str(error))
 
     async def _read(self, launcher: str, replica: LaunchedReplica) -> tuple[bytes, str]:
         """Return the end of a log, and why it could not be read."""

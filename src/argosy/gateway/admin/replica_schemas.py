@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from argosy.policy import ReplicaStatus
 from argosy.policy.reconciliation import Severity, status_severity
 from argosy.protocol import ArithmeticIdentity, StartupProgress
 from argosy.store import Name, ReplicaLogRun, ReplicaState, ReplicaWeight, Timestamp
+from argosy.telemetry import LogSelection
 
 ReplicaNameText = Annotated[str, Meta(min_length=1, max_length=500)]
 StatusName = Annotated[str, Meta(pattern=rf"^({'|'.join(ReplicaStatus)})$(?!\n)")]
@@ -137,7 +138,8 @@ class ReplicaLogView(
     run: ReplicaLogRun | None
     """The run that the lines are of. None if the controller has recorded none."""
     lines: list[str]
-    """The last lines. Control characters are kept, except for colours. Long lines are cut."""
+    """The last lines that are selected, at most 500. Control characters are kept in `raw` format, except for colours.
+    Long lines are cut, unless they are events in JSON."""
     runs: list[ReplicaLogRun]
     """Runs whose logs are kept, the latest first."""
 
@@ -212,13 +214,15 @@ class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
-class ReplicaLogQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReplicaLogQuery(LogSelection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of a log."""
 
     replica: ReplicaNameText
-    """Name of the replica, which may be gone."""
+    """Name of the replica or gateway, which may be gone, or `controller`."""
     started_at: Annotated[float, Meta(ge=0)] | None = None
     """Start of an earlier run, as in `runs`. The latest run by default."""
+    format: Literal["raw", "text"] = "raw"
+    """Whether events in JSON are formatted for people."""
 
 
 class ReplicaName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

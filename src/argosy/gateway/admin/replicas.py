@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from argosy.deployment import GATEWAY_POOL
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import (
     ArithmeticGroupView,
@@ -29,7 +30,7 @@ from argosy.gateway.model_registry import ReplicaChange
 from argosy.gateway.pool import Pool
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
-from argosy.store import AuditEntry, ReplicaState, Store
+from argosy.store import CONTROLLER_LOG, AuditEntry, ReplicaState, Store
 
 endpoints = AdminEndpoints()
 
@@ -106,9 +107,14 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
     is_nonblocking=True,
 )
 async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaLogView:
-    """Get the end of a replica's log, also after its process is gone. It may contain what users sent."""
+    """Get the end of the log of a replica, a gateway or the controller, also after its process is gone.
+
+    It may contain what users sent. At most the last 64 KiB of a run are read.
+    """
     query, logs = request.query, scope.replica_logs
-    is_running = any(replica.name == query.replica for _, replica in scope.replicas.replicas())
+    is_running = query.replica.startswith((f"{GATEWAY_POOL}-", CONTROLLER_LOG)) or any(
+        replica.name == query.replica for _, replica in scope.replicas.replicas()
+    )
     runs = await logs.list_runs(query.replica, is_running=is_running)
     run = next((each for each in runs if query.started_at in {None, each.started_at}), None)
     if run is None and query.started_at is not None:
@@ -116,7 +122,11 @@ async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaL
     return ReplicaLogView(
         replica=query.replica,
         run=run,
-        lines=[] if run is None else await logs.read_lines(query.replica, run.started_at),
+        lines=[]
+        if run is None
+        else await logs.read_lines(
+            query.replica, run.started_at, query, as_text=query.format == "text"
+        ),
         runs=runs,
     )
 

@@ -6,16 +6,19 @@ import { Card, Pill, Resource, Select, save } from "./parts.js";
 
 const LIVE_INTERVAL_MS = 2000;
 const STALE_S = 20;
+const LEVELS = [["debug", "all"], ["info", "info and above"], ["warning", "warnings and errors"], ["error", "errors"]];
 
 export function ReplicaLog({ name }) {
   const [startedAt, setStartedAt] = useState("");
+  const [level, setLevel] = useState("debug");
   const mayRead = may("operator", "gateway");
-  const log = useResource(mayRead ? query("admin/replicas/log", { replica: name, started_at: startedAt }) : null, LIVE_INTERVAL_MS);
+  const log = useResource(mayRead ? query("admin/replicas/log", { replica: name, started_at: startedAt, level, format: "text" }) : null, LIVE_INTERVAL_MS);
   if (!mayRead) return html`<${Card} title="Log"><p class="empty">A log may contain what users sent. It needs the role operator of the gateway.</p><//>`;
   if (log.error?.status === 404 && !startedAt) return html`<${Card} title="Log"><p class="empty">${log.error.message}</p><//>`;
   return html`<${Card} title="Log" note="the last lines"><${Resource} of=${log} height=${200} empty="The controller has not recorded a log of this replica. It does so when the replica runs or ends." isEmpty=${({ run }) => !run}>
     ${({ run, runs, lines }) => html`<div><${LastEnd} runs=${runs} />
       <div class="row">${runs.length > 1 ? html`<${Select} label="Run" value=${startedAt} onChange=${setStartedAt} options=${[["", "the latest"], ...runs.map((each) => [String(each.started_at), describeRun(each)])]} />` : null}
+        <${Select} label="Lines" value=${level} onChange=${setLevel} options=${LEVELS} />
         <span class="s">${run.exited_at === null ? html`<${RunState} run=${run} />` : `ended ${time(run.exited_at, { date: true })}`}</span>
         <span class="sp"></span>
         <button class="link" onClick=${() => save(`${name}.log`, new Blob([lines.join("\n")], { type: "text/plain" }))}>Save as text</button></div>
