@@ -85,7 +85,7 @@ def test_interrupted_self_check_prints_no_traceback() -> None:
         )
         os.killpg(process.pid, signal.SIGINT)
         stderr = process.communicate()[1]
-    assert process.returncode
+    assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "failed" not in stderr
 
@@ -168,6 +168,21 @@ async def test_run_without_completed_request_exits_1() -> None:
         )
     assert result.exit_code == 1
     assert "slow down" in result.output
+
+
+async def test_interrupted_run_exits_130() -> None:
+    async def interrupt(request: UpstreamRequest) -> None:
+        if request.body:
+            process.send_signal(signal.SIGINT)
+
+    async with fake_upstream(interrupt) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "argosy.cli", "bench", "--url", server.url),
+            *("--concurrency", "1", "--requests", "3"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert await process.wait() == 130
 
 
 async def test_api_key_comes_from_environment(

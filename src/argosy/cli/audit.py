@@ -12,6 +12,7 @@ from argosy.cli.account_lookup import (
     StoreUrl,
     find_id,
     find_organisation,
+    list_names,
     open_existing_store,
 )
 from argosy.cli.failure import EXIT_FAILURE, fail
@@ -19,7 +20,7 @@ from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.quantities import format_dollars, format_price, format_timestamp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from argosy.store import AuditEntry, AuditVerification, Limit
 
@@ -63,13 +64,17 @@ def audit(
                 subject=subject, limit=limit or DEFAULT_LIMIT
             )
             limits = opened_store.limits_and_prices.list_limits()
+            names = list_names(opened_store)
     if action == "verify":
         _print_verification(verification, json=json)
     else:
-        _print_entries(entries, limits, json=json)
+        _print_entries(entries, limits, names, json=json)
 
 
-def _print_entries(entries: list[AuditEntry], limits: list[Limit], *, json: bool) -> None:
+def _print_entries(
+    entries: list[AuditEntry], limits: list[Limit], names: Mapping[str, str], *, json: bool
+) -> None:
+    """Print entries as JSON, with ids, or as a table with names in place of the ids of those that have one."""
     # The entry of a changed limit has only the amounts.
     dollar_limits = {limit.id for limit in limits if limit.unit == DOLLAR_UNIT}
     dollar_limits |= {
@@ -81,22 +86,28 @@ def _print_entries(entries: list[AuditEntry], limits: list[Limit], *, json: bool
         lambda entry: (
             entry.entry,
             format_timestamp(entry.at),
-            entry.actor,
+            _name_actor(entry.actor, names),
             entry.action,
-            entry.subject,
-            _format_details(entry, is_dollar_limit=entry.subject in dollar_limits),
+            names.get(entry.subject, entry.subject),
+            _format_details(entry, names, is_dollar_limit=entry.subject in dollar_limits),
         ),
         "The audit log has no entries.",
         json=json,
     )
 
 
-def _format_details(entry: AuditEntry, *, is_dollar_limit: bool) -> str:
+def _name_actor(actor: str, names: Mapping[str, str]) -> str:
+    """Return an actor such as `key:ID` with the name of the key."""
+    kind, separator, record = actor.partition(":")
+    return f"{kind}{separator}{names.get(record, record)}"
+
+
+def _format_details(entry: AuditEntry, names: Mapping[str, str], *, is_dollar_limit: bool) -> str:
     """Return the fields of a new or deleted record, or each changed field's old and new value."""
     is_whole_record = entry.action.endswith((".create", ".delete"))
     parts = []
     for name, value in entry.details.items():
-        format_value = _field_format(entry, name, is_dollar_limit=is_dollar_limit)
+        format_value = _field_format(entry, name, names, is_dollar_limit=is_dollar_limit)
         match value:
             case None | [] | "" if is_whole_record:
                 continue
@@ -108,7 +119,7 @@ def _format_details(entry: AuditEntry, *, is_dollar_limit: bool) -> str:
 
 
 def _field_format(
-    entry: AuditEntry, name: str, *, is_dollar_limit: bool
+    entry: AuditEntry, name: str, names: Mapping[str, str], *, is_dollar_limit: bool
 ) -> Callable[[object], str]:
     """Return the function that formats the values of a field: money in dollars, times as local times."""
     noun = entry.action.partition(".")[0]
@@ -122,7 +133,7 @@ def _field_format(
         )
     if noun == "limit" and name == "unit":
         return lambda value: "dollars" if value == DOLLAR_UNIT else _format_value(value)
-    return _format_value
+    return lambda value: names.get(str(value)) or _format_value(value)
 
 
 def _format_time(value: object) -> str:

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from argosy.cli import bench_arguments as parse
-from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.failure import EXIT_FAILURE, EXIT_INTERRUPTED, fail
 from argosy.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
@@ -362,6 +362,8 @@ def _run_and_report(
         result = uvloop.run(run_benchmark(settings, headers, progress))
     typer.echo(render_text_report(result))
     outputs.write_result(result)
+    if any(run.interrupted for run in result.runs):
+        raise typer.Exit(EXIT_INTERRUPTED)
     if not any(run.summary.completed for run in result.runs):  # nothing was measured
         fail("No request succeeded: see the errors above.", EXIT_FAILURE)
 

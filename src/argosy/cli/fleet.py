@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from argosy.cli.account_lookup import StoreUrl
-from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.failure import EXIT_FAILURE, EXIT_INTERRUPTED, fail
 from argosy.cli.fleet_progress import wait_until_gone, wait_until_ready
 from argosy.cli.fleet_target import (
     FilesArgument,
@@ -21,6 +23,7 @@ from argosy.cli.fleet_target import (
     Wait,
     check_launchers,
     check_ports,
+    complete_pools,
     created_folder,
     is_controlled_here,
     open_declared,
@@ -28,7 +31,7 @@ from argosy.cli.fleet_target import (
     operator_name,
     parse_revision,
 )
-from argosy.cli.output import JsonOutput, print_json, print_records
+from argosy.cli.output import JsonOutput, color_sign, print_json, print_records
 from argosy.cli.quantities import format_timestamp
 
 if TYPE_CHECKING:
@@ -64,7 +67,10 @@ def up(
             revision = _apply(target, config, reason, asks="risk", quiet=json, is_up=True)
         target.store.keep_reserve()
         _start_controller(target)
-        _finish(target, revision, wait=wait, timeout=timeout, json=json)
+        goes_on = (
+            "The fleet goes on starting. `argosy status` shows it, and `argosy down` stops it."
+        )
+        _finish(target, revision, wait=wait, timeout=timeout, json=json, goes_on=goes_on)
 
 
 def plan(
@@ -203,7 +209,7 @@ def rollback(
 
 
 def scale(
-    pool: Annotated[str, typer.Argument(help="Name of the pool.")],
+    pool: Annotated[str, typer.Argument(help="Name of the pool.", autocompletion=complete_pools)],
     replicas: Annotated[int | None, typer.Argument(min=0, help="Number of replicas.")] = None,
     *,
     auto: Annotated[
@@ -272,6 +278,7 @@ def down(
     with open_fleet(files, fleet, store) as target:
         config = stop_everything(parse_revision(target.require_latest()))
         is_kept = not target.folder.is_dir() or has_keeper(target.folder)
+        before = target.require_latest().number
         stop = partial(
             _apply, target, config, reason, asks="never", quiet=True, action="fleet.down"
         )
@@ -281,11 +288,14 @@ def down(
             if not target.store.release_reserve():
                 raise
             revision = stop()
-        if not is_kept:  # nothing stops without a controller
-            _start_controller(target)
-        if wait:
-            wait_until_gone(target, revision, timeout)
-            typer.echo(f"The fleet {target.name} is down.", err=True)
+        if revision != before or target.read_status().replicas:
+            if not is_kept:  # nothing stops without a controller
+                _start_controller(target)
+            if not wait:
+                return
+            with _explain_interrupt("The fleet goes on stopping. `argosy up` starts it again."):
+                wait_until_gone(target, revision, timeout)
+        typer.echo(f"The fleet {target.name} is down.", err=True)
 
 
 # --- shared --------------------------------------------------------------------------------------
@@ -346,11 +356,30 @@ def _warn_without_controller(target: FleetTarget, *, is_up: bool) -> None:
         typer.echo("No controller carries it out. Start one with `argosy up`.", err=True)
 
 
-def _finish(target: FleetTarget, revision: int, *, wait: bool, timeout: float, json: bool) -> None:
+def _finish(
+    target: FleetTarget,
+    revision: int,
+    *,
+    wait: bool,
+    timeout: float,
+    json: bool,
+    goes_on: str = "The controller goes on with the change. `argosy rollback` takes it back.",
+) -> None:
+    """Wait for a revision if that is asked for. `goes_on` says what an interrupt of the command does not stop."""
     if wait:
-        wait_until_ready(target, revision, timeout, quiet=json)
+        with _explain_interrupt(goes_on):
+            wait_until_ready(target, revision, timeout, quiet=json)
     if json:
         print_json({"fleet": target.name, "revision": revision})
+
+
+@contextmanager
+def _explain_interrupt(message: str) -> Iterator[None]:
+    """End the command with a message if Ctrl-C interrupts it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(message, EXIT_INTERRUPTED)
 
 
 def _start_controller(target: FleetTarget) -> None:
@@ -385,11 +414,11 @@ def _show_plan(fleet_plan: FleetPlan, *, json: bool) -> None:
         print_json(fleet_plan)
         return
     for line in fleet_plan.lines:
-        typer.echo(line)
+        typer.echo(color_sign(line))
 
 
 def _show_changes(changes: tuple[PlannedChange, ...]) -> None:
     from argosy.deployment import describe_change
 
     for change in changes:
-        typer.echo(describe_change(change))
+        typer.echo(color_sign(describe_change(change)))

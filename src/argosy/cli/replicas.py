@@ -9,6 +9,7 @@ import typer
 from typer import Argument, Option
 
 from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.fleet_target import complete_replicas
 from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.quantities import format_timestamp
 from argosy.cli.server_client import DEFAULT_URL, GatewayApiKey, GatewayUrl, call_admin_api
@@ -21,7 +22,11 @@ POLL_INTERVAL_S = 0.5
 
 ReplicaArgument = Annotated[
     str,
-    Argument(metavar="REPLICA", help="Name of the replica, as `argosy replicas list` prints it."),
+    Argument(
+        metavar="REPLICA",
+        help="Name of the replica, as `argosy replicas list` prints it.",
+        autocompletion=complete_replicas,
+    ),
 ]
 ModelOption = Annotated[
     str | None,

@@ -16,6 +16,7 @@ from argosy.cli.fleet_target import (
     FleetOption,
     FleetTarget,
     Timeout,
+    complete_pools,
     open_fleet,
     operator_name,
 )
@@ -42,7 +43,11 @@ app = typer.Typer(
 
 PoolArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[POOL]", help="Name of the pool. Default: the one with a rollout."),
+    typer.Argument(
+        metavar="[POOL]",
+        help="Name of the pool. Default: the one with a rollout.",
+        autocompletion=complete_pools,
+    ),
 ]
 Reason = Annotated[str, typer.Option("--reason", "-m", help="Why, for the record.")]
 Force = Annotated[

@@ -1,4 +1,4 @@
-"""Commands for a declared fleet that are refused: each gives one clear error, and changes nothing."""
+"""Commands for a declared fleet without a controller: refusals with one clear error that change nothing, and logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.deployment import dump_fleet, load_fleet, pool_digests, set_replicas
-from argosy.store import Store, open_store
+from argosy.store import ReplicaLogRun, Store, open_store
 
 DECLARATION = """\
 fleet: demo
@@ -161,7 +161,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield store
 
 
-def test_wait_needs_a_controller_that_lives(store: Store) -> None:
+def test_wait_needs_a_controller_that_lives(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of a controller that was killed say that all is ready, although it may be gone."""
     Path("fleet.yaml").write_text(
         "{fleet: demo, gateways: 0, models: [{name: chat, replicas: [{url: 'http://127.0.0.1:1'}]}]}"
@@ -170,6 +170,19 @@ def test_wait_needs_a_controller_that_lives(store: Store) -> None:
     result = runner.invoke(app, ["apply", "--wait", "--timeout", "0"])
     assert result.exit_code == 1
     assert "no controller has carried out the revision yet" in result.stderr
+    interrupt_sleep(monkeypatch)
+    result = runner.invoke(app, ["apply", "--wait"])
+    assert result.exit_code == 130
+    assert "The controller goes on with the change" in result.stderr
+
+
+def interrupt_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C when a command waits."""
+
+    def interrupt(_interval_s: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("argosy.cli.fleet_progress.time.sleep", interrupt)
 
 
 def test_wait_ends_when_nothing_can_start(store: Store) -> None:
@@ -287,7 +300,9 @@ def test_fleet_is_stopped_although_its_file_is_invalid(content: str, store: Stor
     assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
 
 
-def test_only_fleet_that_is_not_down_needs_no_name(store: Store) -> None:
+def test_only_fleet_that_is_not_down_needs_no_name(
+    store: Store, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for fleet in ("demo", "other"):
         declare()
         Path("fleet.yaml").rename("any.yaml")
@@ -296,9 +311,109 @@ def test_only_fleet_that_is_not_down_needs_no_name(store: Store) -> None:
     assert "(fleets: demo, other)" in refuse("status")
     assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
     assert "Fleet other, revision 1" in runner.invoke(app, ["status"]).stdout
+    (state / "argosy/fleets/demo").mkdir(parents=True)
+    monkeypatch.setattr("argosy.controller_keeper.start_keeper", pytest.fail)  # nothing is to stop
+    assert "is down" in runner.invoke(app, ["down", "--fleet", "demo"]).stderr
 
 
 def test_fleet_that_was_never_applied(store: Store) -> None:
     declare()
     assert "was never applied" in refuse("status")
+    assert "no revision 99" in refuse("history", "99")
     assert runner.invoke(app, ["events"]).stdout == "No events.\n"
+
+
+def write_logs(state: Path) -> Path:
+    """Write the logs of a fleet with a gateway, replicas of which one is removed, and a controller."""
+    folder = state / "argosy/fleets/demo"
+    logs = folder / "replicas/logs"
+    logs.mkdir(parents=True)
+    lines = {
+        logs / "chat-1-0.log": ["10:00:01 info req-1", "10:00:05 error req-2", "raw"],
+        logs / "chat-1-1.log": ["10:00:00 info req-3"],
+        logs / "gateway-1-0.log": ["10:00:02 warning req-1"],
+        folder / "controller.log": ["10:00:03 info -"],
+    }
+    for path, texts in lines.items():
+        path.write_text("".join(f"{format_line(text)}\n" for text in texts))
+    return logs
+
+
+def format_line(text: str) -> str:
+    if " " not in text:
+        return text
+    clock, level, request = text.split()
+    event = {"event": "served", "level": level, "timestamp": f"2026-11-28T{clock}Z"}
+    return msgspec.json.encode(event | {"request_id": request}).decode()
+
+
+def read_sources(*arguments: str) -> list[str]:
+    """Return of which processes `argosy logs` prints lines."""
+    result = runner.invoke(app, ["logs", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return [msgspec.json.decode(line)["source"] for line in result.stdout.splitlines()]
+
+
+def test_logs_are_selected_and_outlive_replicas_and_fleet(store: Store, state: Path) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    lease = store.fleets.acquire_lease("other", store.fleets.read_lease("demo"))
+    assert lease is not None
+    names = [("chat-1-0", "chat"), ("gateway-1-0", "gateway")]
+    records = {
+        f"replica/{name}": msgspec.json.encode(
+            {"name": name, "pool": pool, "generation": 1, "ordinal": 0, "launcher": "local"}
+        )
+        for name, pool in names
+    }
+    store.fleets.save_records(lease, records)
+    run = ReplicaLogRun(started_at=1.0, attempt=1, exited_at=2.0, read_at=3.0)
+    store.replica_logs.save(lease, "remote-1-0", run, format_line("09:00:00 info req-1").encode())
+    logs = write_logs(state)
+    chat = ["chat-1-0"] * 3
+    assert read_sources() == ["chat-1-0", "gateway-1-0", "controller", "chat-1-0", "chat-1-0"]
+    assert read_sources("chat") == chat
+    assert read_sources("chat", "-n", "1") == ["chat-1-0"]
+    assert read_sources("chat-1-1") == ["chat-1-1"]
+    assert read_sources("remote") == ["remote-1-0"]
+    assert read_sources("gateway", "--level", "warning") == ["gateway-1-0"]
+    assert read_sources("controller", "--level", "error") == []
+    since = ("--since", "2026-11-28T09:59:59Z")
+    assert read_sources("chat", *since) == ["chat-1-1", *chat]
+    assert read_sources("--request", "req-1") == ["remote-1-0", "chat-1-0", "gateway-1-0"]
+    with (logs / "chat-1-0.log").open("ab") as log:  # larger than the first reads
+        log.write(f"{format_line('10:01:00 info req-4')}\n".encode() * 20_000)
+    assert read_sources("chat", "--level", "error") == ["chat-1-0"] * 2
+    assert len(read_sources("chat", "--since", "2026-11-28T10:00:30Z")) == 20_000
+    store.fleets.save_records(lease, dict.fromkeys(records))
+    assert runner.invoke(app, ["down", "--no-wait"]).exit_code == 0
+    assert set(read_sources("chat")) == {"chat-1-0", "chat-1-1"}
+    text = runner.invoke(app, ["logs", "gateway", "--text"]).stdout
+    assert text.startswith("gateway-1-0  2026-11-28 ")
+    unknown = runner.invoke(app, ["logs", "other"])
+    assert (unknown.exit_code, "pools with logs: " in unknown.stderr) == (1, True)
+
+
+def test_logs_are_followed_also_when_they_are_rotated(
+    store: Store, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    logs = write_logs(state)
+    path = logs / "chat-1-0.log"
+    steps: list[Callable[[], object]] = [
+        lambda: path.rename(f"{path}.1"),
+        lambda: path.write_text("first\nsec"),
+        lambda: path.write_text("first\nsecond\nthird\n"),
+    ]
+
+    def sleep(_interval_s: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop(0)()
+
+    monkeypatch.setattr("argosy.cli.fleet_logs.time.sleep", sleep)
+    result = runner.invoke(app, ["logs", "chat-1-0", "-f", "-n", "1", "--text"])
+    assert result.exit_code == 130
+    lines = [line.removeprefix("chat-1-0  ") for line in result.stdout.splitlines()]
+    assert lines == ["raw", "first", "sec", "second", "third"]
