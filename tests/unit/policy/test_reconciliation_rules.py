@@ -381,6 +381,7 @@ def test_replicas_of_undeclared_pool_drain() -> None:
     ("fields", "phase", "reason"),
     [
         (LOADING, "loading", "it loads its model"),
+        (LOADING | {"ready_at": NOW, "last_response_at": NOW - 1}, "loading", "it loads its model"),
         (LOADING | {"activity": "loading weights, 40 %"}, "loading", "loading weights, 40 %"),
         (
             LOADING

@@ -307,7 +307,8 @@ def _find_gateway_problem(
         return ProblemKind.DRAINS, ""
     if state is not MemberState.LOADING:
         return None
-    if replica.ready_at is not None:
+    answered_at = replica.last_response_at or -math.inf
+    if replica.ready_at is not None and answered_at > replica.ready_at:  # it may report it first
         problem = replica.serving_problem
         return ProblemKind.STOPPED_SERVING, f": {problem}" if problem else ""
     if replica.past_runs and replica.past_runs[-1].ready_at is not None:
