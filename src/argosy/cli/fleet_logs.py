@@ -329,13 +329,15 @@ class _Output:
     def _print(self, lines: Iterable[tuple[str, LogLine]]) -> None:
         import msgspec
 
-        for name, line in sorted(lines, key=lambda each: each[1].at):
+        ordered = sorted(lines, key=lambda each: each[1].at)
+        width = max((len(name) for name, _ in ordered), default=0)
+        for name, line in ordered:
             if self._is_json:
                 event = line.event or {"event": line.text}
                 typer.echo(msgspec.json.encode({"source": name, **event}).decode())
                 continue
             for text in self._formatter.format(line).split("\n"):
-                typer.echo(f"{name}  {text}")
+                typer.echo(f"{name:{width}}  {text}")
         sys.stdout.flush()
 
 

@@ -70,7 +70,8 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
     if not quiet:
         replicas = sum(pool.ready for pool in status.pools)
         where = f" at {status.url}" if status.url else ""
-        typer.echo(f"The fleet {target.name} is ready{where} ({replicas} replicas).", err=True)
+        count = "1 replica" if replicas == 1 else f"{replicas} replicas"
+        typer.echo(f"The fleet {target.name} is ready{where} ({count}).", err=True)
 
 
 def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> None:

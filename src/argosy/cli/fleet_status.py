@@ -275,7 +275,7 @@ def events(
                 is_shown = event.outcome not in {"", "ok"} and event.kind != SCALING_DECISION
                 what = ": ".join(filter(None, (event.outcome if is_shown else "", event.reason)))
                 line = f"{at}  {event.kind}  {event.replica or event.pool}  {what}"
-                typer.echo(strip_control_characters(line))
+                typer.echo(color_state(event.outcome, strip_control_characters(line)))
             if not (last or follow or json):
                 typer.echo("No events.")
             if not follow:

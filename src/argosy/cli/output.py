@@ -21,6 +21,7 @@ _COLORED_COLUMNS = frozenset({"phase", "status"})
 _STATE_COLORS = {
     "ready": "green",
     "failed": "red",
+    "refused": "red",
     "unreachable": "red",
     "ejected": "red",
     "page": "red",

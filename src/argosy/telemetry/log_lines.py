@@ -26,6 +26,7 @@ _LEVEL_WORD_END = 60
 """Number of characters at the start of a line of another program in which it may name its level."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _TRACEBACK_FIELDS = frozenset({"exception", "stack"})
+_HIDDEN_FIELDS = frozenset({"exc_info", "logger"})
 _TEXT_FIELDS = frozenset({"event", "level", "timestamp"})
 
 
@@ -108,8 +109,11 @@ class LogFormatter:
         if line.event is None:
             return _escape(_COLOR.sub("", line.text))
         event = {_escape(name): _escape_value(name, value) for name, value in line.event.items()}
-        for name in ("exc_info", "logger"):
-            event.pop(name, None)
+        event = {
+            name: value
+            for name, value in event.items()
+            if value is not None and name not in _HIDDEN_FIELDS
+        }
         if line.at:
             moment = datetime.fromtimestamp(line.at, UTC).astimezone(self._zone)
             event["timestamp"] = f"{moment:%Y-%m-%d %H:%M:%S}.{moment.microsecond // 1000:03}"

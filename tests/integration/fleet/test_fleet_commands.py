@@ -381,6 +381,9 @@ def test_logs_are_selected_and_outlive_replicas_and_fleet(store: Store, state: P
     since = ("--since", "2026-11-28T09:59:59Z")
     assert read_sources("chat", *since) == ["chat-1-1", *chat]
     assert read_sources("--request", "req-1") == ["remote-1-0", "chat-1-0", "gateway-1-0"]
+    words = {"COMP_WORDS": "argosy logs ch", "COMP_CWORD": "2", "_ARGOSY_COMPLETE": "complete_bash"}
+    completed = runner.invoke(app, [], prog_name="argosy", env=words)
+    assert completed.stdout.split() == ["chat", "chat-1-0"]
     with (logs / "chat-1-0.log").open("ab") as log:  # larger than the first reads
         log.write(f"{format_line('10:01:00 info req-4')}\n".encode() * 20_000)
     assert read_sources("chat", "--level", "error") == ["chat-1-0"] * 2
