@@ -7,8 +7,10 @@ import shutil
 import signal
 import ssl
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -30,6 +32,34 @@ KEY = re.compile(r"sk-argosy-[\w-]+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy of the bundled model, which the last test of its server removes."""
+    return Path(
+        shutil.copytree(BUNDLED_MODEL, tmp_path_factory.mktemp("model") / BUNDLED_MODEL.name)
+    )
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """Server of a file, whose working directory was deleted, and whose temporary folder has a long path.
+
+    A deployment may delete the folder of the previous version. Relative library paths of torch then fail. The paths of
+    sockets in the temporary folder would be too long.
+    """
+    folder = tmp_path_factory.mktemp("server")
+    working_directory, temporary_folder = folder / "old", folder / ("deep" * 20)
+    working_directory.mkdir()
+    temporary_folder.mkdir()
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.chdir(working_directory)
+            monkeypatch.setenv("TMPDIR", str(temporary_folder))
+            server = stack.enter_context(run_serve(str(model)))
+        working_directory.rmdir()
+        yield server
+
+
 def accepts_connections(server: ServeProcess) -> bool:
     """Return whether the server accepts new connections."""
     try:
@@ -39,11 +69,11 @@ def accepts_connections(server: ServeProcess) -> bool:
     return True
 
 
-def stream_text(server: ServeProcess, chunks: SimpleQueue[str]) -> str:
+def stream_text(server: ServeProcess, chunks: SimpleQueue[str], key: str = "none") -> str:
     """Stream a long seeded response and return its text. Put each chunk into `chunks` as it arrives."""
     text = ""
     with (
-        server.client() as client,
+        server.client(key) as client,
         client.chat.completions.create(
             model=client.models.list().data[0].id,
             messages=[HELLO],
@@ -154,13 +184,118 @@ def test_stream_survives_killed_core(server: ServeProcess) -> None:
     assert server.core().pid != first.pid
 
 
-def test_sigterm_drains_and_leaves_no_process_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstartable_replica_ends_server_with_error(
+    server: ServeProcess, model: Path, tmp_path: Path
+) -> None:
+    """The last test of the shared server."""
+    model.rename(tmp_path / "elsewhere")
+    (replica,) = server.replicas()
+    replica.kill()
+    stderr = "".join(server.stderr_lines)
+    assert f"there is no directory {model}" in stderr.splitlines()[-1]
+    assert stderr.count("replica_restarting") > 2
+    assert "Traceback" not in stderr
+    assert not accepts_connections(server)
+
+
+@dataclass(frozen=True)
+class KeyedServer:
+    """Server of a stored model, with a store that has a key."""
+
+    server: ServeProcess
+    store: tuple[str, str]
+    digest: str
+    key: str
+
+
+@pytest.fixture(scope="module")
+def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedServer]:
+    """Server of a model that was damaged in the model store when it was first to be served."""
+    folder = tmp_path_factory.mktemp("stored")
+    store = ("--store", f"sqlite:///{folder / 'argosy.db'}")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("ARGOSY_MODELS", str(folder / "models"))
+        pull = ["models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json"]
+        digest = json.loads(CliRunner().invoke(app, pull).stdout)["digest"]
+        (weights,) = (folder / "models").rglob("model.safetensors")
+        weights.chmod(0o600)
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        failed = run_argosy("serve", "store:mini", "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - the test needs a public address
+        assert failed.returncode == 2
+        assert "model.safetensors" in failed.stderr.splitlines()[-1]
+        assert "Traceback" not in failed.stderr
+        key = KEY.search(failed.stderr)
+        assert key is not None, (
+            "a public address needs a key, which is shown before the model loads"
+        )
+        weights.write_bytes(whole)
+        with run_serve("store:mini", "--drain-deadline", "600", *store) as server:
+            yield KeyedServer(server, store, digest, key.group())
+
+
+def test_stored_model_serves_with_the_first_key_and_its_digest_is_listed_and_used(
+    keyed_server: KeyedServer,
+) -> None:
+    """Every request needs a key once one exists."""
+    url, key = keyed_server.server.url, keyed_server.key
+    arguments = ("chat", "--url", url, "--max-tokens", "5", "Hello")
+    keyless = run_argosy(*arguments)
+    assert keyless.returncode != 0
+    assert "Send an API key" in keyless.stderr
+    unknown = error_line("status", "--url", url)
+    assert "Give it by --api-key or ARGOSY_API_KEY" in unknown
+    assert run_argosy(*arguments, "--api-key", key).returncode == 0
+    headers = {"Authorization": f"Bearer {key}"}
+    (card,) = httpx2.get(f"{url}/v1/models", headers=headers).json()["data"]
+    assert (card["id"], card["digest"]) == ("mini", keyed_server.digest)
+    usage = ["usage", "--csv", "-", *keyed_server.store]
+    wait_for(lambda: CliRunner().invoke(app, usage).output.count(keyed_server.digest) == 1)
+
+
+def test_second_sigint_exits_at_once(keyed_server: KeyedServer) -> None:
+    """The last test of its server."""
+    server = keyed_server.server
+    processes = server.processes()
+    with ThreadPoolExecutor(1) as pool:
+        chunks: SimpleQueue[str] = SimpleQueue()
+        answer = pool.submit(stream_text, server, chunks, keyed_server.key)
+        chunks.get()
+        server.core().suspend()  # the stream cannot finish
+        server.process.send_signal(signal.SIGINT)
+        while "Press Ctrl-C again to stop at once" not in next(server.stderr_lines):
+            pass
+        wait_for(lambda: not accepts_connections(server))
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises((openai.OpenAIError, httpx2.TransportError)):
+            answer.result()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+
+def test_tls_server_reloads_on_sighup_drains_on_sigterm_and_leaves_no_process_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The temporary folder has an unusual name, which is part of the replicas' URLs."""
+    authority = Authority(tmp_path)
+    pair = authority.pair("server", "127.0.0.1")
+    assert "--tls-key" in error_line("serve", "--port", "0", "--tls-cert", pair.certificate)
+    public = ("--host", "0.0.0.0", "--auth", "disabled")  # noqa: S104 - only there a key would be required
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    tls = ("--tls-cert", pair.certificate, "--tls-key", pair.key)
     # Shorter than tmp_path, so that sockets are in it.
     with tempfile.TemporaryDirectory(suffix="ü %41 b") as folder:
         monkeypatch.setenv("TMPDIR", folder)
-        with run_serve() as server:
+        monkeypatch.setenv("SSL_CERT_FILE", authority.ca)
+        with run_serve(*public, *store, *tls) as server:
+            assert server.url.startswith("https")
             assert list(Path(folder).glob("argosy*"))
+            address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+            before = ssl.get_server_certificate(address)
+            authority.pair("server", "127.0.0.1")
+            server.process.send_signal(signal.SIGHUP)
+            while ssl.get_server_certificate(address) == before:
+                pass
             expected = stream_text(server, SimpleQueue())
             processes = server.processes()
             assert (
@@ -176,92 +311,3 @@ def test_sigterm_drains_and_leaves_no_process_or_file(monkeypatch: pytest.Monkey
             assert not alive
             assert not accepts_connections(server)
         assert not list(Path(folder).glob("argosy*"))
-
-
-def test_second_sigint_exits_at_once() -> None:
-    with run_serve("--drain-deadline", "600") as server:
-        processes = server.processes()
-        with ThreadPoolExecutor(1) as pool:
-            chunks: SimpleQueue[str] = SimpleQueue()
-            answer = pool.submit(stream_text, server, chunks)
-            chunks.get()
-            server.core().suspend()  # the stream cannot finish
-            server.process.send_signal(signal.SIGINT)
-            while "Press Ctrl-C again to stop at once" not in next(server.stderr_lines):
-                pass
-            wait_for(lambda: not accepts_connections(server))
-            server.process.send_signal(signal.SIGINT)
-            with pytest.raises((openai.OpenAIError, httpx2.TransportError)):
-                answer.result()
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        assert not alive
-
-
-def test_damaged_model_is_refused_after_first_key_is_shown_and_whole_model_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A public address needs a key. The digest of a stored model is in its list entry and its usage."""
-    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
-    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    pull = ["models", "pull", str(BUNDLED_MODEL), "--name", "mini", "--json"]
-    digest = json.loads(CliRunner().invoke(app, pull).stdout)["digest"]
-    (weights,) = (tmp_path / "models").rglob("model.safetensors")
-    weights.chmod(0o600)
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    failed = run_argosy("serve", "store:mini", "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - the test needs a public address
-    assert failed.returncode == 2
-    assert "model.safetensors" in failed.stderr.splitlines()[-1]
-    assert "Traceback" not in failed.stderr
-    key = KEY.search(failed.stderr)
-    assert key is not None
-    weights.write_bytes(whole)
-    with run_serve("store:mini", *store) as server:  # every request needs a key once one exists
-        arguments = ("chat", "--url", server.url, "--max-tokens", "5", "Hello")
-        keyless = run_argosy(*arguments)
-        assert keyless.returncode != 0
-        assert "Send an API key" in keyless.stderr
-        unknown = error_line("status", "--url", server.url)
-        assert "Give it by --api-key or ARGOSY_API_KEY" in unknown
-        assert run_argosy(*arguments, "--api-key", key.group()).returncode == 0
-        bearer = {"Authorization": f"Bearer {key.group()}"}
-        (card,) = httpx2.get(f"{server.url}/v1/models", headers=bearer).json()["data"]
-        assert (card["id"], card["digest"]) == ("mini", digest)
-        usage = ["usage", "--csv", "-", *store]
-        wait_for(lambda: CliRunner().invoke(app, usage).output.count(digest) == 1)
-
-
-def test_unstartable_replica_ends_server_with_error(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(BUNDLED_MODEL, model)
-    with run_serve(str(model)) as server:
-        model.rename(tmp_path / "elsewhere")
-        (replica,) = server.replicas()
-        replica.kill()
-        stderr = "".join(server.stderr_lines)
-        assert f"there is no directory {model}" in stderr.splitlines()[-1]
-        assert stderr.count("replica_restarting") > 2
-        assert "Traceback" not in stderr
-        assert not accepts_connections(server)
-
-
-def test_tls_server_without_auth_answers_and_reloads_on_sighup(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    pair = authority.pair("server", "127.0.0.1")
-    assert "--tls-key" in error_line("serve", "--port", "0", "--tls-cert", pair.certificate)
-    public = ("--host", "0.0.0.0", "--auth", "disabled")  # noqa: S104 - only there a key would be required
-    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    tls = ("--tls-cert", pair.certificate, "--tls-key", pair.key)
-    with run_serve(*public, *store, *tls) as server:
-        assert server.url.startswith("https")
-        trust = ssl.create_default_context(cafile=authority.ca)
-        request = {"model": "argosy-mini", "prompt": "Say", "max_tokens": 3}
-        with httpx2.Client(base_url=server.url, verify=trust, timeout=60) as client:
-            assert client.post("/v1/completions", json=request).status_code == 200
-        address = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
-        before = ssl.get_server_certificate(address)
-        authority.pair("server", "127.0.0.1")
-        server.process.send_signal(signal.SIGHUP)
-        while ssl.get_server_certificate(address) == before:
-            pass
-        assert httpx2.get(f"{server.url}/ready", verify=trust).status_code == 200

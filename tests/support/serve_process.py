@@ -46,8 +46,8 @@ class ServeProcess:
         replicas = [replica for monitor in monitors for replica in children(monitor)]
         return [replica for replica in replicas if is_replica(replica)]
 
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
