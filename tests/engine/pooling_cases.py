@@ -8,11 +8,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
 from tokenizers import normalizers, pre_tokenizers, processors
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
@@ -22,6 +21,8 @@ from tests.engine.transformers_reference import make_reference
 with warnings.catch_warnings(action="ignore"):
     import transformers
 
+if TYPE_CHECKING:
+    from sentence_transformers import CrossEncoder, SentenceTransformer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

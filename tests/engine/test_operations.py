@@ -9,7 +9,6 @@ from typing import get_args
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from argosy.engine.execution.architectures.decoder import Activation, DeltaNetArchitecture, NormKind
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
@@ -208,7 +207,9 @@ class DeltaRuleCase:
         return list(out.split(counts))
 
     def expected(self, sequence: int) -> torch.Tensor:
-        """Compute a sequence with transformers."""
+        """Compute a sequence with transformers, whose module takes a second to import."""
+        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
         net = self.net
         padded = F.pad(self.qkv[sequence].float().T, (net.conv_width - 1, 0))
         mixed = F.silu(F.conv1d(padded, self.weights.conv.T.unsqueeze(1), groups=net.channels)).T

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import agents
 import httpx2
 import msgspec
 import openai
@@ -152,6 +151,8 @@ def count_cancelled(server: Server) -> float:
 
 async def test_the_agents_sdk_runs_a_tool_loop_and_gets_a_typed_answer(server: Server) -> None:
     """After the first call the SDK resets `tool_choice`, and the tool is not there any more."""
+    import agents  # takes a second, and each worker collects this file
+
     cities: list[str] = []
 
     def get_weather(city: str, unit: Unit) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import ollama
 import openai
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import anthropic
 
 APIS = ("chat", "responses", "anthropic", "ollama")
 SYSTEM = "You are brief."
@@ -196,6 +198,8 @@ class Sdks:
     """Official SDKs with one key, without retries."""
 
     def __init__(self, url: str, key: str) -> None:
+        import anthropic  # takes a second, and each worker collects the tests that use it
+
         self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
         self.ollama = ollama.AsyncClient(url, headers={"authorization": f"Bearer {key}"})

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import anthropic
 import httpx2
 import ollama
 import openai
@@ -26,6 +26,9 @@ from tests.support.waiting import until
 from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.engine import EngineRequest
 from argosy.store import StoreConfig, UsageRecord
+
+if TYPE_CHECKING:
+    import anthropic
 
 MODEL = "big"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-import anthropic
 import msgspec
 import ollama
 import openai
@@ -116,6 +115,8 @@ async def test_tool_result_returns_to_the_model(fleet: DialectFleet) -> None:
 
 
 async def test_errors_have_the_shape_of_each_client(fleet: DialectFleet) -> None:
+    import anthropic
+
     question: Any = [{"role": "user", "content": "Hi"}]
     for key, model in (("sk-wrong", MODEL), ("", "missing")):
         openai_error = openai.NotFoundError if model == "missing" else openai.AuthenticationError
@@ -145,6 +146,8 @@ async def read_ollama(fleet: DialectFleet, messages: Any, *, stream: bool) -> No
 
 
 async def test_error_of_the_replica_is_translated(fleet: DialectFleet) -> None:
+    import anthropic
+
     messages: Any = [{"role": "user", "content": "x " * 5000}]
     for stream in (False, True):
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
@@ -238,6 +241,8 @@ async def test_path_needs_no_version_and_body_no_model_if_there_is_only_one(
 async def test_limits_end_and_refuse_requests_in_the_shape_of_each_client(
     fleet: DialectFleet,
 ) -> None:
+    import anthropic
+
     project, messages = fleet.accounts.project("poor"), [{"role": "user", "content": "Hi"}]
     fleet.accounts.price(1_000)
     fleet.accounts.limit(project, "nano_dollars", 20_000, "day")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
 import httpx2
 import ollama
@@ -128,7 +127,11 @@ class Replay:
     """Clients of all dialects whose requests get prepared bytes."""
 
     def __init__(self) -> None:
+        import anthropic  # takes a second, and each worker collects this file
+
         self.body = b""
+        self.anthropic_error = anthropic.APIStatusError
+        self.anthropic_message = anthropic.types.Message
         self.openai = openai.OpenAI(
             api_key="k", http_client=httpx2.Client(transport=httpx2.MockTransport(self._respond))
         )
@@ -293,7 +296,7 @@ def test_responses_events_are_valid_and_in_the_order_that_clients_need(
 def test_anthropic_counts_cached_tokens_separately(replay: Replay) -> None:
     output = without_custom_calls(FULL)
     message = replay.accumulate("anthropic", translate_stream("anthropic", output.stream()))
-    anthropic.types.Message.model_validate(message)
+    replay.anthropic_message.model_validate(message)
     assert [block["type"] for block in message["content"]] == [
         *("thinking", "text", "tool_use", "tool_use")
     ]
@@ -379,7 +382,7 @@ def test_error_ends_a_stream_in_the_shape_of_each_client(
     response = replay.accumulate("responses", translate_stream("responses", begin + ERROR_EVENT))
     assert response["status"] == "failed"
     assert response["error"] == {"code": "server_error", "message": "Lost."}
-    with pytest.raises(anthropic.APIStatusError, match=r"Lost\."):
+    with pytest.raises(replay.anthropic_error, match=r"Lost\."):
         replay.accumulate("anthropic", translate_stream("anthropic", begin + ERROR_EVENT))
     with pytest.raises(ollama.ResponseError, match=r"Lost\."):
         replay.accumulate("ollama", translate_stream("ollama", begin + ERROR_EVENT))
