@@ -242,7 +242,8 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         option = "--port" if error.errno in _PORT_ERRNOS else "--host"
         message = f"cannot listen on {host}:{port} ({reason}); choose another {option}"
         raise OSError(error.errno, message) from error
-    # Accepted sockets inherit the option. Not every system supports it.
+    # Accepted sockets inherit the options. Not every system supports the second one.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio's loop leaves out
     with contextlib.suppress(OSError):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
     return bound

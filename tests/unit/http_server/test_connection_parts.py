@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from tests.support.http_serving import HttpLimits, run_server
 
-from argosy.http_server import Deadlines, HttpExchange, HttpRequest, SlowReaderError
+from argosy.http_server import Deadlines, HttpExchange, HttpRequest, SlowReaderError, bind_tcp
 from argosy.http_server.client_connection import ClientConnection, HttpServerState, get_peer_address
 from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.http1_transport import (
@@ -39,7 +39,7 @@ def address_of(client: socket.socket) -> str:
 @pytest.fixture
 def accepted() -> Iterator[socket.socket]:
     with (
-        socket.create_server(("127.0.0.1", 0)) as server,
+        bind_tcp("127.0.0.1", 0) as server,
         socket.create_connection(server.getsockname()),
     ):
         client, _ = server.accept()
@@ -49,6 +49,12 @@ def accepted() -> Iterator[socket.socket]:
 
 def test_tcp_client_has_the_address_of_its_peer(accepted: socket.socket) -> None:
     assert address_of(accepted) == "127.0.0.1"
+
+
+def test_packets_to_a_tcp_client_do_not_wait_for_its_acknowledgement(
+    accepted: socket.socket,
+) -> None:
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_client_of_a_unix_socket_is_unix() -> None:
