@@ -147,6 +147,86 @@ def test_invalid_option_is_named(arguments: tuple[str, ...], message: str) -> No
     assert message in " ".join(result.output.split())
 
 
+WRONG_FLEET = """\
+models:
+  - {name: chat, sorce: argosy-mini}
+  - {name: b, source: x, hedge_after_s: -1, api_key: sk-abcdefghijklmnopqrstu}
+pools:
+  - name: p
+    model: chta
+    replicas: many
+    min_replicas: 1
+    optoins: {max_seqs: 1}
+  - {name: p, model: b, options: {max_num_seqs: x, revision: main}}
+  - name: q
+    model: b
+    engine: vlm
+    memory: 1MiB
+    max_surge: 0
+    max_unavailable: 0
+log_level: loud
+"""
+"""Misspelt names, wrong types and contradictions. That `max_replicas` is missing may be due to `replicas`."""
+ITS_ERRORS = """\
+2: models[0].sorce: Object contains unknown field `sorce`; did you mean `source`?
+3: models[1].hedge_after_s: Expected `float` > 0.0, but it is -1
+3: models[1].api_key: Object contains unknown field `api_key`
+6: pools[0].model: no model has the name 'chta'. Did you mean 'chat'?
+7: pools[0].replicas: Expected `int | null`, got `str`, but it is 'many'
+9: pools[0].optoins: Object contains unknown field `optoins`; did you mean `options`?
+10: pools[1].name: the pool 'p' is defined twice. Keep one.
+10: pools[1].options.revision: the fleet sets this option itself. Use models[].revision instead.
+10: pools[1].options.max_num_seqs: Object contains unknown field `max_num_seqs`; did you mean `max_seqs`?
+10: pools[1].options.max_seqs: Expected `int`, got `str`, but it is 'x'
+13: pools[2].engine: no engine has the name 'vlm'. Did you mean 'vllm'?
+14: pools[2].memory: '1MiB' is less than any engine needs. Give it at least 128MiB.
+15: pools[2].max_surge: with max_unavailable 0 no replica could be replaced. Set one to 1.
+17: log_level: Invalid enum value 'loud'; write debug, error, info or warning
+"""
+FLEET = "models: [{name: m, source: x}]\npools: [{name: p, model: m, environment: {A: {env: X}}}]\n"
+GATEWAY = "models: [{name: m, replicas: [{url: 'http://a', api_key_env: X}]}]\n"
+TWICE = "models:\n- {name: m, replicas: [{url: 'http://a'}]}\n- {name: m, replicas: [{url: 'http://a'}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "status", "lines"),
+    [
+        ([WRONG_FLEET], 1, ITS_ERRORS),
+        ([FLEET], 0, "2: pools[0].environment.A.env: warning: the environment variable X is not set here.\n"),
+        ([FLEET, "pools: [{name: p, environment: null}]"], 0, ""),
+        ([GATEWAY], 0, "1: models[0].replicas[0].api_key_env: warning: the environment variable X is not set here.\n"),
+        ([TWICE + "routes: [{target_model: x}]"], 1,
+            ("3: models[1].name: model name 'm' is defined twice. Keep one.\n"
+            "4: routes[0]: route 'routes[0]': target_model: no model has the name 'x'. Use one of m, m.\n")),
+        (["models: [{}, {name: 1, url: x}]\nprt: 1"], 1,
+            ("1: models[0]: Object missing required field `name`\n"
+            "1: models[1].name: Expected `str`, got `int`, but it is 1\n"
+            "1: models[1].url: Object contains unknown field `url`\n"
+            "2: prt: Object contains unknown field `prt`; did you mean `port`?\n")),
+        (["models: [\n}"], 1, "2: did not find expected node content\n"),
+        (["port: 1\nport: 2"], 1, "2: 'port' is defined twice, in line 1 and in line 2. Keep one.\n"),
+        (["port: !!int x"], 1, "1: 'x' is not a valid int\n"),
+        (["[1]"], 1, "1: Expected `object`, got `array`\n"),
+    ],
+)  # fmt: skip
+def test_validate_shows_all_errors_with_their_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], status: int, lines: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number}.yaml" for number in range(len(texts))]
+    for name, text in zip(names, texts, strict=True):
+        Path(name).write_text(text)
+    result = runner.invoke(app, ["validate", *names])
+    assert (result.exit_code, result.stdout.replace("0.yaml:", "")) == (status, lines)
+
+
+def test_validate_reads_standard_input_and_refuses_missing_files() -> None:
+    command = [sys.executable, "-m", "argosy.cli", "validate", "-"]
+    done = subprocess.run(command, input="prt: 1", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.count("\n")) == (1, 2)
+    assert runner.invoke(app, ["validate", "/no/such/file"]).exit_code == 2
+
+
 def test_missing_torch_names_engine_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     result = runner.invoke(app, ["serve"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from argosy.deployment import load_config, load_fleet
+from argosy.deployment import check_files
 from argosy.protocol import ERROR_CODES
 from argosy.series import SCHEMAS, metric_names
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges
@@ -91,10 +91,7 @@ def test_yaml_examples_are_valid(page: Path, tmp_path: Path) -> None:
         if "models" in document:
             path = tmp_path / "fleet.yaml"
             path.write_text(block)
-            if "pools" in document:
-                load_fleet([path])
-            else:
-                load_config(path)
+            assert not check_files([path]).errors
 
 
 def test_pages_name_existing_tests_and_results() -> None:

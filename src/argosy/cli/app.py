@@ -29,6 +29,7 @@ from argosy.cli import (
     store,
     tenants,
     usage,
+    validate,
 )
 
 SERVERS, DECLARED, REQUESTS = "Servers", "Declared fleet", "Requests"
@@ -48,6 +49,7 @@ app.command("serve", rich_help_panel=SERVERS)(serve.serve)
 app.command("replica", rich_help_panel=SERVERS)(replica.replica)
 app.command("gateway", rich_help_panel=SERVERS)(gateway.gateway)
 app.command("up", rich_help_panel=DECLARED)(fleet.up)
+app.command("validate", rich_help_panel=DECLARED)(validate.validate)
 app.command("plan", rich_help_panel=DECLARED)(fleet.plan)
 app.command("apply", rich_help_panel=DECLARED)(fleet.apply)
 app.command("diff", rich_help_panel=DECLARED)(fleet.diff)

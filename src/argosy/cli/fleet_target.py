@@ -125,13 +125,18 @@ def load_declaration(
     """Read the declaration from the given files, or from fleet.yaml. An invalid one ends the command."""
     from argosy.deployment import load_fleet
 
+    try:
+        return load_fleet(list_files(arguments, options))
+    except ValueError as error:
+        fail(str(error))
+
+
+def list_files(arguments: Sequence[Path] | None, options: Sequence[Path] | None) -> list[Path]:
+    """Return the given files, or fleet.yaml. Without any the command ends."""
     files = [*(arguments or ()), *(options or ())]
     if not files and not DEFAULT_FILE.exists():
         fail(f"no declaration: give its file, or create {DEFAULT_FILE}")
-    try:
-        return load_fleet(files or [DEFAULT_FILE])
-    except ValueError as error:
-        fail(str(error))
+    return files or [DEFAULT_FILE]
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from argosy.deployment.declaration.engines import (
     EngineKind,
 )
 from argosy.deployment.declaration.loading import (
+    check_files,
     load_fleet,
     locate_fleet,
     parse_fleet,

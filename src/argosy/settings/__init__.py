@@ -9,7 +9,13 @@ The module `options` turns fields of a struct into options of commands.
 """
 
 from argosy.settings.change_marks import ByCommandLine, ByOperator, changed_by
-from argosy.settings.conversion import SettingError, SettingPath, convert_settings, format_path
+from argosy.settings.conversion import (
+    SettingError,
+    SettingPath,
+    convert_settings,
+    convert_valid_settings,
+    format_path,
+)
 from argosy.settings.document import SettingsDocument
 from argosy.settings.options import (
     DeclaredOption,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -36,20 +36,35 @@ _PATH_ITEM = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 _ANY_KEY = "..."
 """Stands for the key of a mapping whose value is invalid. msgspec does not name it."""
 _InspectType = TypeVar("_InspectType", bound=Type)
-_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`$")
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+_MISSING_FIELD = re.compile("missing required field `")
+_MAX_ERRORS = 100
+"""Maximum number of errors of one file, because the whole file is converted again after each."""
 
 
 class SettingError(ValueError):
     """Raised if a setting is invalid. The message contains the remedy."""
 
-    def __init__(self, message: str, path: SettingPath = ()) -> None:
+    def __init__(
+        self, message: str, path: SettingPath = (), *, problem: str = "", line: int = 0
+    ) -> None:
+        """Create an error.
+
+        Args:
+            message: Problem and remedy, with the path of the setting.
+            path: The setting.
+            problem: The message without the path.
+            line: Line of the file, if the file cannot be parsed and thus has no settings.
+        """
         super().__init__(message)
         self.path = path
+        self.problem = problem or message
+        self.line = line
 
     @classmethod
     def at(cls, path: SettingPath, problem: str) -> SettingError:
         """Return an error whose message begins with the path of the setting."""
-        return cls(f"{format_path(path).removeprefix('.')}: {problem}", path)
+        return cls(f"{format_path(path).removeprefix('.')}: {problem}", path, problem=problem)
 
 
 def convert_settings(
@@ -81,7 +96,123 @@ def convert_settings(
         raise SettingError(
             f"{problem}{place}{fix}",
             (*path, *below) if unknown is None else (*path, *below, unknown),
+            problem=f"{problem}{fix}",
         ) from error
+
+
+def convert_valid_settings(
+    value: Any,  # noqa: ANN401 - what a YAML file can hold
+    settings_type: type[T],
+    find_problems: Callable[[T], Iterable[SettingError]] | None = None,
+    path: SettingPath = (),
+) -> tuple[T | None, list[SettingError]]:
+    """Convert a value as far as it is valid, and return all errors.
+
+    Each invalid setting is removed, or renamed if its name is misspelt. Then the rest is converted again.
+    Contradictions are left out where they may be due to a removed setting.
+
+    Args:
+        value: Dictionaries, lists and scalars. It is changed.
+        settings_type: Type to convert to.
+        find_problems: Yields what contradicts itself in settings whose types are valid.
+        path: Where the value is.
+
+    Returns:
+        The settings, and the errors. The settings are None if something is missing to which others may refer, so that
+        contradictions were not looked for.
+    """
+    repair = _Repair(value, settings_type, path)
+    while len(repair.errors) < _MAX_ERRORS:
+        try:
+            settings = convert_settings(value, settings_type, path)
+        except SettingError as error:
+            if not repair.apply(error):
+                return None, repair.errors
+        else:
+            if repair.has_removed_items:
+                return None, repair.errors
+            contradictions = () if find_problems is None else find_problems(settings)
+            repair.errors += filter(repair.is_independent, contradictions)
+            return settings, repair.errors
+    return None, repair.errors
+
+
+class _Repair:
+    """Removal of invalid settings from a value. Errors have the paths that settings had before."""
+
+    def __init__(self, value: Any, settings_type: type, path: SettingPath) -> None:  # noqa: ANN401
+        self.errors: list[SettingError] = []
+        self.has_removed_items = False
+        """Whether an item of a list was removed, to which others may refer."""
+        self._value = value
+        self._type = settings_type
+        self._path = path
+        self._removed: list[SettingPath] = []
+        self._positions: dict[int, list[int]] = {}
+        """First positions of the items of each list that has lost some, by id of the list."""
+
+    def apply(self, error: SettingError) -> bool:
+        """Record an error unless another one caused it, and remove its cause. Returns whether a rest remains."""
+        path = error.path[len(self._path) :]
+        first_path = self._first_path(path)
+        missing = self._find_missing(error.problem, path)
+        if missing:
+            for name in missing:
+                if (*first_path, name) not in self._removed:
+                    problem = f"Object missing required field `{name}`"
+                    self.errors.append(SettingError(problem, (*self._path, *first_path)))
+        elif not any(removed[: len(first_path)] == first_path for removed in self._removed):
+            error.path = (*self._path, *first_path)
+            self.errors.append(error)
+        if not path:
+            return False
+        parent = _find_value(self._value, path[:-1])
+        close = _find_intended_field(error.problem, path[:-1], self._type)
+        if close is not None and close not in parent:
+            parent[close] = parent.pop(path[-1])
+            return True
+        if isinstance(parent, list):
+            self._positions.setdefault(id(parent), list(range(len(parent)))).pop(int(path[-1]))
+            self.has_removed_items = True
+        if _find_unknown_field(error.problem) is None:
+            self._removed.append(first_path)
+        del parent[path[-1]]
+        return True
+
+    def is_independent(self, error: SettingError) -> bool:
+        """Return whether an error remains if the removed settings are put right: it names none of them."""
+        named = set(re.findall(r"\w+", error.problem))
+        return not any(
+            _list_item(removed) == _list_item(error.path) and removed[-1] in named
+            for removed in self._removed
+        )
+
+    def _first_path(self, path: SettingPath) -> SettingPath:
+        first, value = list(path), self._value
+        for index, key in enumerate(path):
+            if isinstance(key, int):
+                first[index] = self._positions.get(id(value), range(key + 1))[key]
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                break  # a setting that is missing, or has its default
+        return tuple(first)
+
+    def _find_missing(self, problem: str, path: SettingPath) -> list[str]:
+        """Return the required fields that a structure lacks, if the problem is that it lacks one."""
+        if not _MISSING_FIELD.search(problem):
+            return []
+        struct = _find_type(_find_node(path, self._type), StructType)
+        present = _find_value(self._value, path)
+        fields = () if struct is None else struct.fields
+        return [
+            each.encode_name for each in fields if each.required and each.encode_name not in present
+        ]
+
+
+def _list_item(path: SettingPath) -> SettingPath:
+    """Return the path of the outermost list item that a setting is in; empty if it is in none."""
+    return next((path[: at + 1] for at, key in enumerate(path) if isinstance(key, int)), ())
 
 
 def format_path(path: Sequence[str | int]) -> str:
@@ -141,24 +272,39 @@ def _describe_value(problem: str, path: SettingPath, value: object) -> str:
 def _suggest_fix(problem: str, path: Sequence[str | int], settings_type: type) -> str:
     """Return a remedy to append to a problem at a path: the intended key or the valid values. Empty if unknown."""
     unknown = _find_unknown_field(problem)
-    if unknown is None and not problem.startswith("Invalid enum value"):
+    if unknown is not None:
+        close = _find_intended_field(problem, path, settings_type)
+        return "" if close is None else f"; did you mean `{close}`?"
+    if not problem.startswith("Invalid enum value"):
         return ""
-    names = [key for key in path if isinstance(key, str)]
-    node: Type | None = type_info(settings_type)
-    for name in names:
-        node = _find_child(node, name)
+    literal = _find_type(_find_node(path, settings_type), LiteralType)
+    values = [] if literal is None else [str(value) for value in literal.values]
+    return f"; write {', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else ""
+
+
+def _find_intended_field(
+    problem: str, path: Sequence[str | int], settings_type: type
+) -> str | None:
+    """Return the field of the structure at a path that an unknown one seems to be meant for, if that is the problem."""
+    unknown = _find_unknown_field(problem)
     if unknown is None:
-        literal = _find_type(node, LiteralType)
-        values = [] if literal is None else [str(value) for value in literal.values]
-        return f"; write {', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else ""
-    close = get_close_matches(unknown, _struct_fields(node), n=1)
-    return f"; did you mean `{close[0]}`?" if close else ""
+        return None
+    fields = _struct_fields(_find_node(path, settings_type))
+    return next(iter(get_close_matches(unknown, fields, n=1)), None)
 
 
 def _find_unknown_field(problem: str) -> str | None:
     """Return the name of the field if the problem is that no such field exists."""
     match = _UNKNOWN_FIELD.search(problem)
     return None if match is None else match[1]
+
+
+def _find_node(path: Sequence[str | int], settings_type: type) -> Type | None:
+    """Return the type of the setting at a path."""
+    node: Type | None = type_info(settings_type)
+    for name in path:
+        node = _find_child(node, name) if isinstance(name, str) else node
+    return node
 
 
 def _find_child(node: Type | None, name: str) -> Type | None:

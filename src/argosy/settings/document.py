@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
 import yaml
 
-from argosy.settings.conversion import SettingError, SettingPath, convert_settings
+from argosy.settings.conversion import (
+    SettingError,
+    SettingPath,
+    convert_settings,
+    convert_valid_settings,
+    format_path,
+)
 from argosy.settings.yaml_nodes import (
     construct_value,
     find_child,
@@ -50,26 +56,52 @@ class SettingsDocument:
     def decode(
         self,
         settings_type: type[T],
-        validate: Callable[[T], None] | None = None,
+        find_problems: Callable[[T], Iterable[SettingError]] | None = None,
         only: Collection[str] | None = None,
     ) -> T:
         """Decode the settings, or only some by name, so that mistakes in others do not matter.
 
-        `validate` raises SettingError if settings contradict each other. So does this method for invalid settings, with
-        the file, the line, the key, the problem and a remedy.
+        `find_problems` yields an error for each contradiction of settings. This method raises the first one, and
+        SettingError for invalid settings, with the file, the line, the key, the problem and a remedy.
         """
         try:
             values = construct_value(self._root)
             if only is not None and isinstance(values, dict):
                 values = {name: value for name, value in values.items() if name in only}
             settings = convert_settings(values, settings_type)
-            if validate is not None:
-                validate(settings)
+            for problem in () if find_problems is None else find_problems(settings):
+                raise problem
         except SettingError as error:
             raise SettingError(f"{self._locate(error.path)}: {error}", error.path) from error
         except ValueError as error:
             raise SettingError(f"{', '.join(self._names)}: {error}") from error
         return settings
+
+    def check(
+        self,
+        settings_type: type[T],
+        find_problems: Callable[[T], Iterable[SettingError]] | None = None,
+    ) -> tuple[T | None, list[SettingError]]:
+        """Decode the settings as far as they are valid, and return all errors in the order of the files.
+
+        See `convert_valid_settings`.
+        """
+        try:
+            values = construct_value(self._root)
+        except SettingError as error:
+            return None, [error]
+        result = convert_valid_settings(values, settings_type, find_problems)
+        return result[0], sorted(result[1], key=self._find_line)
+
+    def describe(self, error: SettingError) -> str:
+        """Return an error as `FILE:LINE: SETTING: PROBLEM`."""
+        file, line = self._find_line(error)
+        setting = format_path(error.path).removeprefix(".")
+        return f"{file}:{line}: {f'{setting}: ' if setting else ''}{error.problem}"
+
+    def _find_line(self, error: SettingError) -> tuple[str, int]:
+        *_, node = self._walk(error.path)
+        return node.start_mark.name, error.line or node.start_mark.line + 1
 
     def file_of(self, path: SettingPath) -> str:
         """Return the name of the file that a setting comes from. A missing setting belongs to its parent's file."""
@@ -98,8 +130,9 @@ class SettingsDocument:
 def _parse(content: bytes, name: str) -> tuple[str, yaml.Node]:
     try:
         return name, parse_yaml(content, name)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    except SettingError as error:
+        message = f"{name}: {error}"
+        raise SettingError(message, problem=f"{name}:{error.line or 1}: {error.problem}") from error
 
 
 def _merge_nodes(base: yaml.Node, overlay: yaml.Node) -> yaml.Node:

@@ -15,6 +15,8 @@ from yaml.constructor import ConstructorError, SafeConstructor
 from yaml.cyaml import CParser
 from yaml.resolver import Resolver
 
+from argosy.settings.conversion import SettingError
+
 MAX_SETTINGS_BYTES = 4 * 1024 * 1024
 """Maximum size of a settings file. Ten thousand replicas need one."""
 MAX_NODES = 200_000
@@ -124,11 +126,11 @@ def _open_without_waiting(path: str, flags: int) -> int:
 def parse_yaml(content: bytes, name: str) -> yaml.Node:
     """Parse a YAML file. An empty file is an empty mapping. Merge keys (`<<`) are resolved.
 
-    Marks of nodes and error messages contain the name of the file. Raises ValueError for a text that is not valid YAML,
-    has a key twice, or is too large.
+    Marks of nodes and error messages contain the name of the file. Raises SettingError for a text that is not valid
+    YAML, has a key twice, or is too large.
     """
     if len(content) > MAX_SETTINGS_BYTES:
-        raise ValueError(
+        raise SettingError(
             f"the file is larger than {MAX_SETTINGS_BYTES >> 20} MiB. Is it a settings file? Split it if it is."
         )
     try:
@@ -139,9 +141,9 @@ def parse_yaml(content: bytes, name: str) -> yaml.Node:
             return yaml.MappingNode("tag:yaml.org,2002:map", [], mark, mark)
         _check_node(node, loader, {})
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise _convert_error(error) from error
     except RecursionError as error:
-        raise ValueError("the settings are nested too deeply. Remove levels.") from error
+        raise SettingError("the settings are nested too deeply. Remove levels.") from error
     return node
 
 
@@ -149,12 +151,12 @@ def construct_value(node: yaml.Node) -> Any:  # noqa: ANN401 - what a YAML file 
     """Return the value of a node as dictionaries, lists and scalars.
 
     Raises:
-        ValueError: A scalar is invalid, or has a tag that settings do not use.
+        SettingError: A scalar is invalid, or has a tag that settings do not use.
     """
     try:
         return _Loader(b"").construct_document(node)
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise _convert_error(error) from error
 
 
 def load_yaml(content: bytes) -> Any:  # noqa: ANN401 - what a YAML text can hold
@@ -185,9 +187,9 @@ def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
     """
     known = sizes.get(id(node))
     if known == 0:
-        raise ValueError(
-            f"the alias in line {node.start_mark.line + 1} contains itself. Write the value out."
-        )
+        line = node.start_mark.line + 1
+        problem = f"the alias in line {line} contains itself. Write the value out."
+        raise SettingError(problem, line=line)
     if known is not None:
         return known
     sizes[id(node)] = 0
@@ -200,11 +202,11 @@ def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
             name, line = str(key.value), key.start_mark.line + 1
             if key.tag not in {_TEXT, _MERGE}:
                 shown = f"{name[:100]!r} " if isinstance(key, yaml.ScalarNode) else ""
-                raise ValueError(f"the key {shown}in line {line} is not text. Quote it.")
+                problem = f"the key {shown}in line {line} is not text. Quote it."
+                raise SettingError(problem, line=line)
             if name in lines:
-                raise ValueError(
-                    f"{name!r} is defined twice, in line {lines[name]} and in line {line}. Keep one."
-                )
+                problem = f"{name!r} is defined twice, in line {lines[name]} and in line {line}. Keep one."
+                raise SettingError(problem, line=line)
             lines[name] = line
             size += 1 + _check_node(value, loader, sizes)
     if size > MAX_NODES:
@@ -217,7 +219,14 @@ def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
     return size
 
 
-def _too_many_values() -> ValueError:
-    return ValueError(
+def _convert_error(error: yaml.YAMLError) -> SettingError:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return SettingError(
+        str(error), problem=problem or "", line=0 if mark is None else mark.line + 1
+    )
+
+
+def _too_many_values() -> SettingError:
+    return SettingError(
         f"the settings have more than {MAX_NODES:,} values, aliases included. Remove some."
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import jsonschema_rs
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from argosy.deployment import (
     FleetConfig,
     build_gateway_config,
+    check_files,
     compare_fleets,
     dump_fleet,
     load_fleet,
@@ -24,7 +27,7 @@ from argosy.deployment import (
     replica_digest,
     validate_fleet,
 )
-from argosy.settings import SettingError, convert_settings
+from argosy.settings import SettingError, convert_settings, dump_yaml, format_path
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -100,11 +103,13 @@ def list_broken_documents(document: Any) -> Iterator[tuple[Path_, Any]]:  # noqa
             yield path, replace_value(document, path, {**value, "unknwon_setting": 1})
 
 
+BROKEN = {name: list(list_broken_documents(document)) for name, document in DOCUMENTS.items()}
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_broken_value_is_refused_with_its_path(name: str) -> None:
-    broken = list(list_broken_documents(DOCUMENTS[name]))
-    assert len(broken) >= 20
-    for path, document in broken:
+    assert len(BROKEN[name]) >= 20
+    for path, document in BROKEN[name]:
         with pytest.raises(SettingError) as error:
             validate_fleet(convert_settings(document, FleetConfig))
         shown = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
@@ -112,9 +117,31 @@ def test_broken_value_is_refused_with_its_path(name: str) -> None:
         assert error.value.path[: len(path)] == path
 
 
+@given(data=st.data())
+@settings(max_examples=40)
+def test_check_shows_both_of_two_broken_values(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(DOCUMENTS)))
+    first, broken = data.draw(st.sampled_from(BROKEN[name]))
+    second, other = data.draw(st.sampled_from(BROKEN[name]))
+    assume(first[: len(second)] != second[: len(first)])
+    broken = replace_value(broken, second, reduce(getitem, second, other))
+    file = tmp_path_factory.mktemp("check") / "fleet.yaml"
+    file.write_text(dump_yaml(broken))
+    checked = check_files([file])
+    found = [line.split(":", 2)[2].strip() for line in checked.errors]
+    shown = [
+        any(line.startswith(format_path(path)[1:]) for line in found) for path in (first, second)
+    ]
+    assert all(shown) or (any(shown) and not checked.is_complete)
+    lines = [int(line.removeprefix(f"{file}:").partition(":")[0]) for line in checked.errors]
+    assert lines == sorted(lines)
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_schema_refuses_unknown_settings_and_wrong_types(name: str) -> None:
-    for path, document in list_broken_documents(DOCUMENTS[name]):
+    for path, document in BROKEN[name]:
         assert not SCHEMA.is_valid(document), path
 
 

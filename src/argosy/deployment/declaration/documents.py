@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -67,25 +69,41 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
     return field.default
 
 
-def check_secrets(value: object, path: SettingPath = ()) -> None:
-    """Refuse texts that are named like a secret or have the shape of one, anywhere in a document.
+def find_secrets(value: object, path: SettingPath = ()) -> Iterator[SettingError]:
+    """Yield an error for each text that is named like a secret or has the shape of one, anywhere in a document.
 
-    Raises:
-        SettingError: There is one. The message contains its path and a remedy, but not the secret.
+    Its message contains the path and a remedy, but not the secret.
     """
     if isinstance(value, dict):
         for key, item in value.items():
-            check_secrets(item, (*path, key))
+            yield from find_secrets(item, (*path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            check_secrets(item, (*path, index))
+            yield from find_secrets(item, (*path, index))
     elif (
         isinstance(value, str) and (_names_secret(path) or is_secret_value(value)) and value != "*"
     ):
         sections = [str(key) for key in path if key in _REMEDIES]
         remedy = _REMEDIES[sections[0]] if sections else "Refer to an environment variable."
         problem = "it looks like a secret, which a declaration must not contain."
-        raise SettingError.at(path, f"{problem} {remedy}")
+        yield SettingError.at(path, f"{problem} {remedy}")
+
+
+def find_unset_variables(value: object, path: SettingPath = ()) -> Iterator[SettingError]:
+    """Yield a warning for each environment variable that a document refers to and this process does not have."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, item in items:
+        names_variable = str(key).endswith("_env") or (key == "env" and "environment" in path)
+        if names_variable and item not in os.environ:
+            problem = f"warning: the environment variable {item} is not set here."
+            yield SettingError.at((*path, key), problem)
+        yield from find_unset_variables(item, (*path, key))
 
 
 def _names_secret(path: SettingPath) -> bool:

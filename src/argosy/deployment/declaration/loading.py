@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig
+from argosy.deployment.declaration.documents import find_unset_variables, to_document
 from argosy.deployment.declaration.remote_change import check_remote_change, check_size
-from argosy.deployment.declaration.validation import validate_fleet
+from argosy.deployment.declaration.validation import find_fleet_problems
+from argosy.deployment.settings.gateway_config import (
+    GatewayConfig,
+    ModelConfig,
+    find_contradictions,
+)
 from argosy.model_store import (
     DIGEST_PREFIX,
     REFERENCE_PREFIX,
     ModelStoreError,
     open_model_store,
 )
-from argosy.settings import SettingsDocument
+from argosy.settings import SettingError, SettingsDocument
 from argosy.store import StoreConfig
 
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
@@ -31,6 +38,16 @@ class _Location(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreConfig | None = None
 
 
+class FileCheck(NamedTuple):
+    """Kind of the checked settings files, and their errors and warnings as lines `FILE:LINE: SETTING: PROBLEM`."""
+
+    kind: str
+    errors: list[str]
+    warnings: list[str]
+    is_complete: bool
+    """Whether contradictions between settings were looked for, which needs all items of all lists."""
+
+
 def load_fleet(paths: Sequence[Path]) -> FleetConfig:
     """Read a declaration from files, of which each is an overlay of those before it.
 
@@ -41,7 +58,7 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
         ValueError: A file cannot be read or a setting is invalid. The message names the file and the setting.
     """
     document = SettingsDocument.read(paths)
-    config = document.decode(FleetConfig, validate_fleet)
+    config = document.decode(FleetConfig, find_fleet_problems)
     models = []
     for index, model in enumerate(config.models):
         file = Path(document.file_of(("models", index, "source")))
@@ -50,6 +67,50 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
     return msgspec.structs.replace(
         config, fleet=config.fleet or _name_from(paths[0]), models=models
     )
+
+
+def check_files(paths: Sequence[Path]) -> FileCheck:
+    """Check files, of which each is an overlay of those before it, without the machine on which they are used.
+
+    They declare a fleet if they have a setting that only fleets have, and otherwise are the settings of a gateway.
+
+    Raises:
+        ValueError: A file cannot be read.
+    """
+    try:
+        document = SettingsDocument.read(paths)
+    except SettingError as error:  # not YAML
+        return FileCheck("file", [error.problem], [], is_complete=False)
+    kind = "file"
+    config: GatewayConfig | None = None
+    content, errors = document.check(dict[str, Any])
+    if content is not None and _declares_fleet(content):
+        kind = "declaration of a fleet"
+        fleet = document.check(FleetConfig, find_fleet_problems)
+        config, errors = fleet
+    elif content is not None:
+        kind = "settings file of a gateway"
+        gateway = document.check(GatewayConfig, find_contradictions)
+        config, errors = gateway
+    unset = () if config is None or errors else find_unset_variables(to_document(config))
+    return FileCheck(
+        kind,
+        [document.describe(each) for each in errors],
+        [document.describe(each) for each in unset],
+        is_complete=config is not None,
+    )
+
+
+def _declares_fleet(content: Mapping[str, Any]) -> bool:
+    only_fleets = {*FleetConfig.__struct_fields__} - {*GatewayConfig.__struct_fields__}
+    only_models = {*FleetModelConfig.__struct_fields__} - {*ModelConfig.__struct_fields__}
+    models = content.get("models")
+    keys = (
+        {key for model in models if isinstance(model, dict) for key in model}
+        if isinstance(models, list)
+        else set()
+    )
+    return not (only_fleets.isdisjoint(content) and only_models.isdisjoint(keys))
 
 
 def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
@@ -63,13 +124,13 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
         ValueError: The declaration is invalid, or changes what it may not. The message has the line and the setting.
     """
 
-    def validate(config: FleetConfig) -> None:
+    def find_problems(config: FleetConfig) -> Iterator[SettingError]:
         check_size(config)
         check_remote_change(old, _name_fleet(config, old.fleet))
-        validate_fleet(config)
+        yield from find_fleet_problems(config)
 
     document = SettingsDocument.parse(text.encode(), name)
-    config = document.decode(FleetConfig, validate)
+    config = document.decode(FleetConfig, find_problems)
     models = [
         _resolve_stored(model, f"{name}: models[{index}]")
         for index, model in enumerate(config.models)
@@ -99,7 +160,7 @@ def parse_fleet(text: str | bytes, name: str = "the declaration") -> FleetConfig
         ValueError: The declaration is invalid.
     """
     content = text.encode() if isinstance(text, str) else text
-    return SettingsDocument.parse(content, name).decode(FleetConfig, validate_fleet)
+    return SettingsDocument.parse(content, name).decode(FleetConfig, find_fleet_problems)
 
 
 def _name_fleet(config: FleetConfig, name: str | None) -> FleetConfig:

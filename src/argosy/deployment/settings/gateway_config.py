@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -277,93 +275,94 @@ def load_config(path: Path) -> GatewayConfig:
         ValueError: The file cannot be read or a setting is invalid. The message names the file and the key.
     """
     document = SettingsDocument.read([path])
-    return document.decode(GatewayConfig, validate_config)
+    return document.decode(GatewayConfig, find_contradictions)
 
 
 RELOADABLE_SETTINGS = frozenset({"models", "routes"})
 """Settings that a gateway applies while it runs. Changes of other settings need a restart."""
 
 
-def validate_config(config: GatewayConfig, *, has_controller: bool = False) -> None:
-    """Check settings for contradictions.
+def find_contradictions(
+    config: GatewayConfig, *, has_controller: bool = False
+) -> Iterator[SettingError]:
+    """Yield an error for each contradiction of settings. The messages say what to change.
 
     With `has_controller` a controller runs replicas, so that models need none in the settings.
-
-    Raises:
-        SettingError: The settings contradict each other. The message says what to change.
     """
     if not (config.models or config.fleet):
-        raise SettingError("no model is configured. Add `models`.", ("models",))
+        yield SettingError("no model is configured. Add `models`.", ("models",))
     if config.fleet is not None and config.store is None and not has_controller:
-        raise SettingError(
+        yield SettingError(
             "the controller of a fleet finds its gateways in their store. Add `store`.", ("fleet",)
         )
-    names = [name for model in config.models for name in (model.name, *model.aliases)]
-    _reject_duplicates("model name", names, ("models",))
+    names: list[tuple[str, SettingPath]] = []
     for index, model in enumerate(config.models):
+        path: SettingPath = ("models", index)
+        names.append((model.name, (*path, "name")))
+        names += [(name, (*path, "aliases", at)) for at, name in enumerate(model.aliases)]
         if not (model.replicas or has_controller or config.fleet or model.is_answered_by_others):
-            raise SettingError(
+            yield SettingError(
                 f"model {model.name!r} has no replicas. Add `replicas` with at least one `url`.",
-                ("models", index),
+                path,
             )
-        _check_replicas(model, ("models", index, "replicas"))
-    _check_traffic(config)
-    _check_routes(config, names)
+        yield from _find_replica_problems(model, (*path, "replicas"))
+    yield from _find_duplicates("model name", names)
+    yield from _find_traffic_problems(config)
+    yield from _find_route_problems(config, [name for name, _ in names])
     if config.advertise_url is not None:
         try:
             parse_endpoint(config.advertise_url)
         except ValueError as error:
-            raise SettingError(f"advertise_url: {error}", ("advertise_url",)) from error
+            yield SettingError(f"advertise_url: {error}", ("advertise_url",), problem=str(error))
     if config.store is None and config.limits.redis is not None:
-        raise SettingError(
+        yield SettingError(
             "limits.redis shares the limits of accounts, which need a store. Add `store`, or remove limits.redis.",
             ("limits", "redis"),
         )
-    _check_console(config)
+    yield from _find_console_problems(config)
     if config.store is None and config.auth.mode == "required" and config.auth.jwt is None:
-        raise SettingError(
+        yield SettingError(
             "auth.mode is required, but without a store no key exists. Add `store` or auth.jwt.",
             ("auth", "mode"),
         )
 
 
-def _check_console(config: GatewayConfig) -> None:
+def _find_console_problems(config: GatewayConfig) -> Iterator[SettingError]:
     oidc, trusted = config.console.oidc, config.auth.jwt
     if oidc is None:
         return
     path: SettingPath = ("console", "oidc")
     if trusted is None or trusted.issuer is None:
-        raise SettingError("console.oidc signs in with auth.jwt.issuer. Set it.", path)
-    if oidc.client_id not in trusted.audience:
+        yield SettingError("console.oidc signs in with auth.jwt.issuer. Set it.", path)
+    elif oidc.client_id not in trusted.audience:
         message = f"console.oidc: the issuer's tokens name the client {oidc.client_id!r}. Add it to auth.jwt.audience."
-        raise SettingError(message, path)
+        yield SettingError(message, path)
     if config.store is None:
-        raise SettingError("console.oidc keeps sessions in a store. Add `store`.", path)
-    if oidc.client_secret_env is not None and oidc.client_secret_env not in os.environ:
-        message = f"console.oidc: the environment variable {oidc.client_secret_env} is not set. Set it to the secret."
-        raise SettingError(message, path)
+        yield SettingError("console.oidc keeps sessions in a store. Add `store`.", path)
 
 
-def _check_replicas(model: ModelConfig, path: SettingPath) -> None:
+def _find_replica_problems(model: ModelConfig, path: SettingPath) -> Iterator[SettingError]:
     names = [replica.name or replica.url for replica in model.replicas]
-    _reject_duplicates(f"model {model.name!r}, replica", names, path)
+    paths = [(*path, index) for index in range(len(names))]
+    yield from _find_duplicates(
+        f"model {model.name!r}, replica", list(zip(names, paths, strict=True))
+    )
     discovered = {
         name
         for name, config in zip(names, model.replicas, strict=True)
         if config.discover is not None
     }
-    for index, (name, replica) in enumerate(zip(names, model.replicas, strict=True)):
+    for name, here, replica in zip(names, paths, model.replicas, strict=True):
         if name.rpartition("@")[0] in discovered:
-            raise SettingError(
-                f"discovery may give the name {name!r} to another replica. Rename this one.",
-                (*path, index),
+            yield SettingError(
+                f"discovery may give the name {name!r} to another replica. Rename this one.", here
             )
         problem = find_contradiction(replica)
         if problem is not None:
-            raise SettingError(f"{replica.url}: {problem}", (*path, index))
+            yield SettingError(f"{replica.url}: {problem}", here)
 
 
-def _check_traffic(config: GatewayConfig) -> None:
+def _find_traffic_problems(config: GatewayConfig) -> Iterator[SettingError]:
     divides = {
         name: bool(model.traffic)
         for model in config.models
@@ -380,20 +379,26 @@ def _check_traffic(config: GatewayConfig) -> None:
                 model.name, model.traffic, model.fallback_models, model.max_wait_s, others
             )
         except ValueError as error:
-            raise SettingError(f"model {model.name!r}: {error}", ("models", index)) from error
+            yield SettingError(f"model {model.name!r}: {error}", ("models", index))
 
 
-def _check_routes(config: GatewayConfig, model_names: list[str]) -> None:
+def _find_route_problems(config: GatewayConfig, model_names: list[str]) -> Iterator[SettingError]:
     names = [route_name(route, index) for index, route in enumerate(config.routes)]
-    _reject_duplicates("route", names, ("routes",))
+    yield from _find_duplicates(
+        "route", [(name, ("routes", index)) for index, name in enumerate(names)]
+    )
     for index, (name, route) in enumerate(zip(names, config.routes, strict=True)):
         try:
             validate_route(route, model_names, has_accounts=config.store is not None)
         except ValueError as error:
-            raise SettingError(f"route {name!r}: {error}", ("routes", index)) from error
+            yield SettingError(f"route {name!r}: {error}", ("routes", index))
 
 
-def _reject_duplicates(subject: str, names: list[str], path: SettingPath) -> None:
-    duplicates = {name for name, count in Counter(names).items() if count > 1}
-    if duplicates:
-        raise SettingError(f"{subject} {min(duplicates)!r} is defined twice. Keep one.", path)
+def _find_duplicates(
+    subject: str, names: Sequence[tuple[str, SettingPath]]
+) -> Iterator[SettingError]:
+    known = set[str]()
+    for name, path in names:
+        if name in known:
+            yield SettingError(f"{subject} {name!r} is defined twice. Keep one.", path)
+        known.add(name)

@@ -54,6 +54,12 @@ class OidcSignIn:
         authenticator: Authenticator,
         sessions: ConsoleSessions,
     ) -> None:
+        """Raise ValueError if the environment variable of the client's secret is not set."""
+        variable = config.client_secret_env
+        if variable is not None and variable not in os.environ:
+            raise ValueError(
+                f"console.oidc: the environment variable {variable} is not set. Set it to the secret."
+            )
         self._config = config
         self._issuer = issuer
         self._authenticator = authenticator
