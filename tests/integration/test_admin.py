@@ -320,6 +320,7 @@ async def test_lists_are_sorted_and_sent_in_pages_as_columns(admin: Caller) -> N
     first = await admin.read("requests", params=query)
     rest = await admin.read("requests", params=query | {"before": first["next"]})
     assert first["columns"]["request"] + rest["columns"]["request"] == by_cost
+    assert key["key"] not in first["columns"]["key_name"]
     assert rest["next"] is None
     unknown = await admin.send("GET", "requests", params=query | {"before": "r9"})
     assert failure(unknown)[:2] == (400, "invalid_value")
@@ -357,6 +358,8 @@ async def test_audit_log_names_the_actor_and_is_verified(admin: Caller) -> None:
     (entry,) = (await admin.read("audit", params={"subject": created["id"]}))["data"]
     key = (await admin.read("me"))["key"]
     assert (entry["actor"], entry["action"]) == (f"key:{key}", "organisation.create")
+    assert entry["names"].keys() == {created["id"], key}
+    assert entry["names"][created["id"]] == created["name"]
     newest = await admin.read("audit?limit=1")
     assert newest["has_more"]
     older = await admin.read("audit", params={"before": newest["last_id"], "limit": 1})

@@ -472,6 +472,7 @@ def test_audit_log_is_verified_and_shows_dollars_and_times(
     ):
         assert part in audit, part
     assert "nano" not in audit
+    assert created["subject"] not in audit, "names instead of ids"
     assert not re.search(r"\d{9,}", audit), "no nano-dollars or epoch seconds"
     details = [entry["details"] for entry in run_json("audit")]
     assert {"amount": [12_500_000_000, 13_000_000_000]} in details

@@ -135,15 +135,6 @@ def find_project(store: Store, reference: str) -> Project:
     return _find(projects, reference, named, f"project {reference!r}", "argosy tenants list")
 
 
-def list_names(store: Store) -> dict[str, str]:
-    """Return the names of organisations, projects, users and keys by their ids, also of those that have ended."""
-    accounts = store.accounts
-    records: list[Organisation | Project | Key] = [*accounts.list_organisations()]
-    records += [*accounts.list_projects(), *accounts.list_keys()]
-    users = {user.id: user.email for user in accounts.list_users()}
-    return users | {record.id: record.name for record in records}
-
-
 def display_name(store: Store, project: Project) -> str:
     """Return the reference by which commands find the project: its name, or its id if the name is ambiguous."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -12,7 +13,6 @@ from argosy.cli.account_lookup import (
     StoreUrl,
     find_id,
     find_organisation,
-    list_names,
     open_existing_store,
 )
 from argosy.cli.failure import EXIT_FAILURE, fail
@@ -64,7 +64,9 @@ def audit(
                 subject=subject, limit=limit or DEFAULT_LIMIT
             )
             limits = opened_store.limits_and_prices.list_limits()
-            names = list_names(opened_store)
+            names = opened_store.accounts.find_names(
+                {*chain(*(each.mentioned for each in entries))}
+            )
     if action == "verify":
         _print_verification(verification, json=json)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -50,6 +50,17 @@ class Accounts(RecordTables):
             return create_key(
                 transaction, project=project.id, name="admin", role="admin", scope="gateway"
             )
+
+    def find_names(self, ids: Collection[str]) -> dict[str, str]:
+        """Return the names of those ids that are of organisations, projects, keys or users, also of ended ones."""
+        wanted = {*ids}
+        records: list[Organisation | Project | Key] = [
+            *self._find_records(Organisation, id=wanted),
+            *self._find_records(Project, id=wanted),
+            *self._find_records(Key, id=wanted),
+        ]
+        users = {user.id: user.email for user in self._find_records(User, id=wanted)}
+        return users | {record.id: record.name for record in records}
 
     # --- organisations ---------------------------------------------------------------------------
 

@@ -36,6 +36,16 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     hash: str
     """SHA-256 in hex, see `hash_entry`."""
 
+    @property
+    def mentioned(self) -> set[str]:
+        """Texts of the entry that may be ids of records, for their names."""
+        values = self.details.values()
+        texts = [
+            text for value in values for text in (value if isinstance(value, list) else [value])
+        ]
+        ids = {text for text in texts if isinstance(text, str)}
+        return ids | {self.subject, self.actor.partition(":")[2]}
+
 
 class AuditVerification(msgspec.Struct, frozen=True, kw_only=True):
     """Result of `AuditLog.verify`."""

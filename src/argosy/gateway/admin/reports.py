@@ -39,7 +39,7 @@ from argosy.gateway.series_queries import SeriesAnswer
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.store import (
-    Ledger,
+    Accounts,
     RecordOrder,
     Timestamp,
     UsageFilter,
@@ -108,7 +108,7 @@ def list_requests(scope: AdminScope, request: AdminRequest) -> RequestTableView:
     query = request.query
     where = _to_usage_filter(query)
     if query.sort != "ended_at":
-        return _list_sorted_requests(scope.ledger, query, query.sort, where)
+        return _list_sorted_requests(scope, query, query.sort, where)
     page = scope.ledger.list_latest(
         where,
         status=query.status,
@@ -118,22 +118,22 @@ def list_requests(scope: AdminScope, request: AdminRequest) -> RequestTableView:
     )
     is_short = page.before is not None and len(page.records) < query.limit
     return RequestTableView(
-        columns=_to_columns(page.records),
+        columns=_to_columns(page.records, scope.accounts),
         next=None if page.before is None else f"{page.before[0]!r}/{page.before[1]}",
         searched_from=page.before[0] if page.before is not None and is_short else None,
     )
 
 
 def _list_sorted_requests(
-    ledger: Ledger, query: RequestsQuery, order: RecordOrder, where: UsageFilter
+    scope: AdminScope, query: RequestsQuery, order: RecordOrder, where: UsageFilter
 ) -> RequestTableView:
     """List the requests of a quantity's order. The cursor is the id of a page's last request."""
     after = None
     if query.before is not None:
-        after = ledger.find_record([query.before])
+        after = scope.ledger.find_record([query.before])
         if after is None:
             raise ValueError(_BAD_CURSOR)
-    page = ledger.list_sorted(
+    page = scope.ledger.list_sorted(
         where,
         order,
         is_descending=query.order == "desc",
@@ -143,18 +143,22 @@ def _list_sorted_requests(
         limit=query.limit,
     )
     return RequestTableView(
-        columns=_to_columns(page.records),
+        columns=_to_columns(page.records, scope.accounts),
         next=page.records[-1].request if page.has_more else None,
         searched_from=page.searched_from,
     )
 
 
-def _to_columns(records: Sequence[UsageRecord]) -> RequestColumns:
+def _to_columns(records: Sequence[UsageRecord], accounts: Accounts) -> RequestColumns:
+    owners = ("project", "key", "user")
     columns: dict[str, list[Any]] = {
         name: [getattr(record, name) for record in records]
         for name in RequestColumns.__struct_fields__
-        if name != "duration_s"
+        if name != "duration_s" and not name.endswith("_name")
     }
+    names = accounts.find_names({*chain(*(columns[owner] for owner in owners))})
+    for owner in owners:
+        columns[f"{owner}_name"] = [names.get(each, each) for each in columns[owner]]
     columns["started_at"] = [round(record.started_at, 3) for record in records]
     columns["duration_s"] = [round(record.ended_at - record.started_at, 4) for record in records]
     return RequestColumns(**columns)
@@ -201,11 +205,20 @@ def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEn
         until=query.until,
         limit=query.limit + 1,
     )
-    views = [to_view(entry, AuditEntryView) for entry in entries[: query.limit]]
+    entries, has_more = entries[: query.limit], len(entries) > query.limit
+    names = scope.accounts.find_names({*chain(*(entry.mentioned for entry in entries))})
+    views = [
+        to_view(
+            entry,
+            AuditEntryView,
+            names={each: names[each] for each in entry.mentioned if each in names},
+        )
+        for entry in entries
+    ]
     numbers = [str(entry.entry) for entry in views]
     return Page(
         data=views,
-        has_more=len(entries) > query.limit,
+        has_more=has_more,
         first_id=numbers[0] if numbers else None,
         last_id=numbers[-1] if numbers else None,
     )

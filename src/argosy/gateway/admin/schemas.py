@@ -89,6 +89,9 @@ V = TypeVar("V", OrganisationView, ProjectView, UserView, KeyView, LimitView, Pr
 class AuditEntryView(AuditEntry, frozen=True, kw_only=True, tag_field="object", tag="audit.entry"):
     """An account change in the audit log, with a hash over all previous entries."""
 
+    names: dict[str, str]
+    """Names of the organisations, projects, keys and users whose ids it has, as far as the caller may know them."""
+
 
 class AuditVerificationView(
     AuditVerification, frozen=True, kw_only=True, tag_field="object", tag="audit.verdict"
@@ -106,8 +109,11 @@ class RequestColumns(msgspec.Struct, frozen=True, kw_only=True):
     request: list[str]
     organisation: list[str]
     project: list[str]
+    project_name: list[str]
     key: list[str]
+    key_name: list[str]
     user: list[str]
+    user_name: list[str]
     model: list[str]
     replica: list[str]
     status: list[UsageStatus]

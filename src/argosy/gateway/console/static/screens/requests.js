@@ -36,8 +36,8 @@ function List() {
   const { query: given } = route.value;
   const { model, status, project, key, min_duration_s: minDuration } = given;
   const sort = currentSort("Requests");
-  const names = useNames();
-  const path = query("admin/requests", { model, status, project: names.find(project), key: names.find(key), min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
+  const { find } = useNames();
+  const path = query("admin/requests", { model, status, project: find(project), key: find(key), min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
   const { rows, pages, ...first } = usePages(path, (row) => row.request);
   const set = (name) => (event) => setQuery({ [name]: event.target.value.trim() });
   return html`<${Card} title="Ended requests" note=${`from the ledger, ${sort ? "the latest 100\u202f000 sorted" : "latest first"}`} actions=${sort ? html`<button class="btn" onClick=${() => setQuery({ sort_requests: "" })}>Latest first</button>` : null}>
@@ -47,15 +47,15 @@ function List() {
       <${Field} label="At least (s)"><input type="number" min="0" step="0.1" value=${minDuration ?? ""} onChange=${set("min_duration_s")} /><//></div>
     <${Resource} of=${first} height=${300} isEmpty=${() => rows.length === 0 && !pages.hasMore}
       empty=${Object.keys(given).length ? "No request matches these filters. Remove one of them." : html`No request has ended yet. <a href=${link("playground")}>Send one from the playground</a>`}>
-      ${() => html`<${Table} label="Requests" columns=${columns(names)} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv" pages=${pages} />`}<//><//>`;
+      ${() => html`<${Table} label="Requests" columns=${COLUMNS} rows=${rows} rowKey=${(row) => row.request} csv="requests.csv" pages=${pages} />`}<//><//>`;
 }
 
-const columns = (names) => [
+const COLUMNS = [
   timeColumn("started_at", "Started"),
   { key: "request", label: "Request", value: (row) => row.request, cell: (row) => html`<a href=${link("requests", [row.request])}><${Name} value=${row.request.length > 24 ? `${row.request.slice(0, 16)}…${row.request.slice(-6)}` : row.request} /></a>` },
   { key: "model", label: "Model", value: (row) => visible(row.model) },
-  { key: "project", label: "Project", value: (row) => names(row.project), cell: (row) => html`<span title=${row.project}>${visible(names(row.project))}</span>` },
-  { key: "key", label: "Key", value: (row) => names(row.key), cell: (row) => html`<span title=${row.key}>${visible(names(row.key))}</span>` },
+  { key: "project", label: "Project", value: (row) => row.project_name, cell: (row) => html`<span title=${row.project}>${visible(row.project_name)}</span>` },
+  { key: "key", label: "Key", value: (row) => row.key_name, cell: (row) => html`<span title=${row.key}>${visible(row.key_name)}</span>` },
   { key: "status", label: "Status", value: (row) => row.status, cell: (row) => html`<${Status} value=${row.status} />` },
   { key: "duration_s", isSorted: true, label: "Duration", isNumber: true, value: (row) => row.duration_s, cell: (row) => duration(row.duration_s) },
   { key: "input_tokens", isSorted: true, label: "Input tokens", isNumber: true, value: (row) => row.input_tokens, cell: (row) => exact(row.input_tokens) },
