@@ -66,6 +66,11 @@ class KubernetesApiServer:
         self.objects: dict[str, dict[str, Object]] = {plural: {} for plural in KINDS}
         self.requests = Counter[str]()
         """Number of requests by verb and kind, such as `LIST deployments`."""
+        self.token = TOKEN
+        """Token that requests need. Running watches go on when it changes."""
+        self.answers = asyncio.Event()
+        """Cleared while the server hangs: connections stay open, and it sends nothing."""
+        self.answers.set()
         self.throttled = 0
         """Number of requests to answer with 429."""
         self.refused: dict[str, ApiError] = {}
@@ -82,22 +87,31 @@ class KubernetesApiServer:
         """Version, kind of event, plural and object of each change."""
         self._watchers: dict[asyncio.Event, int] = {}
         """Running watches, each with the number of changes that it has looked at."""
+        self._transports: set[asyncio.Transport] = set()
+        """Connections of running watches."""
         self._watch_period = 0
         self.expires_watches = False
         """Whether watches end with an error of status 410."""
 
     @asynccontextmanager
     async def serve(self, kubeconfig: Path) -> AsyncIterator[None]:
-        """Serve on a free port, and write a kubeconfig file with its address."""
+        """Serve on a free port, and write a kubeconfig file with its address and token."""
+        self._kubeconfig = kubeconfig
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         async with TestServer(app) as server:
             assert server.port is not None
-            kubeconfig.write_text(build_kubeconfig(server.host, server.port))  # noqa: ASYNC240 - once
+            self._port = server.port
+            self.write_kubeconfig()
             try:
                 yield
             finally:
+                self.answers.set()
                 self.end_watches()
+
+    def write_kubeconfig(self) -> None:
+        """Write a kubeconfig file with the address and the token of now."""
+        self._kubeconfig.write_text(build_kubeconfig("127.0.0.1", self._port, self.token))
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -110,6 +124,11 @@ class KubernetesApiServer:
         """Forget all changes ("410 Gone responses"): a watch from an older version is refused."""
         self._oldest = self._version
         self._history = [entry for entry in self._history if entry[0] > self._oldest]
+
+    def cut_connections(self) -> None:
+        """Cut the connections of all running watches."""
+        for transport in self._transports:
+            transport.abort()
 
     def end_watches(self) -> None:
         """End running watches, as the server does when their `timeoutSeconds` have passed."""
@@ -239,7 +258,8 @@ class KubernetesApiServer:
             return web.json_response(error.body, status=error.code)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+        await self.answers.wait()
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
             raise ApiError(401, "Unauthorized")
         if self.throttled:
             # https://kubernetes.io/docs/concepts/cluster-administration/flow-control/
@@ -313,9 +333,12 @@ class KubernetesApiServer:
         period, wake, history = self._watch_period, asyncio.Event(), self._history
         sent = next((i for i, each in enumerate(history) if each[0] > version), len(history))
         selector = request.query.get("labelSelector", "")
+        assert isinstance(request.transport, asyncio.Transport)
+        self._transports.add(transport := request.transport)
         try:
             while True:
                 wake.clear()
+                await self.answers.wait()
                 if history is not self._history:  # compacted: this watch has sent all of it
                     history, sent = self._history, 0
                 while sent < len(history):
@@ -333,6 +356,7 @@ class KubernetesApiServer:
             pass
         finally:
             self._watchers.pop(wake, None)
+            self._transports.discard(transport)
         return response
 
     def _answer_log(self, request: web.Request, name: str) -> web.Response:
@@ -343,7 +367,7 @@ class KubernetesApiServer:
         return web.Response(text=text)
 
 
-def build_kubeconfig(host: str, port: int) -> str:
+def build_kubeconfig(host: str, port: int, token: str = TOKEN) -> str:
     """Return the content of a kubeconfig file for a server."""
     document = {
         "apiVersion": "v1",
@@ -351,7 +375,7 @@ def build_kubeconfig(host: str, port: int) -> str:
         "current-context": "test",
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
         "clusters": [{"name": "test", "cluster": {"server": f"http://{host}:{port}"}}],
-        "users": [{"name": "test", "user": {"token": TOKEN}}],
+        "users": [{"name": "test", "user": {"token": token}}],
     }
     return str(yaml.safe_dump(document))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -236,9 +237,20 @@ async def test_refusals_of_the_api_name_the_remedy(
 ) -> None:
     api = environment.api
     await launcher.start(pod_spec(), 1)
-    api.refused["POST deployments"] = ApiError(403, "Forbidden", "no right to create")
-    with pytest.raises(LaunchError, match="403: no right to create; the role in"):
-        await launcher.start(pod_spec(name="b-1-0"), 1)
+    user = "system:serviceaccount:default:controller-test"
+    lacks = f'deployments.apps is forbidden: User "{user}" cannot create resource "deployments"'
+    quota = (
+        'deployments.apps "b-1-0" is forbidden: exceeded quota: q, used: count/deployments.apps=2'
+    )
+    for code, message, advice in (
+        (403, lacks, "; the role in `argosy render kubernetes` has the rights that are needed"),
+        (403, quota, ""),
+        (401, "Unauthorized", "; it refuses the token of this client: renew it in the kubeconfig"),
+    ):
+        api.refused["POST deployments"] = ApiError(code, "Forbidden", message)
+        with pytest.raises(LaunchError, match=re.escape(f"{code}: {message}{advice}")) as info:
+            await launcher.start(pod_spec(name="b-1-0"), 1)
+        assert bool(advice) == ("; " in str(info.value))
     api.refused.clear()
     invalid = pod_spec(name="b-1-0", resources=LaunchResources(labels={"a": 1}))  # type: ignore[dict-item]
     with pytest.raises(LaunchError, match=r"422: Deployment is invalid: .*nodeSelector"):
@@ -259,7 +271,7 @@ async def test_refusals_of_the_api_name_the_remedy(
     api.refused["WATCH pods"] = ApiError(500, "InternalError", "broken")
     api.end_watches()
     for expected in ("the Kubernetes API answers 500: broken", ""):
-        while await list_error(launcher) != expected:
+        while (await list_error(launcher)).partition(";")[0] != expected:
             await launcher.changed.wait()
             launcher.changed.clear()
         api.refused.clear()

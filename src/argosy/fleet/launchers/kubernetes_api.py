@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +25,10 @@ REQUEST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 WATCH_TIMEOUT_S = 240
 """Time after which the server ends a watch."""
-MAX_SILENCE_S = 90.0
+MAX_SILENCE_S = 80.0
 """Time without a byte of a watch after which its connection counts as lost. Bookmarks come about once a minute."""
+MIN_RENEWAL_INTERVAL_S = 10.0
+"""Time after which a refused token makes the client read its settings again."""
 LIST_LIMIT = 500
 MAX_TRIES = 6
 MAX_RETRY_AFTER_S = 10.0
@@ -30,6 +36,9 @@ MERGE_PATCH = "application/merge-patch+json"
 
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
+
+_LACKS_RIGHT = re.compile(r"User \".*\" cannot \w+ resource")
+"""Refusal by the rights of a user (RBAC). Quotas and policies refuse with the same status."""
 
 Query = Mapping[str, str | int]
 
@@ -60,6 +69,10 @@ class KubernetesApi:
     def __init__(self, context: str | None = None) -> None:
         self._context = context
         self._client: ApiClient | None = None
+        self._connecting = asyncio.Lock()
+        self._renewed_at = -math.inf
+        self._replaced: list[tuple[float, ApiClient]] = []
+        """Clients whose token was refused, with the time. Watches that began before it still use their connections."""
 
     async def request(
         self,
@@ -137,10 +150,14 @@ class KubernetesApi:
             yield "CONNECTED", {}
             while True:
                 try:
-                    line = await response.content.readline()
+                    # The timeout of the library ends with its session, and a line would be awaited for ever.
+                    async with asyncio.timeout(MAX_SILENCE_S):
+                        line = await response.content.readline()
                     if not line:
                         return
                     event = msgspec.json.decode(line)
+                except TimeoutError:
+                    raise self._unreachable(f"a watch is silent for {MAX_SILENCE_S:g} s") from None
                 except _response_errors() as error:
                     raise self._unreachable(error) from error
                 if event["type"] == "ERROR":
@@ -149,9 +166,12 @@ class KubernetesApi:
 
     async def close(self) -> None:
         """Close all connections."""
+        clients = [client for _, client in self._replaced]
         if self._client is not None:
-            await self._client.close()
-            self._client = None
+            clients.append(self._client)
+        self._client, self._replaced = None, []
+        for client in clients:
+            await client.close()
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
@@ -200,8 +220,7 @@ class KubernetesApi:
             content = await self._read(response)
             retry_after_s = _parse_retry_after(response)
             if response.status == 401 and tries == 1:
-                await self.close()
-                client = await self._connect()  # a token of the kubeconfig file may be renewed
+                client = await self._renew(client)
             elif retry_after_s is None or tries == MAX_TRIES:
                 raise _parse_error(response.status, content)
             else:
@@ -209,8 +228,31 @@ class KubernetesApi:
 
     async def _connect(self) -> ApiClient:
         """Return the client. The settings are read at its first use, and again after `close`."""
-        if self._client is not None:
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._create_client()
             return self._client
+
+    async def _renew(self, refused: ApiClient) -> ApiClient:
+        """Return a client with the token that the settings contain now, in place of one whose token was refused.
+
+        The refused one is closed later, because closing it would silence the watches of other tasks.
+        """
+        now = asyncio.get_running_loop().time()
+        async with self._connecting:
+            if self._client is refused and now - self._renewed_at >= MIN_RENEWAL_INTERVAL_S:
+                self._renewed_at = now
+                self._client = await self._create_client()
+                self._replaced.append((now, refused))
+            unused = [
+                each for each in self._replaced if now - each[0] > WATCH_TIMEOUT_S + MAX_SILENCE_S
+            ]
+            for each in unused:
+                self._replaced.remove(each)
+                await each[1].close()
+        return await self._connect()
+
+    async def _create_client(self) -> ApiClient:
         try:
             from kubernetes_asyncio.client.api_client import ApiClient
             from kubernetes_asyncio.client.configuration import Configuration
@@ -236,10 +278,9 @@ class KubernetesApi:
             raise LaunchError(
                 f"no Kubernetes cluster is configured: {error}; set KUBECONFIG, or `kubernetes.context`"
             ) from error
-        self._client = ApiClient(configuration)
-        return self._client
+        return ApiClient(configuration)
 
-    def _unreachable(self, error: Exception) -> LaunchError:
+    def _unreachable(self, error: Exception | str) -> LaunchError:
         host = "" if self._client is None else f" at {self._client.configuration.host}"
         reason = str(error) or type(error).__name__
         return LaunchError(f"the Kubernetes API{host} cannot be reached: {reason}")
@@ -272,7 +313,9 @@ def _parse_error(status: int, content: bytes) -> KubernetesApiError:
 
 def _to_error(status: int, body: Mapping[str, Any]) -> KubernetesApiError:
     message = f"the Kubernetes API answers {status}: {body.get('message') or 'no message'}"
-    if status in {401, 403}:
+    if status == 401:
+        message += "; it refuses the token of this client: renew it in the kubeconfig file, or restart the pod"
+    elif status == 403 and _LACKS_RIGHT.search(message):
         message += "; the role in `argosy render kubernetes` has the rights that are needed"
     return KubernetesApiError(status, message, str(body.get("reason", "")))
 
@@ -297,6 +340,8 @@ class KubernetesCache:
         self._selector = selector
         self._on_changed = on_changed
         self._version = ""
+        self._is_known = False
+        self._failed_at = 0.0
         self._removed: set[str] = set()
         """UIDs of objects that this process deleted, of which late events may still arrive."""
 
@@ -333,6 +378,7 @@ class KubernetesCache:
                 if error.status != 410:
                     self._fail(error)
             except LaunchError as error:
+                self._version = ""  # what was missed meanwhile is listed
                 self._fail(error)
             delay_s = min(2 * delay_s, MAX_RETRY_DELAY_S) if self.error else MIN_RETRY_DELAY_S
             await asyncio.sleep(delay_s)
@@ -346,12 +392,14 @@ class KubernetesCache:
         }
         self._removed &= {each["metadata"]["uid"] for each in objects}
         self._version = version
-        self.error = ""
+        self._is_known = True
         self.synced.set()
         self._on_changed()
 
     def _apply(self, kind: str, each: KubernetesObject) -> None:
-        self.error = ""
+        if self.error:
+            self.error = ""
+            self._on_changed()
         if kind == "CONNECTED":
             return
         self._version = each["metadata"]["resourceVersion"]
@@ -368,7 +416,12 @@ class KubernetesCache:
             self._on_changed()
 
     def _fail(self, error: LaunchError) -> None:
+        if not self.error:
+            self._failed_at = time.time()
         self.error = str(error)
+        if self._is_known:
+            known = datetime.fromtimestamp(self._failed_at, tz=UTC)
+            self.error += f"; what is known of the cluster is of {known:%H:%M:%S} UTC"
         self.synced.set()
         self._on_changed()
 
