@@ -141,17 +141,16 @@ FINISHED = "2026-11-27T10:00:05Z"
 
 
 def deployment(pods: int = 1, /, **status: object) -> dict[str, Any]:
-    labels = {"argosy.dev/pool": "a", "argosy.dev/generation": "1", "argosy.dev/ordinal": "0"}
     template = {"metadata": {"annotations": {"argosy.dev/attempt": "1"}}}
     return {
-        "metadata": {"name": "a-1-0", "labels": labels, "generation": 2},
+        "metadata": {"name": "a-1-0", "generation": 2},
         "spec": {"replicas": pods, "template": template},
         "status": {"observedGeneration": 2, **status},
     }
 
 
 def pod(uid: str = "u1", attempt: str = "1", restarts: int = 0, **fields: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
-    container = {"restartCount": restarts, "state": fields.pop("state", {})}
+    container = {"name": "replica", "restartCount": restarts, "state": fields.pop("state", {})}
     container["lastState"] = fields.pop("last", {})
     metadata = {
         "uid": uid,
@@ -222,8 +221,8 @@ def test_state_and_reason_follow_from_the_pod(
     each: dict[str, Any], state: str, reason: str
 ) -> None:
     owner = deployment()
-    run = follow_run(ReplicaRunRecord(), owner, each, now=0.0)
-    replica = describe_pod(owner, each, run, "eu-1a")
+    run = follow_run(ReplicaRunRecord(), owner, each, now=2e9)
+    replica = describe_pod(owner, each, run, "eu-1a", now=2e9)
     assert replica.state == state
     assert reason in replica.reason
     assert (replica.url, replica.node, replica.zone) == ("http://10.0.0.5:8000", "n1", "eu-1a")
@@ -235,7 +234,9 @@ def test_state_and_reason_follow_from_the_pod(
 def test_missing_pod_is_explained_by_the_deployment() -> None:
     failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}
     owner = deployment(conditions=[failure])
-    assert describe_pod(owner, None, ReplicaRunRecord(), "").reason == "exceeded quota: gpus"
+    assert (
+        describe_pod(owner, None, ReplicaRunRecord(), "", now=7.0).reason == "exceeded quota: gpus"
+    )
 
 
 def test_run_ends_once_kubernetes_has_carried_out_the_drain() -> None:

@@ -19,8 +19,8 @@ from argosy.fleet.launchers.kubernetes_fence import (
     check_epoch,
 )
 from argosy.fleet.launchers.kubernetes_objects import (
+    CONTAINER,
     LABEL_FLEET,
-    LABEL_POOL,
     LABEL_REPLICA,
     ZONE_LABEL,
     KubernetesObject,
@@ -45,7 +45,7 @@ from argosy.fleet.launchers.launcher import (
     LaunchSpec,
     StaleEpochError,
 )
-from argosy.policy.reconciliation import LaunchState
+from argosy.policy.reconciliation import LaunchState, parse_replica_name
 
 MAX_CONFLICTS = 20
 """Number of times that an action starts again because an object has changed meanwhile."""
@@ -55,6 +55,8 @@ STOP_TIMEOUT_S = 30.0
 """Time after which a pod is forgotten although its node does not confirm that it was killed."""
 START_REQUEST_TIMEOUT_S = 60.0
 """Age of a Deployment from which its start, which is two requests, counts as given up half-way."""
+RECORD_RETRY_S = 30.0
+"""Time after which a refused change of a run record is tried again."""
 SYNC_TIMEOUT_S = 60.0
 MAX_LOG_LINES = 10_000
 
@@ -95,6 +97,8 @@ class KubernetesLauncher:
         }
         """Collections of the objects that the replicas of a pool share, by their kind."""
         self._zones: dict[str, str] = {}
+        self._unrecorded: dict[str, tuple[str | None, ReplicaRunRecord, float]] = {}
+        """Runs that could not be recorded, by UID of the Deployment: its annotation, the run, and when to try again."""
         self._watches: list[asyncio.Task[None]] = []
         self._waiters: set[asyncio.Event] = set()
         self.changed = asyncio.Event()
@@ -104,10 +108,13 @@ class KubernetesLauncher:
     async def list_replicas(self) -> Mapping[str, LaunchedReplica]:
         await self._sync()
         pods = self._pods_by_replica()
+        uids = {each["metadata"]["uid"] for each in self._deployments.objects.values()}
+        self._unrecorded = {uid: run for uid, run in self._unrecorded.items() if uid in uids}
         return {
             name: await self._describe(deployment, pods.get(name, []))
             for name, deployment in sorted(self._deployments.objects.items())
-            if "deletionTimestamp" not in deployment["metadata"]
+            if parse_replica_name(name)
+            and "deletionTimestamp" not in deployment["metadata"]
             and not (
                 is_unfinished(deployment) and self._age_s(deployment) < START_REQUEST_TIMEOUT_S
             )
@@ -145,10 +152,12 @@ class KubernetesLauncher:
         path = f"{self._pods_path}/{pod['metadata']['name']}/log"
         content = b""
         for previous in ("true", "false"):  # the container before its last restart, then this one
-            with contextlib.suppress(KubernetesApiError):  # there is no such container
-                content += await self._api.read_text(
-                    path, {"previous": previous, "tailLines": MAX_LOG_LINES}
-                )
+            query = {"container": CONTAINER, "previous": previous, "tailLines": MAX_LOG_LINES}
+            try:
+                content += await self._api.read_text(path, query)
+            except KubernetesApiError as error:
+                if error.status not in {400, 404}:  # there is no such container
+                    raise
         return content[-max_bytes:]
 
     async def close(self) -> None:
@@ -205,8 +214,8 @@ class KubernetesLauncher:
         deployment = await self._read_deployment(name, epoch)
         if deployment is None:
             return False
-        run = read_run(deployment)
         replica = await self._describe(deployment, self._pods_of(name))
+        run = self._read_run(deployment)
         is_running = bool(deployment["spec"]["replicas"])
         if run.exited_at is not None or (not is_running and not is_stop):
             return False
@@ -269,11 +278,9 @@ class KubernetesLauncher:
         if replica.state is not LaunchState.EXITED:
             raise LaunchError(f"replica {name} is running; stop it before removing it")
         await self._delete_deployment(deployment)
-        pool = deployment["metadata"]["labels"][LABEL_POOL]
-        if all(
-            other["metadata"]["labels"][LABEL_POOL] != pool
-            for other in self._deployments.objects.values()
-        ):
+        pool = replica.pool
+        replicas = map(parse_replica_name, self._deployments.objects)
+        if all(other is None or other[0] != pool for other in replicas):
             for collection, prefix in zip(
                 self._pool_collections.values(), ("pool", "pre-pull"), strict=True
             ):
@@ -352,28 +359,55 @@ class KubernetesLauncher:
     ) -> LaunchedReplica:
         """Return the state of a replica, and keep what its pods will not show any more."""
         pod = find_pod(deployment, pods)
-        known = read_run(deployment)
-        run = follow_run(known, deployment, pod, self._clock())
-        if run != known:
+        now = self._clock()
+        run = follow_run(self._read_run(deployment), deployment, pod, now)
+        if run != read_run(deployment) or deployment["spec"]["replicas"] > 1:
             await self._record_run(deployment, run)
-        return describe_pod(deployment, pod, run, await self._find_zone(run.node, pod))
+        zone = await self._find_zone(run.node, pod)
+        return describe_pod(deployment, pod, run, zone, now)
+
+    def _read_run(self, deployment: KubernetesObject) -> ReplicaRunRecord:
+        """Return the latest run of a Deployment, which may not be recorded there."""
+        metadata = deployment["metadata"]
+        unrecorded = self._unrecorded.get(metadata["uid"])
+        if unrecorded is None or unrecorded[0] != metadata.get("annotations", {}).get(
+            ANNOTATION_RUN
+        ):
+            return read_run(deployment)
+        return unrecorded[1]
 
     async def _record_run(self, deployment: KubernetesObject, run: ReplicaRunRecord) -> None:
+        """Record a run if this launcher is the leader's, and take back further pods that others have asked for.
+
+        A run that cannot be recorded is kept, since the replica serves nevertheless.
+        """
         metadata = deployment["metadata"]
-        change = {
+        now = self._clock()
+        uid, known = metadata["uid"], metadata.get("annotations", {}).get(ANNOTATION_RUN)
+        *_, retry_at = self._unrecorded.get(uid, (known, run, now))
+        self._unrecorded[uid] = (known, run, retry_at)
+        if not self._fence.is_entered or now < retry_at:
+            return
+        self._unrecorded[uid] = (known, run, now + RECORD_RETRY_S)
+        change: KubernetesObject = {
             "metadata": {
                 "resourceVersion": metadata["resourceVersion"],
                 "annotations": {ANNOTATION_RUN: msgspec.json.encode(run).decode()},
             }
         }
+        if deployment["spec"]["replicas"] > 1:
+            change["spec"] = {"replicas": 1}
         try:
             changed = await self._api.request(
                 "PATCH", f"{self._deployments_path}/{metadata['name']}", change
             )
-        except KubernetesApiError as error:
-            if error.status not in {404, 409}:  # otherwise the next observation records it
-                raise
+        except LaunchError as error:
+            if isinstance(error, KubernetesApiError) and error.status in {404, 409}:
+                self._unrecorded.pop(uid)  # the next observation records it
+            else:
+                log.warning("run_not_recorded", replica=metadata["name"], reason=str(error))
         else:
+            self._unrecorded.pop(uid)
             self._deployments.update(changed)
 
     async def _find_zone(self, node: str, pod: KubernetesObject | None) -> str:
@@ -383,10 +417,13 @@ class KubernetesLauncher:
             return str(labels[ZONE_LABEL])
         if node and node not in self._zones:
             zone = ""
-            with contextlib.suppress(KubernetesApiError):  # the right to read nodes may be missing
+            try:
                 found = await self._api.request("GET", f"/api/v1/nodes/{node}")
                 zone = found["metadata"].get("labels", {}).get(ZONE_LABEL, "")
-            self._zones[node] = zone
+            except LaunchError as error:
+                if not isinstance(error, KubernetesApiError) or error.status not in {403, 404}:
+                    return ""
+            self._zones[node] = zone  # empty if the right to read nodes is missing
         return self._zones.get(node, "")
 
     def _pods_of(self, name: str) -> list[KubernetesObject]:
@@ -395,7 +432,8 @@ class KubernetesLauncher:
     def _pods_by_replica(self) -> dict[str, list[KubernetesObject]]:
         pods: dict[str, list[KubernetesObject]] = {}
         for pod in self._pods.objects.values():
-            pods.setdefault(pod["metadata"]["labels"].get(LABEL_REPLICA, ""), []).append(pod)
+            labels = pod["metadata"].get("labels", {})
+            pods.setdefault(labels.get(LABEL_REPLICA, ""), []).append(pod)
         return pods
 
     def _on_changed(self) -> None:

@@ -52,6 +52,11 @@ class KubernetesFence:
                 await self._stamp(epoch)
                 self._stamped_epoch = epoch
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether a leader has acted by this fence. Others only read the cluster."""
+        return self._stamped_epoch >= 0
+
     async def confirm(self, epoch: int) -> None:
         """Raise `StaleEpochError` if a controller with a higher epoch has acted meanwhile."""
         config_map = await self._api.request("GET", f"{self._config_maps}/{self._name}")
@@ -111,11 +116,12 @@ def _build_stamp(each: KubernetesObject, epoch: int) -> KubernetesObject:
 
 
 def check_epoch(annotations: KubernetesObject, epoch: int) -> int:
-    """Return the epoch in annotations; -1 if there is none.
+    """Return the epoch in annotations; -1 if there is none, or if another program has made it unreadable.
 
     Raises:
         StaleEpochError: It is higher than `epoch`.
     """
-    seen = int(annotations.get(ANNOTATION_EPOCH, -1))
+    text = annotations.get(ANNOTATION_EPOCH, "")
+    seen = int(text) if text.isdecimal() else -1
     refuse_stale_epoch(epoch, seen)
     return seen

@@ -19,6 +19,8 @@ KubernetesObject = dict[str, Any]
 
 PORT = 8000
 """Port of every replica, in the network namespace of its pod."""
+CONTAINER = "replica"
+"""Name of its container. Other programs may add containers to the pod."""
 LABEL_FLEET = "argosy.dev/fleet"
 LABEL_POOL = "argosy.dev/pool"
 LABEL_REPLICA = "argosy.dev/replica"
@@ -202,7 +204,7 @@ def _build_container(spec: LaunchSpec, kubernetes: KubernetesSettings) -> Kubern
     if spec.image is None:
         raise LaunchError(f"pool {spec.pool!r} has no container image; add `image` to the pool")
     container: KubernetesObject = {
-        "name": "replica",
+        "name": CONTAINER,
         "image": spec.image,
         "command": [_fill_argument(argument, spec) for argument in spec.command],
         "env": list(_build_environment(spec, kubernetes)),

@@ -10,12 +10,12 @@ import msgspec
 
 from argosy.fleet.launchers.kubernetes_objects import (
     ANNOTATION_ATTEMPT,
-    LABEL_POOL,
+    CONTAINER,
     PORT,
     KubernetesObject,
 )
 from argosy.fleet.launchers.launcher import LaunchedReplica, describe_exit
-from argosy.policy.reconciliation import LaunchState
+from argosy.policy.reconciliation import LaunchState, parse_replica_name
 
 ANNOTATION_RUN = "argosy.dev/run"
 """Annotation of a Deployment: the `ReplicaRunRecord`, since pods are gone after they end."""
@@ -41,19 +41,26 @@ class ReplicaRunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 def read_run(deployment: KubernetesObject) -> ReplicaRunRecord:
-    """Return the record in a Deployment. One without a record, such as a rendered one, is in its first attempt."""
-    text = deployment["metadata"].get("annotations", {}).get(ANNOTATION_RUN)
-    if text is None:
-        return ReplicaRunRecord()
-    return msgspec.json.decode(text, type=ReplicaRunRecord)
+    """Return the record in a Deployment.
+
+    One without a record, such as a rendered one, or whose record was damaged, is in the attempt of its template.
+    """
+    text = deployment["metadata"].get("annotations", {}).get(ANNOTATION_RUN, "")
+    try:
+        return msgspec.json.decode(text, type=ReplicaRunRecord)
+    except msgspec.DecodeError:
+        attempt = _template_attempt(deployment) or ""
+        return ReplicaRunRecord(attempt=int(attempt) if attempt.isdecimal() else 1)
 
 
 def find_pod(
     deployment: KubernetesObject, pods: Iterable[KubernetesObject]
 ) -> KubernetesObject | None:
-    """Return the newest pod of the latest attempt, or None. Pods of earlier attempts are about to be replaced."""
-    template = deployment["spec"]["template"]["metadata"]
-    attempt = template.get("annotations", {}).get(ANNOTATION_ATTEMPT)
+    """Return the pod of the latest attempt, or None. Pods of earlier attempts are about to be replaced.
+
+    If other programs have made it several, it is a ready one, and otherwise the newest.
+    """
+    attempt = _template_attempt(deployment)
     candidates = [
         pod
         for pod in pods
@@ -63,6 +70,7 @@ def find_pod(
         candidates,
         key=lambda pod: (
             "deletionTimestamp" not in pod["metadata"],
+            _conditions(pod).get("Ready", {}).get("status") == "True",
             pod["metadata"]["creationTimestamp"],
             pod["metadata"]["uid"],
         ),
@@ -109,29 +117,32 @@ def follow_run(
             ended_by=run.ended_by,
         )
     node = pod["spec"].get("nodeName", "")
-    started_at = run.started_at
-    for state in _states(pod):
-        if "startedAt" in state:
-            started_at = parse_time(state["startedAt"])
-            break
+    # The clock of the node may be ahead, so a start was at the latest when it was seen.
+    started_at = run.started_at or min(_node_started_at(pod), now)
     if (node, started_at) == (run.node, run.started_at):
         return run
     return msgspec.structs.replace(run, node=node, started_at=started_at)
 
 
 def describe_pod(
-    deployment: KubernetesObject, pod: KubernetesObject | None, run: ReplicaRunRecord, zone: str
+    deployment: KubernetesObject,
+    pod: KubernetesObject | None,
+    run: ReplicaRunRecord,
+    zone: str,
+    now: float,
 ) -> LaunchedReplica:
     """Return the state of a replica.
 
-    `pod` is the one that `find_pod` found, and `run` the record that `follow_run` returned for them.
+    `pod` is the one that `find_pod` found, and `run` the record that `follow_run` returned for them. Other programs may
+    change any label, so the replica is known by the name of its Deployment, which stays.
     """
-    labels = deployment["metadata"]["labels"]
+    name = deployment["metadata"]["name"]
+    pool, generation, ordinal = parse_replica_name(name) or (name, 0, 0)
     replica = LaunchedReplica(
-        name=deployment["metadata"]["name"],
-        pool=labels[LABEL_POOL],
-        generation=int(labels["argosy.dev/generation"]),
-        ordinal=int(labels["argosy.dev/ordinal"]),
+        name=name,
+        pool=pool,
+        generation=generation,
+        ordinal=ordinal,
         state=LaunchState.PROVISIONING,
         node=run.node,
         zone=zone,
@@ -161,7 +172,11 @@ def describe_pod(
         replica = msgspec.structs.replace(replica, url=f"http://{host}:{PORT}")
     exited = _find_exit(pod)
     if exited is not None:
-        return _describe_exit(replica, exited, is_ended=bool(run.ended_by))
+        ahead_s = max(0.0, _node_started_at(pod) - run.started_at)
+        finished_at = exited.get("finishedAt")
+        exited_at = parse_time(finished_at) - ahead_s if finished_at else 0.0
+        exited_at = max(run.started_at, min(exited_at, now))
+        return _describe_exit(replica, exited, exited_at, is_ended=bool(run.ended_by))
     is_ending = "deletionTimestamp" in pod["metadata"] or not deployment["spec"]["replicas"]
     is_running = "running" in _container(pod).get("state", {})
     if is_ending:
@@ -181,16 +196,24 @@ def parse_time(text: str) -> float:
 
 def _container(pod: KubernetesObject) -> KubernetesObject:
     """Return the status of the replica's container; empty before it has one."""
-    statuses = pod.get("status", {}).get("containerStatuses") or [{}]
-    status: KubernetesObject = statuses[0]
-    return status
+    statuses = pod.get("status", {}).get("containerStatuses") or ()
+    return next((each for each in statuses if each.get("name") == CONTAINER), {})
 
 
-def _states(pod: KubernetesObject) -> Iterable[KubernetesObject]:
-    """Yield the states of the container that have times: the current one, then the one before a restart."""
+def _template_attempt(deployment: KubernetesObject) -> str | None:
+    template = deployment["spec"]["template"].get("metadata") or {}
+    attempt: str | None = template.get("annotations", {}).get(ANNOTATION_ATTEMPT)
+    return attempt
+
+
+def _node_started_at(pod: KubernetesObject) -> float:
+    """Return when the container started by the clock of its node, or if it waits the one before; 0 before that."""
     container = _container(pod)
     for each in (container.get("state", {}), container.get("lastState", {})):
-        yield from (each[name] for name in ("running", "terminated") if name in each)
+        for name in ("running", "terminated"):
+            if "startedAt" in each.get(name, {}):
+                return parse_time(each[name]["startedAt"])
+    return 0.0
 
 
 def _find_exit(pod: KubernetesObject) -> KubernetesObject | None:
@@ -210,7 +233,7 @@ def _find_exit(pod: KubernetesObject) -> KubernetesObject | None:
 
 
 def _describe_exit(
-    replica: LaunchedReplica, exited: KubernetesObject, *, is_ended: bool
+    replica: LaunchedReplica, exited: KubernetesObject, exited_at: float, *, is_ended: bool
 ) -> LaunchedReplica:
     code = exited.get("exitCode")
     status = code if code is None or code <= 128 else 128 - code  # as shells report signals
@@ -224,12 +247,11 @@ def _describe_exit(
         reason = describe_exit(status, ran_out_of_memory=ran_out_of_memory)
         if output:
             reason += f"; its last output: {output}"
-    finished_at = exited.get("finishedAt")
     return msgspec.structs.replace(
         replica,
         state=LaunchState.EXITED,
         reason=reason,
-        exited_at=max(replica.started_at, parse_time(finished_at) if finished_at else 0.0),
+        exited_at=exited_at,
         exit_status=status,
         ran_out_of_memory=ran_out_of_memory,
     )

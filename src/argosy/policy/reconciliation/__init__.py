@@ -34,6 +34,7 @@ from argosy.policy.reconciliation.fleet_state import (
     RestartLimits,
     WarmUpState,
     continue_observation,
+    parse_replica_name,
     replica_name,
 )
 from argosy.policy.reconciliation.member import is_ready

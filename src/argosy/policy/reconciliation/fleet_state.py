@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from argosy.policy.replica_status import ReplicaStatus
+
+_REPLICA_NAME = re.compile("(.+)-([0-9]{1,9})-([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,12 @@ class ObservedFleet(msgspec.Struct, frozen=True, kw_only=True):
 def replica_name(pool: str, generation: int, ordinal: int) -> str:
     """Return the name of a replica, so that two controllers that start the same replica start it once."""
     return f"{pool}-{generation}-{ordinal}"
+
+
+def parse_replica_name(name: str) -> tuple[str, int, int] | None:
+    """Return pool, generation and ordinal of a replica's name; None if it is not one."""
+    match = _REPLICA_NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 def continue_observation(
