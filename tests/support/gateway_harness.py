@@ -92,6 +92,9 @@ class RecordingFilter:
         self.token_counts.append(output_tokens)
         return "budget" if limit is not None and output_tokens >= limit else None
 
+    async def on_fallback(self, context: RequestContext) -> None:
+        pass
+
     def on_complete(self, context: RequestContext) -> None:
         self.completed.append(context)
         self.completions.release()

@@ -121,6 +121,10 @@ class RequestContext(msgspec.Struct, eq=False):
     """Name of the route that selected the pool. Empty if no route matched."""
     route_reason: str = ""
     """Why it selected the pool."""
+    has_fallbacks: bool = False
+    """Whether another model may answer if this one cannot."""
+    failed_models: tuple[str, ...] = ()
+    """Models that could not answer the request, before a fallback."""
     assigned_version: AssignedVersion | None = None
     """Version that the request is assigned to. None if the pool has no rollouts."""
     deadline: float = math.inf
@@ -194,6 +198,7 @@ class RequestContext(msgspec.Struct, eq=False):
             start_wait_s=self.start_wait_s,
             unsuitable=self.unsuitable_replicas,
         )
+        self.placement.records = self.trace.attempts  # has those at the models before a fallback
         self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses
         return self.placement
 
@@ -210,10 +215,23 @@ class RequestContext(msgspec.Struct, eq=False):
         taken_over = describe_takeover(pool, reason)
         reasons = (self.trace.route_reason, taken_over)
         self.trace.route_reason = "; ".join(filter(None, reasons))
+        self._count_for(pool)
+        self.announce_version()
+
+    def fall_back(
+        self, pool: Pool, route_name: str, reason: str, version: AssignedVersion | None
+    ) -> None:
+        """Let another model answer, because the client has received nothing. The filters are called next."""
+        self.failed_models = (*self.failed_models, self.pool.model)
+        self._count_for(pool)
+        self.route_name, self.route_reason, self.assigned_version = route_name, reason, version
+        self.replica_name = self.model_digest = ""
+        self.status, self.error = "failed", None
+
+    def _count_for(self, pool: Pool) -> None:
         self.pool.active_requests -= 1
         self.pool = pool
         pool.active_requests += 1
-        self.announce_version()
 
     @property
     def is_client_error(self) -> bool:
@@ -309,6 +327,13 @@ class RequestFilter(Protocol):
 
         Returns:
             Why to end the response after these chunks, or None to continue.
+        """
+
+    async def on_fallback(self, context: RequestContext) -> None:
+        """Count the request for a fallback model, after its first one could not answer.
+
+        Raises:
+            ApiError: The request is rejected for this model.
         """
 
     def on_complete(self, context: RequestContext) -> None:

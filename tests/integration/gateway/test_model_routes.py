@@ -6,11 +6,21 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx2
+import pytest
 from tests.integration.test_metrics import value
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.fake_upstream import (
+    FakeUpstream,
+    UpstreamScript,
+    build_response,
+    fake_upstream,
+    reset_connection,
+    respond_500,
+    respond_with,
+)
 from tests.support.gateway_client import serve_gateway
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation
 from typer.testing import CliRunner
@@ -226,3 +236,74 @@ async def test_models_answer_for_another_by_weight_and_in_place_of_one_that_is_d
         text = await routed.explain(response.headers["x-argosy-request"], "app")
         assert "to qwen-next (for down, by fallback_models), streamed" in text
         assert "qwen-next answers: down has no ready replica" in text
+
+
+FULL = respond_with(build_response(b"{}", "application/json", 429, "retry-after: 30"))
+WRONG_KEY = respond_with(build_response(b"{}", "application/json", 401))
+
+
+@pytest.mark.parametrize(
+    ("script", "is_stream"),
+    [
+        (respond_500, False),
+        (WRONG_KEY, True),
+        (FULL, True),
+        (FULL, False),
+        (reset_connection, True),
+    ],
+    ids=["500", "401", "429", "429-buffered", "reset"],
+)
+async def test_fallback_answers_the_requests_that_the_only_replica_fails(
+    tmp_path: Path, script: UpstreamScript, is_stream: bool
+) -> None:
+    async with fake_upstream(script) as failing:
+        weak = ModelConfig(
+            name="weak",
+            fallback_models=("down", "qwen-next", "qwen"),
+            replicas=[ReplicaConfig(url=failing.url, kind="openai", model="rough", max_requests=1)],
+        )
+        down = ModelConfig(
+            name="down", replicas=[ReplicaConfig(url="http://127.0.0.1:1", kind="openai")]
+        )
+        async with (
+            run_routed_gateway(tmp_path, more_models=(weak, down)) as routed,
+            routed.client("app") as client,
+        ):
+            body = BODY | {"model": "weak", "stream": is_stream}
+            post = partial(client.post, "/v1/completions", json=body)
+            # One is sent, and two are queued while the replica fails it.
+            responses = [*await asyncio.gather(*(post() for _ in range(3))), await post()]
+            assert [response.status_code for response in responses] == [200] * 4
+            assert {response.headers["x-argosy-model"] for response in responses} == {"qwen-next"}
+            records = await routed.accounts.wait_for_rows(4)
+            assert {
+                (each.asked, each.route, each.model, each.nano_dollars) for each in records
+            } == {("weak", "fallback_models", "qwen-next", 300)}
+            first = responses[0].headers["x-argosy-request"]
+            text = await routed.explain(first, "app")
+            assert "qwen-next answers: weak could not answer; down has no ready replica" in text
+            assert failing.url in text
+            trace = (await client.get(f"/admin/requests/{first}")).json()
+            sent_to = [attempt["replica"] for attempt in trace["attempts"]]
+            assert sent_to == [failing.url, routed.next.url]
+            assert failing.max_concurrent == 1
+
+
+async def test_request_errors_and_limits_of_the_fallback_are_returned(tmp_path: Path) -> None:
+    invalid = respond_with(build_response(b'{"error": {"message": "no"}}', "application/json", 400))
+    async with fake_upstream(invalid) as failing:
+        weak = ModelConfig(
+            name="weak",
+            fallback_models=("qwen-next",),
+            replicas=[ReplicaConfig(url=failing.url, kind="openai", model="rough")],
+        )
+        async with (
+            run_routed_gateway(tmp_path, more_models=(weak,)) as routed,
+            routed.client() as client,
+        ):
+            post = partial(client.post, "/v1/completions", json=BODY | {"model": "weak"})
+            assert (await post()).status_code == 400
+            assert not routed.next.requests
+            failing.script = respond_500
+            statuses = [(await post()).status_code for _ in range(4)]
+            assert statuses == [200, 200, 200, 429], "a project may send 3 requests to qwen-next"

@@ -81,7 +81,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     that model grows. Empty if the model itself answers."""
     fallback_models: ByOperator[tuple[str, ...]] = ()
     """Models that answer, in this order, when the model that should has no ready replica, or a longer queue than
-    `max_wait_s`. If none of them can answer in time either, the request waits, or is refused, as without them."""
+    `max_wait_s`. They also answer if its replicas fail the request or refuse it as full before the client receives
+    output. If none of them can answer in time either, the request waits, or is refused, as without them."""
     max_wait_s: ByOperator[PositiveFloat | None] = None
     """Predicted time in the queue beyond which `fallback_models` answer. None means any time."""
 

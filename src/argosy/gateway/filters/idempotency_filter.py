@@ -77,6 +77,9 @@ class IdempotencyFilter:
     def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:
         """Do nothing, since the recorder observes the response."""
 
+    async def on_fallback(self, context: RequestContext) -> None:
+        """Do nothing, since the key belongs to the request and not to the model."""
+
     def on_complete(self, context: RequestContext) -> None:
         """Store the response if it is complete, or release the key."""
         self._recorders.pop(context).settle()

@@ -254,9 +254,23 @@ class LimitFilter:
             return None
         return self._running[context].extend()
 
+    async def on_fallback(self, context: RequestContext) -> None:
+        """Give the reservation back, and reserve by the limits and prices of the model that answers now.
+
+        Raises:
+            ApiError: As `on_request`.
+        """
+        state, now = self._running.pop(context), self._clock()
+        state.reservation.settle(QuotaUsage(), now)
+        names = {name for name, _ in state.limit_set.rate_limit_headers(now)}
+        headers = context.response_headers
+        headers[:] = [header for header in headers if header[0] not in names]
+        await self.on_request(context)
+
     def on_complete(self, context: RequestContext) -> None:
-        """Settle the reservation."""
-        self._running.pop(context).settle()
+        """Settle the reservation. There is none if the limits rejected a fallback."""
+        if context in self._running:
+            self._running.pop(context).settle()
 
     # --- Other requests --------------------------------------------------------------------------
 

@@ -46,16 +46,12 @@ class TelemetryFilter:
         trace = context.trace
         trace.response_id = context.response_id
         trace.request_id = context.exchange.request_id
-        trace.model = context.pool.model
         trace.requested_model = context.fields.model
-        trace.route_name = context.route_name
-        trace.route_reason = context.route_reason
-        context.announce_version()
+        _record_route(context)
         trace.path = context.exchange.path
         trace.stream = context.fields.stream
         trace.principal = context.principal
         trace.started_at = context.started_at
-        trace.routing_policy = context.pool.routing_policy
         context.response_headers.append((b"x-argosy-request", trace.response_id.encode()))
         self._traces.add(trace)
         return True
@@ -75,6 +71,10 @@ class TelemetryFilter:
         age_s = chunk_times[-1] - context.intervals_recorded_at
         if age_s >= MAX_BUFFER_AGE_S or len(intervals_s) >= MAX_BUFFERED_INTERVALS:
             self._record_progress(context, chunk_times[-1])
+
+    async def on_fallback(self, context: RequestContext) -> None:
+        """Record the model that answers now."""
+        _record_route(context)
 
     def on_complete(self, context: RequestContext) -> None:
         """Complete the trace and record the metrics of an ended request."""
@@ -184,3 +184,10 @@ class TelemetryFilter:
             metrics.failovers.add((model,))
         elif attempt.sent_at is not None:  # an unsent attempt is no retry
             metrics.retries.add((model,))
+
+
+def _record_route(context: RequestContext) -> None:
+    trace = context.trace
+    trace.model, trace.routing_policy = context.pool.model, context.pool.routing_policy
+    trace.route_name, trace.route_reason = context.route_name, context.route_reason
+    context.announce_version()

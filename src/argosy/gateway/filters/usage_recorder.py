@@ -39,22 +39,8 @@ class UsageRecorder:
         Raises:
             ApiError: 503 if the usage log is full.
         """
-        principal, model = context.principal, context.pool.model
-        row = UsageRecord(
-            request=context.response_id,
-            organisation=principal.organisation,
-            project=principal.project,
-            key=principal.key,
-            user=principal.user,
-            model=model,
-            asked=context.fields.model,
-            route=context.route_name,
-            started_at=context.started_at,
-            ended_at=context.started_at,
-            status="interrupted",
-        )
         try:
-            context.usage_slot = self._usage_log.allocate_slot(row, context.rates)
+            context.usage_slot = self._usage_log.allocate_slot(_begin_row(context), context.rates)
         except UsageLogFullError:
             message = (
                 "Usage cannot be recorded at the moment, so requests are rejected. Try again later."
@@ -64,6 +50,11 @@ class UsageRecorder:
 
     def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:
         """Do nothing, since the relay or native code counts the tokens in the row."""
+
+    async def on_fallback(self, context: RequestContext) -> None:
+        """Write the row for the model that answers now."""
+        assert context.usage_slot is not None  # noqa: S101 - set by `on_request`
+        context.usage_slot.begin(_begin_row(context), context.rates)
 
     def on_complete(self, context: RequestContext) -> None:
         """Complete the row with the billed tokens."""
@@ -78,6 +69,23 @@ class UsageRecorder:
             is_capped=bill.is_capped,
         )
         context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
+
+
+def _begin_row(context: RequestContext) -> UsageRecord:
+    principal = context.principal
+    return UsageRecord(
+        request=context.response_id,
+        organisation=principal.organisation,
+        project=principal.project,
+        key=principal.key,
+        user=principal.user,
+        model=context.pool.model,
+        asked=context.fields.model,
+        route=context.route_name,
+        started_at=context.started_at,
+        ended_at=context.started_at,
+        status="interrupted",
+    )
 
 
 async def flush_usage_forever(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -49,6 +49,8 @@ class RouteTarget(NamedTuple):
     """Version of the model that the request is assigned to. None without rollouts."""
     passed_over: Pool | None = None
     """Pool that a fallback model answers for."""
+    has_fallbacks: bool = False
+    """Whether another model may answer if this one cannot."""
 
 
 class _Decision(NamedTuple):
@@ -166,9 +168,10 @@ class ModelRouter:
         headers: Mapping[bytes, bytes],
         fields: RequestFields | None = None,
         request_id: str = "",
+        failed: Collection[str] = (),
     ) -> RouteTarget:
         """Return the pool that answers a request, as `find_target`, and record that the request was routed."""
-        target = self.find_target(name, principal, headers, fields, request_id)
+        target = self.find_target(name, principal, headers, fields, request_id, failed)
         if target.passed_over is not None:
             target.passed_over.record_unserved(time.monotonic())
         if target.route_name not in {"", WEIGHTS}:
@@ -188,6 +191,7 @@ class ModelRouter:
         headers: Mapping[bytes, bytes],
         fields: RequestFields | None = None,
         request_id: str = "",
+        failed: Collection[str] = (),
     ) -> RouteTarget:
         """Return the pool that answers a request.
 
@@ -201,6 +205,8 @@ class ModelRouter:
             fields: Fields of the request, which may name its user and session. Without them it is served by the stable
                 version.
             request_id: Id of the request.
+            failed: Models that could not answer the request, so that fallbacks do. If none can, the result is the pool
+                of one of these.
 
         Raises:
             ApiError: 404 if the model does not exist. 403 if the principal may not use it.
@@ -222,7 +228,9 @@ class ModelRouter:
                 target = RouteTarget(self._pools_by_name[route.target_model], route.name)
                 break
         if target.pool.traffic is not None:
-            target = self._divide_traffic(target, target.pool.traffic, subject, principal.tier)
+            target = self._divide_traffic(
+                target, target.pool.traffic, subject, principal.tier, failed
+            )
         versions = target.pool.versions
         if versions is None or fields is None:
             return target
@@ -230,7 +238,12 @@ class ModelRouter:
         return _assign_version(target, versions, subject, prefers_candidate=prefers_candidate)
 
     def _divide_traffic(
-        self, target: RouteTarget, traffic: TrafficRoute, subject: TrafficSubject, tier: int
+        self,
+        target: RouteTarget,
+        traffic: TrafficRoute,
+        subject: TrafficSubject,
+        tier: int,
+        failed: Collection[str],
     ) -> RouteTarget:
         """Return the model that answers for that of `target`: one selected by weight, or else a fallback."""
         selected, route_name = traffic.select_by_weight(subject), target.route_name
@@ -247,6 +260,7 @@ class ModelRouter:
                     name: self._pools_by_name[name].expected_wait_s(tier, now)
                     for name in (selected.pool, *traffic.fallback_pools)
                 },
+                failed,
             )
             reasons += serving.skipped
             if serving.pool is not None and serving.skipped:
@@ -257,6 +271,7 @@ class ModelRouter:
             route_name,
             "; ".join(reasons),
             passed_over=passed_over,
+            has_fallbacks=bool(traffic.fallback_pools),
         )
 
     def find_only_model(self, principal: Principal, tasks: frozenset[TaskName]) -> str:

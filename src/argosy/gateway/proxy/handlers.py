@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import structlog
@@ -14,7 +15,8 @@ import structlog
 from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.http_route import find_deployment
-from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.model_registry import ModelRouter, RouteTarget
+from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
@@ -271,13 +273,9 @@ class CompletionHandlers:
             fields.model, principal, exchange.headers, fields, exchange.request_id
         )
         pool = target.pool
-        check_task(pool, fields.model, api)
         if target.route_name:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
-        check_prompt(pool, fields)
-        unsupporting = (
-            find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
-        )
+        unsupporting = _check_pool(pool, fields, api)
         now = self._clock()
         return RequestContext(
             exchange,
@@ -289,6 +287,7 @@ class CompletionHandlers:
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=target.route_name,
             route_reason=target.reason,
+            has_fallbacks=target.has_fallbacks,
             assigned_version=target.version,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             start_wait_s=find_start_wait_s(
@@ -360,9 +359,7 @@ class CompletionHandlers:
         try:
             if await run_filters(filters, context):
                 await self._admit(context, relay)
-                await RequestProxy(
-                    self._proxy_config, self._driver, context, continuation, relay, writer
-                ).run()
+                await self._answer(context, continuation, relay, writer)
         except asyncio.CancelledError:
             task.uncancel()
             if context.end_reason is not EndReason.STOPPED:
@@ -376,6 +373,82 @@ class CompletionHandlers:
         await writer.finish()
         is_stopped = context.end_reason is EndReason.STOPPED
         context.status = "stopped" if is_stopped else context.final_status
+
+    async def _answer(
+        self,
+        context: RequestContext,
+        continuation: StreamContinuation,
+        relay: ResponseRelay,
+        writer: ResponseWriter,
+    ) -> None:
+        """Let a replica of the model answer, or else one of its fallbacks. Raises ApiError as `_execute`."""
+        while True:
+            proxy = RequestProxy(
+                self._proxy_config, self._driver, context, continuation, relay, writer
+            )
+            if context.has_fallbacks and context.placement is not None:
+                context.placement.can_fall_back = partial(self._can_fall_back, context)
+            try:
+                await proxy.run()
+            except ApiError as error:
+                if not (context.has_fallbacks and proxy.permits_fallback):
+                    raise
+                target = await self._find_fallback(context)
+                if target is None:
+                    raise
+                context.record_error(error)
+                await self._fall_back(context, relay, target)
+            else:
+                return
+
+    def _can_fall_back(self, context: RequestContext) -> bool:
+        failed = (*context.failed_models, context.pool.model)
+        return self._select_fallback(context, failed).pool.model not in failed
+
+    def _select_fallback(self, context: RequestContext, failed: Sequence[str]) -> RouteTarget:
+        exchange, fields = context.exchange, context.fields
+        return self._models.find_target(
+            fields.model, context.principal, exchange.headers, fields, exchange.request_id, failed
+        )
+
+    async def _find_fallback(self, context: RequestContext) -> RouteTarget | None:
+        """Return the first model that can answer in place of one that could not; None if there is none."""
+        failed = (*context.failed_models, context.pool.model)
+        while (target := self._select_fallback(context, failed)).pool.model not in failed:
+            pool, fields, api = target.pool, context.fields, context.api
+            try:
+                unsupporting = _check_pool(pool, fields, api)
+                if api.generates:
+                    await self._request_checker.check(pool, fields, api.path)
+            except ApiError:
+                failed = (*failed, pool.model)
+            else:
+                context.unsuitable_replicas = unsupporting
+                return target
+        return None
+
+    async def _fall_back(
+        self, context: RequestContext, relay: ResponseRelay, target: RouteTarget
+    ) -> None:
+        """Count a request for the model that answers in place of its own. Raises ApiError if its limits reject it."""
+        pool, headers = target.pool, context.response_headers
+        log.warning(
+            "request_fell_back",
+            requested_model=context.fields.model,
+            failed=context.pool.model,
+            model=pool.model,
+            reason=None if context.error is None else context.error.message,
+        )
+        self._on_request_ended(context)
+        if context.placement is not None:
+            self._driver.end(context.placement)
+        relay.restart()
+        context.fall_back(pool, target.route_name, target.reason, target.version)
+        headers[:] = [header for header in headers if header[0] != MODEL_HEADER]
+        headers.append((MODEL_HEADER, pool.model.encode()))
+        for each in context.filters:
+            await each.on_fallback(context)
+        self._on_request_admitted(context)
 
     async def _admit(self, context: RequestContext, relay: ResponseRelay) -> None:
         """Check what a native replica would refuse, and count the request as admitted by the filters.
@@ -399,6 +472,7 @@ class CompletionHandlers:
         relay.end()
         if context.placement is not None:
             self._driver.end(context.placement)
+            context.placement.can_fall_back = None  # a reference cycle
         context.exchange.set_listener(None)
         context.take_back_stream = None  # a reference cycle
 
@@ -414,6 +488,17 @@ def _parse_fields(body: bytes, api: ApiShape, cache_domain: str, session_id: str
         cache_domain=cache_domain,
         session_id=session_id,
     )
+
+
+def _check_pool(pool: Pool, fields: RequestFields, api: ApiShape) -> set[str]:
+    """Check that a model can serve a request, and return its replicas that do not enforce its constraint.
+
+    Raises:
+        ApiError: The model has another task, a shorter context, or no such replica.
+    """
+    check_task(pool, fields.model, api)
+    check_prompt(pool, fields)
+    return find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
 
 
 async def _end_stream_with_error(exchange: HttpExchange, error: ApiError) -> None:

@@ -67,6 +67,18 @@ HTTP_CREATED = 201
 ARITHMETIC_MISMATCH_STATUS = 409
 """Status of a native replica whose arithmetic identity differs from the one that started the response."""
 
+FALLBACK_REASONS = frozenset(
+    {
+        RefusalReason.NO_REPLICA,
+        RefusalReason.STARTING,
+        RefusalReason.REPLICAS_FULL,
+        RefusalReason.QUEUE_TIMEOUT,
+        RefusalReason.UPSTREAM_FAILED,
+        RefusalReason.INTERRUPTED,
+    }
+)
+"""Reasons that concern the replicas. The others concern the request or the share of its tenant."""
+
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
@@ -131,6 +143,12 @@ class RequestProxy:
         finally:
             for call in self._calls:
                 call.cancel()
+
+    @property
+    def permits_fallback(self) -> bool:
+        """Whether another model may answer: the replicas could not, and the client has received no output."""
+        refusal = self._refusal
+        return refusal is not None and refusal.reason in FALLBACK_REASONS and not self._has_started
 
     # --- effects of placement --------------------------------------------------------------------
 

@@ -227,6 +227,8 @@ class PlacementCore:
             self._move_waiting(queue, takeover_reason, now)
         if queue.displaced:
             self._dispatch_displaced(queue, now)
+        if queue.queue and not pool.has_ready(now):
+            self._release_to_fallbacks(queue, now)
         while queue.queue:
             request = queue.pop(now)
             if request is None:
@@ -286,6 +288,22 @@ class PlacementCore:
             waits_since = now if is_paused else request.queued_at or now
             target.push(request, waits_since, is_paused=is_paused)
             self._pauser.watch(target, request.tier, now)
+
+    def _release_to_fallbacks(self, queue: PoolQueue, now: float) -> None:
+        """Refuse the queued requests that other models can answer, because no replica is ready."""
+        waiting = [
+            request
+            for request, its_queue in self._requests.items()
+            if its_queue is queue
+            and request.is_queued
+            and request.can_fall_back is not None
+            and not request.output_tokens
+        ]
+        for request in waiting:
+            if request.can_fall_back is None or not request.can_fall_back():
+                return  # nor can the others, whose fallbacks are mostly the same
+            queue.withdraw(request)
+            self._refuse(upstream_failed(queue.pool, request, now))
 
     def _refuse_waiting(self, queue: PoolQueue, now: float) -> None:
         """Refuse all queued requests, because no replica is expected to recover."""
@@ -509,6 +527,9 @@ class PlacementCore:
             self._move(request, queue, NONE_LEFT, now)
             self._dispatch(self._requests[request], now)
             return
+        if self._must_fall_back(request, pool, now):
+            self._refuse(upstream_failed(pool, request, now))
+            return
         timeout_s = backoff_s(request.failed_attempts, self._random.random())
         if not request.must_wait_for_budget or (
             pool.has_healthy(request.tier, now) or pool.retry_budget.try_acquire(now)
@@ -518,6 +539,14 @@ class PlacementCore:
         request.timer = self._timers.add(
             now + timeout_s, partial(self._on_replica_not_found, request)
         )
+
+    def _must_fall_back(self, request: PlacementRequest, pool: _Pool, now: float) -> bool:
+        """Whether another model answers a displaced request without output, because its own cannot now."""
+        last = request.last_attempt
+        if request.can_fall_back is None or request.output_tokens or (last and last.is_stream):
+            return False
+        excluded = request.failed | request.unsuitable
+        return not pool.has_ready(now, excluded) and request.can_fall_back()
 
     def _on_replica_not_found(self, request: PlacementRequest, now: float) -> None:
         """Give a displaced request up, or let it wait for any replica, also those that failed it."""

@@ -13,6 +13,7 @@ from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
 from argosy.policy.placement.request import PlacementRequest
 from argosy.policy.prefix_cache_index import BLOCK_TOKENS, RecentPlacements
 from argosy.policy.prefix_tree import RecentPrompt, RecentPrompts
+from argosy.policy.replica_status import ReplicaStatus
 from argosy.policy.retries import Hedging, PoisonRequestTracker, RetryBudget
 from argosy.policy.routing import (
     FULL_SCAN_POLICIES,
@@ -183,9 +184,13 @@ class PlacementPool(Generic[R]):
             now: Monotonic time.
 
         Returns:
-            Seconds; None if no replica is ready.
+            Seconds; None if no replica is ready. One that is ejected or has refused requests as full is not.
         """
-        ready = [replica for replica in self.eligible_replicas() if not replica.health.is_down]
+        ready = [
+            replica
+            for replica in self.replicas.values()
+            if replica.health.status(now) is ReplicaStatus.READY
+        ]
         free = [replica for replica in ready if replica.has_free_slot(tier, now)]
         output_tokens = max(1, round(self._mean_output_tokens.value))
         costs = [estimate_cost(each.load, 0, output_tokens, now) for each in free or ready]
@@ -198,7 +203,14 @@ class PlacementPool(Generic[R]):
             replica.slots / max(cost.decode_s, MIN_DECODE_S)
             for replica, cost in zip(ready, costs, strict=True)
         )
-        return max(replica_queue_s + (queued + 1) / slots_per_s, self.retry_after_s(now))
+        return replica_queue_s + (queued + 1) / slots_per_s
+
+    def has_ready(self, now: float, excluded: Collection[str] = ()) -> bool:
+        """Whether a replica that is not `excluded` is ready, free or not. Others may get requests if none is."""
+        return any(
+            replica.name not in excluded and replica.health.status(now) is ReplicaStatus.READY
+            for replica in self.replicas.values()
+        )
 
     def replicas_with_free_slots(self, tier: int, now: float) -> list[R]:
         """Return the eligible replicas with a free slot for this tier, without those in backoff."""

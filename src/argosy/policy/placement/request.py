@@ -85,6 +85,9 @@ class PlacementRequest(QueuedRequest, eq=False):
     """How long it may wait for the first replica of its pool to start."""
     unsuitable: set[str] = msgspec.field(default_factory=set)
     """Names of replicas that do not enforce the request's constraint, or cannot resume its response."""
+    can_fall_back: Callable[[], bool] | None = None
+    """Returns whether another model can answer now, so that the request is refused instead of waiting for its own. None
+    if there is no other model."""
 
     # --- state ---
     state: RequestState = RequestState.NEW

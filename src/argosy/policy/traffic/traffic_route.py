@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -68,18 +68,23 @@ class TrafficRoute(msgspec.Struct, frozen=True, kw_only=True):
         name = choose_weighted(self.model, key, shares)
         return next((each for each in pools if each.pool == name), pools[-1])
 
-    def select_serving_pool(self, pool: str, waits_s: Mapping[str, float | None]) -> ServingChoice:
+    def select_serving_pool(
+        self, pool: str, waits_s: Mapping[str, float | None], failed: Collection[str] = ()
+    ) -> ServingChoice:
         """Select the first of the pool and its fallbacks that serves in time.
 
         Args:
             pool: The selected pool.
             waits_s: Expected time in the queue of each pool; None if it has no ready replica.
+            failed: Pools that could not answer this request.
         """
         skipped: list[str] = []
         limit_s = self.max_wait_s
         for name in dict.fromkeys((pool, *self.fallback_pools)):
             wait_s = waits_s[name]
-            if wait_s is None:
+            if name in failed:
+                skipped.append(f"{name} could not answer")
+            elif wait_s is None:
                 skipped.append(f"{name} has no ready replica")
             elif limit_s is not None and wait_s > limit_s:
                 skipped.append(f"{name} has {wait_s:.1f} s of queue, at most {limit_s:g} s")
