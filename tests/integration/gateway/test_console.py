@@ -377,5 +377,8 @@ async def test_secret_of_a_backend_goes_to_its_own_address_only(
             assert response.status_code >= 500, response.text
             shown = await gateway.client.get("/admin/settings", headers=gateway.root_headers)
             assert "secret" not in re.findall(r'"value":"([^"]*)"', shown.text)
+            is_default = {each["path"]: each["is_default"] for each in shown.json()["data"]}
+            assert is_default["models.0.routing"]
+            assert not is_default["models.0.name"]
         assert set(received) == {"Bearer secret"}
         assert (attacker.requests, attacker.fetched_paths) == ([], [])

@@ -30,7 +30,8 @@ class SettingView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     """Names from the root to the setting, with indexes of lists, joined by dots."""
     value: str | int | float | bool | None
     is_default: bool
-    """Whether the value is the default. Others come from the settings file or the command line."""
+    """Whether the value is the default. Others come from the declaration of the fleet, or else from the settings file
+    or the command line."""
 
 
 class CheckView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="check"):
@@ -45,14 +46,9 @@ class CheckView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
 @endpoints.register("GET", "/admin/settings", "viewer", "gateway", is_nonblocking=True)
 def list_settings(scope: AdminScope, request: AdminRequest) -> Page[SettingView]:  # noqa: ARG001 - lists all
     """List the settings in force, with those that differ from their defaults marked."""
-    defaults = dict(_flatten(msgspec.to_builtins(GatewayConfig()), ""))
     views = [
-        SettingView(
-            path=path,
-            value=_hide_secret(path, value),
-            is_default=path in defaults and defaults[path] == value,
-        )
-        for path, value in _flatten(msgspec.to_builtins(scope.config), "")
+        SettingView(path=path, value=_hide_secret(path, value), is_default=is_default)
+        for path, value, is_default in _flatten(scope.config, GatewayConfig(), "")
     ]
     return build_page(views)
 
@@ -68,15 +64,34 @@ def list_checks(scope: AdminScope, request: AdminRequest) -> Page[CheckView]:  #
     return build_page(checks)
 
 
-def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON
-    if isinstance(value, dict) and value:
+def _flatten(value: Any, default: Any, path: str) -> Iterator[tuple[str, Any, bool]]:  # noqa: ANN401 - of any type
+    """Yield the path of each setting, its value and whether it is the default. Items have those of their type."""
+    if isinstance(value, msgspec.Struct):
+        for field in msgspec.structs.fields(value):
+            part = (
+                getattr(default, field.name) if type(default) is type(value) else _default_of(field)
+            )
+            yield from _flatten(
+                getattr(value, field.name),
+                part,
+                f"{path}.{field.encode_name}" if path else field.encode_name,
+            )
+    elif isinstance(value, dict) and value:
         for name, part in value.items():
-            yield from _flatten(part, f"{path}.{name}" if path else name)
+            yield from _flatten(part, None, f"{path}.{name}")
     elif isinstance(value, (list, tuple)) and value:
         for index, part in enumerate(value):
-            yield from _flatten(part, f"{path}.{index}")
+            yield from _flatten(part, None, f"{path}.{index}")
     else:
-        yield path, None if isinstance(value, (dict, list, tuple)) else value
+        plain = msgspec.to_builtins(value)
+        shown = None if isinstance(plain, (dict, list, tuple)) else plain
+        yield path, shown, value == default
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> Any:  # noqa: ANN401 - of any type
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default
 
 
 def _hide_secret(path: str, value: Any) -> Any:  # noqa: ANN401 - JSON
