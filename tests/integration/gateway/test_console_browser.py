@@ -43,6 +43,16 @@ COLOURS_ONLY = {"runOnly": ["color-contrast"]}
 FIND_SERIOUS = """options => axe.run(options).then(({ violations }) => violations
   .filter(({ impact }) => impact === "serious" || impact === "critical")
   .map(({ id, nodes }) => [id, nodes.map(({ html }) => html.slice(0, 120))]))"""
+FIND_CLIPPED = """() => [...document.querySelectorAll("#app :is(a, button, input, select)")].filter((control) => {
+  const middle = (box) => (box.left + box.right) / 2;
+  const at = middle(control.getBoundingClientRect());
+  for (let outer = control.parentElement; outer; outer = outer.parentElement) {
+    const { left, right } = outer.getBoundingClientRect();
+    if (getComputedStyle(outer).overflowX === "hidden" && (at < left || at > right)) return true;
+  }
+  return false;
+}).map(({ outerHTML }) => outerHTML.slice(0, 120))"""
+"""Controls that no user can scroll to."""
 DRAWN_AGAIN = """(canvas, before) => new Promise((done) => {
   const look = () => (canvas.toDataURL() === before ? requestAnimationFrame(look) : done());
   look();
@@ -178,9 +188,9 @@ async def test_dragging_over_a_chart_sets_the_range_and_changes_are_marked(
         await admin_gateway.create(f"/admin/replicas/{action}", {"model": "big", "replica": "a"})
     page = await open_console(browser, admin_gateway)
     chart = page.get_by_role("img", name="Running and waiting requests")
-    await page.get_by_role("group", name="Changes").last.get_by_role("button").focus()
+    await page.get_by_role("group", name="Changes").first.get_by_role("button").focus()
     await page.get_by_text("a was set to undrain by").first.wait_for()
-    await page.get_by_text("2 changes in this time").click()
+    await page.get_by_text("2 changes in this time").first.click()
     await page.get_by_text("a was set to cordon by").first.wait_for()
     await page.get_by_role("button", name="Use UTC").click()
     over = chart.locator(".u-over")
@@ -407,7 +417,8 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
     page = await open_console(browser, admin_gateway)
     axe = AXE.read_text()
     findings: dict[str, list[object]] = {}
-    screens = await list_screens(page) | {f"#/{REPLICA}": "Models and replicas"}
+    more = {f"#/{REPLICA}": "Models and replicas", "#/tenants?tab=limits": "Tenants and keys"}
+    screens = await list_screens(page) | more
     for address, title in screens.items():
         await show_screen(page, address, title)
         await page.evaluate(f"{axe}; undefined")
@@ -416,7 +427,14 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
         findings[f"{address}, dark"] = await page.evaluate(FIND_SERIOUS, COLOURS_ONLY)
         await page.emulate_media(color_scheme="light")
         await page.set_viewport_size({"width": 360, "height": 740})
-        await load_playwright().expect(page.locator("html")).to_have_js_property("scrollWidth", 360)
+        expect = load_playwright().expect
+        await expect(page.locator("html")).to_have_js_property("scrollWidth", 360)
+        bar = page.get_by_role("navigation", name="Screens")
+        await expect(bar.locator("[aria-current]")).to_be_in_viewport(ratio=1)
+        box = await bar.bounding_box()
+        assert box is not None
+        assert box["height"] < 80
+        findings[f"{address}, narrow"] = await page.evaluate(FIND_CLIPPED)
         await page.set_viewport_size({"width": 1280, "height": 900})
     assert len(findings) >= 16
     assert not {name: found for name, found in findings.items() if found}

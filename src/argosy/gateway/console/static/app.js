@@ -1,5 +1,5 @@
 // The shell: signs in, shows the navigation, and loads the screen that the address names.
-import { html, render, useEffect, useState } from "./vendor.js";
+import { html, render, useEffect, useRef, useState } from "./vendor.js";
 import { get, may, session, call } from "./core/api.js";
 import { partOf } from "./core/format.js";
 import { connection, isOutdated, retryAt, tick } from "./core/live.js";
@@ -58,7 +58,17 @@ function Banner() {
 
 function Navigation({ screens, current }) {
   const groups = [...new Set(screens.map(({ group }) => group))];
-  return html`<nav class="side" aria-label="Screens"><a class="brand" href="#/">Argosy</a>${groups.map((group) => html`
+  const bar = useRef(null);
+  useEffect(() => { // on narrow pages the bar scrolls, and shows the present screen in its middle
+    const element = bar.current;
+    const observer = new ResizeObserver(() => {
+      const shown = element.querySelector("[aria-current]");
+      if (shown) element.scrollLeft = shown.offsetLeft - (element.clientWidth - shown.offsetWidth) / 2;
+    });
+    observer.observe(element);
+    return () => observer.disconnect();
+  }, [current]);
+  return html`<nav class="side" aria-label="Screens" ref=${bar}><a class="brand" href="#/">Argosy</a>${groups.map((group) => html`
     <div key=${group}><div class="g">${group}</div>${screens.filter((screen) => screen.group === group).map(({ id, title }) => html`
       <a key=${id} href=${link(id)} aria-current=${id === current ? "page" : undefined}>${title}</a>`)}</div>`)}
     <div class="who"><div class="s">${who()}</div>

@@ -13,7 +13,7 @@ import { RunningRollouts } from "../ui/rollout-card.js";
 import { currentRange, useSeries } from "../ui/series.js";
 import { TimeRange } from "../ui/time-range.js";
 
-const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "failed_per_s", "kv_usage_ratio", "running", "queued"];
+const METRICS = ["requests_per_s", "output_tokens_per_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "failed_per_s", "refused_per_s", "limited_per_s", "kv_usage_ratio", "running", "queued"];
 
 export default function Overview() {
   const changes = replicaChanges.value;
@@ -30,7 +30,7 @@ export default function Overview() {
     <${RunningRollouts} fleet=${fleet.data} />
     <${TimeRange} />
     <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
-    <div class="two"><${FirstToken} series=${series} /><${Load} series=${series} /></div>
+    <div class="columns"><${FirstToken} series=${series} /><${Load} series=${series} /><${Errors} series=${series} /></div>
     <${Card} title="Replicas that differ from their pool" actions=${html`<a href=${link("models")}>All replicas</a>`}>
       <${Resource} of=${replicas}>${({ data }) => {
         const different = findDifferent(data);
@@ -115,8 +115,16 @@ function FirstToken({ series }) {
   const names = ["ttft_p50_s", "ttft_p95_s", "ttft_p99_s"];
   return html`<${Card} title="Time to first token" note=${series.data?.partial?.length ? `without the gateways ${series.data.partial.join(", ")}` : "all models"}><${Resource} of=${series} height=${220} empty=${html`${empty} <a href=${link("playground")}>Open the playground</a>`}
     isEmpty=${(data) => !names.some((name) => data.metrics[name]?.some((value) => value !== null))}>
-    ${(data) => html`<${Chart} title="Time to first token" format=${duration} hasPoints data=${[data.times, ...names.map((name) => data.metrics[name] ?? [])]}
-      series=${[{ label: "p50", color: "q1" }, { label: "p95", color: "q2" }, { label: "p99", color: "q3" }]} />`}<//><//>`;
+    ${(data) => html`<${Chart} title="Time to first token" format=${duration} data=${[data.times, ...names.map((name) => data.metrics[name] ?? [])]}
+      series=${[{ label: "p50", color: "s3" }, { label: "p95", color: "s1" }, { label: "p99", color: "s2" }]} />`}<//><//>`;
+}
+
+const ERRORS = [["failed", "bad"], ["refused", "s4"], ["limited", "s5"]];
+
+function Errors({ series }) {
+  const metrics = ERRORS.map(([name]) => series.data?.metrics[`${name}_per_s`] ?? []);
+  return html`<${Card} title="Errors per second" note="all models"><${Resource} of=${series} height=${220} empty="There are no readings yet." isEmpty=${() => !metrics.some((values) => values.some((value) => value !== null))}>
+    ${({ times }) => html`<${Chart} title="Errors per second" format=${count} least=${1} data=${[times, ...metrics]} series=${ERRORS.map(([label, color]) => ({ label, color }))} />`}<//><//>`;
 }
 
 // Running and waiting requests: from the series, or from the event stream where a gateway keeps no series.

@@ -81,7 +81,7 @@ function Chat({ models }) {
   };
   return html`<div class="play"><div class="side-form">
     <${Card} title=${settings.mode === "chat" ? "Chat" : "Completion"} actions=${first.turns.length ? html`<button class="btn" disabled=${isRunning} onClick=${() => active.forEach((lane) => lane.clear())}>Clear</button>` : null}>
-      <div class=${active.length > 1 ? "two" : ""}>${active.map((lane, index) => html`<div key=${index}>
+      <div class=${active.length > 1 ? "columns" : ""}>${active.map((lane, index) => html`<div key=${index}>
         ${active.length > 1 ? html`<h3 class="s">${visible(lane.settings.model)}${lane.settings.temperature === "" ? "" : `, temperature ${lane.settings.temperature}`}</h3>` : null}
         <${Turns} lane=${lane} label=${`Messages of ${lane.settings.model}`} send=${send} />
         ${lane.error ? html`<p class="failure" role="alert">${lane.error.message}</p>` : null}${lane.stats ? html`<${Stats} stats=${lane.stats} />` : null}</div>`)}</div>

@@ -40,11 +40,11 @@ const NATIVE = "Only native replicas report it.";
 // Load, KV cache and speed of a replica over the chosen time.
 function ReplicaCharts({ name, blocks }) {
   const series = useSeries(`replica:${name}`, METRICS);
-  const chart = (title, format, least, lines, { empty = "There are no readings of this replica yet.", hasPoints = false } = {}) => html`<${Card} title=${title}><${Resource} of=${series} height=${220} empty=${empty}
+  const chart = (title, format, least, lines, empty = "There are no readings of this replica yet.") => html`<${Card} title=${title}><${Resource} of=${series} height=${220} empty=${empty}
     isEmpty=${({ metrics }) => !lines.some(([metric]) => metrics[metric]?.some((value) => value !== null))}>${({ times, metrics }) => html`
-    <${Chart} title=${title} format=${format} least=${least} hasPoints=${hasPoints} data=${[times, ...lines.map(([metric]) => metrics[metric])]} series=${lines.map(([metric, color, label]) => ({ label: label ?? metric.replaceAll("_", " "), color }))} />`}<//><//>`;
+    <${Chart} title=${title} format=${format} least=${least} data=${[times, ...lines.map(([metric]) => metrics[metric])]} series=${lines.map(([metric, color, label]) => ({ label: label ?? metric.replaceAll("_", " "), color }))} />`}<//><//>`;
   return html`<${TimeRange} />
-    <div class="two">${chart("Batch and requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
-    <div class="two">${blocks ? chart(`KV blocks of ${count(blocks)}`, count, 1, BLOCKS) : chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]], { hasPoints: true })}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]], { hasPoints: true })}</div>
-    <div class="two">${chart("Phases of a step", duration, 1e-3, PHASES, { empty: `No step ran in this time. ${NATIVE}`, hasPoints: true })}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], { empty: `There are no readings yet. ${NATIVE}` })}</div>`;
+    <div class="columns">${chart("Batch and requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
+    <div class="columns">${blocks ? chart(`KV blocks of ${count(blocks)}`, count, 1, BLOCKS) : chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]])}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]])}</div>
+    <div class="columns">${chart("Phases of a step", duration, 1e-3, PHASES, `No step ran in this time. ${NATIVE}`)}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], `There are no readings yet. ${NATIVE}`)}</div>`;
 }

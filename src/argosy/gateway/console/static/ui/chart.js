@@ -10,9 +10,8 @@ import { axisLabels, endZoom, showRange } from "./time-range.js";
 const HEIGHT = 200;
 const MARK_COLORS = { deploy: "accent", failure: "bad", change: "fg2" };
 
-// series: [{ label, color }]. data: [times, ...values]; a null is a gap. The axis reaches at least to `least`. `hasPoints` shows
-// values between gaps. Dragging over the chart sets the time range of the screen, and a double click ends that.
-export function Chart({ title, series, data, format, version, limit, label, least = 1e-9, hasPoints = false }) {
+// series: [{ label, color }]. data: [times, ...values]; a null is a gap. The axis reaches at least to `least`. Dragging over the chart sets the time range of the screen, and a double click ends that.
+export function Chart({ title, series, data, format, version, limit, label, least = 1e-9 }) {
   const box = useRef(null);
   const plot = useRef(null);
   const { index, area } = useMemo(() => ({ index: signal(null), area: signal(null) }), []);
@@ -28,10 +27,10 @@ export function Chart({ title, series, data, format, version, limit, label, leas
       cursor: { sync: { key: "time" }, y: false, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => { endZoom(); return null; } } },
       scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, limit?.value ?? 0, least)] } },
       axes: [
-        { ...axis, values: (_, times) => axisLabels(times) },
+        { ...axis, size: 32, values: (_, times) => axisLabels(times) },
         { ...axis, size: 64, values: (_, values) => values.map((value) => format(value)) },
       ],
-      series: [{}, ...series.map((each) => ({ label: each.label, stroke: color(each.color), width: 1.6, spanGaps: false, points: { show: hasPoints, size: 4, fill: color(each.color) } }))],
+      series: [{}, ...series.map((each) => ({ label: each.label, stroke: color(each.color), width: 1.6, spanGaps: false, points: { show: false, filter: findSingle, size: 5, fill: color(each.color) } }))],
       hooks: {
         draw: [(self) => drawLines(self, limit, drawnMarks.current), (self) => updateArea(self, area)],
         setCursor: [(self) => { index.value = self.cursor.idx ?? null; }],
@@ -55,11 +54,18 @@ export function Chart({ title, series, data, format, version, limit, label, leas
     return () => cancelAnimationFrame(frame);
   }, [data, version, marks]);
   return html`<div class="chart">
+    <div class="plot"><div role="img" aria-label=${label ?? title}><div ref=${box} style=${{ minHeight: `${HEIGHT}px` }}></div></div><${Marked} of=${MarkButtons} marks=${marks} area=${area} /></div>
     <${Legend} series=${series} data=${data} format=${format} index=${index}>
       <button class="link" onClick=${() => saveCsv(`${title}.csv`, ["time", ...series.map((each) => each.label)], data[0].map((at, row) => [isoTime(at), ...series.map((_, column) => data[column + 1][row])]))}>CSV</button>
       <button class="link" onClick=${() => plot.current.ctx.canvas.toBlob((blob) => save(`${title}.png`, blob))}>PNG</button><//>
-    <div class="plot"><div role="img" aria-label=${label ?? title}><div ref=${box} style=${{ minHeight: `${HEIGHT}px` }}></div></div><${Marked} of=${MarkButtons} marks=${marks} area=${area} /></div>
     <${Marked} of=${MarkList} marks=${marks} area=${area} /></div>`;
+}
+
+// The values between gaps, which are no part of a line and so are drawn as points.
+function findSingle({ data }, series) {
+  const values = data[series];
+  const isGap = (index) => values[index] === null || values[index] === undefined;
+  return [...values.keys()].filter((index) => !isGap(index) && isGap(index - 1) && isGap(index + 1));
 }
 
 // The values under the cursor, which all charts share, or the latest ones. Their places have a fixed size.

@@ -16,7 +16,7 @@ export function Explanation({ explanation }) {
       actions=${html`<button class="btn" onClick=${() => copyText(JSON.stringify(explanation, null, 2), "The explanation")}>Copy as JSON</button>`}>
       <${Waterfall} bars=${bars} total=${total} first=${seconds(explanation.ms.first_token)} /><//>`
     : html`<${Card} title="Where the time went"><p class="empty">Only the ledger still knows this request. Its trace was kept by a gateway that is gone, or has expired.</p><//>`}
-    <div class="two"><${AttemptCandidates} attempts=${explanation.attempts ?? []} /><${Price} explanation=${explanation} /></div>
+    <div class="columns"><${AttemptCandidates} attempts=${explanation.attempts ?? []} /><${Price} explanation=${explanation} /></div>
     ${explanation.limits?.length ? html`<${Limits} limits=${explanation.limits} />` : null}`;
 }
 
