@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.cli.quantities import format_count, format_size
+from argosy.extras import install_command
 from argosy.models import BUNDLED_MODEL
 
 runner = CliRunner()
@@ -231,7 +232,7 @@ def test_missing_torch_names_engine_extra(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torch", None)
     result = runner.invoke(app, ["serve"])
     assert result.exit_code == 2
-    assert "pip install 'argosy[engine]'" in result.output
+    assert install_command("engine") in result.output
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from argosy.extras import install_command
 from argosy.models import BUNDLED_MODEL
 
 WITHOUT_TORCH = """
@@ -60,5 +61,5 @@ def test_only_quantized_models_need_torch_to_be_inspected(tmp_path: Path) -> Non
         for model in (BUNDLED_MODEL, tmp_path)
     )
     assert plain.returncode == 0, plain.stderr
-    assert "pip install 'argosy[engine]'" in quantized.stderr
+    assert install_command("engine") in quantized.stderr
     assert "Traceback" not in quantized.stderr

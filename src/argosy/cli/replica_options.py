@@ -16,6 +16,7 @@ import typer
 from argosy.cli.failure import fail
 from argosy.cli.quantities import parse_size
 from argosy.engine import REPLICA_OPTIONS
+from argosy.extras import install_command
 from argosy.settings import DeclaredOption, Panel
 
 _PANELS = typing.get_args(Panel)
@@ -44,7 +45,7 @@ def with_replica_options(
         @functools.wraps(run)
         def command(*, context: typer.Context, **values: Any) -> None:  # noqa: ANN401 - options have any type
             if importlib.util.find_spec("torch") is None:
-                fail("the engine is not installed; install it with: pip install 'argosy[engine]'")
+                fail(f"the engine is not installed; install it with: {install_command('engine')}")
             options = {name: values.pop(name) for name in shared}
             given = {name: value for name, value in options.items() if _is_given(context, name)}
             if "label" in given:

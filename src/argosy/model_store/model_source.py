@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from argosy.extras import install_command
 from argosy.model_store.hub import (
     HubName,
     download_model,
@@ -40,7 +41,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 _OBJECT_STORES = frozenset(
     {"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https"}
 )
-"""Protocols of obstore, which the extra `argosy[s3]` installs."""
+"""Protocols of obstore, which the extra `s3` installs."""
 _STATE_KEYS = (
     *("e_tag", "ETag", "etag", "md5Hash", "content_md5"),
     *("LastModified", "mtime", "updated", "created"),
@@ -244,10 +245,10 @@ def _find_file_system(url: str) -> tuple[AbstractFileSystem, str]:
             return store, url if protocol.startswith("http") else url.partition("://")[2]
         file_system, root = url_to_fs(url)
     except ImportError as error:
-        extra = "argosy[s3]" if protocol in _OBJECT_STORES else "the package that is named"
-        raise ModelStoreError(
-            f"{protocol}:// is not installed ({error}). Install {extra}."
-        ) from error
+        remedy = (
+            f"Run {install_command('s3')}" if protocol in _OBJECT_STORES else "Install the package"
+        )
+        raise ModelStoreError(f"{protocol}:// is not installed ({error}). {remedy}.") from error
     except Exception as error:  # each file system has its own
         raise _source_error(url, error) from error
     return file_system, str(root)

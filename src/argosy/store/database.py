@@ -20,6 +20,7 @@ from sqlalchemy.exc import OperationalError as ServerError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.pool import QueuePool
 
+from argosy.extras import install_command
 from argosy.store.errors import QueryTimeoutError, StoreError, StoreUnavailableError
 
 SQLITE_BUSY_TIMEOUT_S = 15.0
@@ -470,7 +471,7 @@ def _create_postgres_engine(url: URL) -> Engine:
     try:
         return create_engine(url, connect_args=args, pool_pre_ping=True, hide_parameters=True)
     except ImportError as error:
-        raise StoreError("PostgreSQL needs its driver: pip install 'argosy[postgres]'.") from error
+        raise StoreError(f"PostgreSQL needs its driver: {install_command('postgres')}") from error
 
 
 def _configure_sqlite(connection: SqliteConnection, _: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from argosy.extras import install_command
 from argosy.policy import QuotaMeter
 from argosy.store.idempotency_store import (
     IdempotencyConfig,
@@ -16,7 +17,7 @@ from argosy.store.idempotency_store import (
 from argosy.store.quota_meters import QuotaDemand, create_local_meter
 from argosy.store.records import Limit
 
-NO_REDIS_CLIENT = "Redis needs a client library. Install it with: pip install 'argosy[redis]'."
+NO_REDIS_CLIENT = f"Redis needs a client library. Install it with: {install_command('redis')}"
 
 
 class QuotaBackend(Protocol):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy.extras import install_command
+
 SHARED_BYTES = 227 << 10
 """Maximum shared memory of a program."""
 STACK_BYTES = 512
@@ -55,7 +57,7 @@ def run_without_triton(code: str) -> subprocess.CompletedProcess[str]:
 def test_missing_triton_is_reported_with_remedy() -> None:
     process = run_without_triton("import argosy.engine.execution.kernels.gpu")
     assert process.returncode != 0
-    assert "pip install 'argosy[gpu]'" in process.stderr
+    assert install_command("gpu") in process.stderr
 
 
 def test_cpu_engine_loads_without_triton() -> None:

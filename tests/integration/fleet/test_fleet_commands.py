@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.deployment import dump_fleet, load_fleet, pool_digests, set_replicas
+from argosy.extras import install_command
 from argosy.store import ReplicaLogRun, Store, open_store
 
 DECLARATION = """\
@@ -121,7 +122,7 @@ def test_cluster_that_cannot_be_used(
     Path("kubeconfig").write_text(build_kubeconfig("127.0.0.1", 1))
     assert "the Kubernetes API at http://127.0.0.1:1 cannot be reached" in refuse(command)
     monkeypatch.setitem(sys.modules, "kubernetes_asyncio.client.api_client", None)
-    assert "install it with: pip install 'argosy[kubernetes]'" in refuse(command)
+    assert f"install it with: {install_command('kubernetes')}" in refuse(command)
     assert not (state / "argosy/fleets/demo").exists()
     assert list_fleets(f"sqlite:///{state}/argosy/argosy.db") == []
 

@@ -21,6 +21,7 @@ from tests.integration.store.conftest import migrate
 from tests.support import store_process
 from tests.support.migrated_store import write_migrated_file
 
+from argosy.extras import install_command
 from argosy.store import (
     QueryTimeoutError,
     Store,
@@ -121,7 +122,7 @@ def test_missing_driver_is_reported_with_the_package_to_install() -> None:
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    message = "StoreError: PostgreSQL needs its driver: pip install 'argosy[postgres]'"
+    message = f"StoreError: PostgreSQL needs its driver: {install_command('postgres')}"
     assert message in process.stderr
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from argosy.extras import install_command
 from argosy.fleet.launchers.kubernetes_objects import KubernetesObject
 from argosy.fleet.launchers.launcher import LaunchError
 
@@ -263,7 +264,7 @@ class KubernetesApi:
             )
         except ImportError as error:
             raise LaunchError(
-                "pools on Kubernetes need a further package; install it with: pip install 'argosy[kubernetes]'"
+                f"pools on Kubernetes need a further package; install it with: {install_command('kubernetes')}"
             ) from error
         configuration = Configuration()
         file = os.environ.get("KUBECONFIG") or "~/.kube/config"

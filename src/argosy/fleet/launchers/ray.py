@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
+from argosy.extras import install_command
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     LaunchError,
@@ -53,7 +54,7 @@ class RayLauncher:
 
     def __init__(self, namespace: str, address: str | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
-            raise LaunchError("Ray is not installed; run pip install 'argosy[ray]'")
+            raise LaunchError(f"Ray is not installed; run {install_command('ray')}")
         self._namespace = namespace
         self._address = address or AUTO_ADDRESS
         self._connection: asyncio.Task[_Driver] | None = None

@@ -23,6 +23,7 @@ from argosy.engine.execution.architectures.pooling import (
 )
 from argosy.engine.execution.checkpoint_formats.checkpoint import read_config_values
 from argosy.engine.execution.config.checkpoint_config import AUTO_CONFIG, CheckpointConfig
+from argosy.extras import install_command
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 AnyArchitecture = ModelArchitecture | EncoderArchitecture | GenericArchitecture
 """Architecture of a decoder or an encoder of either implementation."""
-INSTALL_TRANSFORMERS = "pip install 'argosy[transformers]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def select_implementation(path: Path, model_impl: ModelImpl) -> ModelSelection:
     if not _has_transformers():
         raise ValueError(
             f"{file}: architectures is {names}; Argosy itself serves {', '.join(FAMILIES)}, "
-            f"and other models with transformers: {INSTALL_TRANSFORMERS}"
+            f"and other models with transformers: {install_command('transformers')}"
         )
     reason = (
         "--model-impl transformers"
@@ -138,7 +138,7 @@ def find_stored_integers(path: Path, architecture: AnyArchitecture) -> StoredInt
         from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{path}: the size of quantized weights needs {error.name}; pip install 'argosy[engine]'"
+            f"{path}: the size of quantized weights needs {error.name}; {install_command('engine')}"
         ) from error
 
     return CheckpointReader(path).find_stored_integers()

@@ -43,6 +43,7 @@ from argosy.engine.serving.core_messages import (
     ToCore,
 )
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
+from argosy.extras import install_command
 from argosy.process import private_memory_bytes, protect_standard_streams
 from argosy.telemetry import CoreStats, LogFormat, configure_logging
 
@@ -156,7 +157,7 @@ def load_core(
 def describe_error(error: BaseException) -> str:
     """Return one sentence for the operator, with the remedy if it is known."""
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
-        return f"{error.name} is not installed; the engine needs it: pip install 'argosy[engine]'"
+        return f"{error.name} is not installed; the engine needs it: {install_command('engine')}"
     if isinstance(error, PERMANENT_ERRORS):
         return str(error)
     if is_out_of_memory(error):

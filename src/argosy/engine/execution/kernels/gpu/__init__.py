@@ -9,9 +9,11 @@ Launch sizes are chosen for Hopper (H100, H200: 132 multiprocessors with 228 KiB
 each). They never change a result.
 """
 
+from argosy.extras import install_command
+
 try:
     import triton
 except ImportError as missing:
     raise ImportError(
-        "Triton is not installed; serving on a GPU needs pip install 'argosy[gpu]' (Linux on x86-64)"
+        f"Triton is not installed; serving on a GPU needs it (Linux on x86-64): {install_command('gpu')}"
     ) from missing
