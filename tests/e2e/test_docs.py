@@ -1,4 +1,7 @@
-"""README and tutorials work as written: every command runs, and prints what the page shows."""
+"""README, tutorials and how-tos work as written: every command runs in the order of its page, and prints what it shows.
+
+`NOT_RUN` lists the commands that do not run here. A new page or command runs without an entry anywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,73 +20,159 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import openai
 import pytest
 from tests.support.minilm import minilm_path
+from tests.support.pages import GUIDES, ROOT, SHELLS, Block, read_blocks, split_commands
 from tests.support.python_blocks import run_python_blocks
 from tests.support.state_processes import kill_processes
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
+from argosy.models import BUNDLED_MODEL
 
-DOCS = Path(__file__).parents[2] / "docs"
-TUTORIALS = DOCS / "tutorials"
-IN_MANY_PROCESSES = {TUTORIALS / "first-fleet.md", TUTORIALS / "two-replicas-and-a-failover.md"}
-PAGES = [
-    *sorted({*TUTORIALS.glob("*.md")} - IN_MANY_PROCESSES),
-    *(pytest.param(page, marks=pytest.mark.exhaustive) for page in sorted(IN_MANY_PROCESSES)),
-    DOCS / "how-to/embeddings-and-rerank.md",
-]
-"""Pages whose commands are run. Tests of failover and of fleets hold what the exhaustive ones show."""
+NO_CLUSTER = "needs a cluster, of which tests/integration/fleet has a double"
+NO_NETWORK = "downloads packages, programs or models; tests/e2e/test_wheel.py installs the wheel"
+NO_ENGINES = "that is no program of Argosy; tests/integration/gateway has its formats"
+NO_CONTAINERS = "`make image-check` executes the steps of the Dockerfile and starts the results"
+NO_AGENTS = "tests/integration/gateway replays the requests of the agents"
+NOT_RUN = {
+    "add-a-model-family.md": {
+        ".venv/bin/pytest": "is the suite itself, and a tool that writes into the checkout",
+        '"Olmo2ForCausalLM"': "is a row of a table of the source",
+        '"olmo 2"': "is a row of a table of a test",
+    },
+    "add-vllm-or-sglang.md": {"vllm serve": NO_ENGINES},
+    "back-up-and-restore.md": {
+        "argosy store copy --store sqlite:////var/lib/argosy/argosy.db postgresql": "needs a server; "
+        "tests/integration/store copies between both databases",
+    },
+    "coding-agents.md": {
+        "ARGOSY_API_KEY=sk-argosy-... codex": NO_AGENTS,
+        "ARGOSY_API_KEY=sk-argosy-... opencode": NO_AGENTS,
+        "export ANTHROPIC_BASE_URL": NO_AGENTS,
+        "export OPENAI_BASE_URL": NO_AGENTS,
+    },
+    "containers.md": {"docker build": NO_CONTAINERS, "docker run": NO_CONTAINERS},
+    "deploy-systemd.md": {"python3 -m venv": NO_NETWORK},
+    "helm.md": {"helm install": "needs a cluster; tests/integration/deploy renders the chart"},
+    "install.md": {
+        "python3 -m venv": NO_NETWORK,
+        "~/argosy-env/bin/pip": NO_NETWORK,
+        ".venv/bin/pip": NO_NETWORK,
+    },
+    "kubernetes.md": {
+        "kubectl": NO_CLUSTER,
+        "argosy plan": NO_CLUSTER,
+        "argosy up": NO_CLUSTER,
+    },
+    "models.md": {"argosy models pull Qwen": NO_NETWORK},
+    "ray.md": {
+        ".venv/bin/pip": NO_NETWORK,
+        "ray start": "needs several machines; tests/integration/fleet starts a cluster on one",
+        "argosy up": "needs that cluster",
+        "argosy status": "needs that cluster",
+    },
+}
+"""Reason why the commands and programs of a page that begin like this are not run."""
+EXHAUSTIVE = {
+    "add-a-model-family.md",
+    "add-vllm-or-sglang.md",
+    "back-up-and-restore.md",
+    "declare-a-fleet.md",
+    "deploy-systemd.md",
+    "first-fleet.md",
+    "kubernetes.md",
+    "models.md",
+    "roll-out-a-version.md",
+    "troubleshoot.md",
+    "two-replicas-and-a-failover.md",
+    "upgrade-and-roll-back.md",
+}
+"""Pages that need many processes. Tests of what they are about run in each run."""
+NEED_A_SERVER = {"add-vllm-or-sglang.md", "long-streams.md", "upgrade-and-roll-back.md"}
+"""Pages that begin with a server that runs."""
 PORTS = ("8000", "8001", "8002")
 FIRST_SERVER = "make serve\n"
 """Command of the server that most tutorials use."""
+MAKE_SERVE = subprocess.check_output(["make", "-n", "serve"], cwd=ROOT, text=True).splitlines()[-1]
+MINILM = ".venv" / minilm_path().relative_to(sys.prefix)
 SMALL = "--threads 1 --kv-memory 64MiB"
 LOOK = re.compile(
     r"ask|curl|tail|\.venv/bin/argosy (events|explain|replicas list|rollout status|status|usage)"
 )
 """Start of a command that a reader repeats until it prints what the page shows."""
-MAX_LOOKS = 600
+LOOK_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 0.1
 BUSY_REPLICA = """$(
     until grep -q '"text":"' interrupted.txt; do sleep 0.1; done
     curl -s http://127.0.0.1:8000/metrics | sed -n 's/.*replica_requests_in_flight.*replica="\\(.*\\)"} 1.0/\\1/p'
 )"""
+ANY_ACCOUNTS = """argosy tenants create acme
+argosy keys create web --project acme > /dev/null
+"""
+REQUEST = """curl -sf $ARGOSY_URL/v1/completions -H 'content-type: application/json' \\
+  -H 'x-request-id: REQUEST_ID' -d '{"model": "argosy-mini", "prompt": "Hello", "max_tokens": 4}' > /dev/null
+"""
+BEFORE = {
+    "add-vllm-or-sglang.md": f"""{REQUEST}
+echo '{{"models": [{{"name": "qwen", "replicas": [{{"url": "'$ARGOSY_URL'"}}]}}], "port": 8001}}' > gateway.yaml
+argosy gateway --config gateway.yaml 2> gateway.log &
+timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done'
+""",
+    "back-up-and-restore.md": ANY_ACCOUNTS,
+    "long-streams.md": REQUEST,
+    "rotate-keys.md": ANY_ACCOUNTS,
+    "troubleshoot.md": ANY_ACCOUNTS,
+}
+"""Commands that make what a page takes for granted."""
 AS_SEEN = {
     "$(cat left.pid)": f'$(cat "{BUSY_REPLICA}.pid")',
     "kill $(cat right.pid)": "kill $(cat left.pid right.pid) 2> /dev/null || true",
     "pkill -9 -f chat-1-0.sock": "kill -9 $(pgrep -f first/replicas/chat-1-0.sock)",
+    "pgrep -f 'argosy gateway'": "pgrep -f 'argosy gateway --config gateway.yaml'",
+    "path/to/model": str(BUNDLED_MODEL),
+    "/data/qwen3-8b": str(BUNDLED_MODEL),
+    "path/to/embedding-model": str(minilm_path()),
+    "sentence-transformers/all-MiniLM-L6-v2": str(MINILM),
+    "explain chatcmpl-...": "explain REQUEST_ID",
+    "KEY_ID": """$(argosy keys list --all | grep -o 'sk-argosy-[^ ]*' | tail -1)""",
+    "sudo -u argosy ": "env ",
+    "/opt/argosy/.venv/bin/": "",
+    "drain r0": "drain replica-1-0",
+    "postgresql:///argosy": "$ARGOSY_STORE",
+    "options: {max_seqs: 16}": "options: {max_seqs: 16, kv_memory: 64MiB, threads: 1}",
 }
-"""Commands that depend on what a reader has seen, or could find processes of others, as a program does the same."""
+"""Text that depends on a machine, on what a reader has seen, or could find processes of others."""
+FOLDERS = re.compile(r"/(?:backup|var/lib)(?=/|\s)")
+"""Folders of the machine, instead of which tests have folders of their own."""
 END_OF_BLOCK = "end-of-block"
 CHECKER = doctest.OutputChecker()
 
 
-class Block(NamedTuple):
-    """A fenced block of a page."""
-
-    language: str
-    title: str
-    """`Server`, `Output`, the name of a file to write, or empty."""
-    text: str
+README = read_blocks(ROOT / "README.md")
 
 
-def read_blocks(page: Path) -> list[Block]:
-    text = page.read_text()
-    pattern = r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$'
-    found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
-    return [Block(*parts) for parts in found]
+def is_run(page: Path, code: str) -> bool:
+    return not code.startswith(tuple(NOT_RUN.get(page.name, ())))
 
 
-README = read_blocks(DOCS.parent / "README.md")
-PAGES_OF_PYTHON = [TUTORIALS / page for page in ("first-server.md", "agents.md", "offline.md")]
 PYTHON = [
-    block
-    for blocks in (README, *map(read_blocks, PAGES_OF_PYTHON))
-    for block in blocks
-    if block.language == "python"
+    block.text
+    for page in (ROOT / "README.md", *GUIDES)
+    for block in read_blocks(page)
+    if block.language == "python" and is_run(page, block.text)
+]
+PAGES = [
+    pytest.param(page, marks=[pytest.mark.exhaustive] * (page.name in EXHAUSTIVE), id=page.name)
+    for page in GUIDES
+    if any(
+        is_run(page, command)
+        for block in read_blocks(page)
+        if block.language in SHELLS
+        for command in split_commands(block)
+    )
 ]
 
 
@@ -94,10 +183,12 @@ class Terminal:
     process: subprocess.Popen[str]
 
     def run(self, commands: str) -> tuple[str, str]:
-        """Run the commands of a block and return what they print, and the status of the last one."""
+        """Run the commands of a block. Return what they print, and the status of the last one that failed, or 0."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{commands}\necho {END_OF_BLOCK} $?\n")
+        self.process.stdin.write(
+            f"FAILED=0\ntrap 'FAILED=$?' ERR\n{commands}\ntrap - ERR\necho {END_OF_BLOCK} $FAILED\n"
+        )
         self.process.stdin.flush()
         printed = []
         for line in self.process.stdout:
@@ -147,18 +238,27 @@ class TutorialEnvironment:
         self.url = f"http://127.0.0.1:{self.ports['8000']}"
         self.variables = os.environ | {
             "XDG_STATE_HOME": str(state),
+            "XDG_DATA_HOME": str(state / "data"),
             "ARGOSY_URL": self.url,
             "COLUMNS": "200",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
+        for folder in ("backup", "var/lib"):
+            (state / folder).mkdir(parents=True)
+        self._state = state
 
     def adapt(self, text: str) -> str:
-        """Use free ports, and servers that are small."""
+        """Use free ports, folders of the test, and servers that are small."""
         for command, replacement in AS_SEEN.items():
             text = text.replace(command, replacement)
-        text = text.replace("make serve", ".venv/bin/argosy serve --port 8000")
-        text = text.replace("sentence-transformers/all-MiniLM-L6-v2", str(minilm_path()))
-        text = re.sub(r"argosy (serve|replica) ", rf"argosy \1 {SMALL} ", text)
-        text = text.replace("--config fleet.yaml\n", "--config fleet.yaml --port 8000\n")
+        text = FOLDERS.sub(lambda found: f"{self._state}{found[0]}", text)
+        text = re.sub(r"^make serve$", MAKE_SERVE, text, flags=re.MULTILINE)
+        text = re.sub(r"argosy (serve|replica) +", rf"argosy \1 {SMALL} ", text)
+        text = re.sub(r"argosy serve (?!.*--port)", "argosy serve --port 8000 ", text)
+        if re.search(r"^models:", text, re.MULTILINE) and not re.search(
+            r"^port:", text, re.MULTILINE
+        ):
+            text = f"port: 8000\n{text}"
         return re.sub(
             r"(127\.0\.0\.1:|--port |port: )(\d{4})\b",
             lambda found: found[1] + self.ports[found[2]],
@@ -179,8 +279,7 @@ def tutorial_environment() -> Iterator[TutorialEnvironment]:
 
 def link_programs(folder: Path) -> None:
     """Make the installed programs those of a virtual environment in `folder`."""
-    (folder / ".venv").mkdir()
-    (folder / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    (folder / ".venv").symlink_to(sys.prefix)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +295,7 @@ def first_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TutorialE
 
 
 def test_python_prints_answers(first_server: TutorialEnvironment) -> None:
-    for printed in run_python_blocks([first_server.adapt(block.text) for block in PYTHON]):
+    for printed in run_python_blocks([first_server.adapt(code) for code in PYTHON]):
         assert printed.strip()
 
 
@@ -214,7 +313,7 @@ def test_readme_gateway_example(tmp_path: Path) -> None:
     link_programs(tmp_path)
     with tutorial_environment() as environment, ExitStack() as running:
         (tmp_path / "fleet.yaml").write_text(environment.adapt(example))
-        for command in ("replica --port 8001", "gateway --config fleet.yaml\n"):
+        for command in ("replica --port 8001", "gateway --config fleet.yaml"):
             adapted = environment.adapt(f".venv/bin/argosy {command}")
             running.enter_context(serving(adapted, environment.variables, tmp_path))
         url = f"{environment.url}/v1"
@@ -236,17 +335,44 @@ def test_readme_account_commands(tmp_path: Path) -> None:
     assert "acme" in result.stdout
 
 
+def test_exceptions_are_about_commands_that_pages_have() -> None:
+    """A command that a page no longer has, or now runs, has no reason and no replacement here."""
+    texts = {page.name: page.read_text() for page in GUIDES}
+    commands = {
+        page.name: [
+            command
+            for block in read_blocks(page)
+            if block.language in {*SHELLS, "python"}
+            for command in split_commands(block)
+        ]
+        for page in GUIDES
+    }
+    for page, reasons in NOT_RUN.items():
+        for start in reasons:
+            assert any(command.startswith(start) for command in commands[page]), start
+    for text in AS_SEEN:
+        assert any(text in page for page in texts.values()), text
+    run = {param.id for param in PAGES}
+    assert EXHAUSTIVE | NEED_A_SERVER | BEFORE.keys() <= run
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tutorial_commands_print_the_shown_output(
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_print_the_shown_output(
     page: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    blocks = read_blocks(page)
+    blocks = [
+        Block(language, title, command)
+        for block in read_blocks(page)
+        for language, title, text in [block]
+        for command in (split_commands(block) if language in SHELLS else [text])
+        if language not in SHELLS or is_run(page, command)
+    ]
     link_programs(tmp_path)
     with ExitStack() as running:
         environment: TutorialEnvironment = (
             request.getfixturevalue("first_server")
-            if any(block.text == FIRST_SERVER for block in blocks)
+            if page.name in NEED_A_SERVER or any(is_first_server(block) for block in blocks)
             else running.enter_context(tutorial_environment())
         )
         shell = subprocess.Popen(
@@ -262,18 +388,38 @@ def test_tutorial_commands_print_the_shown_output(
         running.enter_context(shell)
         running.callback(lambda: os.killpg(shell.pid, signal.SIGKILL))
         terminal = Terminal(shell)
+        run_block(terminal, environment.adapt(BEFORE.get(page.name, ":")), None)
         following = [*blocks[1:], Block("", "", "")]
-        for (language, title, text), shown in zip(blocks, following, strict=True):
+        for block, shown in zip(blocks, following, strict=True):
+            language, title, text = block
             adapted = environment.adapt(text)
-            if title == "Server" and text != FIRST_SERVER:
+            if is_first_server(block):
+                continue
+            if title == "Server":
                 running.enter_context(serving(adapted, environment.variables, tmp_path))
             elif title.startswith("Change in "):
                 change_line(tmp_path / title.removeprefix("Change in "), adapted)
-            elif language in {"yaml", "json"}:
+            elif language in {"yaml", "json"} and title:
                 (tmp_path / title).write_text(adapted)
-            elif language == "sh" and title != "Server":
+            elif language in SHELLS:
                 expected = environment.adapt(shown.text) if shown.title == "Output" else None
                 run_block(terminal, adapted, expected)
+    if page.parent.name == "tutorials":
+        assert_ignored(tmp_path)
+
+
+def is_first_server(block: Block) -> bool:
+    """Whether the command of a block starts what `make serve` starts."""
+    command = block.text.replace("sentence-transformers/all-MiniLM-L6-v2", str(MINILM))
+    return block.text == FIRST_SERVER or command.split() == MAKE_SERVE.split()
+
+
+def assert_ignored(folder: Path) -> None:
+    """Assert that the files that a page leaves in a checkout are ignored there."""
+    names = sorted(path.name for path in folder.iterdir())
+    check = ["git", "check-ignore", "--no-index", *names]
+    ignored = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ignored.stdout.splitlines() == names, "see .gitignore"
 
 
 def change_line(file: Path, line: str) -> None:
@@ -285,14 +431,16 @@ def change_line(file: Path, line: str) -> None:
 
 def run_block(terminal: Terminal, commands: str, expected: str | None) -> None:
     """Run the commands of a block and check what they print. Commands that only look are repeated for a minute."""
-    for _ in range(MAX_LOOKS if LOOK.match(commands) and expected is not None else 1):
+    is_look = LOOK.match(commands) and expected is not None
+    deadline = time.monotonic() + (LOOK_TIMEOUT_S if is_look else 0)
+    while True:
         printed, status = terminal.run(commands)
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         is_shown = expected is None or CHECKER.check_output(
             expected.rstrip() + "...", printed + "\n.", flags
         )
-        if status == "0" and is_shown:
-            return
+        if (status == "0" and is_shown) or time.monotonic() > deadline:
+            break
         time.sleep(LOOK_INTERVAL_S)
-    assert status == "0", printed
-    assert is_shown, printed
+    assert status == "0", f"{commands}{printed}"
+    assert is_shown, f"{commands}{printed}"

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import ast
+import configparser
+import json
 import re
+import subprocess
+import textwrap
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
+import jsonschema_rs
 import msgspec
 import pytest
+import typer
 
+from argosy.cli.app import app
 from argosy.deployment import check_files
+from argosy.extras import Extra
 from argosy.protocol import ERROR_CODES
 from argosy.series import SCHEMAS, metric_names
 from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges
+from tests.support.pages import (
+    DOCS,
+    GUIDES,
+    ROOT,
+    SHELLS,
+    find_argosy_commands,
+    read_blocks,
+    split_commands,
+)
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 SOURCE = ROOT / "src/argosy"
 PAGES = sorted(DOCS.rglob("*.md"))
+CURRENT_PAGES = [page for page in PAGES if "decisions" not in page.parts]
+"""Pages without decisions, which are records."""
 OPERATOR_PAGES = [DOCS / "how-to/troubleshoot.md", DOCS / "how-to/alerts.md"]
 CODE = re.compile(r"`([^`\n]+)`")
 NAME = re.compile(r"[a-z]+(?:_[a-z0-9]+)+")
@@ -33,13 +51,6 @@ LOGGED_BY_A_VARIABLE_METHOD = {"replica_phase_changed", "request"}
 
 def page_id(page: Path) -> str:
     return str(page.relative_to(DOCS))
-
-
-def read_blocks(page: Path, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
-    return re.findall(
-        rf"^```{language}[^\n]*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
 
 
 def slugify(heading: str) -> str:
@@ -77,27 +88,126 @@ def test_links_of_the_first_pages_lead_to_files_and_what_they_name(page: str) ->
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
 
 
-def test_installation_page_names_every_extra() -> None:
+def test_extras_exist_and_are_installed_from_the_checkout() -> None:
+    """Every mention names an extra of this project, never a package that anyone could register under its name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
     table = (DOCS / "how-to/install.md").read_text().partition("## Extras")[2]
     named = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
-    assert set(CODE.findall(" ".join(named))) == set(project["optional-dependencies"])
+    assert set(CODE.findall(" ".join(named))) == extras
+    assert set(get_args(Extra)) <= extras
+    examples = (path for path in (ROOT / "examples").rglob("*") if path.is_file())
+    for path in (ROOT / "README.md", *CURRENT_PAGES, *SOURCE.rglob("*.py"), *examples):
+        text = path.read_text()
+        assert not re.search(r"\bargosy\[", text), path
+        for listed in re.findall(r"'\.\[([\w,]+)\]'", text):
+            assert set(listed.split(",")) <= extras, path
+
+
+FOREIGN_YAML = {
+    "model_list": "LiteLLM's settings",
+    "route": "Envoy's settings",
+    "apiVersion": "objects of Kubernetes",
+}
+"""First keys of documents that are not Argosy's, and are only parsed."""
+BASE = """
+models: [{name: chat, source: argosy-mini}]
+pools: [{name: chat, model: chat, options: {max_seqs: 16}}]
+store: {}
+"""
+POOL = """
+pools:
+- name: chat
+  min_replicas: 1
+  max_replicas: 8
+"""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_yaml_examples_are_valid(page: Path, tmp_path: Path) -> None:
-    for block in read_blocks(page, "yaml"):
+    """Each is a file of a gateway or a fleet, an overlay of one, or values of the chart."""
+    path, base = tmp_path / "fleet.yaml", tmp_path / "base.yaml"
+    base.write_text(BASE)
+    for language, title, block in read_blocks(page):
+        if language != "yaml" or title.startswith("Change in "):
+            continue
         document = msgspec.yaml.decode(block)
+        path.write_text(block)
+        if "image" in document:
+            schema = json.loads((ROOT / "deploy/helm/argosy/values.schema.json").read_text())
+            jsonschema_rs.validate(schema, document)
+            document = document["fleet"]["declaration"]
+            path.write_bytes(msgspec.yaml.encode(document))
+        elif "autoscaling" in document:  # of a pool
+            path.write_text(POOL + textwrap.indent(block, "  "))
         if "models" in document:
-            path = tmp_path / "fleet.yaml"
-            path.write_text(block)
             assert not check_files([path]).errors
+        elif page in GUIDES and not document.keys() & FOREIGN_YAML.keys():
+            assert not check_files([base, path]).errors
+
+
+def test_programs_of_guides_can_be_parsed() -> None:
+    """The programs that tests run, and those that need more than tests have. Loops among them have a bound."""
+    programs = []
+    for page in GUIDES:
+        for block in read_blocks(page):
+            match block.language:
+                case "json":
+                    json.loads(block.text)
+                case "toml":
+                    tomllib.loads(block.text)
+                case "ini":
+                    configparser.ConfigParser(strict=False).read_string(block.text)
+                case "sh" | "console":
+                    programs += split_commands(block)
+                case language:
+                    assert language in {"", "mermaid", "nginx", "python", "text", "yaml"}, page
+    program = "\n".join(programs)
+    subprocess.run(["bash", "-n"], input=program, text=True, check=True)
+    assert not re.search(r"^\s*(until|while) ", program, re.MULTILINE), "use `timeout`"
+    for path in re.findall(r"(?<![\w/])(?:deploy|examples|requirements|tests)/[\w./-]+", program):
+        assert (ROOT / path).exists(), path
+
+
+def test_rows_of_tables_that_guides_show_are_those_of_the_source() -> None:
+    source = "".join(
+        (ROOT / path).read_text()
+        for path in (
+            "src/argosy/engine/execution/architectures/decoder_families.py",
+            "tests/engine/test_families.py",
+        )
+    )
+    rows = read_blocks(DOCS / "how-to/add-a-model-family.md")
+    lines = [line for row in rows if row.language == "python" for line in row.text.splitlines()]
+    assert [line for line in lines if line.strip() not in source] == []
+
+
+def test_commands_that_pages_name_exist_with_their_options() -> None:
+    command = typer.main.get_command(app)
+    for page in (ROOT / "README.md", *CURRENT_PAGES):
+        blocks = [block.text for block in read_blocks(page) if block.language in {*SHELLS, "ini"}]
+        named = CODE.findall(FENCED.sub("", page.read_text()))
+        for code in blocks + [code for code in named if re.match(r"\S*argosy ", code)]:
+            for words in find_argosy_commands(code):
+                check_command(command, words, f"{page.name}: {code}")
+
+
+def check_command(command: Any, words: list[str], where: str) -> None:  # noqa: ANN401 - typer's
+    """Assert that words name a command and its options. Their values are not checked."""
+    while True:
+        _, words, _ = command.make_parser(typer.Context(command)).parse_args(words)
+        name, *words = words or [""]
+        if not hasattr(command, "commands"):
+            assert not name, where
+            return
+        if not name:
+            return
+        assert name in command.commands, where
+        command = command.commands[name]
 
 
 def test_pages_name_existing_tests_and_results() -> None:
-    for page in PAGES:
-        if "decisions" in page.parts:
-            continue
+    for page in CURRENT_PAGES:
         for code in CODE.findall(FENCED.sub("", page.read_text())):
             if re.fullmatch(r"(tests|tools|benchmarks)/[\w/.-]+", code):
                 assert (ROOT / code).exists(), f"{page}: {code}"
@@ -128,11 +238,10 @@ def gateway_metrics() -> set[str]:
 
 def test_pages_name_existing_gateway_metrics() -> None:
     known = gateway_metrics()
-    for page in PAGES:
-        if "decisions" not in page.parts:
-            named = set(re.findall(r"\bargosy_gateway_\w+", page.read_text()))
-            samples = {re.sub(r"_(bucket|count|sum)$", "", name) for name in named}
-            assert samples - known == set(), page
+    for page in CURRENT_PAGES:
+        named = set(re.findall(r"\bargosy_gateway_\w+", page.read_text()))
+        samples = {re.sub(r"_(bucket|count|sum)$", "", name) for name in named}
+        assert samples - known == set(), page
 
 
 def test_series_page_lists_every_metric() -> None:
