@@ -17,6 +17,14 @@ from argosy.models import BUNDLED_MODEL
 REPLY = "Hello there. How can I help you today?"
 
 
+@pytest.fixture(autouse=True)
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gateways in this process check streams, read changed accounts and write usage often."""
+    monkeypatch.setattr("argosy.gateway.accounting.ACCOUNT_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("argosy.gateway.filters.usage_recorder.FLUSH_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.proxy.handlers.STREAM_CHECK_INTERVAL_S", 0.05)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer.load(BUNDLED_MODEL)

@@ -47,13 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
-@pytest.fixture(autouse=True)
-def _quick_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let gateways in this process read changed accounts, and write usage to the store, almost at once."""
-    monkeypatch.setattr("argosy.gateway.accounting.ACCOUNT_POLL_INTERVAL_S", 0.1)
-    monkeypatch.setattr("argosy.gateway.filters.usage_recorder.FLUSH_INTERVAL_S", 0.05)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium() -> AsyncIterator[Browser]:
     async with launch_chromium() as launched:

@@ -76,6 +76,8 @@ MAX_PENDING_BYTES = 1 << 30
 """Limit on what `CompletionHandlers.memory` counts, for all tenants together."""
 MAX_TENANT_PENDING_BYTES = MAX_PENDING_BYTES // 4
 """Limit of one tenant."""
+STREAM_CHECK_INTERVAL_S = 1.0
+"""Interval between checks of the timeouts of streams."""
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
@@ -172,10 +174,10 @@ class CompletionHandlers:
         await self.handle(exchange, principal, COMPLETION)
 
     async def monitor_streams(self) -> None:
-        """Check the timeouts of streams every second. Runs until it is cancelled, which cancels all copies."""
+        """Check the timeouts of streams often. Runs until it is cancelled, which cancels all copies."""
         try:
             while True:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(STREAM_CHECK_INTERVAL_S)
                 # In a separate function, so that the loop variable does not keep the last stream alive.
                 self._check_streams()
         finally:
