@@ -24,7 +24,7 @@ from argosy.deployment import (
 )
 from argosy.fleet.control import Controller, FleetContext, open_launcher
 from argosy.fleet.launchers import LocalProcessLauncher
-from argosy.store import FleetEvent, FleetRevision, StoreConfig, open_store
+from argosy.store import CONTROLLER_LOG, FleetEvent, FleetRevision, StoreConfig, open_store
 from tests.support.gateway_client import run_gateway_server
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
@@ -99,6 +99,7 @@ class Fleet:
             fleet=FLEET,
             create_launcher=lambda name: open_launcher(name, self.folder, self.declaration()),
             folder=self.folder,
+            list_watched_logs=lambda: [CONTROLLER_LOG],
         )
         task = asyncio.create_task(Controller(context, name, LEASE_S).run(until_empty=True))
         self.tasks.append(task)

@@ -80,16 +80,19 @@ def find_new_lines(old: Sequence[str], new: Sequence[str]) -> tuple[Sequence[str
     The last line of the old read may have been unfinished. If it is longer by now, it counts as gained.
     """
     known = max(0, len(old) - 1)
-    starts = chain(range(known), range(-1, -len(new) if known else 0, -1), (known,))
-    start = next(
-        start
-        for start in starts
-        if old[max(start, 0) : known] == new[max(-start, 0) : known - start]
-    )
+    starts = chain(range(known), range(-1, -len(new) if known else 0, -1))
+    start = next((start for start in starts if _is_overlap(old, new, known, start)), known)
     gained = new[known - start :]
     has_last = bool(old) and gained[:1] == old[-1:]
     is_missing = start == known > 0 and bool(new) and not has_last
     return gained[has_last:], is_missing
+
+
+def _is_overlap(old: Sequence[str], new: Sequence[str], known: int, start: int) -> bool:
+    """Return whether all lines that the known ones of `old` share with `new` are equal, if `new` begins at `start`."""
+    left, right = max(start, 0), max(-start, 0)
+    is_possible = old[left : left + 1] == new[right : right + 1]  # without copying all
+    return is_possible and old[left:known] == new[right : known - start]
 
 
 class LogFormatter:

@@ -19,6 +19,7 @@ from tests.support.gateway_client import BODIES, COMPLETION
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
+from argosy.controller_keeper import LOG_NAME
 from argosy.deployment import (
     FleetConfig,
     RolloutDocuments,
@@ -31,7 +32,14 @@ from argosy.deployment import (
 from argosy.fleet.control import process_holder
 from argosy.fleet.control.leadership import Leadership, is_gone
 from argosy.policy.rollout import CommandKind, RolloutCommand, RolloutRecord, RolloutState
-from argosy.store import DeposedError, FleetLease, FleetStore, GatewayRecord, StoreUnavailableError
+from argosy.store import (
+    CONTROLLER_LOG,
+    DeposedError,
+    FleetLease,
+    FleetStore,
+    GatewayRecord,
+    StoreUnavailableError,
+)
 
 LEASE_S = 0.04
 
@@ -111,6 +119,10 @@ async def test_status_says_why_replicas_do_not_run(
     log = fleet.store.replica_logs.read_log(FLEET, "chat-1-0", latest.started_at)
     assert b"cannot open the model" in log
     assert "cannot open the model" in latest.reason
+    (fleet.folder / LOG_NAME).write_text("leads\n")  # as its keeper writes it
+    await until(lambda: fleet.store.replica_logs.list_runs(FLEET, CONTROLLER_LOG))
+    (term,) = fleet.store.replica_logs.list_runs(FLEET, CONTROLLER_LOG)
+    assert fleet.store.replica_logs.read_log(FLEET, CONTROLLER_LOG, term.started_at) == b"leads\n"
     fleet.apply(declare(replicas=1, environment={"KEY": {"env": "NO_SUCH_VARIABLE"}}))
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
     fleet.apply(declare(replicas=1, launcher="kubernetes", image="none"))

@@ -12,7 +12,7 @@ import { TimeRange } from "../ui/time-range.js";
 export function Replica({ name, replicas, reload }) {
   const replica = replicas.data?.data.find((each) => each.replica === name);
   return html`<div class="stack"><${Resource} of=${replicas}>${() => (replica ? html`<div class="stack"><${Facts} replica=${replica} reload=${reload} /><${ReplicaCharts} name=${name} blocks=${replica.kv_blocks_total} /></div>`
-    : html`<${Card} title=${visible(name)}><p class="empty">This gateway has no such replica now. Its log and history are below.</p><//>`)}<//>
+    : html`<${Card} title=${visible(name)}><p class="empty">This gateway sends it no requests. Its log and history are below.</p><//>`)}<//>
     <${ReplicaLog} name=${name} /></div>`;
 }
 

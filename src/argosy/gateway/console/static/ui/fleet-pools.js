@@ -45,7 +45,7 @@ function joinPools(declared, known) {
   ];
 }
 
-const Leader = ({ fleet }) => (fleet.has_leader ? html`<${Pill} kind="ok">controller runs<//>`
+const Leader = ({ fleet }) => (fleet.has_leader ? html`<${Pill} kind="ok">controller runs<//>${may("operator", "gateway") && !fleet.is_read_only ? html` <a href=${link("models", [], { replica: "controller" })}>Its log</a>` : null}`
   : html`<${Pill} kind="bad">no controller${fleet.lease_age_s === null ? "" : ` for ${Math.round(fleet.lease_age_s)} s`}; run argosy up<//>`);
 
 const decider = ({ declared, autoscaling }) => (autoscaling !== "on" ? "the declaration" : declared === null ? "the autoscaler" : "an operator");
