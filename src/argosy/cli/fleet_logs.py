@@ -23,6 +23,7 @@ from argosy.cli.fleet_status import (
     open_fleet_reader,
 )
 from argosy.cli.fleet_target import FleetOption, FleetTarget, complete_logs, parse_revision
+from argosy.cli.output import strip_control_characters
 from argosy.cli.quantities import parse_past_time
 from argosy.cli.server_client import GatewayApiKey
 
@@ -329,16 +330,20 @@ class _Output:
     def _print(self, lines: Iterable[tuple[str, LogLine]]) -> None:
         import msgspec
 
+        texts = []
         ordered = sorted(lines, key=lambda each: each[1].at)
         width = max((len(name) for name, _ in ordered), default=0)
         for name, line in ordered:
-            if self._is_json:
-                event = line.event or {"event": line.text}
-                typer.echo(msgspec.json.encode({"source": name, **event}).decode())
-                continue
-            for text in self._formatter.format(line).split("\n"):
-                typer.echo(f"{name:{width}}  {text}")
-        sys.stdout.flush()
+            if not self._is_json:
+                formatted = self._formatter.format(line).split("\n")
+                texts += [f"{name:{width}}  {text}" for text in formatted]
+            elif line.is_event:
+                texts.append(strip_control_characters(f'{{"source":"{name}",{line.text[1:]}'))
+            else:
+                event = {"source": name, "event": line.text}
+                texts.append(msgspec.json.encode(event).decode())
+        if texts:
+            typer.echo("\n".join(texts))
 
 
 def _read_end(
@@ -353,10 +358,9 @@ def _read_end(
     max_bytes = WINDOW_BYTES
     while True:
         lines, is_whole = reader.read_log(name, max_bytes, selection)
-        parsed = [*parse_log(lines)]
-        found = [line for line in parsed if selection.matches(line)]
+        found = [line for line in parse_log(lines) if selection.matches(line)]
         is_enough = wanted is not None and len(found) >= wanted
-        starts_before = any(0 < line.at < selection.since for line in parsed[:1])
+        starts_before = any(0 < line.at < selection.since for line in parse_log(lines[:1]))
         if is_whole or is_enough or starts_before or max_bytes >= MAX_READ_BYTES:
             return found[-wanted:] if wanted else found, _last_lines(lines, WINDOW_BYTES)
         max_bytes *= 4

@@ -77,7 +77,7 @@ def _format_log(log: bytes, selection: LogSelection, *, as_text: bool) -> list[s
         formatter = LogFormatter()
         texts = [text for line in selected for text in formatter.format(line).split("\n")]
         return [*map(_shorten, texts[-MAX_LINES:])]
-    return [line.text if line.event is not None else _shorten(line.text) for line in selected]
+    return [line.text if line.is_event else _shorten(line.text) for line in selected]
 
 
 def _shorten(line: str) -> str:

@@ -5,6 +5,8 @@ The lines are whatever a process wrote, which may contain what users sent. None 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, tzinfo
@@ -38,8 +40,16 @@ class LogLine(msgspec.Struct, frozen=True):
     """Seconds since the epoch. A line without a time has that of the line before it; 0 if none has one."""
     level: str = ""
     """Level in lower case; empty if the line names none."""
-    event: dict[str, Any] | None = None
-    """Fields of a line in JSON."""
+    is_event: bool = False
+    """Whether it is an event in JSON."""
+
+
+class _EventHeader(msgspec.Struct):
+    """Fields of an event by which it is selected. Its others are decoded when it is formatted."""
+
+    event: Any = None
+    timestamp: Any = None
+    level: Any = None
 
 
 class LogSelection(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +72,16 @@ class LogSelection(msgspec.Struct, frozen=True, kw_only=True):
 def parse_log(lines: Iterable[str], at: float = 0.0) -> Iterator[LogLine]:
     """Return the lines with their times and levels, as far as they have some. The first ones are as of `at`."""
     for text in lines:
-        event = _decode_event(text)
-        if event is not None:
-            timestamp, level = event.get("timestamp"), str(event.get("level", ""))
+        header = _decode_header(text)
+        if header is not None:
+            timestamp, level = header.timestamp, str(header.level or "").lower()
         elif match := _TEXT_LINE.match(text):
             timestamp, level = match[1], match[2]
         else:
             word = _LEVEL_WORD.search(text, 0, _LEVEL_WORD_END)
             timestamp, level = None, "" if word is None else word[1].lower()
         at = _parse_timestamp(timestamp) or at
-        yield LogLine(text, at, level, event)
+        yield LogLine(text, at, level, header is not None)
 
 
 def find_new_lines(old: Sequence[str], new: Sequence[str]) -> tuple[Sequence[str], bool]:
@@ -109,12 +119,15 @@ class LogFormatter:
 
     def format(self, line: LogLine) -> str:
         """Return the text of a line, without what could control a terminal. A traceback has lines of its own."""
-        if line.event is None:
-            return _escape(_COLOR.sub("", line.text))
-        event = {_escape(name): _escape_value(name, value) for name, value in line.event.items()}
+        if line.is_event:
+            with contextlib.suppress(ValueError, OverflowError, RecursionError):
+                return self._format_event(line)
+        return _escape(_COLOR.sub("", line.text))
+
+    def _format_event(self, line: LogLine) -> str:
         event = {
-            name: value
-            for name, value in event.items()
+            _escape(name): _escape_value(name, value)
+            for name, value in json.loads(line.text).items()
             if value is not None and name not in _HIDDEN_FIELDS
         }
         if line.at:
@@ -123,13 +136,23 @@ class LogFormatter:
         return str(self._render(None, "", event))
 
 
-def _decode_event(text: str) -> dict[str, Any] | None:
+_decode = msgspec.json.Decoder(_EventHeader).decode
+
+
+def _decode_header(text: str) -> _EventHeader | None:
     if not text.startswith("{"):
         return None
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+        header = _decode(text)
+    except msgspec.DecodeError:
+        try:  # unlike msgspec, it decodes names of files that are not UTF-8
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        header = _EventHeader(*map(fields.get, _EventHeader.__struct_fields__))
+    except RecursionError:
         return None
+    return None if header.event is None and header.timestamp is None else header
 
 
 def _parse_timestamp(timestamp: object) -> float:

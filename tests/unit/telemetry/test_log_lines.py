@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from argosy.telemetry import LogFormatter, LogSelection, find_new_lines, parse_log
@@ -51,6 +52,8 @@ def test_events_are_formatted_for_people() -> None:
         "2026-11-28 10:00:00.250 [info ] request ms=1.5 request_id=req-1"
     )
     assert texts[4].splitlines()[1:] == ["a", "b"]
+    (undecodable,) = parse_log([json.dumps(EVENT | {"folder": "/caf\udce9"})])
+    assert "folder=/caf\\udce9" in LogFormatter().format(undecodable)
     assert [texts[number] for number in (0, 2, 3, 5)] == [LOG[number] for number in (0, 2, 3, 5)]
 
 
@@ -63,13 +66,15 @@ names = st.text() | st.sampled_from(
 lines = st.text() | st.dictionaries(names, values).map(json.dumps)
 
 
+@example(f'{{"event": "a", "b": {"[" * 900}{"]" * 900}}}')
+@example(f'{{"event": "a", "b": {"[" * 100_000}{"]" * 100_000}}}')
 @given(lines.map(lambda line: line.replace("\n", " ")))
 def test_no_line_fails_or_controls_a_terminal(line: str) -> None:
     (parsed,) = parse_log([line])
     assert LogSelection().matches(parsed)
     text = LogFormatter().format(parsed)
     assert all(each.isprintable() or each in "\n\t" for each in text)
-    is_traceback = {"exception", "stack", "exc_info"} & (parsed.event or {}).keys()
+    is_traceback = parsed.is_event and re.search("exception|stack", line)
     assert "\n" not in text or is_traceback
 
 
