@@ -66,12 +66,17 @@ def make_snapshot(
 
 
 def make_context(
-    principal: Principal = PRINCIPAL, *, prompt_tokens: int = 10, max_tokens: int | None = 5
+    principal: Principal = PRINCIPAL,
+    *,
+    prompt_tokens: int = 10,
+    max_tokens: int | None = 5,
+    choices: int = 1,
 ) -> RequestContext:
     """Return a request whose prompt is estimated at about `prompt_tokens`."""
     content = "x" * (4 * prompt_tokens - 31)
     body: dict[str, Any] = {"model": "big", "messages": [{"role": "user", "content": content}]}
     body |= {} if max_tokens is None else {"max_tokens": max_tokens}
+    body |= {} if choices == 1 else {"n": choices}
     fields = parse_request_fields(json.dumps(body).encode(), "messages")
     pool = Pool("big", [], "round-robin")
     return RequestContext(

@@ -84,7 +84,10 @@ class FakeQuotaAuthority:
             if at >= oldest:
                 limit.slots[at] = limit.slots.get(at, 0) + units
         limit.known = limit.known or request.seeds is not None
-        granted = self._share(request, request.limit - sum(limit.slots.values()))
+        room = request.limit - sum(limit.slots.values())
+        granted = self._share(request, room)
+        if granted < request.need and request.overdraft > 0 and room >= request.overdraft_above:
+            granted = min(request.need, room + request.overdraft)
         if granted:
             limit.slots[slot] = limit.slots.get(slot, 0) + granted
         return LeaseGrant(granted, slot, sum(limit.slots.values()), 0.0, 0.0, limit.known)

@@ -36,6 +36,9 @@ class LeaseRequest:
     """Units that requests wait for."""
     ahead: int
     """Further units to grant if plenty are free."""
+    overdraft: int = 0
+    """Units of one request for a budget, beyond what is free. They are granted if `overdraft_above` units are free."""
+    overdraft_above: int = 0
     kept: int = 0
     """Concurrency slots that the gateway keeps."""
     owed: tuple[tuple[float, int], ...] = ()
@@ -66,13 +69,17 @@ class LeaseGrant:
 class LeasedQuota(QuotaMeter, ABC):
     """Meter whose units are granted by an authority, or lent by this gateway and reported afterwards."""
 
+    can_exceed = False
+
     def __init__(
         self, name: str, local_meter: SlidingWindow | CalendarPeriod | ConcurrencyMeter
     ) -> None:
         self._name = name
         self._local_meter = local_meter
         """Usage of this gateway."""
-        self._needed = 0
+        self._needed = self.held = 0
+        self._largest_request = 0, 0
+        """Units that the largest waiting request for a budget holds, and how many of them have to be free."""
         self.needs_seed = local_meter.needs_seed
         self._exhausted_until = -math.inf
         self._last_granted = 0
@@ -106,9 +113,11 @@ class LeasedQuota(QuotaMeter, ABC):
     def is_due(self, now: float) -> bool:
         """Return whether to send a request although no units are needed."""
 
-    def request_units(self, units: int) -> None:
-        """Add `units` to the next request."""
+    def request_units(self, units: int, free_units: int = MAX_UNITS) -> None:
+        """Add `units` to the next request. If only `free_units` are free, one request gets all of its units."""
         self._needed += units
+        if units > free_units:
+            self._largest_request = max(self._largest_request, (units, free_units))
 
     @abstractmethod
     def overdraw(self, units: int, now: float) -> None:

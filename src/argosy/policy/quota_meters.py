@@ -30,6 +30,10 @@ class QuotaMeter(Protocol):
     """
 
     limit: int
+    held: int
+    """Units in use that running requests of this gateway hold, which they may return."""
+    can_exceed: bool
+    """Whether this gateway alone decides which request may hold more of a budget than is free."""
     needs_seed: bool
     """Whether `seed` still has to be called with the usage from before the meter existed."""
 
@@ -73,11 +77,13 @@ def is_exceeded(meter: QuotaMeter, now: float) -> bool:
 class SlidingWindow:
     """Meter that allows `limit` units in any interval of `window_s` seconds."""
 
+    can_exceed = True
     __slots__ = (
         "_newest_slot",
         "_newest_slot_ends_at",
         "_slot_s",
         "_units_by_slot",
+        "held",
         "limit",
         "needs_seed",
         "used",
@@ -88,7 +94,7 @@ class SlidingWindow:
         self.limit = limit
         self.needs_seed = window_s > MIN_SEEDED_WINDOW_S
         self.window_s = window_s
-        self.used = 0
+        self.used = self.held = 0
         self._slot_s = window_s / WINDOW_SLOTS
         self._units_by_slot: dict[int, int] = {}
         """Units by slot number, in ascending order; at most WINDOW_SLOTS + 1 slots."""
@@ -166,13 +172,14 @@ class SlidingWindow:
 class CalendarPeriod:
     """Meter that allows `limit` units in each calendar day or month, in UTC."""
 
-    __slots__ = ("_period_end", "_period_start", "calendar", "limit", "needs_seed", "used")
+    can_exceed = True
+    __slots__ = ("_period_end", "_period_start", "calendar", "held", "limit", "needs_seed", "used")
 
     def __init__(self, limit: int, calendar: CalendarUnit) -> None:
         self.limit = limit
         self.needs_seed = True
         self.calendar = calendar
-        self.used = 0
+        self.used = self.held = 0
         self._period_start = self._period_end = -math.inf
 
     def remaining(self, now: float) -> int:
@@ -219,12 +226,13 @@ class CalendarPeriod:
 class ConcurrencyMeter:
     """Meter that allows `limit` units at a time. Its single slot, 0, never expires."""
 
-    __slots__ = ("limit", "needs_seed", "used")
+    can_exceed = False
+    __slots__ = ("held", "limit", "needs_seed", "used")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.needs_seed = False
-        self.used = 0
+        self.used = self.held = 0
 
     def remaining(self, now: float) -> int:  # noqa: ARG002 - part of the protocol
         return self.limit - self.used

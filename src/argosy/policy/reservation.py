@@ -1,13 +1,16 @@
 """Reservation of a request's quotas: reserve an estimate, extend it while streaming, settle the actual usage.
 
-A reservation holds units of every limit that applies to the request, or of none.
+A reservation holds units of every limit that applies to the request, or of none. Of a budget it holds the most that the
+request may cost, because the gateway learns some costs only at the end. A request whose expected cost is free is
+admitted even if its maximum is not. Its hold then exceeds the budget, so that no other request is admitted before units
+are returned: all requests together exceed a budget by less than the maximum of one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import msgspec
@@ -35,6 +38,11 @@ class Rates:
         return (
             uncached * self.input + cached * self.cached_input + usage.output_tokens * self.output
         )
+
+    def max_nano_dollars(self, usage: TokenUsage) -> int:
+        """Return the cost in nano-dollars, whatever part of the prompt is cached."""
+        input_rate = max(self.input, self.cached_input)
+        return usage.prompt_tokens * input_rate + usage.output_tokens * self.output
 
 
 NO_CHARGE = Rates(0, 0, 0)
@@ -92,8 +100,11 @@ class QuotaRejection:
     limit: int
     used: int
     requested: int
+    """Units that have to be free for the request."""
     wait_s: float
     """Seconds until the request may pass: infinite if never, 0 if that depends on the end of other requests."""
+    held: int
+    """Units that the request would hold, at least those that are requested."""
 
 
 class LimitHold(msgspec.Struct):
@@ -107,11 +118,16 @@ class LimitHold(msgspec.Struct):
     """Held units by slot of the meter, latest slot last."""
     uncounted_units: int = 0
     """Units that the request had used before the limit applied to it."""
+    may_exceed: bool = False
+    """Whether the limit may have no room for all held units. The request ends as soon as it uses more than the rest."""
 
     def missing_units(self, usage: QuotaUsage) -> int:
         """Return how many units `usage` has more than are held; negative if it has fewer."""
-        counted = self.quota_limit.units_of(usage) - self.uncounted_units
-        return counted - self.units if counted > 0 else -self.units
+        return max(0, self.counted_units(usage)) - self.units
+
+    def counted_units(self, usage: QuotaUsage) -> int:
+        """Return the units of `usage` since the limit applies to the request."""
+        return self.quota_limit.units_of(usage) - self.uncounted_units
 
     def replace_by(self, usage: QuotaUsage, now: float) -> None:
         """Hold exactly the units of `usage`."""
@@ -121,9 +137,17 @@ class LimitHold(msgspec.Struct):
         elif units < 0:
             self.release(-units, now)
 
+    def usable_units(self, now: float) -> int:
+        """Return the held units that are within the limit."""
+        meter = self.quota_limit.meter
+        if not self.may_exceed or not is_exceeded(meter, now):
+            return self.units
+        return self.units - (meter.used - meter.limit)
+
     def extend(self, units: int, now: float) -> None:
         """Hold `units` more."""
         self.units += units
+        self.quota_limit.meter.held += units
         slot = self.quota_limit.meter.add(units, now)
         if slot in self.units_by_slot:
             self.units_by_slot[slot] += units
@@ -135,6 +159,7 @@ class LimitHold(msgspec.Struct):
     def release(self, units: int, now: float) -> None:
         """Release `units`, the ones added last first."""
         self.units -= units
+        self.quota_limit.meter.held -= units
         while units > 0 and self.units_by_slot:
             slot, slot_units = self.units_by_slot.popitem()
             self.quota_limit.meter.adjust(slot, -min(units, slot_units), now)
@@ -158,10 +183,16 @@ class Reservation(msgspec.Struct, eq=False):
 
         Returns a rejection, and holds nothing more, if one of the limits lacks room.
         """
+        for hold in self.holds:
+            if hold.may_exceed:
+                units = hold.counted_units(usage) - hold.usable_units(now)
+                if 0 < units > hold.quota_limit.meter.remaining(now):
+                    rejection = _build_rejection(hold.quota_limit, units, units, now)
+                    return replace(rejection, used=rejection.limit)  # not what is held beyond it
         shortfalls = self._shortfall_by_hold(usage)
         for hold, units in shortfalls:
             if units > hold.quota_limit.meter.remaining(now):
-                return _build_rejection(hold.quota_limit, units, now)
+                return _build_rejection(hold.quota_limit, units, units, now)
         for hold, units in shortfalls:
             hold.extend(units, now)
         return None
@@ -186,20 +217,28 @@ class Reservation(msgspec.Struct, eq=False):
         for hold in self.holds:
             if hold.quota_limit.units_of(usage) != hold.units or hold.uncounted_units:
                 hold.replace_by(usage, now)
+            hold.quota_limit.meter.held -= hold.units
 
     def change_limits(
-        self, limits: Sequence[QuotaLimit], usage: QuotaUsage, minimum: QuotaUsage, now: float
+        self,
+        limits: Sequence[QuotaLimit],
+        usage: QuotaUsage,
+        minimum: QuotaUsage,
+        now: float,
+        exceeded: Collection[QuotaMeter] = (),
     ) -> None:
         """Apply other limits to the running request, or the same limits with other amounts.
 
         A limit that no longer applies keeps the usage so far. A new limit counts only what follows, and holds nothing
-        yet. A limit that is exceeded, because it was lowered or past usage became known, holds only the minimum.
+        yet.
 
         Args:
             limits: Limits that apply now.
             usage: Usage so far.
             minimum: Usage that the request has at least, which includes a prompt that is not counted yet.
             now: Seconds since the epoch.
+            exceeded: Meters whose usage exceeds their limit, because it was lowered or past usage became known. Their
+                holds shrink to the minimum, except those of budgets, since the request may still cost what they hold.
         """
         usage_if_ended = msgspec.structs.replace(usage, concurrency=0)
         previous = {hold.quota_limit: hold for hold in self.holds}
@@ -209,15 +248,18 @@ class Reservation(msgspec.Struct, eq=False):
         ]
         for hold in previous.values():
             hold.replace_by(usage_if_ended, now)
+            hold.quota_limit.meter.held -= hold.units
         for hold in self.holds:
-            if is_exceeded(hold.quota_limit.meter, now) and hold.missing_units(minimum) < 0:
-                hold.replace_by(minimum, now)
+            if hold.quota_limit.meter in exceeded and hold.missing_units(minimum) < 0:
+                hold.may_exceed = hold.quota_limit.unit == "nano_dollars"
+                if not hold.may_exceed:
+                    hold.replace_by(minimum, now)
 
     def _shortfall_by_hold(self, usage: QuotaUsage) -> list[tuple[LimitHold, int]]:
         return [
             (hold, units)
             for hold in self.holds
-            if (units := hold.quota_limit.units_of(usage) - hold.uncounted_units - hold.units) > 0
+            if (units := hold.counted_units(usage) - hold.units) > 0
         ]
 
 
@@ -227,7 +269,11 @@ def _start_hold(quota_limit: QuotaLimit, usage: QuotaUsage) -> LimitHold:
 
 
 def reserve(
-    limits: Sequence[QuotaLimit], expected: QuotaUsage, minimum: QuotaUsage, now: float
+    limits: Sequence[QuotaLimit],
+    expected: QuotaUsage,
+    minimum: QuotaUsage,
+    now: float,
+    max_nano_dollars: int = 0,
 ) -> Reservation | list[QuotaRejection]:
     """Reserve a request's usage of all limits, or return every rejection and reserve nothing.
 
@@ -238,6 +284,7 @@ def reserve(
         expected: Usage that the request probably has.
         minimum: Usage that the request has at least.
         now: Seconds since the epoch.
+        max_nano_dollars: The most that the request may cost, which budgets hold.
     """
     rejections: list[QuotaRejection] = []
     holds, covers_estimate = [], True
@@ -245,13 +292,20 @@ def reserve(
         units, meter = quota_limit.units_of(expected), quota_limit.meter
         if units > meter.limit:
             units, covers_estimate = max(meter.limit, quota_limit.units_of(minimum)), False
-        if units > meter.remaining(now) and units:
-            rejections.append(_build_rejection(quota_limit, units, now))
-        holds.append(LimitHold(quota_limit, meter.used, units, {}))
+        held, may_exceed = units, False
+        remaining = meter.remaining(now)
+        if quota_limit.unit == "nano_dollars" and max_nano_dollars > units:
+            held = max_nano_dollars
+            may_exceed = meter.can_exceed and held > remaining
+        if (units if may_exceed else held) > remaining and units:
+            rejections.append(_build_rejection(quota_limit, units, held, now))
+        holds.append(LimitHold(quota_limit, meter.used, held, {}, may_exceed=may_exceed))
     if rejections:
         return rejections
     for hold in holds:
-        hold.units_by_slot[hold.quota_limit.meter.add(hold.units, now)] = hold.units
+        meter, units = hold.quota_limit.meter, hold.units
+        meter.held += units
+        hold.units_by_slot[meter.add(units, now)] = units
     return Reservation(holds, covers_estimate)
 
 
@@ -265,7 +319,9 @@ def is_permanent(rejection: QuotaRejection) -> bool:
     return math.isinf(rejection.wait_s)
 
 
-def _build_rejection(quota_limit: QuotaLimit, units: int, now: float) -> QuotaRejection:
+def _build_rejection(quota_limit: QuotaLimit, units: int, held: int, now: float) -> QuotaRejection:
     meter = quota_limit.meter
     wait_s = meter.wait_s(units, now)
-    return QuotaRejection(quota_limit, meter.limit, meter.used, units, wait_s)
+    if quota_limit.unit == "nano_dollars" and units <= meter.limit - meter.used + meter.held:
+        wait_s = 0.0  # most requests cost less than they hold
+    return QuotaRejection(quota_limit, meter.limit, meter.used, units, wait_s, held)

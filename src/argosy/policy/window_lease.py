@@ -226,6 +226,7 @@ class WindowLease(LeasedQuota):
         if idle or self._is_short:
             self._return_grants()
         ahead = 0 if idle else max(0, max(self._expected_spend, need) - self._granted_units)
+        overdraft, overdraft_above = self._largest_request
         seeds = self._seeds if now < self._seeds_expire_at else None
         slot_s = self._window_s / WINDOW_SLOTS
         request = LeaseRequest(
@@ -237,12 +238,15 @@ class WindowLease(LeasedQuota):
             slot=int(self._period_start),
             need=need,
             ahead=min(ahead, MAX_UNITS),
+            overdraft=min(overdraft, MAX_UNITS),
+            overdraft_above=overdraft_above,
             owed=tuple(self._owed_by_age(now)),
             back=tuple((slot, min(units, MAX_UNITS)) for slot, units in self._returned.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
         )
         self._units_in_transit = sum(self._returned.values()) - sum(self._owed.values())
         self._needed = self._spent_since_request = 0
+        self._largest_request = 0, 0
         self._is_short = False
         self._owed, self._returned, self._seeds = {}, {}, None
         self._renew_at = now + self._lease_s / 2 if self._grants else math.inf

@@ -194,7 +194,8 @@ _MEANINGS = {
     },
     429: {
         "rate_limit_exceeded": "A rate limit is used up; see `Retry-After`.",
-        "insufficient_quota": "A budget is used up. Wait for its period or raise it.",
+        "insufficient_quota": "A budget is used up, or running requests hold the rest; see `Retry-After`. Send a"
+        " smaller `max_tokens`, or have it raised.",
         "too_many_failures": "The credential is invalid, and this address sent 20 invalid ones within 30 s. Valid"
         " ones still work.",
         "too_many_streams": "Too many windows of the console are open.",

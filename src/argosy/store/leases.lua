@@ -84,6 +84,9 @@ local function window(ask, key)
   count_past(ask.owed)
   local room = ask.limit - used
   local granted = share(ask, room)
+  if granted < ask.need and ask.overdraft > 0 and room >= ask.overdraft_above then
+    granted = math.min(ask.need, room + ask.overdraft) -- then no unit is free until some are returned
+  end
   if granted > 0 then
     count(slot, granted)
   end

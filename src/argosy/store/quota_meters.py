@@ -9,8 +9,8 @@ from argosy.store.records import Limit
 
 WINDOW_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
-QuotaDemand = Sequence[tuple[QuotaMeter, int]]
-"""Meters with the number of units that a request needs of each."""
+QuotaDemand = Sequence[tuple[QuotaMeter, int, int]]
+"""Meters with the units that a request holds of each, and how many of them have to be free."""
 
 
 def create_local_meter(limit: Limit) -> SlidingWindow | CalendarPeriod | ConcurrencyMeter:

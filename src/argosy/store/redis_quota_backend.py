@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -116,36 +117,37 @@ class RedisQuotaBackend:
             return False
         if self.is_short(demand, self._clock()):
             return True
-        for lease, units in _to_leases(demand):
-            self._request_units(lease, units)
+        for lease, units, free_units in _to_leases(demand):
+            self._request_units(lease, units, free_units)
         if self._next_exchange is None:
             self._next_exchange = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next_exchange)
         return self.is_connected
 
     def is_short(self, demand: QuotaDemand, now: float) -> bool:
-        return any(lease.is_exhausted(units, now) for lease, units in _to_leases(demand))
+        return any(lease.is_exhausted(units, now) for lease, units, _ in _to_leases(demand))
 
     def overdraw(self, demand: QuotaDemand, now: float) -> bool:
         """Charge a running request immediately, until a grant shows that the units are not available."""
         if not self.is_connected:
             return False
         leases = _to_leases(demand)
-        if not all(lease.can_overdraw(units, now) for lease, units in leases):
+        if not all(lease.can_overdraw(units, now) for lease, units, _ in leases):
             return False
-        for lease, units in leases:
+        for lease, units, free_units in leases:
             lease.overdraw(units, now)
-            self._request_units(lease, units)
+            self._request_units(lease, units, free_units)
         return True
 
     def allow_degraded(self, demand: QuotaDemand, now: float) -> bool:
         """Admit demand up to this gateway's even share of the limit."""
         leases = _to_leases(demand)
         if self.is_connected or not all(
-            lease.is_within_even_share(units, self._gateway_count, now) for lease, units in leases
+            lease.is_within_even_share(free_units, self._gateway_count, now)
+            for lease, _, free_units in leases
         ):
             return False
-        for lease, units in leases:
+        for lease, units, _ in leases:
             lease.overdraw(units, now)
             self._active_leases[lease] = None
         return True
@@ -171,8 +173,8 @@ class RedisQuotaBackend:
         self._release_waiters()
         await self._redis.aclose()
 
-    def _request_units(self, lease: LeasedQuota, units: int) -> None:
-        lease.request_units(units)
+    def _request_units(self, lease: LeasedQuota, units: int, free_units: int) -> None:
+        lease.request_units(units, free_units)
         self._pending_leases[lease] = self._active_leases[lease] = None
         self._wake_event.set()
 
@@ -277,6 +279,6 @@ def _resolve_future(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _to_leases(demand: QuotaDemand) -> list[tuple[LeasedQuota, int]]:
+def _to_leases(demand: QuotaDemand) -> Sequence[tuple[LeasedQuota, int, int]]:
     """Cast the meters, because all meters of this backend are leases."""
-    return [(cast("LeasedQuota", meter), units) for meter, units in demand]
+    return cast("Sequence[tuple[LeasedQuota, int, int]]", demand)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from structlog.testing import capture_logs
 from tests.support.backend_formats import Sglang, Vllm
@@ -22,6 +23,7 @@ from tests.support.gateway_harness import RecordingFilter, run_gateway
 from tests.support.metered_gateway import (
     CHATS,
     COMPLETIONS,
+    PRICE,
     PROMPT,
     STREAM,
     MeteredGateway,
@@ -36,7 +38,7 @@ from argosy.engine import EngineRequest
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.request_context import RequestContext
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, format_event
 from argosy.store import AccountSnapshot, Limit, UsageRecord, create_quota_backend
 
 # --- attempts ------------------------------------------------------------------------------------
@@ -121,6 +123,76 @@ async def test_queue_timeout_counts_as_queue_time(tmp_path: Path) -> None:
 
 
 # --- how it ended --------------------------------------------------------------------------------
+
+
+COMPLETION_ANSWER = {"choices": [{"index": 0, "text": "a story", "finish_reason": "length"}]}
+CHAT_CHOICE = {"index": 0, "message": {"content": "a story"}, "finish_reason": "length"}
+CHAT_ANSWER = {"choices": [CHAT_CHOICE]}
+CHAT_BODY = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 30}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "n": 2, "max_tokens": 30}, COMPLETION_ANSWER),
+        (CHATS, CHAT_BODY | STREAM, None),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 30}, CHAT_ANSWER),
+        ("/v1/messages", CHAT_BODY, CHAT_ANSWER),
+        ("/api/chat", {"messages": CHAT_BODY["messages"], "stream": False}, CHAT_ANSWER),
+        ("/v1/embeddings", {"input": PROMPT}, {"data": [{"index": 0, "embedding": [1.0]}]}),
+    ],
+    ids=["batch", "stream", "responses", "messages", "no-limit", "embeddings"],
+)
+async def test_requests_at_once_exceed_a_budget_by_less_than_one(
+    path: str, body: dict[str, Any], answer: dict[str, Any] | None
+) -> None:
+    """The server reports the cost with the end of its answer, when all requests have been admitted or refused."""
+    num_choices = 4 if "n" in body else 1
+    usage = {"prompt_tokens": 800, "completion_tokens": 94 * num_choices}
+    cost = 800 * PRICE.input + (
+        0 if answer and "data" in answer else 94 * num_choices * PRICE.output
+    )
+    amount = 7 * cost // 2
+    may_answer, started = asyncio.Event(), RecordingFilter()
+
+    async def answer_late(request: UpstreamRequest) -> None:
+        await may_answer.wait()
+        if answer is not None:
+            request.send_json(200, answer | {"usage": usage})
+            return
+        request.start_stream()
+        choice = {"index": 0, "delta": {"content": "a story"}, "finish_reason": "length"}
+        request.send_chunk(format_event(json.dumps({"choices": [choice]}).encode()))
+        last = json.dumps({"choices": [], "usage": usage}).encode()
+        request.send_chunk(format_event(last))
+        request.end_stream()
+
+    limits = LimitFilter(create_quota_backend(None))
+    limit = Limit(
+        id="l", owner_kind="project", owner="", unit="nano_dollars", amount=amount, window="day"
+    )
+    limits.apply_snapshot(AccountSnapshot(limits=(limit,), prices=(PRICE,)))
+    async with (
+        fake_upstream(answer_late) as upstream,
+        run_gateway([limits, started], ReplicaConfig(url=upstream.url, kind="openai")) as gateway,
+    ):
+
+        async def post() -> httpx2.Response:
+            return await gateway.client.post(path, json={"model": "big", **body}, timeout=60)
+
+        requests = [asyncio.create_task(post()) for _ in range(20)]
+        await until(lambda: len(started.started) + sum(each.done() for each in requests) == 20)
+        may_answer.set()
+        responses = await asyncio.gather(*requests)
+        statuses = Counter(response.status_code for response in responses)
+        assert statuses.keys() == {200, 429}
+        refusal = next(each for each in responses if each.status_code == 429)
+        assert "held by running requests" in refusal.text
+        assert float(refusal.headers["retry-after"]) <= 1
+        while (await post()).status_code == 200:  # what was held and not used is free again
+            pass
+        spent = sum(context.bill.nano_dollars for context in started.completed)
+        assert amount - 2 * cost < spent < amount + cost
 
 
 async def test_admitting_limit_is_not_reported_as_rejection() -> None:

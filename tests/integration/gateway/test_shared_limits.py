@@ -36,7 +36,15 @@ from argosy.gateway.pool.pool import Pool
 from argosy.gateway.request_context import RequestContext
 from argosy.policy import LeaseGrant, LeaseRequest, calendar_bounds
 from argosy.protocol import ApiError
-from argosy.store import Clock, Limit, QuotaDemand, QuotaFailureMode, UsageReportRow, steady_clock
+from argosy.store import (
+    Clock,
+    Limit,
+    Price,
+    QuotaDemand,
+    QuotaFailureMode,
+    UsageReportRow,
+    steady_clock,
+)
 from argosy.store.redis_quota_backend import RedisQuotaBackend
 from argosy.telemetry import QuotaBackendGauges
 
@@ -125,6 +133,33 @@ async def test_concurrent_requests_stay_within_limit(server: RedisServer) -> Non
     assert await counted_units(server, limit.id) == total
 
 
+async def test_requests_at_once_exceed_a_budget_by_less_than_one(server: RedisServer) -> None:
+    """Each costs the most that it may, which is known at its end only."""
+    price = Price(model="big", input=1, cached_input=0, output=1_000)
+    limit = make_limit("nano_dollars", 7_300_000, "day")
+    spent = []
+    async with shared_filters(server, limit) as filters:
+        for each in filters:
+            each.apply_snapshot(make_snapshot(limit, prices=[price]))
+        for _ in range(12):
+            contexts = [make_context(max_tokens=1_000) for _ in filters * 4]
+            rejections = await asyncio.gather(*map(find_rejection, filters * 4, contexts))
+            for limits, context, rejection in zip(filters * 4, contexts, rejections, strict=True):
+                if rejection is None:
+                    context.delivered.output_tokens = 1_064
+                    complete(limits, context)
+                    spent.append(context.bill.nano_dollars)
+        assert "budget of $0.0073 per day" in (await expect_rejection(filters[0], context)).message
+        await wait_until(lambda: counted(server, limit, sum(spent)))
+    most = max(spent) + 9_000
+    assert limit.amount - most < sum(spent) < limit.amount + most
+
+
+async def counted(server: RedisServer, limit: Limit, units: int) -> bool:
+    day = f"{limit.id}:{calendar_bounds('day', steady_clock())[0]:.0f}"
+    return await counted_units(server, day) == units
+
+
 async def test_streams_exceed_token_limit_only_by_overdraft(server: RedisServer) -> None:
     limit, chunk = 2_000, 1
     delivered = stopped = rejected = 0
@@ -197,7 +232,7 @@ async def test_slow_stream_ends_at_limit(server: RedisServer, window: str, pause
         for _ in range(200):
             if deliver(limits, context, 1) is not None:
                 break
-            assert await backend.acquire([(other_meter, 1)])  # waits for a reply of Redis
+            assert await backend.acquire([(other_meter, 1, 1)])  # waits for a reply of Redis
             now += pause_s
         assert 90 <= context.delivered.output_tokens <= 92
 
@@ -211,7 +246,7 @@ class ContendedBackend(RedisQuotaBackend):
         acquired = await super().acquire(demand)
         if self.num_stolen_grants:
             self.num_stolen_grants -= 1
-            for meter, _ in demand:
+            for meter, _, _ in demand:
                 meter.add(meter.remaining(steady_clock()), steady_clock())
         return acquired
 
@@ -594,6 +629,8 @@ async def test_redis_script_grants_same_units_as_model(server: RedisServer) -> N
                     keep_s=9000.0,
                     slot={"day": 1000, "new": int(steady_clock()) + 10**6}.get(name, 0),
                     need=draw.choice([0, draw.randrange(30)]),
+                    overdraft=draw.choice([0, draw.randrange(30)]),
+                    overdraft_above=draw.randrange(9),
                     ahead=draw.choice([0, draw.randrange(30)]),
                     kept=draw.choice([0, 0, draw.randrange(9)]),
                     owed=owed,

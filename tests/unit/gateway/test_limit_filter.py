@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,6 +33,7 @@ from tests.support.limit_harness import (
 )
 
 from argosy.deployment import ExplainConfig, LimitsConfig
+from argosy.gateway.backends import find_max_usage
 from argosy.gateway.filters import LimitFilter, read_redis_password
 from argosy.gateway.filters.limit_responses import format_duration
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
@@ -323,6 +325,57 @@ def test_concurrent_streams_exceed_limit_by_at_most_one_chunk_each(
 
     asyncio.run(run_streams())
     assert delivered <= limit + overrun
+
+
+@settings(max_examples=60)
+@given(
+    amount=st.integers(1, 10**8),
+    requests=st.lists(
+        st.tuples(
+            st.none() | st.integers(1, 500),
+            st.integers(1, 4),
+            st.sampled_from([0, 0, 0, 0, 1, 5]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    draw=st.randoms(use_true_random=False),
+)
+def test_requests_together_exceed_a_budget_by_less_than_one(
+    amount: int, requests: list[tuple[int | None, int, int, bool]], draw: Random
+) -> None:
+    """A request that fits alone is admitted, and what it did not use is free again when it has ended."""
+    limits = make_filter(
+        FakeClock(NOON), make_limit("nano_dollars", amount, "day"), prices=(PRICE,)
+    )
+    running: list[RequestContext] = []
+    costs = [0]
+
+    def end(context: RequestContext, share: float) -> None:
+        most = find_max_usage(context.fields, lambda: None)
+        context.delivered.prompt_tokens = int(share * most.prompt_tokens)
+        context.delivered.output_tokens = int(share * most.output_tokens)
+        complete(limits, context)
+        costs.append(context.bill.nano_dollars)
+
+    for max_tokens, choices, num_ends, is_cheap in requests:
+        context = make_context(max_tokens=max_tokens, choices=choices)
+        if asyncio.run(find_rejection(limits, context)) is None:
+            running.append(context)
+        for _ in range(min(num_ends, len(running))):
+            end(running.pop(draw.randrange(len(running))), 0.0 if is_cheap else draw.random())
+    for context in running:
+        end(context, 1.0)
+    spent = sum(costs)
+    assert spent - max(costs) < amount
+    last = asyncio.run(find_rejection(limits, make_context(prompt_tokens=10, max_tokens=5)))
+    assert (last is None) == (spent + 10 * PRICE.input + 5 * PRICE.output <= amount)
+    if last is not None and (left := amount - spent - 10 * PRICE.input) >= PRICE.output:
+        passing_tokens = left // PRICE.output
+        assert f"'max_tokens' of at most {passing_tokens} passes now" in last.message
+        context = make_context(prompt_tokens=10, max_tokens=passing_tokens)
+        assert asyncio.run(find_rejection(limits, context)) is None
 
 
 async def test_utility_call_holds_slot_and_counts_unless_the_fleet_fails(clock: FakeClock) -> None:

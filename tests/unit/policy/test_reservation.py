@@ -87,9 +87,11 @@ def test_minimum_above_the_limit_is_rejected_and_larger_estimate_is_capped() -> 
 def test_longest_rejection_has_the_longest_wait() -> None:
     meter = key_limits(1)[0]
     waits = [3.0, math.inf, 0.0]
-    assert is_permanent(longest_rejection([QuotaRejection(meter, 1, 1, 1, wait) for wait in waits]))
+    assert is_permanent(
+        longest_rejection([QuotaRejection(meter, 1, 1, 1, wait, 1) for wait in waits])
+    )
     assert (
-        longest_rejection([QuotaRejection(meter, 1, 1, 1, wait) for wait in (3.0, 5.0)]).wait_s
+        longest_rejection([QuotaRejection(meter, 1, 1, 1, wait, 1) for wait in (3.0, 5.0)]).wait_s
         == 5.0
     )
 

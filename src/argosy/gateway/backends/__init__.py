@@ -48,4 +48,4 @@ from argosy.gateway.backends.stream_events import (
     parse_error_message,
 )
 from argosy.gateway.backends.stream_parser import DeliveredOutput, StreamParser
-from argosy.gateway.backends.usage import cap_usage
+from argosy.gateway.backends.usage import cap_usage, find_max_usage

@@ -23,10 +23,40 @@ MAX_SINGLE_TOKEN_BYTES = 32
 
 TEMPLATE_TOKENS = 8192
 """Tokens that templates, tools and a server's own instructions may add to a prompt."""
+POOLED_TEMPLATE_TOKENS = 1024
+"""Tokens that a model that pools may add to each input. The number of inputs is estimated, within a factor of two."""
 MAX_UNKNOWN_CONTEXT = 1 << 20
-"""Longest prompt with media, and longest response without a limit, of a server whose context length is unknown."""
+"""Longest prompt with media of a server whose context length is unknown."""
+MAX_UNKNOWN_OUTPUT = 1 << 17
+"""Longest response without a limit of a server whose context length is unknown."""
 OUTPUT_SLACK_TOKENS = 64
 """Tokens by which servers exceed the limit of a choice, since they count its end differently."""
+
+
+def find_max_usage(
+    fields: RequestFields, find_context_length: Callable[[], int | None]
+) -> TokenUsage:
+    """Return the most tokens that a request can have, which is also the most that is billed.
+
+    A token of the prompt has at least one byte of the body. Media have no such bound. Models that pool may repeat a
+    query and a template for each input. The response has the client's limit, or that of the context.
+
+    Args:
+        fields: The request.
+        find_context_length: Returns the context length of the model; None if it is unknown.
+    """
+    limit = fields.max_output_tokens
+    max_prompt = fields.body_bytes + TEMPLATE_TOKENS
+    if fields.has_media:
+        max_prompt = find_context_length() or MAX_UNKNOWN_CONTEXT
+    if not fields.generates:
+        text = 2 * BYTES_PER_TOKEN * fields.estimated_prompt_tokens
+        max_prompt = max(max_prompt, text + POOLED_TEMPLATE_TOKENS * fields.sequence_count)
+        return TokenUsage(min(max_prompt, MAX_TOKEN_COUNT))
+    if limit is not None:
+        return TokenUsage(max_prompt, 0, fields.choice_count * (limit + OUTPUT_SLACK_TOKENS))
+    max_output = find_context_length() or MAX_UNKNOWN_OUTPUT
+    return TokenUsage(max_prompt, 0, fields.choice_count * max_output)
 
 
 def cap_usage(
@@ -34,32 +64,25 @@ def cap_usage(
 ) -> TokenUsage:
     """Return the usage that is billed: the reported one, or the most that the request can have had, if that is less.
 
-    A token of the prompt has at least one byte of the body. Media have no such bound, and embeddings of pairs repeat
-    their query. The response has the client's limit, or that of the context.
-
     Args:
         reported: Usage as the replica reports it, or as it was counted.
         fields: The request.
         find_context_length: Returns the context length of the model; None if it is unknown.
     """
     limit, choices = fields.max_output_tokens, fields.choice_count
-    max_prompt = fields.body_bytes + TEMPLATE_TOKENS
-    max_output = choices * (TEMPLATE_TOKENS if limit is None else limit + OUTPUT_SLACK_TOKENS)
-    if reported.prompt_tokens <= max_prompt and reported.output_tokens <= max_output:
+    usual_output = choices * (TEMPLATE_TOKENS if limit is None else limit)
+    if (
+        reported.prompt_tokens <= fields.body_bytes + TEMPLATE_TOKENS
+        and reported.output_tokens <= usual_output
+    ):
         return reported  # the usual case, in which the context length need not be known
-    context_length = find_context_length() or MAX_UNKNOWN_CONTEXT
-    if not fields.generates:
-        max_prompt = MAX_TOKEN_COUNT
-    elif fields.has_media:
-        max_prompt = context_length
-    if limit is None:
-        max_output = choices * context_length
-    prompt_tokens = min(reported.prompt_tokens, max_prompt)
+    most = find_max_usage(fields, find_context_length)
+    prompt_tokens = min(reported.prompt_tokens, most.prompt_tokens)
     capped = msgspec.structs.replace(
         reported,
         prompt_tokens=prompt_tokens,
         cached_tokens=min(reported.cached_tokens, prompt_tokens),
-        output_tokens=min(reported.output_tokens, max_output),
+        output_tokens=min(reported.output_tokens, most.output_tokens),
     )
     return reported if capped == reported else capped
 

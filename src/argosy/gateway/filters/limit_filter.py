@@ -12,11 +12,11 @@ import msgspec
 import structlog
 
 from argosy.deployment import LimitsConfig
+from argosy.gateway.backends import find_max_usage
 from argosy.gateway.filters.limit_filter_state import (
     DegradedModePolicy,
     LimitFilterState,
     LimitSet,
-    quota_demand,
 )
 from argosy.gateway.filters.limit_responses import (
     RateLimitHeaders,
@@ -32,6 +32,7 @@ from argosy.http_server import DisconnectedError
 from argosy.policy import (
     OutputLengthEstimator,
     QuotaLimit,
+    QuotaMeter,
     QuotaRejection,
     QuotaUsage,
     Reservation,
@@ -88,6 +89,7 @@ class LimitFilter:
 
     With one gateway a limit is exceeded by at most the last chunk of each stopped stream. With several gateways, it is
     also exceeded by the tokens delivered while Redis is asked for more quota (see `argosy.policy.window_lease`).
+    Budgets are exceeded by less than what one request may cost, by all gateways together (`argosy.policy.reservation`).
     """
 
     def __init__(self, backend: QuotaBackend, clock: Clock = steady_clock) -> None:
@@ -147,7 +149,7 @@ class LimitFilter:
                 fail_closed_projects,
             )
             self._limit_sets.clear()
-            self._update_running()
+            self._update_running([meter.meter for meter, _ in changed_amounts])
             return previous
 
         return apply
@@ -171,7 +173,7 @@ class LimitFilter:
             )
             for (_, meter, _), usage in zip(seed_requests, past_usage, strict=True):
                 meter.meter.seed(usage, self._clock())
-            self._update_running()
+            self._update_running([meter.meter for _, meter in unseeded])
 
     async def start(self) -> None:
         """Connect to the quota backend. Returns within seconds, whether or not the backend is reachable."""
@@ -210,17 +212,23 @@ class LimitFilter:
         )
         output_tokens = expected_tokens * fields.choice_count
         expected_usage = running_usage(rates, TokenUsage(prompt_tokens, 0, output_tokens))
-        outcome = reserve(limit_set.meters, expected_usage, expected_usage, now)
+        max_nano_dollars = 0
+        if limit_set.has_budget:
+            most = find_max_usage(fields, lambda: context.pool.max_model_len)
+            max_nano_dollars = rates.max_nano_dollars(most)
+        outcome = reserve(limit_set.meters, expected_usage, expected_usage, now, max_nano_dollars)
         error: ApiError | None = None
         has_waited = isinstance(outcome, list)
         if has_waited:
             minimum_tokens = TokenUsage(prompt_tokens, 0, min(1, output_tokens))
             minimum_usage = running_usage(rates, minimum_tokens)
-            outcome, error = await self._acquire(limit_set, expected_usage, minimum_usage, now)
+            outcome, error = await self._acquire(
+                limit_set, expected_usage, minimum_usage, now, max_nano_dollars
+            )
         context.response_headers += limit_set.rate_limit_headers(now)
         if isinstance(outcome, list):
             context.trace.limits = explain_rejected(outcome)
-            raise error or rate_limit_error(outcome)
+            raise error or rate_limit_error(outcome, fields, rates)
         context.trace.limits = explain_admitted(outcome)
         state = LimitFilterState(
             self._backend,
@@ -320,47 +328,56 @@ class LimitFilter:
     # --- Internal --------------------------------------------------------------------------------
 
     async def _acquire(
-        self, limit_set: LimitSet, expected: QuotaUsage, minimum: QuotaUsage, now: float
+        self,
+        limit_set: LimitSet,
+        expected: QuotaUsage,
+        minimum: QuotaUsage,
+        now: float,
+        max_nano_dollars: int = 0,
     ) -> tuple[Reservation | list[QuotaRejection], ApiError | None]:
         """Reserve usage, at least the minimum, acquiring quota from the backend where that may help.
 
         Returns:
             The reservation or the rejections, and the error for a project that fails closed without an answer.
         """
-        outcome = reserve(limit_set.meters, expected, minimum, now)
+        outcome = reserve(limit_set.meters, expected, minimum, now, max_nano_dollars)
         if not isinstance(outcome, list) or any(map(is_permanent, outcome)):
             return outcome, None
         for _ in range(MAX_ACQUIRE_ROUNDS):
             has_answered = await self._backend.acquire(_rejected_demand(outcome))
             now = self._clock()
-            outcome = reserve(limit_set.meters, expected, minimum, now)
+            outcome = reserve(limit_set.meters, expected, minimum, now, max_nano_dollars)
             if not isinstance(outcome, list):
                 return outcome, None
             demand = _rejected_demand(outcome)
             if not has_answered:
                 if self._degraded_mode.decide(limit_set, demand, now):
-                    outcome = reserve(limit_set.meters, expected, minimum, now)
+                    outcome = reserve(limit_set.meters, expected, minimum, now, max_nano_dollars)
                 return outcome, None if limit_set.fails_open else limits_unavailable_error()
             if self._backend.is_short(demand, now):
                 break
         return outcome, None
 
-    def _update_running(self) -> None:
+    def _update_running(self, changed: Sequence[QuotaMeter]) -> None:
         """Apply limits that have changed to the running requests.
 
         Nothing changes for a request whose limits were raised, or lowered to no less than what is in use.
+
+        Args:
+            changed: Meters with another amount, or whose past usage has become known.
         """
         now = self._clock()
+        exceeded = {meter for meter in changed if is_exceeded(meter, now)}
         # By limits, because the same ones apply to all requests of a caller for a model, and there may be thousands.
-        exceeded: dict[int, bool] = {}
+        has_exceeded_by_set: dict[int, bool] = {}
         for context, state in tuple(self._running.items()):
             limit_set = self._get_limit_set(context.principal, context.pool.model)
-            has_exceeded = exceeded.get(id(limit_set))
+            has_exceeded = has_exceeded_by_set.get(id(limit_set))
             if has_exceeded is None:
-                has_exceeded = any(is_exceeded(limit.meter, now) for limit in limit_set.meters)
-                exceeded[id(limit_set)] = has_exceeded
+                has_exceeded = any(limit.meter in exceeded for limit in limit_set.meters)
+                has_exceeded_by_set[id(limit_set)] = has_exceeded
             if has_exceeded or state.limit_set.meters != limit_set.meters:
-                state.change_limits(limit_set)
+                state.change_limits(limit_set, exceeded)
             else:
                 state.limit_set = limit_set
 
@@ -401,6 +418,7 @@ class LimitFilter:
                 meters,
                 project not in self._fail_closed_projects,
                 (principal.key or principal.user or project, model),
+                any(meter.unit == "nano_dollars" for meter in meters),
                 RateLimitHeaders(meters),
             )
             self._limit_sets[cache_key] = limit_set
@@ -414,7 +432,7 @@ class LimitFilter:
 
 
 def _rejected_demand(rejections: Sequence[QuotaRejection]) -> QuotaDemand:
-    return quota_demand((rejection.quota_limit, rejection.requested) for rejection in rejections)
+    return [(each.quota_limit.meter, each.held, each.requested) for each in rejections]
 
 
 def _unseeded_limits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +13,7 @@ from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.policy import (
     OutputLengthEstimator,
     QuotaLimit,
+    QuotaMeter,
     QuotaRejection,
     Rates,
     Reservation,
@@ -33,6 +34,8 @@ class LimitSet:
     fails_open: bool
     """Whether requests are admitted while current usage is unknown, because the quota backend is unreachable."""
     caller_key: tuple[str, ...]
+    has_budget: bool
+    """Whether a limit counts dollars."""
     rate_limit_headers: RateLimitHeaders
 
 
@@ -82,11 +85,15 @@ class LimitFilterState(msgspec.Struct, eq=False):
             self.expected_output_tokens if is_covered else 0,
         )
 
-    def change_limits(self, limit_set: LimitSet) -> None:
+    def change_limits(self, limit_set: LimitSet, exceeded: Collection[QuotaMeter] = ()) -> None:
         """Apply the limits as they are now to the running request.
 
         The usage that is expected is reserved again if it fits. Otherwise the next tokens decide whether the request
         may continue.
+
+        Args:
+            limit_set: The limits.
+            exceeded: Meters whose usage exceeds their limit since it changed.
         """
         context = self.context
         if context.take_back_stream is not None:
@@ -97,7 +104,7 @@ class LimitFilterState(msgspec.Struct, eq=False):
         minimum_tokens = TokenUsage(prompt, delivered.cached_tokens, delivered.output_tokens)
         minimum = running_usage(self.rates, minimum_tokens)
         self.limit_set = limit_set
-        self.reservation.change_limits(limit_set.meters, usage, minimum, now)
+        self.reservation.change_limits(limit_set.meters, usage, minimum, now, exceeded)
         # The concurrency slot of a new limit is in use already.
         self.backend.overdraw(quota_demand(self.reservation.shortfall(usage)), now)
         self.reservation.force_extend(usage, now)
@@ -155,4 +162,4 @@ class LimitFilterState(msgspec.Struct, eq=False):
 
 def quota_demand(shortfalls: Iterable[tuple[QuotaLimit, int]]) -> QuotaDemand:
     """Return the units that the backend is asked for, per meter."""
-    return [(meter.meter, units) for meter, units in shortfalls]
+    return [(meter.meter, units, units) for meter, units in shortfalls]

@@ -9,11 +9,14 @@ from functools import lru_cache
 from itertools import starmap
 from operator import attrgetter
 
+from argosy.gateway.request_fields import MAX_ESTIMATED_OUTPUT_TOKENS, RequestFields
 from argosy.gateway.request_trace import LimitTrace
 from argosy.policy import (
+    NO_CHARGE,
     QuotaLimit,
     QuotaMeter,
     QuotaRejection,
+    Rates,
     Reservation,
     is_permanent,
     longest_rejection,
@@ -37,8 +40,18 @@ _admitted_fields = attrgetter(
 _HEADER_UNITS = {"requests": {"requests"}, "tokens": {"tokens", "input_tokens", "output_tokens"}}
 
 
-def rate_limit_error(rejections: Sequence[QuotaRejection]) -> ApiError:
-    """Build the error for a request that does not fit these limits."""
+def rate_limit_error(
+    rejections: Sequence[QuotaRejection],
+    fields: RequestFields | None = None,
+    rates: Rates = NO_CHARGE,
+) -> ApiError:
+    """Build the error for a request that does not fit these limits.
+
+    Args:
+        rejections: The limits that reject it.
+        fields: The request, if another token limit of it may pass.
+        rates: Its prices.
+    """
     rejection = longest_rejection(rejections)
     limit, unit = (
         _describe_limit(rejection.quota_limit, rejection.limit),
@@ -48,6 +61,8 @@ def rate_limit_error(rejections: Sequence[QuotaRejection]) -> ApiError:
         _format_amount(unit, rejection.requested),
         _format_amount(unit, rejection.used),
     )
+    passing_tokens = 0 if fields is None else _find_passing_tokens(rejections, fields, rates)
+    advice = f" 'max_tokens' of at most {passing_tokens} passes now." if passing_tokens > 0 else ""
     if is_permanent(rejection):
         shorter = unit in _LENGTH_UNITS and rejection.limit > 0
         remedy = (
@@ -55,13 +70,16 @@ def rate_limit_error(rejections: Sequence[QuotaRejection]) -> ApiError:
             if shorter
             else "Have the limit raised."
         )
-        message = f"This request needs {requested} and can never fit {limit}. {remedy}"
+        message = f"This request needs {requested} and can never fit {limit}. {remedy}{advice}"
         return ApiError(413, "request_too_large", message)
     wait_s = rejection.wait_s or DEFAULT_RETRY_AFTER_S
     if unit == "nano_dollars":
+        retry, holders = f"in {format_duration(wait_s)}, or have the budget raised", ""
+        if not rejection.wait_s:
+            retry, holders = "when one of them has ended", " or held by running requests"
         message = (
-            f"This request exceeds {limit}. Used: {used}. Possible cost of this request: {requested}. "
-            f"Try again in {format_duration(wait_s)}, or have the budget raised."
+            f"This request exceeds {limit}. Used{holders}: {used}. "
+            f"Possible cost of this request: {requested}. Try again {retry}.{advice}"
         )
         return ApiError(429, "insufficient_quota", message, retry_after_s=wait_s)
     if unit == "concurrency":
@@ -69,9 +87,29 @@ def rate_limit_error(rejections: Sequence[QuotaRejection]) -> ApiError:
     else:
         message = (
             f"This request exceeds {limit}. Used: {used}. Needed: {requested}. "
-            f"Try again in {format_duration(wait_s)}."
+            f"Try again in {format_duration(wait_s)}.{advice}"
         )
     return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
+
+
+def _find_passing_tokens(
+    rejections: Sequence[QuotaRejection], fields: RequestFields, rates: Rates
+) -> int:
+    """Return the largest `max_tokens` with which a request passes the limits that reject it; 0 if none does."""
+    prompt = fields.estimated_prompt_tokens
+    units_by_token = {
+        "tokens": (prompt, 1),
+        "output_tokens": (0, 1),
+        "nano_dollars": (prompt * rates.input, rates.output),
+    }
+    passing_tokens = fields.max_output_tokens or MAX_ESTIMATED_OUTPUT_TOKENS
+    for rejection in rejections:
+        prompt_units, output_units = units_by_token.get(rejection.quota_limit.unit, (0, 0))
+        room = rejection.limit - rejection.used - prompt_units
+        if room <= 0 or not output_units:
+            return 0
+        passing_tokens = min(passing_tokens, room // (output_units * fields.choice_count))
+    return passing_tokens if fields.generates else 0
 
 
 def limits_unavailable_error() -> ApiError:
