@@ -246,17 +246,23 @@ class FleetStore:
             row = _read_lease_row(connection, fleet)
         return _decode_lease(row, fleet)
 
-    def acquire_lease(self, holder: str, expired: FleetLease) -> FleetLease | None:
+    def acquire_lease(
+        self, holder: str, expired: FleetLease, newer_epoch: int = 0
+    ) -> FleetLease | None:
         """Take the lease over, with the next epoch. Returns None if it was renewed or taken over meanwhile.
 
-        `expired` is the lease whose renewal the holder has waited for, without success.
+        Args:
+            holder: Name of the controller.
+            expired: The lease whose renewal the holder has waited for, without success.
+            newer_epoch: Epoch that the new one shall be later than as well.
         """
         fleet = expired.fleet
         with self._write_transaction() as connection:
             _lock(connection, fleet)
             if _decode_lease(_read_lease_row(connection, fleet), fleet) != expired:
                 return None
-            lease = FleetLease(fleet=fleet, epoch=expired.epoch + 1, holder=holder, renewals=0)
+            epoch = max(expired.epoch, newer_epoch) + 1
+            lease = FleetLease(fleet=fleet, epoch=epoch, holder=holder, renewals=0)
             connection.execute(
                 update(schema.fleet_leases)
                 .where(_leases.fleet == fleet)

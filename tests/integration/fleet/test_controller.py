@@ -29,7 +29,7 @@ from argosy.deployment import (
     set_replicas,
     stop_everything,
 )
-from argosy.fleet.control import process_holder
+from argosy.fleet.control import open_launcher, process_holder
 from argosy.fleet.control.leadership import Leadership, is_gone
 from argosy.policy.rollout import CommandKind, RolloutCommand, RolloutRecord, RolloutState
 from argosy.store import (
@@ -96,14 +96,22 @@ async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
     assert lease is not None
     assert not fleet.status.is_as_declared, "records of an earlier leader say nothing"
     fleets.release_lease(lease)
-    num_starts = len(fleet.events("replica_start"))
+    num_starts, num_warm = len(fleet.events("replica_start")), len(fleet.events("replica_warm"))
     os.kill(pids["chat-1-1"], signal.SIGKILL)
+    launcher = open_launcher("local", fleet.folder, declare())
+    await launcher.drain("", 40)  # an epoch that the store, restored from a backup, does not know
+    await launcher.stop("chat-1-1", 40)
+    await launcher.remove("chat-1-1", 40)  # so that its attempts begin with 1 again
+    await launcher.close()
     fleet.start_controller("third")
     await until(lambda: len(fleet.events("replica_start")) > num_starts)
     adopted = await fleet.as_declared("chat-1-0", "chat-1-1")
     assert adopted["chat-1-0"] == pids["chat-1-0"]
     starts = fleet.events("replica_start")[num_starts:]
-    assert [(event.epoch, event.replica) for event in starts] == [(3, "chat-1-1")]
+    assert [(event.epoch, event.replica) for event in starts] == [(41, "chat-1-1")]
+    warmed = [event.replica for event in fleet.events("replica_warm")[num_warm:]]
+    assert warmed == ["chat-1-1"]
+    assert "it has stopped serving" not in {event.reason for event in fleet.events("replica_phase")}
 
 
 async def test_status_says_why_replicas_do_not_run(

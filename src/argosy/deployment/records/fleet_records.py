@@ -46,9 +46,13 @@ class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Tokens in its prefix cache, by its latest report."""
 
-    def for_attempt(self, attempt: int) -> ReplicaRecord:
-        """Return the record for an attempt: what belongs to an earlier one is forgotten."""
-        if attempt == self.attempt:
+    def for_attempt(self, attempt: int, started_at: float) -> ReplicaRecord:
+        """Return the record for an attempt: what belongs to an earlier one is forgotten.
+
+        The number alone does not identify it, because a launcher that has lost its folder begins with 1 again.
+        """
+        is_known_start = not self.started_at or started_at == self.started_at
+        if attempt == self.attempt and is_known_start:
             return self
         return msgspec.structs.replace(
             self,

@@ -54,6 +54,8 @@ class Controller:
             await (lead if lead.done() else keep_lease)
         except (StaleEpochError, StoreError) as error:
             log.warning("leadership_lost", fleet=self._context.fleet, reason=str(error))
+            if isinstance(error, StaleEpochError):  # perhaps of a store that was restored
+                await self._leadership.release(error.newer_epoch)
             return False
         finally:
             for task in (keep_lease, lead):

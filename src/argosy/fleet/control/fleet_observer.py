@@ -179,7 +179,7 @@ class FleetObserver:
         record = self._records.replicas.get(replica.name) or ReplicaRecord(
             **replica.identity, launcher=launcher
         )
-        record = record.for_attempt(replica.attempt)
+        record = record.for_attempt(replica.attempt, replica.started_at)
         ready_at = record.ready_at
         if ready_at is None and (reading.is_serving or replica.has_reported_ready):
             ready_at = now

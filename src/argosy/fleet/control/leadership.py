@@ -48,6 +48,7 @@ class Leadership:
         self._lease_s = lease_s
         self._clock = clock
         self._lease: FleetLease | None = None
+        self._newer_epoch = 0
         self._valid_until = float("-inf")
         self._outage: tuple[float, str] | None = None
         """Start of an outage of the store that no event records yet, and its reason."""
@@ -77,7 +78,7 @@ class Leadership:
                 is_free = not current.holder or is_gone(current.holder)
                 if is_free or self._clock() - seen_at >= self._lease_s:
                     lease = await run_in_daemon_thread(
-                        self._store.acquire_lease, self._holder, current
+                        self._store.acquire_lease, self._holder, current, self._newer_epoch
                     )
                     if lease is not None:
                         self._set_lease(lease, started_at)
@@ -110,8 +111,13 @@ class Leadership:
             else:
                 self._set_lease(renewed, started_at)
 
-    async def release(self) -> None:
-        """Let a standby take over at once. Failures are ignored, since the lease ends by itself."""
+    async def release(self, newer_epoch: int = 0) -> None:
+        """Let a standby take over at once. Failures are ignored, since the lease ends by itself.
+
+        The next lease of this controller has a later epoch than `newer_epoch`. An environment may have seen one that
+        the store does not know, if the store was restored from a backup.
+        """
+        self._newer_epoch = max(self._newer_epoch, newer_epoch)
         lease, self._lease = self._lease, None
         if lease is not None:
             try:

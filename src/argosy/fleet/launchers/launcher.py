@@ -21,12 +21,18 @@ _CRASH_SIGNALS = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", 
 class StaleEpochError(RuntimeError):
     """Raised for an action of a controller that is no longer the leader. The environment has seen a newer epoch."""
 
+    def __init__(self, message: str, newer_epoch: int = 0) -> None:
+        super().__init__(message)
+        self.newer_epoch = newer_epoch
+        """Epoch that the environment has seen."""
+
 
 def refuse_stale_epoch(epoch: int, highest: int) -> None:
     """Raise `StaleEpochError` if the epoch of an action is lower than the highest one that was seen."""
     if epoch < highest:
         raise StaleEpochError(
-            f"epoch {epoch} is outdated; a controller with epoch {highest} has taken over"
+            f"epoch {epoch} is outdated; a controller with epoch {highest} has taken over",
+            highest,
         )
 
 

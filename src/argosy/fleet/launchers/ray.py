@@ -274,7 +274,7 @@ class _Driver:
         if pending is None or pending.done():
             return  # its caller has given up
         if response.is_stale_epoch:
-            pending.set_exception(StaleEpochError(response.error))
+            pending.set_exception(StaleEpochError(response.error, response.newer_epoch))
         elif response.error:
             pending.set_exception(LaunchError(response.error))
         else:

@@ -38,6 +38,8 @@ class RayResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Why it failed."""
     is_stale_epoch: bool = False
     """Whether it failed because the epoch is outdated."""
+    newer_epoch: int = 0
+    """Epoch that the registry has seen, if that is why."""
     version: int = 0
     """Number that changes whenever the state of a replica changes."""
     replicas: Mapping[str, LaunchedReplica] = {}

@@ -63,7 +63,12 @@ class ReplicaRegistry:
         try:
             response = await self._handle(decoded)
         except StaleEpochError as error:
-            response = RayResponse(id=decoded.id, error=str(error), is_stale_epoch=True)
+            response = RayResponse(
+                id=decoded.id,
+                error=str(error),
+                is_stale_epoch=True,
+                newer_epoch=error.newer_epoch,
+            )
         except (LaunchError, OSError, RayError) as error:
             response = RayResponse(id=decoded.id, error=str(error))
         return msgspec.json.encode(response)
