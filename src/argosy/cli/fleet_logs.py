@@ -111,7 +111,8 @@ def logs(
             with_removed = True if since is not None or request else None
             names = reader.find_logs(name, with_removed=with_removed)
             if not names:
-                fail(f"no log belongs to {name!r} ({reader.describe_known()})", EXIT_FAILURE)
+                wanted_name = "the fleet" if name is None else repr(name)
+                fail(f"no log belongs to {wanted_name} ({reader.describe_known()})", EXIT_FAILURE)
             seen = output.print_ends(reader, names, selection, wanted)
             while follow:
                 time.sleep(FOLLOW_INTERVAL_S)
@@ -132,6 +133,8 @@ class StoredLogs:
         self._target: FleetTarget = reader.target
         self._runner = asyncio.Runner()
         self._launchers: dict[str, Launcher] = {}
+        self._unusable: set[str] = set()
+        """Launchers that cannot be used from here."""
         self._places: dict[str, str] = {}
         """Launcher of each replica that exists."""
 
@@ -145,10 +148,10 @@ class StoredLogs:
         shown = self._reader.read_fleet()
         self._places = {record.name: record.launcher for record in shown.replicas}
         pools = _find_pools(wanted, shown)
-        present = _select_names(wanted, pools, self._places)
-        if self._controller_log.exists() and wanted in {None, CONTROLLER_LOG}:
-            present.append(CONTROLLER_LOG)
-        if with_removed is False or (present and not with_removed):
+        replicas = _select_names(wanted, pools, self._places)
+        is_controller = self._controller_log.exists() and wanted in {None, CONTROLLER_LOG}
+        present = [*replicas, CONTROLLER_LOG] if is_controller else replicas
+        if with_removed is False or (replicas and not with_removed):
             return present
         kept = _select_names(wanted, pools, self._list_kept())
         if not kept and wanted is not None:  # the models of a fleet that is down
@@ -191,11 +194,14 @@ class StoredLogs:
 
         if name == CONTROLLER_LOG and self._controller_log.exists():
             return read_log_end(self._controller_log, max_bytes)
+        place, log = self._places.get(name) or "local", b""
         try:
-            launcher = self._open_launcher(self._places.get(name) or "local")
-            log = b"" if launcher is None else self._runner.run(launcher.read_log(name, max_bytes))
+            launcher = None if place in self._unusable else self._open_launcher(place)
+            if launcher is not None:
+                log = self._runner.run(launcher.read_log(name, max_bytes))
         except LaunchError as error:
-            fail(str(error))
+            self._unusable.add(place)
+            typer.echo(f"Logs are from the store, because {error}", err=True)
         if log:
             return log
         store, fleet = self._target.store.replica_logs, self._target.name

@@ -68,9 +68,13 @@ class RotatingLog:
 
 def read_log_end(path: Path, max_bytes: int) -> bytes:
     """Return the last bytes of a log and of the older file that its rotation left."""
-    end = b""
+    end, read = b"", set[int]()
     for file in (path, _rotated(path)):
         with contextlib.suppress(FileNotFoundError), file.open("rb") as log:
+            inode = os.fstat(log.fileno()).st_ino
+            if inode in read:  # it was rotated meanwhile
+                break
+            read.add(inode)
             wanted = max_bytes - len(end)
             log.seek(max(0, log.seek(0, os.SEEK_END) - wanted))
             end = log.read(wanted) + end

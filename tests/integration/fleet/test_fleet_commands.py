@@ -355,24 +355,34 @@ def read_sources(*arguments: str) -> list[str]:
     return [msgspec.json.decode(line)["source"] for line in result.stdout.splitlines()]
 
 
-def test_logs_are_selected_and_outlive_replicas_and_fleet(store: Store, state: Path) -> None:
+def test_logs_are_selected_and_outlive_replicas_and_fleet(
+    store: Store, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/none")
     declare()
     assert runner.invoke(app, ["apply"]).exit_code == 0
     lease = store.fleets.acquire_lease("other", store.fleets.read_lease("demo"))
     assert lease is not None
-    names = [("chat-1-0", "chat"), ("gateway-1-0", "gateway")]
+    places = {"chat": "local", "gateway": "local", "remote": "kubernetes"}
     records = {
-        f"replica/{name}": msgspec.json.encode(
-            {"name": name, "pool": pool, "generation": 1, "ordinal": 0, "launcher": "local"}
+        f"replica/{pool}-1-0": msgspec.json.encode(
+            {
+                "name": f"{pool}-1-0",
+                "pool": pool,
+                "generation": 1,
+                "ordinal": 0,
+                "launcher": launcher,
+            }
         )
-        for name, pool in names
+        for pool, launcher in places.items()
     }
     store.fleets.save_records(lease, records)
     run = ReplicaLogRun(started_at=1.0, attempt=1, exited_at=2.0, read_at=3.0)
     store.replica_logs.save(lease, "remote-1-0", run, format_line("09:00:00 info req-1").encode())
     logs = write_logs(state)
     chat = ["chat-1-0"] * 3
-    assert read_sources() == ["chat-1-0", "gateway-1-0", "controller", "chat-1-0", "chat-1-0"]
+    all_sources = ["remote-1-0", "chat-1-0", "gateway-1-0", "controller", "chat-1-0", "chat-1-0"]
+    assert read_sources() == all_sources
     assert read_sources("chat") == chat
     assert read_sources("chat", "-n", "1") == ["chat-1-0"]
     assert read_sources("chat-1-1") == ["chat-1-1"]
@@ -392,6 +402,7 @@ def test_logs_are_selected_and_outlive_replicas_and_fleet(store: Store, state: P
     store.fleets.save_records(lease, dict.fromkeys(records))
     assert runner.invoke(app, ["down", "--no-wait"]).exit_code == 0
     assert set(read_sources("chat")) == {"chat-1-0", "chat-1-1"}
+    assert {"controller", "gateway-1-0"} < set(read_sources())
     text = runner.invoke(app, ["logs", "gateway", "--text"]).stdout
     assert text.startswith("gateway-1-0  2026-11-28 ")
     unknown = runner.invoke(app, ["logs", "other"])
