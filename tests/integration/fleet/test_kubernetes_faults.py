@@ -25,7 +25,12 @@ from argosy.deployment import KubernetesSettings
 from argosy.fleet.launchers import KubernetesLauncher, LaunchError, LaunchState
 
 API = "argosy.fleet.launchers.kubernetes_api"
-SHORT = {"MAX_SILENCE_S": 0.2, "REQUEST_TIMEOUT_S": 0.2, "MAX_RETRY_DELAY_S": 0.2}
+SHORT = {
+    "MAX_SILENCE_S": 0.2,
+    "REQUEST_TIMEOUT_S": 0.2,
+    "MAX_RETRY_DELAY_S": 0.2,
+    "REFUSED_RETRY_DELAY_S": 0.1,
+}
 
 
 @contextlib.asynccontextmanager

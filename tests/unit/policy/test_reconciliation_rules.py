@@ -10,6 +10,7 @@ import pytest
 
 from argosy.policy import ReplicaStatus
 from argosy.policy.reconciliation import (
+    MAX_PAST_RUNS,
     PROBLEMS,
     Action,
     DesiredFleet,
@@ -24,10 +25,12 @@ from argosy.policy.reconciliation import (
     Reconciliation,
     ReplicaPhase,
     ReplicaRun,
+    RestartLimits,
     Start,
     WarmUpState,
     build_problem,
     order_problems,
+    plan_restart,
     reconcile,
     replica_name,
 )
@@ -299,6 +302,25 @@ def test_crash_loop_backs_off(
         assert isinstance(start, Start)
         assert start.ended_run is not None
         assert start.ended_run.attempt == num_past
+
+
+def test_refused_starts_are_no_crashes_and_few() -> None:
+    """Ten minutes of refusals cost 20 tries, and a run that crashed before does not count with them."""
+    crashed = ReplicaRun(attempt=1, started_at=0.0, exited_at=1.0, reason="it crashed")
+    now, runs, reasons = NOW, (crashed,), []
+    while now < NOW + 600.0:
+        plan = plan_restart(replica(0, state=None, past_runs=runs), RestartLimits())
+        now = max(now, plan.starts_at)
+        reasons.append(plan.reason)
+        refused = ReplicaRun(attempt=2, started_at=now, exited_at=now, reason="x", was_refused=True)
+        runs = (*runs, refused)[-MAX_PAST_RUNS:]
+    assert reasons[:3] == [
+        "it crashed",
+        "its start was refused: x",
+        "its start was refused 2 times: x",
+    ]
+    assert len(reasons) <= 20
+    assert plan.has_failed
 
 
 STARTING = LOADING | {"started_at": NOW - 5.0}

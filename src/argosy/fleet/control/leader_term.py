@@ -232,7 +232,9 @@ class LeaderTerm:
                 record,
                 phase=report.phase,
                 problem=report.problem,
-                reason=report.reason + self._estimate(record, report, declared, now),
+                reason=report.reason
+                + self._estimate(record, report, declared, now)
+                + self._actions.describe_refusal(name),
                 phase_since=now if is_new else record.phase_since,
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +32,10 @@ from argosy.policy.reconciliation import (
 )
 from argosy.store import DeposedError, FleetLease, StoreError
 
+MAX_REFUSED_ACTION_DELAY_S = 50.0
+"""Longest time after which a refused drain, stop or removal is tried again."""
+_NOUNS: dict[type[Action], str] = {Drain: "drain", Stop: "stop", Remove: "removal"}
+
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
 
@@ -52,6 +57,8 @@ class ReplicaActions:
         self._pending: dict[str, asyncio.Task[None]] = {}
         """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
         self._warm_ups: dict[str, asyncio.Task[None]] = {}
+        self._refusals: dict[tuple[str, type[Action]], tuple[int, float, str]] = {}
+        """Refused drains, stops and removals: how often in a row, when to try again, and why."""
 
     async def close(self) -> None:
         """End the running actions."""
@@ -70,13 +77,17 @@ class ReplicaActions:
     ) -> None:
         """Start the actions of all pools but the busy ones, in their order.
 
-        `busy_pools` are those before the observation. It may miss what their actions have done since.
+        `busy_pools` are those before the observation. It may miss what their actions have done since. Refused actions
+        wait 1 s, 2 s, 4 s and so on.
         """
+        wanted = {(action.replica, type(action)) for action in actions}
+        self._refusals = {key: each for key, each in self._refusals.items() if key in wanted}
+        now = self._journal.clock()
         by_pool: dict[str, list[Action]] = {}
         for action in actions:
             if isinstance(action, Warm):
                 self._start_warm_up(action, declared)
-            elif action.pool not in busy_pools:
+            elif action.pool not in busy_pools and self._retry_at(action) <= now:
                 by_pool.setdefault(action.pool, []).append(action)
         for pool, pool_actions in by_pool.items():
             task = asyncio.create_task(
@@ -85,6 +96,18 @@ class ReplicaActions:
             self._pending[pool] = task
             task.add_done_callback(partial(self._on_actions_ended, pool))
 
+    def describe_refusal(self, replica: str) -> str:
+        """Return what completes the reason of a replica's phase: the action that is refused; empty without one."""
+        return "".join(
+            f"; its {_NOUNS[kind]} was refused {tries} times: {reason}"
+            for (name, kind), (tries, _, reason) in self._refusals.items()
+            if name == replica
+        )
+
+    def _retry_at(self, action: Action) -> float:
+        refusal = self._refusals.get((action.replica, type(action)))
+        return -math.inf if refusal is None else refusal[1]
+
     def _on_actions_ended(self, pool: str, task: asyncio.Task[None]) -> None:
         self._pending.pop(pool, None)
         self._journal.on_task_ended(task)
@@ -92,6 +115,8 @@ class ReplicaActions:
     async def _run_actions(self, actions: list[Action], declared: DeclaredFleet) -> None:
         for action in actions:
             outcome = "ok"
+            key = action.replica, type(action)
+            tries, _, last_reason = self._refusals.pop(key, (0, 0.0, ""))
             try:
                 await self._run_action(action, declared)
             except DeposedError:
@@ -99,6 +124,13 @@ class ReplicaActions:
             except (LaunchError, OSError, StoreError) as error:
                 outcome = str(error)
                 log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
+                if type(action) in _NOUNS:  # failed starts are runs in the record
+                    delay_s = min(2.0**tries, MAX_REFUSED_ACTION_DELAY_S)
+                    self._refusals[key] = tries + 1, self._journal.clock() + delay_s, outcome
+                    if outcome == last_reason:
+                        continue  # the event is in the log
+            else:
+                outcome += f" after {tries} refusals" * bool(tries)
             kind = f"replica_{type(action).__name__.lower()}"
             self._journal.record_event(
                 kind, action.pool, action.replica, reason=action.reason, outcome=outcome
@@ -154,7 +186,11 @@ class ReplicaActions:
         except LaunchError as error:
             now = self._journal.clock()
             failed = ReplicaRun(
-                attempt=record.attempt + 1, started_at=now, exited_at=now, reason=str(error)
+                attempt=record.attempt + 1,
+                started_at=now,
+                exited_at=now,
+                reason=str(error),
+                was_refused=True,
             )
             self._records.replicas[action.replica] = _append_run(record, failed)
             raise

@@ -37,6 +37,8 @@ MERGE_PATCH = "application/merge-patch+json"
 
 MIN_RETRY_DELAY_S = 0.1
 MAX_RETRY_DELAY_S = 5.0
+REFUSED_RETRY_DELAY_S = 20.0
+"""Time after which a list or watch that the API refuses, such as for a missing right, is tried again."""
 
 _LACKS_RIGHT = re.compile(r"User \".*\" cannot \w+ resource")
 """Refusal by the rights of a user (RBAC). Quotas and policies refuse with the same status."""
@@ -378,6 +380,7 @@ class KubernetesCache:
                 self._version = ""  # 410 says that the server has forgotten the changes since then
                 if error.status != 410:
                     self._fail(error)
+                    await asyncio.sleep(REFUSED_RETRY_DELAY_S if error.status in {401, 403} else 0)
             except LaunchError as error:
                 self._version = ""  # what was missed meanwhile is listed
                 self._fail(error)

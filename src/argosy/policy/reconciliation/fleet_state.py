@@ -121,6 +121,8 @@ class ReplicaRun(msgspec.Struct, frozen=True, kw_only=True):
     exited_at: float
     reason: str = ""
     """Why it ended, such as `it exited with status 3`."""
+    was_refused: bool = False
+    """Whether its launcher refused to start it, so that it never ran."""
 
 
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from operator import itemgetter
+from itertools import takewhile
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from argosy.policy.reconciliation.actions import Action, PhaseReport, ReplicaPhase, Start
@@ -19,6 +20,8 @@ from argosy.policy.reconciliation.fleet_state import (
     WarmUpState,
 )
 
+MAX_REFUSED_START_DELAY_S = 50.0
+"""Longest time after which a start that a launcher refuses is tried again. The cause may have passed."""
 START_SLOT_S = 60.0
 """Time after which a start that has not ended holds up no others. It waits for a download or a disk, not for cores."""
 
@@ -57,7 +60,7 @@ def plan_restart(replica: ObservedReplica, limits: RestartLimits) -> RestartPlan
 
     The first restart after a healthy run is immediate. Consecutive short runs back off, and a replica is given up after
     `max_failed_starts` runs in a row that never served. One that never served before is given up at once if it states
-    why it cannot start.
+    why it cannot start. A start that the launcher refuses is no run, and is repeated after a back-off of its own.
     """
     last = ended_run(replica)
     runs = [run for run in replica.past_runs if last is None or run.attempt != last.attempt]
@@ -66,6 +69,16 @@ def plan_restart(replica: ObservedReplica, limits: RestartLimits) -> RestartPlan
     if not runs:
         return RestartPlan(-math.inf, has_failed=False, reason="it does not exist yet")
     newest = runs[-1]
+    refused = sum(1 for _ in takewhile(attrgetter("was_refused"), reversed(runs)))
+    if refused:
+        times = f" {refused} times" if refused > 1 else ""
+        return RestartPlan(
+            newest.exited_at
+            + min(limits.base_backoff_s * 2.0 ** (refused - 1), MAX_REFUSED_START_DELAY_S),
+            has_failed=refused >= limits.max_failed_starts,
+            reason=f"its start was refused{times}: {newest.reason}",
+        )
+    runs = [run for run in runs if not run.was_refused]
     failed_starts = short_runs = 0
     for run in reversed(runs):
         if run.ready_at is not None:
