@@ -100,6 +100,13 @@ def apply(
     *,
     overlays: FilesOption = None,
     reason: Reason = "",
+    source: Annotated[
+        str,
+        typer.Option(
+            help="Name of the place that keeps the file, such as `manifest`, which is recorded as the author. The "
+            "file that was the last one from there changes nothing, so that what people decided since then stays."
+        ),
+    ] = "",
     yes: Yes = False,
     wait: Wait = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
@@ -110,8 +117,27 @@ def apply(
 
     Shows the plan and asks for confirmation on a terminal.
     """
+    from argosy.deployment import compare_fleets
+
     with open_declared(files, overlays, store) as (target, config):
-        revision = _apply(target, config, reason, asks="never" if yes else "always", quiet=json)
+        applied = (
+            target.store.fleets.list_revisions(target.name, 1, author=source) if source else []
+        )
+        if applied and not compare_fleets(parse_revision(applied[0]), config):
+            typer.echo(
+                f"Nothing changes: revision {applied[0].number} was the last one of the source {source!r}, and has "
+                "the same declaration.",
+                err=True,
+            )
+            return
+        revision = _apply(
+            target,
+            config,
+            reason,
+            asks="never" if yes else "always",
+            quiet=json,
+            author=source,
+        )
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 
@@ -312,6 +338,7 @@ def _apply(
     pool: str = "",
     rollback_of: int | None = None,
     is_up: bool = False,
+    author: str = "",
 ) -> int:
     """Put a declaration in force, unless it is already. Returns the number of the revision in force.
 
@@ -339,7 +366,7 @@ def _apply(
         target.name,
         config,
         latest,
-        author=operator_name(),
+        author=author or operator_name(),
         reason=reason,
         action=action,
         pool=pool,

@@ -239,7 +239,10 @@ def _describe_leader(shown: FleetStatus) -> str:
     since = "" if shown.lease_age_s is None else f" for {shown.lease_age_s:.0f} s"
     if any(problem.kind == "store" for problem in shown.problems):
         return f"as it was {since.removeprefix(' for ')} ago"
-    return f"without a controller{since}, as it last was; start one with `argosy up`"
+    remedy = "start one with `argosy up`"
+    if any(replica.launcher == "kubernetes" for replica in shown.replicas):
+        remedy += ", or see `kubectl get pods` if the cluster runs it"
+    return f"without a controller{since}, as it last was; {remedy}"
 
 
 def events(

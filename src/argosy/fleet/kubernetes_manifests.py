@@ -37,6 +37,27 @@ STATE_SIZE = "1Gi"
 """Size of a gateway's volume, for usage that the store does not have yet."""
 SHUTDOWN_GRACE_S = 15
 """Time that a gateway has after its drain deadline."""
+APPLY_TRIES = 6
+"""How often a Job tries to apply the declaration. The store may not be ready yet."""
+APPLIED_TTL_S = 86_400
+"""Time after which the Job that has applied the declaration is deleted."""
+CONTROLLER_RULES: list[KubernetesObject] = [
+    {
+        "apiGroups": ["apps"],
+        "resources": ["deployments"],
+        "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
+    },
+    {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["create", "patch", "delete"]},
+    {
+        "apiGroups": ["policy"],
+        "resources": ["poddisruptionbudgets"],
+        "verbs": ["create", "patch", "delete"],
+    },
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
+    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "patch"]},
+]
+"""Rights that the launcher uses in its namespace. The chart has the same."""
 _CONFIG_FOLDER = "/etc/argosy"
 _STATE_FOLDER = "/state"
 
@@ -228,23 +249,37 @@ def _build_controller(config: FleetConfig) -> list[KubernetesObject]:
     file = f"{_CONFIG_FOLDER}/fleet.yaml"
     common = _common_container(config, "controller", "fleet.yaml")
     store_url = None if config.store is None else config.store.url
-    apply = ["argosy", "apply", file, "--yes", "--reason", "manifest"]
+    apply = ["argosy", "apply", file, "--yes", "--source", "manifest"]
     run = ["argosy", "controller", "--fleet", fleet, "--store", store_url]
     pod = {
         "metadata": {"labels": labels, "annotations": {"argosy.dev/config": _digest(declaration)}},
         "spec": {
             **_common_pod(config, name),
             "serviceAccountName": name,
-            "initContainers": [{**common, "name": "apply", "command": apply}],
             "containers": [{**common, "command": run}],
         },
     }
     pod["spec"]["volumes"].append({"name": "state", "emptyDir": {}})
     spec = {"replicas": CONTROLLERS, "selector": {"matchLabels": labels}, "template": pod}
+    # A Job and not a container of the controller, whose pod may move after people have decided something else.
+    apply_labels = fleet_labels(fleet, "apply")
+    apply_pod = {
+        **pod["spec"],
+        "restartPolicy": "OnFailure",
+        "containers": [{**common, "name": "apply", "command": apply}],
+    }
+    job = {
+        "backoffLimit": APPLY_TRIES,
+        "ttlSecondsAfterFinished": APPLIED_TTL_S,
+        "template": {"metadata": {"labels": apply_labels}, "spec": apply_pod},
+    }
+    # A Job cannot be changed, so another one has another name. One that runs again changes nothing.
+    job_name = f"apply-{fleet}-{_digest(declaration + dump_yaml(job))[:10]}"
     return [
         *_build_access(config, name, labels),
         build_object("v1", "ConfigMap", name, labels, data={"fleet.yaml": declaration}),
         build_object("apps/v1", "Deployment", name, labels, spec=spec),
+        build_object("batch/v1", "Job", job_name, apply_labels, spec=job),
     ]
 
 
@@ -252,14 +287,6 @@ def _build_access(config: FleetConfig, name: str, labels: dict[str, str]) -> lis
     """Return the service account of the controllers, with the rights that the launcher needs."""
     namespace = config.kubernetes.namespace
     cluster_name = f"argosy-{namespace}-{name}"
-    write = ["get", "list", "watch", "create", "update", "patch", "delete"]
-    rules = [
-        {"apiGroups": ["apps"], "resources": ["deployments", "daemonsets"], "verbs": write},
-        {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": write},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
-        {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
-        {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "patch"]},
-    ]
     nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]  # for their zones
     rbac = "rbac.authorization.k8s.io"
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
@@ -268,7 +295,7 @@ def _build_access(config: FleetConfig, name: str, labels: dict[str, str]) -> lis
     version = f"{rbac}/v1"
     return [
         build_object("v1", "ServiceAccount", name, labels),
-        build_object(version, "Role", name, labels, rules=rules),
+        build_object(version, "Role", name, labels, rules=CONTROLLER_RULES),
         build_object(version, "RoleBinding", name, labels, roleRef=role, subjects=[subject]),
         build_object(version, "ClusterRole", cluster_name, labels, rules=nodes),
         build_object(

@@ -229,10 +229,12 @@ class FleetStore:
             return list(connection.execute(query).scalars())
 
     def list_revisions(
-        self, fleet: str, limit: int = 100, before: int | None = None
+        self, fleet: str, limit: int = 100, before: int | None = None, author: str | None = None
     ) -> list[FleetRevision]:
-        """Return the latest revisions, or those with numbers below `before`, newest first."""
+        """Return the latest revisions, or those with numbers below `before`, newest first, of all or of one author."""
         query = _latest_revisions(fleet).limit(limit)
+        if author is not None:
+            query = query.where(_revisions.author == author)
         if before is not None:
             query = query.where(_revisions.number < before)
         with self._database.read_transaction() as connection:

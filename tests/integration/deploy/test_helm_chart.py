@@ -15,6 +15,7 @@ import yaml
 
 from argosy.cli.app import app
 from argosy.deployment import FleetConfig, load_config, parse_fleet
+from argosy.fleet.kubernetes_manifests import CONTROLLER_RULES
 
 CHART = Path(__file__).parents[3] / "deploy/helm/argosy"
 NAMESPACE = "llm"
@@ -130,6 +131,8 @@ def test_pods_have_few_rights(release: Release) -> None:
         for rule in role["rules"]:
             assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])
             assert "secrets" not in rule["resources"]
+        if role["kind"] == "Role":
+            assert role["rules"] == CONTROLLER_RULES
 
 
 def test_commands_and_files_are_those_of_argosy(release: Release, tmp_path: Path) -> None:

@@ -177,6 +177,23 @@ def test_wait_needs_a_controller_that_lives(store: Store, monkeypatch: pytest.Mo
     assert "The controller goes on with the change" in result.stderr
 
 
+def test_file_of_a_source_does_not_undo_what_people_decided(store: Store) -> None:
+    """A job of a cluster may run again at any time, for example because its node is drained."""
+    declare()
+    manifest = ["apply", "--yes", "--source", "manifest"]
+    assert runner.invoke(app, manifest).exit_code == 0
+    for decision in (["scale", "chat", "2"], ["rollback", "1"], ["down", "--no-wait"]):
+        assert runner.invoke(app, decision).exit_code == 0
+        decided = store.fleets.latest_revision("demo")
+        again = runner.invoke(app, manifest)
+        assert again.exit_code == 0
+        assert "revision 1 was the last one of the source 'manifest'" in again.stderr
+        assert store.fleets.latest_revision("demo") == decided
+    declare(port=8123)
+    assert runner.invoke(app, manifest).exit_code == 0
+    assert [each.author for each in store.fleets.list_revisions("demo", 1)] == ["manifest"]
+
+
 def interrupt_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C when a command waits."""
 

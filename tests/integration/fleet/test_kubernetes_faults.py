@@ -25,12 +25,7 @@ from argosy.deployment import KubernetesSettings
 from argosy.fleet.launchers import KubernetesLauncher, LaunchError, LaunchState
 
 API = "argosy.fleet.launchers.kubernetes_api"
-SHORT = {
-    "MAX_SILENCE_S": 0.2,
-    "REQUEST_TIMEOUT_S": 0.2,
-    "MAX_RETRY_DELAY_S": 0.2,
-    "REFUSED_RETRY_DELAY_S": 0.1,
-}
+SHORT = {"MAX_SILENCE_S": 0.2, "MAX_RETRY_DELAY_S": 0.2, "REFUSED_RETRY_DELAY_S": 0.1}
 
 
 @contextlib.asynccontextmanager
@@ -102,8 +97,9 @@ async def follow(faults: list[str]) -> None:
         for number, fault in enumerate(faults, start=1):
             if fault == "expired token":
                 api.token = f"token-{number}"
-                with contextlib.suppress(LaunchError):
-                    await launcher.drain("", 1)  # refused, while the watches go on
+                with contextlib.suppress(LaunchError, TimeoutError):
+                    async with asyncio.timeout(0.2):  # the server may hang
+                        await launcher.drain("", 1)  # refused, while the watches go on
                 api.write_kubeconfig()
             elif fault == "410":
                 api.compact()

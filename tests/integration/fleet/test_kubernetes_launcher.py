@@ -23,6 +23,7 @@ from tests.support.kubernetes_cluster import KubernetesCluster, Node
 from tests.support.waiting import until
 
 from argosy.deployment import KubernetesSettings, LaunchResources, set_replicas, stop_everything
+from argosy.fleet.kubernetes_manifests import CONTROLLER_RULES
 from argosy.fleet.launchers import (
     KubernetesLauncher,
     LaunchedReplica,
@@ -281,6 +282,56 @@ async def test_refusals_of_the_api_name_the_remedy(
     with pytest.raises(LaunchError, match=r"no Kubernetes cluster is configured: .*KUBECONFIG"):
         await lost.list_replicas()
     await lost.close()
+
+
+VERBS = {"get": "GET", "list": "LIST", "watch": "WATCH", "create": "POST"}
+VERBS |= {"update": "PUT", "patch": "PATCH", "delete": "DELETE"}
+
+
+async def test_each_missing_right_is_named_and_the_rest_goes_on(
+    launcher: KubernetesLauncher, environment: KubernetesEnvironment
+) -> None:
+    """Rights whose absence is shown by nothing are too wide."""
+    api = environment.api
+    settings = KubernetesSettings(pre_pull_images=True)
+    await launcher.start(pod_spec(kubernetes=settings), 1)
+    pid = await read_pid(await wait_for(launcher, is_placed))
+    rights = [
+        (verb, resource)
+        for rule in CONTROLLER_RULES
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    ]
+    for number, (verb, resource) in enumerate(rights, start=1):
+        if (verb, resource) == ("create", "configmaps"):
+            del api.objects[resource]["epoch-test"]
+        key = "GET pods" if resource == "pods/log" else f"{VERBS[verb]} {resource}"
+        text = f'User "u" cannot {verb} resource "{resource}"'
+        api.refused[key] = ApiError(403, "Forbidden", text)
+        other = environment.create_launcher()
+        names = [f"b-{number}-{ordinal}" for ordinal in range(2)]
+        errors = []
+        for action in (
+            other.list_replicas(),
+            *(other.start(pod_spec(name=name, kubernetes=settings), number) for name in names),
+            other.read_log("a-1-0", 100),
+            other.drain(names[0], number),
+            *(other.stop(name, number) for name in names),
+            *(other.remove(name, number) for name in names),
+        ):
+            try:
+                await action
+            except LaunchError as error:
+                errors.append(str(error))
+        assert any(text in error for error in errors), (verb, resource, errors)
+        api.refused.clear()
+        await other.close()
+        await launcher.drain("", number)
+        assert await read_pid((await launcher.list_replicas())["a-1-0"]) == pid
+        for name in await launcher.list_replicas():
+            if name in names:
+                await launcher.stop(name, number)
+                await launcher.remove(name, number)
 
 
 # --- fencing -------------------------------------------------------------------------------------

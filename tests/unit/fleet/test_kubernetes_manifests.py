@@ -81,6 +81,15 @@ def test_config_maps_contain_settings_of_gateways_and_controllers(
     data = next(each["data"] for each in files["controller"] if each["kind"] == "ConfigMap")
     declaration = parse_fleet(data["fleet.yaml"])
     assert declaration == msgspec.structs.replace(config, gateways=0)
+    pods = {each["kind"]: each["spec"]["template"]["spec"] for each in files["controller"][-2:]}
+    assert [each["name"] for each in pods["Deployment"]["containers"]] == ["controller"]
+    assert "initContainers" not in pods["Deployment"]
+    assert pods["Job"]["containers"][0]["command"][:2] == ["argosy", "apply"]
+    changed = msgspec.structs.replace(config, objectives=None)
+    names = [
+        build_manifests(each)["controller"][-1]["metadata"]["name"] for each in (config, changed)
+    ]
+    assert len(set(names)) == 2
 
 
 def test_replica_has_what_its_pool_declares(config: FleetConfig) -> None:

@@ -307,7 +307,8 @@ def test_crash_loop_backs_off(
 def test_refused_starts_are_no_crashes_and_few() -> None:
     """Ten minutes of refusals cost 20 tries, and a run that crashed before does not count with them."""
     crashed = ReplicaRun(attempt=1, started_at=0.0, exited_at=1.0, reason="it crashed")
-    now, runs, reasons = NOW, (crashed,), []
+    runs: tuple[ReplicaRun, ...] = (crashed,)
+    now, reasons = NOW, []
     while now < NOW + 600.0:
         plan = plan_restart(replica(0, state=None, past_runs=runs), RestartLimits())
         now = max(now, plan.starts_at)

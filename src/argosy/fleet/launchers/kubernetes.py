@@ -171,6 +171,7 @@ class KubernetesLauncher:
 
     async def _start(self, spec: LaunchSpec, epoch: int) -> None:
         deployment = await self._read_deployment(spec.name, epoch)
+        is_new = deployment is None
         if deployment is None:
             deployment = await self._create(spec, epoch)
         try:
@@ -180,6 +181,8 @@ class KubernetesLauncher:
                 with contextlib.suppress(KubernetesApiError):  # the next leader has taken it over
                     await self._delete_deployment(deployment)
             raise
+        if is_new:  # Kubernetes has written its status since, so that its version is another one
+            deployment = await self._read_deployment(spec.name, epoch) or deployment
         if "deletionTimestamp" in deployment["metadata"]:
             finalizers = ", ".join(deployment["metadata"].get("finalizers", ()))
             raise LaunchError(
