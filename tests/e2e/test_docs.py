@@ -86,6 +86,7 @@ EXHAUSTIVE = {
     "kubernetes.md",
     "models.md",
     "roll-out-a-version.md",
+    "rotate-keys.md",
     "troubleshoot.md",
     "two-replicas-and-a-failover.md",
     "upgrade-and-roll-back.md",
@@ -117,12 +118,13 @@ REQUEST = """curl -sf $ARGOSY_URL/v1/completions -H 'content-type: application/j
 """
 BEFORE = {
     "add-vllm-or-sglang.md": f"""{REQUEST}
-echo '{{"models": [{{"name": "qwen", "replicas": [{{"url": "'$ARGOSY_URL'"}}]}}], "port": 8001}}' > gateway.yaml
+echo "{{port: 8001, models: [{{name: qwen, replicas: [{{url: '$ARGOSY_URL', model: argosy-mini}}]}}]}}" > gateway.yaml
 argosy gateway --config gateway.yaml 2> gateway.log &
 timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done'
 """,
     "back-up-and-restore.md": ANY_ACCOUNTS,
     "long-streams.md": REQUEST,
+    "models.md": ANY_ACCOUNTS,
     "rotate-keys.md": ANY_ACCOUNTS,
     "troubleshoot.md": ANY_ACCOUNTS,
 }
@@ -137,11 +139,15 @@ AS_SEEN = {
     "path/to/embedding-model": str(minilm_path()),
     "sentence-transformers/all-MiniLM-L6-v2": str(MINILM),
     "explain chatcmpl-...": "explain REQUEST_ID",
-    "KEY_ID": """$(argosy keys list --all | grep -o 'sk-argosy-[^ ]*' | tail -1)""",
+    "KEY_ID": "$(argosy keys list --all | grep -o 'key_[a-z0-9]*' | head -1)",
     "sudo -u argosy ": "env ",
     "/opt/argosy/.venv/bin/": "",
     "drain r0": "drain replica-1-0",
-    "postgresql:///argosy": "$ARGOSY_STORE",
+    "postgresql:///argosy": "sqlite:///$XDG_STATE_HOME/argosy/argosy.db",
+    "argosy plan   ": """argosy up
+sed -i 's/max_seqs: 16/max_seqs: 8/' fleet.yaml
+argosy plan   """,
+    "argosy rollout promote   ": "argosy rollout promote --force --reason tried   ",
     "options: {max_seqs: 16}": "options: {max_seqs: 16, kv_memory: 64MiB, threads: 1}",
 }
 """Text that depends on a machine, on what a reader has seen, or could find processes of others."""

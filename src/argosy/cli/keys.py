@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
@@ -184,12 +185,25 @@ def rotate_key(
 
 @app.command("revoke")
 def revoke_key(key: KeyArgument, *, store: StoreUrl = None, json: JsonOutput = False) -> None:
-    """Revoke a key. Requests with it fail from then on."""
+    """Revoke a key. Requests with it fail from then on. The keys that it replaced are named if they are still valid."""
+    from argosy.store import is_key_valid
+
     with open_existing_store(store) as opened_store:
         revoked = opened_store.accounts.revoke_key(
             find_key(opened_store, key).id, actor=audit_actor()
         )
+        older = [
+            each
+            for each in opened_store.accounts.list_keys(revoked.project)
+            if each.name == revoked.name and each.replaced_by and is_key_valid(each, time.time())
+        ]
     print_result(revoked, f"{revoked.prefix}-... ({revoked.name}) is revoked.", json=json)
+    for each in older:
+        typer.echo(
+            f"An older key of this name is valid until {format_timestamp(each.expires_at)}. To revoke it too: "
+            f"argosy keys revoke {each.id}",
+            err=True,
+        )
 
 
 def _describe_reach(key: Key, project: Project, organisation_names: dict[str, str]) -> str:
