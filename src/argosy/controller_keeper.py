@@ -20,6 +20,7 @@ from threading import Thread
 
 from argosy.folders import open_private_log
 
+_MODULE = "argosy.controller_keeper"
 LOCK_NAME = "keeper.lock"
 LOG_NAME = "controller.log"
 MAX_LOG_BYTES = 16 * 1024 * 1024
@@ -45,13 +46,33 @@ def start_keeper(folder: Path, command: Sequence[str], environment: Mapping[str,
         OSError: The process cannot be started.
     """
     subprocess.Popen(  # noqa: S603 - starts this program
-        [sys.executable, "-P", "-m", "argosy.controller_keeper", str(folder), *command],
+        [sys.executable, "-P", "-m", _MODULE, str(folder), *command],
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ).returncode = 0  # it runs on, so its end is not awaited
+
+
+def stop_keeper(folder: Path) -> bool:
+    """End the keeper of a folder with its controller. Replicas and gateways run on.
+
+    Returns whether none runs any more.
+    """
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if command[3:5] == [_MODULE, str(folder)]:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while is_kept := has_keeper(folder):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(LOCK_RETRY_INTERVAL_S)
+    return not is_kept
 
 
 def has_keeper(folder: Path) -> bool:

@@ -74,6 +74,10 @@ NOT_RUN = {
         "argosy up": "needs that cluster",
         "argosy status": "needs that cluster",
     },
+    "upgrade-and-roll-back.md": {
+        "python3 -m venv": NO_NETWORK,
+        "/opt/argosy-0.2.0/.venv/bin/argosy": "needs two versions, which tests/e2e/test_upgrade.py installs",
+    },
 }
 """Reason why the commands and programs of a page that begin like this are not run."""
 EXHAUSTIVE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from tests.support.full_disk import full_disk
 from tests.support.waiting import until
 
-from argosy.controller_keeper import LOCK_NAME, LOG_NAME, rotate_log
+from argosy.controller_keeper import LOCK_NAME, LOG_NAME, rotate_log, stop_keeper
 
 CONTROLLER = """
 import os, pathlib, sys, time
@@ -61,7 +62,7 @@ async def test_keeper_restarts_its_controller_and_ends_with_it(
     assert stat.S_IMODE((tmp_path / LOG_NAME).stat().st_mode) == 0o600
     os.kill(first, signal.SIGKILL)
     await until(lambda: controllers(tmp_path) not in ([first], []))
-    keeper.terminate()
+    assert await asyncio.to_thread(stop_keeper, tmp_path)
     assert keeper.wait() == 0
     assert controllers(tmp_path) == []
 

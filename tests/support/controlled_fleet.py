@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,9 @@ class Fleet:
         self.url = self.url or f"sqlite:///{self.folder / 'argosy.db'}"
         self.store = open_migrated_store(self.url)
 
-    def apply(self, config: FleetConfig) -> FleetRevision:
-        return self.store.fleets.apply(
-            FLEET, dump_fleet(config, "json").encode(), pool_digests(config), author="test"
-        )
+    def apply(self, config: FleetConfig, renewed: Collection[str] = ()) -> FleetRevision:
+        declaration, digests = dump_fleet(config, "json").encode(), pool_digests(config)
+        return self.store.fleets.apply(FLEET, declaration, digests, author="test", renewed=renewed)
 
     def append_old_event(self, kind: str) -> None:
         """Append an event of a controller that led the fleet in 1970."""

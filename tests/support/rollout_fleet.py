@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -221,8 +221,8 @@ class RolloutFleet(Fleet):
             fleet_observer, "ReplicaMonitor", lambda *_: SimulatedMonitor(self.cluster)
         )
 
-    def apply(self, config: FleetConfig) -> FleetRevision:
-        revision = super().apply(config)
+    def apply(self, config: FleetConfig, renewed: Collection[str] = ()) -> FleetRevision:
+        revision = super().apply(config, renewed)
         for generation in revision.generations.values():
             self._generations[generation.digest] = generation.generation
         return revision

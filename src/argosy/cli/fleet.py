@@ -12,7 +12,7 @@ import typer
 
 from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import EXIT_FAILURE, EXIT_INTERRUPTED, fail
-from argosy.cli.fleet_progress import wait_until_gone, wait_until_ready
+from argosy.cli.fleet_progress import wait_until_gone, wait_until_led, wait_until_ready
 from argosy.cli.fleet_target import (
     FilesArgument,
     FilesOption,
@@ -59,7 +59,8 @@ def up(
 ) -> None:
     """Apply a declaration, and run a controller for it in the background on this machine.
 
-    The fleet runs on when the command ends. `argosy down` stops it.
+    The fleet runs on when the command ends. `argosy down` stops it. If the fleet runs another version of Argosy than
+    this command, it replaces the controller, then the gateways, then the replicas.
     """
     with open_declared(files, overlays, store) as (target, config):
         check_ports(target, config)
@@ -89,7 +90,7 @@ def plan(
     """
     with open_declared(files, overlays, store) as (target, config):
         check_launchers(target, config)
-        fleet_plan = _plan(target, target.latest(), config)
+        fleet_plan = _plan(target, target.latest(), config, upgrades=True)
         _show_plan(fleet_plan, json=json)
     if exit_code and fleet_plan.changes:
         raise typer.Exit(EXIT_CHANGES)
@@ -346,11 +347,15 @@ def _apply(
     that a controller is started afterwards.
     """
     from argosy.deployment import apply_declaration
+    from argosy.version import VERSION
 
     check_launchers(target, config)
     latest = target.latest()
-    fleet_plan = _plan(target, latest, config)
+    upgrades = is_up or (action == "fleet.apply" and target.read_status().version == VERSION)
+    fleet_plan = _plan(target, latest, config, upgrades=upgrades)
     if not fleet_plan.changes and latest is not None:
+        if is_up:
+            _replace_controller(target, quiet=quiet)
         if not quiet:
             typer.echo(f"Nothing changes: revision {latest.number} is in force.", err=True)
             _warn_without_controller(target, is_up=is_up)
@@ -361,6 +366,10 @@ def _apply(
     question = " ".join((*fleet_plan.risks, "Apply?"))
     if is_asked and sys.stdin.isatty() and not typer.confirm(question):
         raise typer.Exit(EXIT_FAILURE)
+    if is_up:
+        _replace_controller(target, quiet=quiet)
+    if fleet_plan.renewed:
+        reason = reason or f"upgrade to version {VERSION}"
     revision = apply_declaration(
         target.store.fleets,
         target.name,
@@ -371,6 +380,7 @@ def _apply(
         action=action,
         pool=pool,
         rollback_of=rollback_of,
+        renewed=fleet_plan.renewed,
     )
     if not quiet:
         typer.echo(f"Revision {revision.number} of the fleet {target.name} is in force.", err=True)
@@ -421,17 +431,51 @@ def _start_controller(target: FleetTarget) -> None:
         fail(f"the controller cannot be started: {error.strerror}")
 
 
-def _plan(target: FleetTarget, latest: FleetRevision | None, config: FleetConfig) -> FleetPlan:
+def _replace_controller(target: FleetTarget, *, quiet: bool) -> None:
+    """Replace the controller of this machine if it runs another version than this command.
+
+    It comes first, since it starts all others, and since one that cannot start disturbs nothing that serves.
+    """
+    from argosy.controller_keeper import has_keeper, stop_keeper
+    from argosy.fleet.control import is_gone
+    from argosy.version import VERSION
+
+    status = target.read_status()
+    if status.version in {None, VERSION} or not is_controlled_here(target):
+        return
+    if not has_keeper(target.folder):
+        if status.has_leader and not is_gone(status.leader):
+            fail(
+                f"the controller {status.leader} runs another version ({status.version or 'an earlier one'}); restart"
+                f" it with version {VERSION}, for example by its systemd unit, and repeat the command"
+            )
+        return
+    if not stop_keeper(target.folder):
+        fail(f"the controller {status.leader} does not end; kill it, and repeat the command")
+    _start_controller(target)
+    wait_until_led(target)
+    if not quiet:
+        typer.echo(f"The controller runs version {VERSION}.", err=True)
+
+
+def _plan(
+    target: FleetTarget, latest: FleetRevision | None, config: FleetConfig, *, upgrades: bool
+) -> FleetPlan:
+    """Return the plan of a declaration. `upgrades` says whether what runs another version is replaced too."""
     from argosy.deployment import plan_declaration
     from argosy.fleet.control import check_sources, read_capacity
     from argosy.fleet.launchers import LaunchError
+    from argosy.version import VERSION
 
     machine = None
     try:
         if is_controlled_here(target):
             check_sources(None if latest is None else parse_revision(latest), config)
             machine = read_capacity()
-        return plan_declaration(target.store.fleets, target.name, latest, config, machine)
+        installed = VERSION if upgrades and machine is not None else None
+        return plan_declaration(
+            target.store.fleets, target.name, latest, config, machine, installed
+        )
     except (ValueError, LaunchError) as error:
         fail(str(error))
 

@@ -20,6 +20,8 @@ MAX_DESCRIBED = 3
 """Most replicas that an error describes."""
 SETTLED_S = 5.0
 """Time after which a replica that does not exist yet waits for others, and not for the controller."""
+CONTROLLER_START_S = 60.0
+"""Longest wait for a new controller to lead, which reads the store and lists all replicas before."""
 CONTROLLER_EXIT_S = 5.0
 """Longest wait for the exit of the controller of a fleet in which nothing runs any more."""
 
@@ -72,6 +74,24 @@ def wait_until_ready(target: FleetTarget, revision: int, timeout_s: float, *, qu
         where = f" at {status.url}" if status.url else ""
         count = "1 replica" if replicas == 1 else f"{replicas} replicas"
         typer.echo(f"The fleet {target.name} is ready{where} ({count}).", err=True)
+
+
+def wait_until_led(target: FleetTarget) -> None:
+    """Wait until a controller of this version leads, or end the command."""
+    from argosy.version import VERSION
+
+    deadline = time.monotonic() + CONTROLLER_START_S
+    while True:
+        status = target.read_status()
+        if status.has_leader and status.version == VERSION:
+            return
+        if time.monotonic() >= deadline:
+            fail(
+                f"no controller of version {VERSION} leads after {CONTROLLER_START_S:g} s; what serves, serves on."
+                f" See {target.folder}/controller.log, or start the earlier version's with its `argosy up`",
+                EXIT_FAILURE,
+            )
+        time.sleep(POLL_INTERVAL_S)
 
 
 def wait_until_gone(target: FleetTarget, revision: int, timeout_s: float) -> None:

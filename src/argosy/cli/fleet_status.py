@@ -214,14 +214,17 @@ def _print_fleet(shown: FleetStatus) -> None:
         counts = count_gateways(shown.replicas, shown.gateways.desired)
         typer.echo(f"  gateways: {counts}{at}")
     now = time.time()
+    versions = {record.version for record in shown.replicas if record.version}
+    shows_version = len(versions) > 1 or bool(versions - {shown.version})
     print_records(
         shown.replicas,
-        ("replica", "phase", "for", "requests", "node", "reason"),
+        ("replica", "phase", "for", "requests", *["version"] * shows_version, "node", "reason"),
         lambda record: (
             record.name,
             record.phase,
             f"{max(0, now - record.phase_since):.0f} s",
             record.running,
+            *[record.version] * shows_version,
             record.node,
             record.reason,
         ),

@@ -60,6 +60,7 @@ from argosy.deployment.declaration.rollout_config import (
 from argosy.deployment.declaration.validation import GATEWAY_POOL, validate_fleet
 from argosy.deployment.records.fleet_control import AppliedDeclaration, FleetControl
 from argosy.deployment.records.fleet_records import (
+    OBSERVED_NAME,
     REPLICA_PREFIX,
     ROLLOUT_BASELINE_PREFIX,
     ROLLOUT_GATE_PREFIX,

@@ -51,10 +51,10 @@ class OperationsHandlers:
         await exchange.send_response(200, await self._scrape.get_text(), METRICS_CONTENT_TYPE)
 
     async def health(self, exchange: HttpExchange, principal: Principal) -> None:
-        """`GET /health`. Names the gateway that answers, since two may listen on an address during a restart."""
+        """`GET /health`. Names the gateway that answers and its version, since two may listen on one address."""
         del principal
         status, text = (200, "ok") if self._is_accepting() else (503, "starting")
-        body = StatusResponse(status=text, gateway=self._gateway_id)
+        body = StatusResponse(status=text, gateway=self._gateway_id, version=VERSION)
         await exchange.send_response(status, _encode(body))
 
     async def version(self, exchange: HttpExchange, principal: Principal) -> None:

@@ -253,6 +253,8 @@ class StatusResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     status: str
     gateway: str = ""
     """Id of the gateway that answers `/health`, with which the ids of its requests begin."""
+    version: str = ""
+    """Version of the gateway that answers `/health`."""
 
 
 class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -138,13 +138,14 @@ class FleetStore:
         action: str = "fleet.apply",
         pool: str = "",
         details: Mapping[str, Any] = {},
+        renewed: Collection[str] = (),
     ) -> FleetRevision:
         """Add a revision with a declaration as JSON. Events and audit log record who did so.
 
         `action`, `pool` and `details` describe the decision, see `AuditedDecision`.
         `digests` are those of the replica settings of each declared pool. One that the pool never had is a new
-        generation. Raises ConflictError unless the author has seen the latest revision as `after` (0: none). None
-        replaces any.
+        generation. `renewed` pools get a new one for the same settings, so that all their replicas are replaced.
+        Raises ConflictError unless the author has seen the latest revision as `after` (0: none). None replaces any.
         """
         with self._write_transaction() as connection:
             _lock(connection, fleet)
@@ -161,7 +162,7 @@ class FleetStore:
                 reason=reason,
                 rollback_of=rollback_of,
                 declaration=declaration,
-                generations=self._advance_generations(connection, latest, fleet, digests),
+                generations=self._advance_generations(connection, latest, fleet, digests, renewed),
             )
             row = msgspec.structs.asdict(revision) | {
                 "fleet": fleet,
@@ -180,17 +181,18 @@ class FleetStore:
         latest: FleetRevision | None,
         fleet: str,
         digests: Mapping[str, str],
+        renewed: Collection[str],
     ) -> dict[str, PoolGeneration]:
         """Return the generations of a new revision.
 
-        Settings that a pool had before have their earlier number again, so that replicas that still run with them are
+        Settings that a pool had before have their latest number again, so that replicas that still run with them are
         kept, and a number never stands for two versions.
         """
         advanced = {} if latest is None else dict(latest.generations)
         changed = {
             pool: digest
             for pool, digest in digests.items()
-            if pool not in advanced or advanced[pool].digest != digest
+            if pool not in advanced or advanced[pool].digest != digest or pool in renewed
         }
         known: dict[str, dict[str, int]] = {pool: {} for pool in changed}
         if advanced.keys() & changed.keys():
@@ -198,9 +200,11 @@ class FleetStore:
             for encoded in connection.execute(query).scalars():
                 generations = _decode_generations(encoded)
                 for pool in changed.keys() & generations.keys():
-                    known[pool][generations[pool].digest] = generations[pool].generation
+                    number, digest = generations[pool].generation, generations[pool].digest
+                    known[pool][digest] = max(number, known[pool].get(digest, 0))
         for pool, digest in changed.items():
-            number = known[pool].get(digest) or max(known[pool].values(), default=0) + 1
+            number = 0 if pool in renewed else known[pool].get(digest, 0)
+            number = number or max(known[pool].values(), default=0) + 1
             advanced[pool] = PoolGeneration(number, digest)
         return advanced
 

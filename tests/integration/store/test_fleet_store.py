@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -37,7 +37,10 @@ def lead(store: Store, holder: str) -> FleetLease:
 
 def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> None:
     def apply(
-        digests: dict[str, str], after: int | None = None, rollback_of: int | None = None
+        digests: dict[str, str],
+        after: int | None = None,
+        rollback_of: int | None = None,
+        renewed: Sequence[str] = (),
     ) -> dict[str, PoolGeneration]:
         clock.now += 1
         revision = store.fleets.apply(
@@ -48,6 +51,7 @@ def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> No
             reason="because",
             after=after,
             rollback_of=rollback_of,
+            renewed=renewed,
         )
         assert revision == store.fleets.latest_revision(FLEET)
         return dict(revision.generations)
@@ -76,6 +80,11 @@ def test_numbers_revisions_and_generations(store: Store, clock: FakeClock) -> No
     with pytest.raises(NotFoundError, match="no revision 9"):
         store.fleets.get_revision(FLEET, 9)
     assert store.fleets.latest_revision("other") is None
+    renewed = apply({"a": "w", "c": "x"}, renewed=["a"])
+    assert renewed == {**revisions[0].generations, "a": PoolGeneration(4, "w")}
+    assert apply({"a": "x", "c": "x"})["a"] == PoolGeneration(1, "x")
+    assert apply({"a": "w", "c": "x"})["a"] == PoolGeneration(4, "w"), "the latest of its numbers"
+    assert apply({"a": "v", "c": "x"})["a"] == PoolGeneration(5, "v")
 
 
 def test_of_many_candidates_one_leads(store: Store) -> None:

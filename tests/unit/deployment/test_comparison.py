@@ -10,17 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.deployment import (
+    OBSERVED_NAME,
+    REPLICA_PREFIX,
+    ROUTE_PREFIX,
     ChangeAction,
     ChangeEffect,
     FleetConfig,
     MachineCapacity,
+    ObservedRevision,
     PlannedChange,
+    ReplicaRecord,
+    apply_declaration,
     check_capacity,
     compare_fleets,
     describe_refusals,
     parse_fleet,
+    plan_declaration,
+    read_fleet_status,
     replica_digest,
 )
+from argosy.policy.reconciliation import ReplicaPhase
+from argosy.policy.traffic import PoolRoute
+from argosy.store import FleetDocument, open_memory_store
 
 BASE: dict[str, Any] = {
     "models": [
@@ -295,6 +306,94 @@ def test_number_that_would_fit_is_the_largest(
         if " of them" in str(error):
             found = int(str(error).rpartition("; ")[2].partition(" ")[0])
             assert not fits(found + 1)
+
+
+def record(name: str, version: str, phase: str = "ready") -> ReplicaRecord:
+    pool, generation, ordinal = name.rsplit("-", 2)
+    return ReplicaRecord(
+        name=name,
+        pool=pool,
+        generation=int(generation),
+        ordinal=int(ordinal),
+        launcher="local",
+        phase=ReplicaPhase(phase),
+        version=version,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overlays", "replicas", "stable", "renewed", "lines", "note"),
+    [
+        (([], []), [record("chat-1-0", "2"), record("gateway-1-0", "2")], "", [], [], ""),
+        (
+            ([], []),
+            [record("chat-1-0", "1"), record("chat-1-1", "2"), record("gateway-1-0", "")],
+            "",
+            ["chat", "gateway"],
+            [
+                '~ version: "unknown" -> "2"   (gateway restart)',
+                '~ version: "1" -> "2"   (4 replicas replaced, 2 at a time)',
+            ],
+            "1 gateway and 1 replica run version 1, unknown, the controller 2.",
+        ),
+        (  # one that starts may state its version later, older ones leave, and other engines have their own
+            ([], []),
+            [record("chat-1-0", "", "loading"), record("batch-0-0", "1"), record("own-1-0", "")],
+            "",
+            [],
+            ["Nothing changes."],
+            "",
+        ),
+        (
+            (["pools/chat/rollout={}", 'pools/batch/model="code"'], []),
+            [record("chat-1-0", "1")],
+            "a" * 64,
+            [],
+            ["The pool chat keeps version 1, because its declared version does not serve all"],
+            "1 replica runs version 1, the controller 2.",
+        ),
+        (  # its settings replace it
+            ([], ["pools/chat/cpus=2"]),
+            [record("chat-1-0", "1")],
+            "",
+            [],
+            ["+ pools[chat].cpus"],
+            "1 replica runs version 1, the controller 2.",
+        ),
+    ],
+)
+def test_upgrade_replaces_what_runs_another_version(
+    overlays: tuple[list[str], list[str]],
+    replicas: list[ReplicaRecord],
+    stable: str,
+    renewed: list[str],
+    lines: list[str],
+    note: str,
+) -> None:
+    (declared, changed), store = overlays, open_memory_store()
+    fleets, new = store.fleets, parse(*declared, *changed)
+    latest = apply_declaration(fleets, "demo", parse(*declared), None, author="a", reason="")
+    lease = fleets.acquire_lease("controller", fleets.read_lease("demo"))
+    assert lease is not None
+    records = {f"{REPLICA_PREFIX}{each.name}": msgspec.json.encode(each) for each in replicas}
+    observed = ObservedRevision(epoch=lease.epoch, revision=1, version="2")
+    fleets.save_records(lease, {**records, OBSERVED_NAME: msgspec.json.encode(observed)})
+    if stable:
+        route = msgspec.json.encode(PoolRoute(pool="chat", version=1, stable=stable))
+        fleets.replace_document("demo", f"{ROUTE_PREFIX}chat", FleetDocument(1, route), after=0)
+    problems = read_fleet_status(fleets, "demo").problems
+    notes = [each.text for each in problems if each.kind == "other_version"]
+    assert [each.partition(" `")[0] for each in notes] == ([note] if note else [])
+    assert not plan_declaration(fleets, "demo", latest, new).renewed
+    plan = plan_declaration(fleets, "demo", latest, new, installed="2")
+    assert sorted(plan.renewed) == renewed
+    assert all(any(line.startswith(each) for line in plan.lines) for each in lines), plan.lines
+    applied = apply_declaration(
+        fleets, "demo", parse(*declared), latest, author="a", reason="", renewed=plan.renewed
+    )
+    generations = applied.generations.items()
+    assert {name for name, each in generations if each.generation == 2} == {*renewed}
+    store.close()
 
 
 def test_autoscaled_pool_counts_what_runs() -> None:

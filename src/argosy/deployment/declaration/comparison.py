@@ -11,6 +11,7 @@ import msgspec
 from argosy.deployment.declaration.config import FleetConfig, PoolConfig
 from argosy.deployment.declaration.documents import fields_of, to_document
 from argosy.deployment.declaration.replica_command import replica_digest
+from argosy.deployment.declaration.validation import GATEWAY_POOL
 from argosy.deployment.settings.gateway_config import RELOADABLE_SETTINGS
 
 _CONTROLLER_SETTINGS = frozenset({"fleet", "controller", "objectives", "ray"})
@@ -100,6 +101,23 @@ def compare_fleets(
         return tuple(_plan_first_start(new))
     effects = _Effects(old, new, scaled or {})
     return tuple(effects.plan(difference) for difference in _find_differences(old, new, ()))
+
+
+def plan_upgrade(
+    config: FleetConfig, running: Mapping[str, str], installed: str, scaled: Mapping[str, int]
+) -> Iterator[PlannedChange]:
+    """Yield the replacement of gateways, and of pools with the same settings, by those of the installed version.
+
+    `running` are the versions that run, by pool. `scaled` is as in `compare_fleets`.
+    """
+    pools = [name for name in running if name != GATEWAY_POOL]
+    if len(pools) < len(running):
+        difference = _Difference(("version",), running[GATEWAY_POOL], installed)
+        yield _build_change(difference, ChangeEffect.GATEWAY_RESTART)
+    if pools:
+        versions = ", ".join(dict.fromkeys(running[name] for name in pools))
+        difference = _Difference(("version",), versions, installed)
+        yield _Effects(config, config, scaled).plan_upgrade(difference, pools)
 
 
 def _plan_first_start(new: FleetConfig) -> Iterator[PlannedChange]:
@@ -225,6 +243,17 @@ class _Effects:
                 count=sum(counts.values()),
                 rollout=tuple(each for pool in new for each in self._describe_rollout(pool)),
             )
+        return self._replace_one_by_one(difference, new, counts)
+
+    def plan_upgrade(self, difference: _Difference, names: Sequence[str]) -> PlannedChange:
+        """Plan the replacement of all replicas of pools, which is no rollout."""
+        pools = [pool for pool in self._new.pools if pool.name in names]
+        counts = {pool.name: count_replicas(pool, self._scaled) for pool in pools}
+        return self._replace_one_by_one(difference, pools, counts)
+
+    def _replace_one_by_one(
+        self, difference: _Difference, new: Sequence[PoolConfig], counts: Mapping[str, int]
+    ) -> PlannedChange:
         surges = {pool.name: pool.max_surge_count(pool.initial_replicas) for pool in new}
         out = {
             pool.name: pool.max_unavailable_count(pool.initial_replicas, pool.spares)

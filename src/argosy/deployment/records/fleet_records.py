@@ -45,6 +45,9 @@ class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
     """Requests that it runs, by its latest report."""
     cached_tokens: int = 0
     """Tokens in its prefix cache, by its latest report."""
+    version: str = ""
+    """Version of Argosy that its process runs; empty if it has not stated one, as other engines and gateways before
+    0.1.1."""
 
     def for_attempt(self, attempt: int, started_at: float) -> ReplicaRecord:
         """Return the record for an attempt: what belongs to an earlier one is forgotten.
@@ -61,6 +64,7 @@ class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
             warm_up=WarmUpState.NOT_STARTED,
             warm_up_error="",
             stop_reason="",
+            version="",
         )
 
 
@@ -83,6 +87,8 @@ class ObservedRevision(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
     machine: MachineCapacity | None = None
     """Capacity of the leader's machine, with which changes are compared; None from versions that do not record it."""
+    version: str = ""
+    """Version of Argosy that the leader runs; empty from versions that do not record it."""
 
 
 class FleetRecords:

@@ -34,6 +34,8 @@ from argosy.deployment.records.fleet_records import (
     decode_kind,
     decode_replicas,
 )
+from argosy.deployment.records.rollout_status import read_rollouts
+from argosy.deployment.records.upgrade import FleetUpgrade, find_upgrade
 from argosy.store import FleetRevision, FleetStore
 
 FleetAction = Literal["fleet.apply", "fleet.down", "fleet.rollback", "pool.scale"]
@@ -75,12 +77,13 @@ def apply_declaration(
     action: FleetAction = "fleet.apply",
     pool: str = "",
     rollback_of: int | None = None,
+    renewed: Sequence[str] = (),
 ) -> FleetRevision:
     """Add a revision, unless another one was added after `latest`, which is None for a new fleet. Blocks on the store.
 
-    The declaration is valid. Events and audit log record the author, reason and changes.
-    `pool` is the one that `pool.scale` is about. `rollback_of` is the number of the revision whose declaration this
-    one repeats.
+    The declaration is valid. Events and audit log record the author, reason and changes. The pool is the one that
+    `pool.scale` is about. The number `rollback_of` is that of the revision whose declaration this one repeats. All
+    replicas of `renewed` pools are replaced although their settings stay, see `FleetPlan`.
 
     Raises:
         ConflictError: Another revision is the latest.
@@ -94,6 +97,8 @@ def apply_declaration(
     }
     if rollback_of is not None:
         details["revision"] = rollback_of
+    if renewed:
+        details["renewed"] = list(renewed)
     if pool:
         found = [None if each is None else each.find_pool(pool) for each in (old, config)]
         details["replicas"] = [None if each is None else each.replicas for each in found]
@@ -108,6 +113,7 @@ def apply_declaration(
         action=action,
         pool=pool,
         details=details,
+        renewed=renewed,
     )
 
 
@@ -194,6 +200,8 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Sentences that a person confirms: pools that leave, and those that get more than twice their replicas."""
     refused: tuple[str, ...] = ()
     """Which requests are refused or cut, and for how long, one sentence each. No others are lost."""
+    renewed: tuple[str, ...] = ()
+    """Pools, and the gateways, whose processes are replaced by those of the installed version."""
     lines: tuple[str, ...]
     """The plan as `argosy plan` prints it."""
 
@@ -204,11 +212,13 @@ def plan_declaration(
     latest: FleetRevision | None,
     new: FleetConfig,
     machine: MachineCapacity | None = None,
+    installed: str | None = None,
 ) -> FleetPlan:
     """Return what a declaration would change. Blocks on the store, and changes nothing.
 
     The new declaration is valid. `latest` is None if the fleet was never applied. `machine` is the capacity of the
-    controller's machine, if the caller runs on it. By default it is the recorded one.
+    controller's machine, if the caller runs on it. By default it is the recorded one. `installed` is the version of
+    Argosy there, if what runs another one shall be replaced.
 
     Raises:
         ValueError: The declaration in force is invalid for this version, or the new one does not fit on the machine.
@@ -218,9 +228,24 @@ def plan_declaration(
     check_fit(records, old, new, machine)
     decided = decode_kind(records, SCALING_PREFIX, ScalingRecord)
     scaled = {name: record.target for name, record in decided.items()}
-    changes = compare_fleets(old, new, scaled)
-    moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
     replicas = decode_replicas(records).values()
+    upgrade = FleetUpgrade()
+    if latest is not None and installed is not None:
+        upgrade = find_upgrade(
+            latest,
+            new,
+            installed,
+            kept=[
+                name
+                for name, digest in pool_digests(new).items()
+                if name in latest.generations and latest.generations[name].digest == digest
+            ],
+            replicas=replicas,
+            rollouts=read_rollouts(store, fleet),
+            scaled=scaled,
+        )
+    changes = (*compare_fleets(old, new, scaled), *upgrade.changes)
+    moved = {pool for change in changes if _stops_replicas(change) for pool in change.pools}
     start_times = [
         record.ready_at - record.started_at
         for record in replicas
@@ -243,7 +268,7 @@ def plan_declaration(
     restarts = any(change.effect == ChangeEffect.GATEWAY_RESTART for change in changes)
     if restarts and old is not None and not has_address_conflict(old, new):
         lines.append("Each new gateway listens before the old one leaves.")
-    lines += refused
+    lines += (*upgrade.lines, *refused)
     return FleetPlan(
         revision=0 if latest is None else latest.number,
         changes=changes,
@@ -252,6 +277,7 @@ def plan_declaration(
         cached_tokens=cached_tokens,
         risks=() if old is None else tuple(_find_risks(fleet, old, new, scaled)),
         refused=refused,
+        renewed=tuple(upgrade.renewed),
         lines=tuple(lines),
     )
 

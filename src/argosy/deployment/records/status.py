@@ -27,6 +27,7 @@ from argosy.deployment.records.fleet_records import (
 )
 from argosy.deployment.records.revisions import parse_declaration
 from argosy.deployment.records.rollout_status import ReplicaCounts, RolloutReport, read_rollouts
+from argosy.deployment.records.upgrade import describe_versions
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
     PoolCounts,
@@ -101,6 +102,8 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the controller that leads, or led until its lease ended; empty if none did or it was released."""
     epoch: int
     """Number of controllers that have led."""
+    version: str | None
+    """Version of Argosy that the latest leader runs; None before the first one, and empty for one that records none."""
     lease_age_s: float | None
     """Seconds since the leader last renewed its lease; None before the first controller."""
     url: str
@@ -141,6 +144,9 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
     declared = {pool.pool for pool in pools} | ({GATEWAY_POOL} if gateways else set[str]())
     has_leader = is_embedded or (bool(lease.holder) and (lease_age_s or 0.0) < MAX_LEASE_AGE_S)
     problems = [] if config is None else _find_problems(pools, replicas)
+    if revision is not None and config is not None and observed is not None and observed.version:
+        others = describe_versions(revision, config, replicas, observed.version)
+        problems += [build_problem(ProblemKind.OTHER_VERSION, others)] if others else []
     if pools or gateways:
         store_problem = find_store_problem(store, fleet)
         problems += [build_problem(ProblemKind.STORE, store_problem)] if store_problem else []
@@ -159,6 +165,7 @@ def read_fleet_status(store: FleetStore, fleet: str, *, is_embedded: bool = Fals
         has_leader=has_leader,
         leader=lease.holder,
         epoch=lease.epoch,
+        version=None if observed is None else observed.version,
         lease_age_s=lease_age_s,
         url="" if config is None or gateways is None else listen_url(build_gateway_config(config)),
         gateways=gateways,

@@ -16,6 +16,6 @@ from argosy.fleet.control.environment import (
     open_launcher,
     read_capacity,
 )
-from argosy.fleet.control.leadership import process_holder
+from argosy.fleet.control.leadership import is_gone, process_holder
 from argosy.fleet.control.term_journal import FleetContext
 from argosy.fleet.control.used_models import UsedModels, find_used_models

@@ -28,7 +28,7 @@ from argosy.deployment import (
 )
 from argosy.fleet.control.replica_monitor import CheckPaths
 from argosy.fleet.launch_spec import build_launch_spec
-from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchSpec
+from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchSpec, LaunchState
 from argosy.machine_resources import usable_cpus
 from argosy.policy.reconciliation import DesiredFleet, DesiredPool, RestartLimits, replica_name
 from argosy.policy.rollout import RolloutPlan
@@ -71,6 +71,8 @@ class DeclaredFleet:
         self._known = known
         self._configs: dict[int, FleetConfig] = {}
         """Earlier declarations that were read, by the number of their revision."""
+        self._held: dict[str, int] = {}
+        """Earlier generation of each pool whose renewal waits, see `hold_renewals`."""
         self._folder = folder
         self._store_url = store_url
 
@@ -82,7 +84,31 @@ class DeclaredFleet:
 
     def generation(self, pool: str) -> int:
         """Return the number of the version of a pool's replica settings."""
-        return self._generations[pool].generation
+        return self._held.get(pool) or self._generations[pool].generation
+
+    def hold_renewals(self, listed: Sequence[LaunchedReplica]) -> None:
+        """Keep the replicas of renewed pools as long as a gateway runs that is to be replaced.
+
+        So an upgrade replaces all gateways before the first replica. If no new gateway becomes ready, it replaces none.
+        `listed` are all replicas and gateways that exist.
+        """
+        self._held = {}
+        gateways = self._generations.get(GATEWAY_POOL)
+        if gateways is None or not any(
+            each.pool == GATEWAY_POOL
+            and each.state is LaunchState.RUNNING
+            and each.generation != gateways.generation
+            for each in listed
+        ):
+            return
+        for pool in self.config.pools:
+            declared = self._generations[pool.name]
+            present = {each.generation for each in listed if each.pool == pool.name}
+            same = [
+                each for each in present if self.find_digest(pool.name, each) == declared.digest
+            ]
+            if same and declared.generation not in present:
+                self._held[pool.name] = max(same)
 
     def digest(self, pool: str) -> str:
         """Return the digest of a pool's replica settings."""
@@ -90,6 +116,9 @@ class DeclaredFleet:
 
     def find_generation(self, pool: str, digest: str) -> int | None:
         """Return the number of a version of a pool; None if no known revision has it."""
+        declared = self._generations.get(pool)
+        if declared is not None and declared.digest == digest:
+            return self.generation(pool)
         for revision in self._known:
             found = revision.generations.get(pool)
             if found is not None and found.digest == digest:

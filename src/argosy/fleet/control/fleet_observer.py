@@ -194,6 +194,7 @@ class FleetObserver:
             node=replica.node,
             zone=replica.zone,
             started_at=replica.started_at,
+            version=reading.version or record.version,
         )
 
     def _remembered(self, record: ReplicaRecord) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from argosy.policy.reconciliation import (
 )
 from argosy.process import run_in_daemon_thread
 from argosy.store import DeposedError, FleetLease, StoreError
+from argosy.version import VERSION
 
 DAY_S = 86_400.0
 OBSERVATION_INTERVAL_S = 1.0
@@ -152,6 +153,8 @@ class LeaderTerm:
         )
         self._last_observed_at = now
         replicas = tuple(self._observer.observe(declared, now))
+        listed = [each for _, each in self._observer.listed]
+        declared.hold_renewals(listed)
         self._autoscaler.decide(declared, self._rollouts.running, now)
         counts = self._autoscaler.desired_counts(declared)
         await self._rollouts.decide(declared, replicas, counts, now)
@@ -161,7 +164,7 @@ class LeaderTerm:
             observing_since=self._observing_since,
             unavailable_launchers=unavailable,
         )
-        gateways = [each for _, each in self._observer.listed if each.pool == GATEWAY_POOL]
+        gateways = [each for each in listed if each.pool == GATEWAY_POOL]
         desired = declared.desired_state(counts, self._rollouts.targets, undecided, gateways)
         result = reconcile(desired, observed, now)
         self._record_phases(result.phases, declared, now)
@@ -169,6 +172,7 @@ class LeaderTerm:
             epoch=self._leadership.lease.epoch,
             revision=declared.number,
             machine=self._machine,
+            version=VERSION,
         )
         self._actions.start(result.actions, declared, busy_pools)
         if not undecided:

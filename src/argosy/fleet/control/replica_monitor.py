@@ -20,6 +20,7 @@ WARM_UP_PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 WARM_UP_TOKENS = 16
 EXPECTED_STATUSES = frozenset({200, 503})
 """Statuses of a server that serves, and of one that starts or drains."""
+MAX_VERSION_CHARS = 64
 UNSUPPORTED_STATUSES = frozenset({400, 404, 405, 501})
 """Statuses of a server that does not serve the path, or not for its model."""
 
@@ -51,6 +52,8 @@ class ReplicaHealthReading(msgspec.Struct, frozen=True, kw_only=True):
     """Its latest load report."""
     gateway: str = ""
     """Id that it states as a gateway, by which its record in the store is found."""
+    version: str = ""
+    """Version of Argosy that it states, cut to `MAX_VERSION_CHARS`; empty if it states none."""
     core_exits: int = 0
     """Number of times that its engine core has ended, by its latest load report that could be decoded."""
     core_exited_at: float | None = None
@@ -145,6 +148,7 @@ class ReplicaMonitor:
         except (httpx2.HTTPError, OSError):
             return msgspec.structs.replace(last, is_serving=False)
         now = self._clock()
+        stated = _read_status(response.content)
         reading = msgspec.structs.replace(
             last,
             is_serving=response.status_code == 200,
@@ -153,7 +157,8 @@ class ReplicaMonitor:
             else f"{paths.ready} answers {response.status_code}, see `ready_path` of its engine",
             last_response_at=now,
             load=load,
-            gateway=_read_gateway_id(response.content),
+            gateway=stated.gateway,
+            version=_read_version(stated, load),
         )
         if load is None:
             return reading
@@ -218,8 +223,13 @@ async def _fetch_load(client: httpx2.AsyncClient, path: str) -> LoadResponse | N
         return None
 
 
-def _read_gateway_id(content: bytes) -> str:
+def _read_status(content: bytes) -> StatusResponse:
     try:
-        return msgspec.json.decode(content, type=StatusResponse).gateway
+        return msgspec.json.decode(content, type=StatusResponse)
     except msgspec.MsgspecError:
-        return ""
+        return StatusResponse(status="")
+
+
+def _read_version(stated: StatusResponse, load: LoadResponse | None) -> str:
+    program, _, version = ("", "", "") if load is None else load.build.partition(" ")
+    return (stated.version or (version if program == "argosy" else ""))[:MAX_VERSION_CHARS]

@@ -51,6 +51,7 @@ class ProblemKind(enum.StrEnum):
     ROLLOUT_WAITS = "rollout_waits"
     POOL_STARTS = "pool_starts"
     ROLLOUT_ABORTED = "rollout_aborted"
+    OTHER_VERSION = "other_version"
 
 
 class ProblemRow(NamedTuple):
@@ -104,6 +105,9 @@ PROBLEMS: Mapping[ProblemKind, ProblemRow] = {
     ProblemKind.POOL_STARTS: ProblemRow(Severity.NOTE, "In the pool {reason}."),
     ProblemKind.ROLLOUT_ABORTED: ProblemRow(
         Severity.NOTE, "The rollout of {reason}. `argosy rollout resume` permits it again."
+    ),
+    ProblemKind.OTHER_VERSION: ProblemRow(
+        Severity.NOTE, "{reason}. `argosy up` upgrades the fleet to the installed version."
     ),
 }
 """All kinds. The documentation shows this table."""
