@@ -325,18 +325,19 @@ def test_fallback_answers_for_models_that_are_down_or_have_a_long_queue() -> Non
     for pool in router.pools:
         for replica in pool.replicas.values():
             replica.health.on_detected(0.0)
-    assert resolve_chat(router) == RouteTarget(chat)
+    own = RouteTarget(chat, has_fallbacks=True)
+    assert resolve_chat(router) == own
     (replica,) = chat.replicas.values()
     replica.load.in_flight, replica.load.inter_token_s, chat.active_requests = 2, 0.01, 5
     skipped = "chat has 5.1 s of queue, at most 2 s"  # 4 requests of 256 tokens, 2 at a time
-    assert resolve_chat(router) == RouteTarget(a, "fallback_models", skipped, passed_over=chat)
+    assert resolve_chat(router) == RouteTarget(a, "fallback_models", skipped, None, chat, True)
     for replica in a.replicas.values():
         replica.health.on_unreachable(0.0)
     skipped += "; a has no ready replica"
-    assert resolve_chat(router) == RouteTarget(small, "fallback_models", skipped, passed_over=chat)
+    assert resolve_chat(router) == RouteTarget(small, "fallback_models", skipped, None, chat, True)
     for replica in small.replicas.values():
         replica.health.on_unreachable(0.0)
-    assert resolve_chat(router) == RouteTarget(chat, "", f"{skipped}; small has no ready replica")
+    assert resolve_chat(router) == own._replace(reason=f"{skipped}; small has no ready replica")
 
 
 @given(st.text("ab*", min_size=1, max_size=8), st.text("ab", min_size=1, max_size=12))
