@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +22,13 @@ STACK_BYTES = 512
     ("shapes", "count"),
     [("representative", 12), pytest.param("all", 43, marks=pytest.mark.exhaustive)],
 )
-def test_kernels_fit_hopper(tmp_path: Path, shapes: str, count: int) -> None:
-    """Matrix products use asynchronous instructions and copies. Sampling uses no fused multiply-adds, as on CPUs."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+def test_kernels_fit_hopper(pytestconfig: pytest.Config, shapes: str, count: int) -> None:
+    """Matrix products use asynchronous instructions and copies. Sampling uses no fused multiply-adds, as on CPUs.
+
+    Triton's cache outlives the test, so that only kernels that have changed are compiled.
+    """
+    assert pytestconfig.cache is not None
+    environment = os.environ | {"TRITON_CACHE_DIR": str(pytestconfig.cache.mkdir("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     process = subprocess.run(
         [sys.executable, "-m", "tests.engine.gpu.compile_kernels", shapes],
