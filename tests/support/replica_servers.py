@@ -47,10 +47,12 @@ def load_text_processing() -> TextProcessing:
     return TextProcessing.load(BUNDLED_MODEL)
 
 
-def bundled_model_engine(blocks: int = 512, max_seqs: int = 64) -> EngineClient:
+def bundled_model_engine(
+    blocks: int = 512, max_seqs: int = 64, *, warmup: bool = False
+) -> EngineClient:
     """Create an engine client for the bundled model, without starting it."""
     config = EngineConfig(
-        model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, max_seqs=max_seqs, warmup=False
+        model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, max_seqs=max_seqs, warmup=warmup
     )
     return EngineClient(config)
 

@@ -118,7 +118,8 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: NonNegativeFloat = 0.0
     """Measured prefill rate; 0 before the first measurement."""
     decode_s: NonNegativeFloat = 0.0
-    """Expected seconds between tokens if one more sequence runs; 0 before the first measurement."""
+    """Expected seconds between tokens if one more sequence runs, by the warm-up before a request is measured; 0 if
+    neither is known."""
     other_gateways: list[dict[int, NonNegativeCount]] = []
     """Running requests by tier of each gateway except the one that requests the report."""
     schema_version: NonNegativeCount = LOAD_SCHEMA_VERSION

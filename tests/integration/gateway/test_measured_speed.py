@@ -32,11 +32,12 @@ UNKNOWN = ReplicaLoad("unknown")
 
 
 async def test_argosy_replica_reports_speed_context_and_cache_size() -> None:
-    async with serve(bundled_model_engine(blocks=96)) as served:
+    async with serve(bundled_model_engine(blocks=96, warmup=True)) as served:
         replica = ReplicaEndpoint("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
         prober = Prober(replica)
         await prober.probe()
-        assert not replica.has_reported_speed
+        assert replica.has_reported_speed  # by the warm-up
+        assert replica.load.inter_token_s == served.replica.engine.info.step_s > 0
         body = completion("Once upon a time " * 40, max_tokens=20, ignore_eos=True)
         assert (await served.client.post("/v1/completions", json=body)).status_code == 200
         await prober.probe()

@@ -123,6 +123,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Bound of the core's private memory. 0 sets none."""
     model: ModelDescription | None = None
     """The model as user interfaces show it."""
+    step_s: float = 0.0
+    """Seconds of a step with one token, as the warm-up measured it. 0 without a warm-up."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

@@ -184,7 +184,7 @@ class ReplicaEndpoint(PlacementReplica):
         if self.is_exact and not report.exact:
             log.warning("replica_not_exact", replica=self.name)
         self.is_exact, self.max_model_len = report.exact, report.max_model_len or None
-        self.has_reported_speed = report.prefill_tokens_per_s > 0
+        self.has_reported_speed = report.prefill_tokens_per_s > 0 or report.decode_s > 0
         kv_tokens = report.kv_capacity_tokens or report.kv_blocks_total * report.block_size
         self.prefix_index.resize(kv_tokens // BLOCK_TOKENS)
         load = self.load

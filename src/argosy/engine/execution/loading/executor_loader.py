@@ -100,6 +100,8 @@ class LoadedExecutor:
     """Properties of a model that computes vectors, or None for one that generates."""
     model: ModelDescription | None = None
     """The model as user interfaces show it."""
+    step_s: float = 0.0
+    """Seconds of a step with one token, as the warm-up measured it; 0 without a warm-up."""
 
 
 def load_executor(
@@ -356,9 +358,9 @@ def _prove(
         stored_format=plan.stored_format,
     )
     executor = loaded.create_executor(limits, find_grammar)
-    is_exact = True
+    is_exact, step_s = True, 0.0
     if config.warmup:
-        _warm_up(executor, limits, device.warmup_sizes, progress)
+        step_s = _warm_up(executor, limits, device.warmup_sizes, progress)
         is_exact = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
     pooling, max_steps_in_flight = None, config.max_steps_in_flight
     if plan.pooling is not None:
@@ -380,6 +382,7 @@ def _prove(
         reserved_bytes=_count_reserved_bytes(config, loaded, limits),
         pooling=pooling,
         model=_describe_model(plan),
+        step_s=step_s,
     )
 
 
@@ -472,13 +475,20 @@ def _warm_up(
     limits: SchedulerLimits,
     sizes: tuple[int, ...],
     progress: Callable[[str, float], None],
-) -> None:
-    """Run one prefill of each size that fits, so that compilation and first-use costs do not delay requests."""
+) -> float:
+    """Run one prefill of each size that fits, so that compilation and first-use costs do not delay requests.
+
+    Returns the seconds of another step with one token, by which requests are routed before the first one was measured.
+    """
     fitting = [size for size in sizes if size <= _max_prefill_tokens(limits)]
     for number, size in enumerate(fitting):
         _run_prefill(executor, limits, [size], WARMUP_PARAMS)
         progress(WARMING_UP, (number + 1) / len(fitting))
+    started_at = time.monotonic()
+    _run_prefill(executor, limits, [1], WARMUP_PARAMS)
+    step_s = time.monotonic() - started_at
     executor.reset()
+    return step_s
 
 
 def _is_capturable(architecture: AnyArchitecture) -> bool:

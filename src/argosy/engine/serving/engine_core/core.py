@@ -454,6 +454,7 @@ def describe_core(loaded: LoadedExecutor, memory_bound_bytes: int) -> CoreReady:
         pooling=loaded.pooling,
         memory_bound_bytes=memory_bound_bytes,
         model=loaded.model,
+        step_s=loaded.step_s,
     )
 
 
