@@ -253,7 +253,7 @@ def check_launchers(target: FleetTarget, config: FleetConfig) -> None:
 def check_ports(target: FleetTarget, config: FleetConfig) -> None:
     """End the command if another program listens where a gateway of the fleet shall, on this machine."""
     from argosy.deployment import build_gateway_config, listen_url
-    from argosy.http_server import bind_tcp
+    from argosy.http_server import bind_host
 
     if config.uds is not None:
         return
@@ -262,7 +262,8 @@ def check_ports(target: FleetTarget, config: FleetConfig) -> None:
         if listen_url(build_gateway_config(config, ordinal)) in own_urls:
             continue
         try:
-            bind_tcp(config.host, config.port + ordinal).close()
+            for each in bind_host(config.host, config.port + ordinal):
+                each.close()
         except OSError as error:
             problem = str(error.strerror).partition(";")[0]
             fail(f"gateway {ordinal} {problem}; stop what listens there, or change `port`")

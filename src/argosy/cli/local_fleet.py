@@ -102,20 +102,20 @@ class LocalFleet:
             self._gateway.reload()
 
     async def _run(self, fleet: ReplicaFleet) -> None:
-        from argosy.http_server import listening_socket
+        from argosy.http_server import listening_sockets
 
         server = self.server
         with (
             handle_signals(self.stop, None if server.tls is None else self._reload_certificates),
             # Opened before the replicas start, so that an address in use fails at once. Clients that connect now wait
             # for the first replica.
-            listening_socket(server.host, server.port, server.uds) as listen_socket,
+            listening_sockets(server.host, server.port, server.uds) as listen_sockets,
         ):
             try:
                 await fleet.start()
                 keep_task = asyncio.create_task(fleet.keep())
                 try:
-                    await self._run_gateway(fleet, keep_task, listen_socket)
+                    await self._run_gateway(fleet, keep_task, listen_sockets)
                     if self.has_served:
                         await self._drain_replicas(fleet, keep_task)
                 finally:
@@ -125,7 +125,10 @@ class LocalFleet:
                 await fleet.close()
 
     async def _run_gateway(
-        self, fleet: ReplicaFleet, keep_task: asyncio.Task[None], listen_socket: socket.socket
+        self,
+        fleet: ReplicaFleet,
+        keep_task: asyncio.Task[None],
+        listen_sockets: Sequence[socket.socket],
     ) -> None:
         from argosy.gateway import GatewayServer
         from argosy.lessons import LESSONS
@@ -141,7 +144,7 @@ class LocalFleet:
         if not await self._prepare_auth() or not await self._wait_for_replicas(fleet, keep_task):
             return
         self._gateway = gateway
-        gateway_task = asyncio.create_task(gateway.run(listen_socket))
+        gateway_task = asyncio.create_task(gateway.run(listen_sockets))
         await asyncio.wait({gateway_task, keep_task}, return_when=asyncio.FIRST_COMPLETED)
         gateway.stop()
         if keep_task.done():

@@ -67,7 +67,7 @@ from argosy.http_server import (
     SocketHandover,
     bind_unix,
     listen_url,
-    listening_socket,
+    listening_sockets,
     tune_gc,
 )
 from argosy.native import NativeUnavailableError
@@ -205,11 +205,11 @@ class GatewayServer:
         for part in self._parts:
             part.on_models_changed()
 
-    async def run(self, listen_socket: socket.socket | None = None) -> None:
+    async def run(self, listen_sockets: Sequence[socket.socket] | None = None) -> None:
         """Serve until `stop` is called.
 
         Args:
-            listen_socket: A bound socket to listen on. Defaults to the address in the settings.
+            listen_sockets: Bound sockets to listen on. Default to the addresses in the settings.
 
         Raises:
             ValueError: The settings are invalid. The message says what to change.
@@ -234,12 +234,12 @@ class GatewayServer:
                 filters += await self._build_store_filters(config.store, quota_backend, exit_stack)
                 if self._stop_requested.is_set():
                     return
-            if listen_socket is None:
-                listen_socket = exit_stack.enter_context(self._bind())
+            if listen_sockets is None:
+                listen_sockets = exit_stack.enter_context(self._bind())
             fast_path = await self._start_fast_path()
             if fast_path is not None:
                 exit_stack.callback(fast_path.close)
-            await self._serve(filters, idempotency_store, listen_socket, fast_path)
+            await self._serve(filters, idempotency_store, listen_sockets, fast_path)
 
     async def _build_store_filters(
         self,
@@ -290,7 +290,7 @@ class GatewayServer:
         self,
         filters: list[RequestFilter],
         idempotency_store: IdempotencyStore,
-        listen_socket: socket.socket,
+        listen_sockets: Sequence[socket.socket],
         fast_path: FastPath | None,
     ) -> None:
         """Build the application, and serve it with its background tasks."""
@@ -299,7 +299,7 @@ class GatewayServer:
         peers = None
         if store is not None:
             scheme = "http" if config.tls is None else "https"
-            url = advertised_url(listen_socket, scheme, config.advertise_url)
+            url = advertised_url(listen_sockets[0], scheme, config.advertise_url)
             peers = PeerGateways(self._gateway_id, store, url, config.tls)
         response_state = (
             ResponseState(None)
@@ -327,7 +327,7 @@ class GatewayServer:
         tasks += [task for part in self._parts for task in part.tasks]
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
-        await self._listen(app, background, listen_socket, tasks, descriptors_per_client)
+        await self._listen(app, background, listen_sockets, tasks, descriptors_per_client)
 
     def _build_app(
         self,
@@ -478,7 +478,7 @@ class GatewayServer:
         self,
         app: GatewayApp,
         background: BackgroundResponses,
-        listen_socket: socket.socket,
+        listen_sockets: Sequence[socket.socket],
         background_tasks: list[CoroutineFactory],
         descriptors_per_client: int,
     ) -> None:
@@ -502,7 +502,7 @@ class GatewayServer:
         stop_task = asyncio.create_task(self._stop_requested.wait())
         tasks = [asyncio.create_task(run_with_restarts(factory)) for factory in background_tasks]
         try:
-            await self._accept_clients(server, listen_socket, {server_task, stop_task})
+            await self._accept_clients(server, listen_sockets, {server_task, stop_task})
             await asyncio.wait({server_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain(app, background, server)
         finally:
@@ -514,7 +514,10 @@ class GatewayServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept_clients(
-        self, server: HttpServer, listen_socket: socket.socket, ends: AbstractSet[asyncio.Task[Any]]
+        self,
+        server: HttpServer,
+        listen_sockets: Sequence[socket.socket],
+        ends: AbstractSet[asyncio.Task[Any]],
     ) -> None:
         """Accept clients once the models are known, unless one of the tasks ends before.
 
@@ -527,15 +530,15 @@ class GatewayServer:
             published.cancel()
         if any(task.done() for task in ends):
             return
-        server.accept_on([listen_socket])
+        server.accept_on(listen_sockets)
         self._is_accepting = True
         if config.handover is not None:
             try:
-                offer = SocketHandover(Path(config.handover), listen_socket)
+                offer = SocketHandover(Path(config.handover), listen_sockets)
                 self._parts.append(GatewayPart(on_drain=offer.close))
             except OSError as error:
                 log.warning("handover_unavailable", path=config.handover, reason=str(error))
-        url = listen_url(listen_socket, "http" if self._certificates is None else "https")
+        url = listen_url(listen_sockets[0], "http" if self._certificates is None else "https")
         log.info(
             "ready",
             url=url,
@@ -607,8 +610,8 @@ class GatewayServer:
         force_stop_task.cancel()
         server.force_exit = app.in_flight > 0
 
-    def _bind(self) -> AbstractContextManager[socket.socket]:
-        """Open the listening socket of the settings.
+    def _bind(self) -> AbstractContextManager[Sequence[socket.socket]]:
+        """Open the listening sockets of the settings.
 
         Raises:
             ValueError: The address would expose the gateway without authentication.
@@ -620,7 +623,7 @@ class GatewayServer:
             )
             check_exposure(config.host, config.auth, snapshot)
         handover = None if config.handover is None else Path(config.handover)
-        return listening_socket(config.host, config.port, config.uds, handover)
+        return listening_sockets(config.host, config.port, config.uds, handover)
 
 
 def serve_gateway(

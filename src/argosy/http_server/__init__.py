@@ -46,10 +46,12 @@ from argosy.http_server.routes import ANY_METHOD, Route, RouteMatch, RouteTable
 from argosy.http_server.server import (
     SHUTDOWN_GRACE_S,
     HttpServer,
+    bind_host,
     bind_tcp,
     bind_unix,
+    listen_addresses,
     listen_url,
-    listening_socket,
+    listening_sockets,
     tune_gc,
 )
 from argosy.http_server.tls import CertificateWatcher, TlsConfig

@@ -9,7 +9,7 @@ import gc
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from argosy.http_server.connection_limiter import (
     IpAddress,
 )
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.handover import receive_listen_socket
+from argosy.http_server.handover import receive_listen_sockets
 from argosy.http_server.http_request import RequestHandler
 from argosy.http_server.tls import CertificateWatcher
 from argosy.process import max_clients
@@ -53,6 +53,12 @@ FORCED_SHUTDOWN_GRACE_S = 0.1
 """The same if the shutdown is forced and does not wait for responses."""
 DATE_HEADER_INTERVAL_S = 1
 """Interval in seconds between updates of the Date header."""
+_LOOPBACK, _ANY = ("127.0.0.1", "::1"), ("0.0.0.0", "::")  # noqa: S104 - only if the settings say so
+_SEVERAL_ADDRESSES = {"localhost": _LOOPBACK, "::": _ANY, "": _ANY}
+MAX_PORT_RETRIES = 8
+"""How often another free port is tried if the one that is free at the first address is in use at the second."""
+_MISSING_ERRNOS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+"""Errors of an address family that the machine does not have."""
 _PORT_ERRNOS = frozenset({errno.EADDRINUSE, errno.EACCES})
 """Errors caused by the port: in use, or not permitted. Other errors are caused by the address."""
 
@@ -200,36 +206,90 @@ class HttpServer:
 
 
 @contextlib.contextmanager
-def listening_socket(
+def listening_sockets(
     host: str, port: int, uds: str | None, handover: Path | None = None
-) -> Iterator[socket.socket]:
-    """Open a listening socket at the path `uds` if set, else at host and port, and close it on exit.
+) -> Iterator[list[socket.socket]]:
+    """Open a listening socket at the path `uds` if set, else at all addresses of a host, and close them on exit.
 
     The file of a Unix socket is removed on exit.
 
     Args:
-        host: Host name or address.
+        host: Host name or address, see `listen_addresses`.
         port: Port; 0 selects a free one.
         uds: Path of a Unix socket to listen on instead.
-        handover: Where a process that listens there hands over its socket (see `SocketHandover`). A path `uds` is taken
-            from that process.
+        handover: Where a process that listens there hands over its sockets (see `SocketHandover`). A path `uds` is
+            taken from that process.
 
     Raises:
-        OSError: The socket cannot be bound; the message contains the remedy.
+        OSError: No socket can be bound, or one of them only to another port; the message contains the remedy.
     """
     if uds is not None:
-        bound = bind_unix(Path(uds), replaces=handover is not None and _has_listener(handover))
+        bound = [bind_unix(Path(uds), replaces=handover is not None and _has_listener(handover))]
     else:
-        received = None if handover is None else receive_listen_socket(handover, host, port)
-        bound = bind_tcp(host, port) if received is None else received
+        received = [] if handover is None else receive_listen_sockets(handover)
+        bound = bind_host(host, port, received)
     try:
         yield bound
     finally:
-        close_listen_socket(bound)
+        for each in bound:
+            close_listen_socket(each)
+
+
+def listen_addresses(host: str) -> tuple[str, ...]:
+    """Return what to listen on for a host: both loopback addresses for `localhost`, both families for `::`.
+
+    IPv6 and IPv4 get sockets of their own, so that the addresses of IPv4 clients look the same in all cases.
+    """
+    return _SEVERAL_ADDRESSES.get(host, (host,))
+
+
+def bind_host(host: str, port: int, received: Sequence[socket.socket] = ()) -> list[socket.socket]:
+    """Return listening sockets with one port for all addresses of a host, without those that the machine lacks.
+
+    Args:
+        host: Host name or address, see `listen_addresses`.
+        port: Port; 0 selects a free one.
+        received: Listening sockets of another process. Those of the same address and port are used, the others closed.
+
+    Raises:
+        OSError: An address cannot be bound; the message contains the remedy.
+    """
+    addresses = listen_addresses(host)
+    bound: dict[str, socket.socket] = {}
+    for each in received:
+        address = next((one for one in addresses if _has_address(each, one, port)), None)
+        if address is None:
+            each.close()
+        else:
+            bound[address] = each
+    missing: OSError | None = None
+    retries = MAX_PORT_RETRIES if port == 0 and len(addresses) > 1 else 0
+    while True:
+        try:
+            for address in addresses:
+                if address in bound:
+                    continue
+                first = next(iter(bound.values()), None)
+                try:
+                    bound[address] = bind_tcp(address, first.getsockname()[1] if first else port)
+                except OSError as error:
+                    if len(addresses) == 1 or error.errno not in _MISSING_ERRNOS:
+                        raise
+                    missing = error
+            if missing is not None and not bound:
+                raise missing
+            return [bound[address] for address in addresses if address in bound]
+        except OSError:
+            for each in bound.values():
+                each.close()
+            bound.clear()
+            if retries == 0:
+                raise
+            retries -= 1
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """Return a TCP listening socket. Port 0 selects a free port.
+    """Return a TCP listening socket for one address. Port 0 selects a free port.
 
     Raises:
         OSError: The address cannot be bound; the message contains the remedy.
@@ -240,13 +300,31 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (")[0]  # the rest repeats the address
         option = "--port" if error.errno in _PORT_ERRNOS else "--host"
-        message = f"cannot listen on {host}:{port} ({reason}); choose another {option}"
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        message = f"cannot listen on {shown} ({reason}); choose another {option}"
         raise OSError(error.errno, message) from error
     # Accepted sockets inherit the options. Not every system supports the second one.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which asyncio's loop leaves out
     with contextlib.suppress(OSError):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
     return bound
+
+
+def _has_address(listen_socket: socket.socket, host: str, port: int) -> bool:
+    """Return whether a socket is what `bind_tcp` would return for an address."""
+    if listen_socket.family == socket.AF_UNIX:
+        return False
+    try:
+        found = socket.getaddrinfo(
+            host or None,
+            port,
+            socket.AF_INET6 if ":" in host else socket.AF_INET,
+            socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
+    except OSError:
+        return False
+    return listen_socket.getsockname()[:2] in [address[:2] for *_, address in found]
 
 
 def bind_unix(path: Path, *, replaces: bool = False) -> socket.socket:

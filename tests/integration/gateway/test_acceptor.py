@@ -6,7 +6,7 @@ import asyncio
 import errno
 import resource
 import socket
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +22,10 @@ from argosy.http_server import (
     HttpServer,
     SocketHandover,
     acceptor,
+    bind_host,
     bind_tcp,
     bind_unix,
-    listening_socket,
+    listening_sockets,
 )
 from argosy.http_server import server as server_module
 from argosy.http_server.acceptor import UnixListenSocket, close_listen_socket
@@ -93,14 +94,51 @@ def test_closed_server_leaves_socket_of_its_successor(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     for drains in (True, False):
         with ExitStack() as successor:
-            with listening_socket("", 0, str(path)) as draining:
+            with listening_sockets("", 0, str(path)) as (draining,):
                 if drains:
                     close_listen_socket(draining)
                 else:
                     path.unlink()
-                successor.enter_context(listening_socket("", 0, str(path)))
+                successor.enter_context(listening_sockets("", 0, str(path)))
             assert is_listening(path)
         assert not path.exists()
+
+
+ALL_IPV4 = "0.0.0.0"  # noqa: S104 - a test of it
+
+
+def find_loopbacks() -> list[str]:
+    """Return the loopback addresses of the families that this machine has."""
+    found = ["127.0.0.1", "127.0.0.2"]
+    with suppress(OSError):
+        bind_tcp("::1", 0).close()
+        found.append("::1")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("localhost", {"127.0.0.1", "::1"}),
+        ("::", {"127.0.0.1", "::1", "127.0.0.2"}),
+        ("", {"127.0.0.1", "::1", "127.0.0.2"}),
+        (ALL_IPV4, {"127.0.0.1", "127.0.0.2"}),
+        ("127.0.0.1", {"127.0.0.1"}),
+    ],
+)
+def test_host_is_reached_at_the_addresses_of_both_families(host: str, reached: set[str]) -> None:
+    with listening_sockets(host, 0, None) as sockets:
+        (port,) = {each.getsockname()[1] for each in sockets}
+        found = set()
+        for address in ("127.0.0.1", "127.0.0.2", "::1"):
+            with (
+                suppress(ConnectionRefusedError),
+                socket.create_connection((address, port)) as client,
+            ):
+                found.add(client.getpeername()[0])
+        assert found == reached.intersection(find_loopbacks())
+        with pytest.raises(OSError, match=r"cannot listen on .*choose another --port"):
+            bind_host(host, port)
 
 
 async def test_successor_serves_connections_that_wait_at_a_handed_over_socket(
@@ -111,27 +149,34 @@ async def test_successor_serves_connections_that_wait_at_a_handed_over_socket(
     folder.mkdir()
     path = folder / "handover"
 
-    def open_successor(stack: ExitStack, port: int) -> socket.socket:
-        return stack.enter_context(listening_socket("127.0.0.1", port, None, path))
+    def open_successor(stack: ExitStack, port: int, host: str = "::") -> list[socket.socket]:
+        return stack.enter_context(listening_sockets(host, port, None, path))
 
     with ExitStack() as stack, ExitStack() as predecessor:
         old = open_successor(predecessor, 0)
         offer = SocketHandover(path, old)
         assert path.stat().st_mode & 0o777 == 0o600
-        port = old.getsockname()[1]
+        port = old[0].getsockname()[1]
         other = await asyncio.to_thread(open_successor, stack, 0)
-        assert other.getsockname()[1] != port
+        assert other[0].getsockname()[1] != port
+        (only_ipv4,) = await asyncio.to_thread(open_successor, stack, port, ALL_IPV4)
+        assert only_ipv4.getsockname() == (ALL_IPV4, port)
         new = await asyncio.to_thread(open_successor, stack, port)
         successor_offer = SocketHandover(path, new)
-        client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        client.sendall(REQUEST)
+        clients = [
+            stack.enter_context(socket.create_connection((address, port)))
+            for address in find_loopbacks()
+        ]
+        for client in clients:
+            client.sendall(REQUEST)
         offer.close()
         predecessor.close()
         assert path.is_socket()
         server = HttpServer(respond)
-        task = asyncio.create_task(server.serve(sockets=[new]))
-        response = await asyncio.to_thread(client.makefile("rb").read)
-        assert response.startswith(b"HTTP/1.1 200 ")
+        task = asyncio.create_task(server.serve(sockets=new))
+        for client in clients:
+            response = await asyncio.to_thread(client.makefile("rb").read)
+            assert response.startswith(b"HTTP/1.1 200 ")
         server.stop()
         await task
         successor_offer.close()

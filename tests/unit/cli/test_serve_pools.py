@@ -81,7 +81,7 @@ def test_options_of_serve_reach_its_replicas(options: list[list[str]], flags: li
     replica_server, replica_engine = build_replica_settings(options_of(pool.engine.command))
     assert replica_engine == msgspec.structs.replace(engine, model=MODEL.source)
     assert replica_server == msgspec.structs.replace(
-        server, host="127.0.0.1", port=8000, served_model_names=MODEL.names, log_name="{name}"
+        server, host="localhost", port=8000, served_model_names=MODEL.names, log_name="{name}"
     )
 
 

@@ -187,6 +187,8 @@ def test_order_of_items_is_a_change() -> None:
         ("port=8000", "port=9000", ["http://127.0.0.1:8000 are refused from then on", "cut"]),
         ('host="127.0.0.1"', 'host="0.0.0.0"', ["to each gateway are refused for about 2 s", "cut"]),
         ('host="0.0.0.0"', 'host="10.0.0.1"', ["127.0.0.1:8000 are", "for about 2 s", "cut"]),
+        ('host="::"', 'host="0.0.0.0"', ["over IPv6 are refused", "cut"]),
+        ('host="127.0.0.1"', 'host="localhost"', ["cut"]),
         ("gateways=2", "gateways=1", ["http://127.0.0.1:8001 are refused from then on", "cut"]),
         ("gateways=1", "gateways=0", ["no gateway remains", "cut"]),
         ("gateways=1", "gateways=2", []),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import time
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from msgspec import Meta
 from argosy.deployment.declaration.engines import EngineKind, OptionName, OptionValue
 from argosy.deployment.declaration.rollout_config import RolloutConfig
 from argosy.deployment.settings.gateway_config import GatewayConfig, ModelConfig, ModelName
+from argosy.http_server import listen_addresses
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import ByCommandLine, ByOperator, Size, parse_size
 
@@ -410,7 +412,8 @@ def listen_url(settings: GatewayConfig) -> str:
     """Return the address of a gateway, as seen from its machine."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"
-    host = "127.0.0.1" if settings.host in WILDCARD_HOSTS else settings.host
+    loops_back = settings.host in WILDCARD_HOSTS or settings.host == "localhost"
+    host = "127.0.0.1" if loops_back else settings.host
     scheme = "http" if settings.tls is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
@@ -419,9 +422,13 @@ def has_address_conflict(old: FleetConfig, new: FleetConfig) -> bool:
     """Return whether the gateways of a fleet have to end before those of another declaration can listen.
 
     A listening socket is handed over to a gateway with the same address. All addresses of a machine and one of them
-    exclude each other.
+    exclude each other, if they are of the same family.
     """
-    if old.host == new.host or not WILDCARD_HOSTS & {old.host, new.host}:
+    pairs = itertools.product(listen_addresses(old.host), listen_addresses(new.host))
+    if not any(
+        before != after and (":" in before) == (":" in after) and WILDCARD_HOSTS & {before, after}
+        for before, after in pairs
+    ):
         return False
     if old.uds is not None or new.uds is not None:
         return False

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from argosy.deployment.declaration.comparison import ChangeEffect, PlannedChange
 from argosy.deployment.declaration.config import (
-    WILDCARD_HOSTS,
     FleetConfig,
     build_gateway_config,
     has_address_conflict,
     listen_url,
 )
+from argosy.http_server import listen_addresses
 
 _NARROWED_LIMITS = {
     "body_limit_bytes": "Requests with larger bodies than `body_limit_bytes` are refused.",
@@ -52,6 +52,16 @@ def describe_refusals(
     return tuple(dict.fromkeys(sentences))
 
 
+def _lost_addresses(old_host: str, new_host: str) -> list[str]:
+    """Return the addresses of a host that another one does not include."""
+    kept = listen_addresses(new_host)
+    return [
+        address
+        for address in listen_addresses(old_host)
+        if address not in kept and ("::" if ":" in address else "0.0.0.0") not in kept  # noqa: S104
+    ]
+
+
 def _describe_addresses(
     old: FleetConfig, new: FleetConfig, gateway_start_s: float | None
 ) -> Iterator[str]:
@@ -68,8 +78,10 @@ def _describe_addresses(
     gone = [url for url in before if url not in after]
     if gone:
         yield f"Requests to {' and '.join(gone)} are refused from then on. Clients use {after[0]}."
-    elif old.host in WILDCARD_HOSTS and new.host not in WILDCARD_HOSTS:
-        yield f"Requests to other addresses than {new.host} are refused from then on."
+    elif lost := _lost_addresses(old.host, new.host):
+        is_ipv6 = all(":" in address for address in lost)
+        others = "over IPv6" if is_ipv6 else f"to other addresses than {new.host}"
+        yield f"Requests {others} are refused from then on."
     if has_address_conflict(old, new):
         duration = "a few" if gateway_start_s is None else f"about {max(1, round(gateway_start_s))}"
         yield (

@@ -191,8 +191,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pools_file: ByCommandLine[str | None] = None
     """File in which the gateway keeps what the controller published, to serve by it while no controller runs. By
     default a file in the user's state folder."""
-    host: ByCommandLine[str] = "127.0.0.1"
-    """Address to listen on."""
+    host: ByCommandLine[str] = "localhost"
+    """Host name or address to listen on. `localhost` is both loopback addresses, `::` all addresses of IPv4 and IPv6,
+    and `0.0.0.0` those of IPv4."""
     port: ByCommandLine[Annotated[int, Meta(ge=0, le=65535)]] = 8000
     """0 selects a free port."""
     uds: ByCommandLine[str | None] = None

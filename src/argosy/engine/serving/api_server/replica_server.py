@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 import uvloop
@@ -27,7 +27,7 @@ from argosy.http_server import (
     CertificateWatcher,
     HttpServer,
     listen_url,
-    listening_socket,
+    listening_sockets,
     tune_gc,
 )
 from argosy.model_store import hold_model, stored_digest
@@ -101,14 +101,14 @@ class ReplicaServer:
         """
         config, certificates = self._config, self._certificates
         reload_certificates = None if certificates is None else certificates.reload
-        listening = listening_socket(config.host, config.port, config.uds)
-        with handle_signals(self.stop, reload_certificates), listening as bound_socket:
-            await self._listen(bound_socket)
+        listening = listening_sockets(config.host, config.port, config.uds)
+        with handle_signals(self.stop, reload_certificates), listening as bound_sockets:
+            await self._listen(bound_sockets)
 
-    async def _listen(self, bound_socket: socket.socket) -> None:
-        listening = asyncio.create_task(self._listener.serve(sockets=[bound_socket]))
+    async def _listen(self, bound_sockets: Sequence[socket.socket]) -> None:
+        listening = asyncio.create_task(self._listener.serve(sockets=bound_sockets))
         scheme = "http" if self._certificates is None else "https"
-        serving = asyncio.create_task(self._serve_model(listen_url(bound_socket, scheme)))
+        serving = asyncio.create_task(self._serve_model(listen_url(bound_sockets[0], scheme)))
         watching_certificates = asyncio.create_task(self._watch_certificates())
         stopping = asyncio.create_task(self._stop_requested.wait())
         try:

@@ -18,7 +18,12 @@ from argosy.settings import convert_settings, declared_options, define_options, 
 class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Listening address and limits for clients. Times are in seconds. Fields with `option` are options of commands."""
 
-    host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        option(
+            "Host name or address to listen on. `::` is all addresses, `localhost` both loopback ones."
+        ),
+    ] = "localhost"
     port: Annotated[int, option("Port to listen on; 0 selects a free port.", ge=0, le=65535)] = 8000
     uds: Annotated[str, option("Listen on this Unix socket instead of host and port.")] | None = (
         None
