@@ -98,6 +98,33 @@ async def connected_upstream(
             upstream.close()
 
 
+class ForwardProxy:
+    """Handler of an HTTP proxy that finds all hosts on this machine, and records the heads of its requests."""
+
+    def __init__(self) -> None:
+        self.heads: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection: a tunnel (CONNECT) to the port that is asked for."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.heads.append(head)
+        port = int(head.split()[1].rpartition(":")[2])
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"HTTP/1.1 200 Connection established\r\nx-proxy: test\r\n\r\n")
+        copies = asyncio.gather(_copy(reader, server_writer), _copy(server_reader, writer))
+        try:
+            await copies
+        finally:
+            server_writer.close()
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    while data := await source.read(65536):
+        target.write(data)
+        await target.drain()
+    target.close()
+
+
 async def send_request(
     upstream: Upstream, sink: ResponseRecorder, body: bytes = b"{}"
 ) -> UpstreamConnection:

@@ -52,14 +52,14 @@ def list_replicas(
     columns = ("model", "replica", "status", "since", "weight", "running", "waiting")
     print_records(
         replicas,
-        (*columns, "arithmetic", "build", "zone", "reason"),
+        (*columns, "arithmetic", "build", "zone", "proxy", "reason"),
         lambda view: (
             *(view["model"], view["replica"], view["status"]),
             format_timestamp(view["since"], "seconds"),
             f"{view['weight']:g}",
             *(view["running"], view["waiting"]),
             view["arithmetic_id"][:8] + ("" if view["exact"] else " (not exact)"),
-            *(view["build"], view["zone"], view["reason"]),
+            *(view["build"], view["zone"], view.get("proxy", ""), view["reason"]),
         ),
         "No replicas match.",
         json=json,

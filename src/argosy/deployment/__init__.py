@@ -137,6 +137,7 @@ from argosy.deployment.settings.replica_config import (
     ResumeMode,
     UpstreamTls,
     build_configured_headers,
+    find_replica_proxy,
 )
 from argosy.deployment.settings.routing_config import (
     ANY_HEADER_VALUE,

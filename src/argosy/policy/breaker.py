@@ -18,7 +18,8 @@ class AttemptOutcome(enum.Enum):
     FAILURE = "failure"
     """Connection error, stall, truncated stream, other 5xx, or a status that is neither success nor error (redirect).
 
-    Status 401 and 402 count too, because the gateway's own key for the replica is wrong or its account is empty.
+    Status 401, 402 and 407 count too, because the gateway's own key for the replica or for a proxy is wrong, or its
+    account is empty.
     Status 424 counts because TGI answers it when its engine failed.
     """
 
@@ -27,7 +28,7 @@ def classify_status(status: int) -> AttemptOutcome:
     """Return the outcome for an HTTP status."""
     if status in {429, 503}:
         return AttemptOutcome.BACKPRESSURE
-    client_error = 400 <= status < 500 and status not in {401, 402, 424}
+    client_error = 400 <= status < 500 and status not in {401, 402, 407, 424}
     return (
         AttemptOutcome.SUCCESS if client_error or status in {200, 201} else AttemptOutcome.FAILURE
     )

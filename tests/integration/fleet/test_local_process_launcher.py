@@ -195,10 +195,11 @@ async def test_process_gets_the_variables_of_its_kind(
     fields: dict[str, object],
     known: set[str],
 ) -> None:
-    for name in (*SECRETS, "HF_HOME", "VLLM_LOGGING_LEVEL"):
+    public = ("HF_HOME", "HTTPS_PROXY", "VLLM_LOGGING_LEVEL")
+    for name in (*SECRETS, *public):
         monkeypatch.setenv(name, "secret")
     launcher = environment.create_launcher(**options)
-    names = (*SECRETS, "HF_HOME", "VLLM_LOGGING_LEVEL")
+    names = (*SECRETS, *public)
     behaviours = [f"printenv={name}" for name in names]
     await launcher.start(spec(*behaviours, **fields), 1)  # type: ignore[arg-type] # as `spec` takes them
     await read_pid((await launcher.list_replicas())["a-1-0"])
@@ -207,7 +208,7 @@ async def test_process_gets_the_variables_of_its_kind(
         log = (await launcher.read_log("a-1-0", 1000)).decode()
     await end(launcher)
     seen = {name for name in names if f"{name}=secret" in log}
-    assert seen == known | {"HF_HOME", "VLLM_LOGGING_LEVEL"}
+    assert seen == known.union(public)
 
 
 async def test_replica_waits_for_a_gpu_until_another_exits(

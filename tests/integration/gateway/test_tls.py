@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import sys
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import openai
 import pytest
 import websockets
 from tests.support.backend_formats import Vllm
-from tests.support.byte_server import serve_handler
+from tests.support.byte_server import ForwardProxy, serve_handler
 from tests.support.certificates import Authority, Pair
 from tests.support.fake_backend import ANSWER_TEXT, Fault, serve_backends
 from tests.support.fake_engine import FakeEngine
@@ -327,6 +328,40 @@ async def test_replicas_are_reached_over_tls_and_streams_resumed(
                 for count in (0, 3, 7):
                     first_backend.faults.append(Fault("disconnect", count))
                     assert (await stream(client, COMPLETION)).text == ANSWER_TEXT
+
+
+async def test_servers_outside_are_reached_through_the_proxy_of_the_environment(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosted, local, proxy = Vllm(), Vllm(), ForwardProxy()
+    context = server_context(authority.pair("api.example.com"))
+    async with (
+        serve_behind_tls(hosted, context) as port,
+        serve_handler(local.serve) as local_url,
+        serve_handler(proxy.serve) as proxy_url,
+    ):
+        with_password = proxy_url.replace("http://", "http://me:s%40fe@")
+        for name in ("https_proxy", "http_proxy"):  # win over the names in upper case
+            monkeypatch.setenv(name, with_password)
+        tls = UpstreamTls(ca=authority.ca)
+        outside = ReplicaConfig(
+            url=f"https://api.example.com:{port}", kind="openai", model="cat", tls=tls
+        )
+        inside = ReplicaConfig(url=local_url, kind="openai", model="cat")
+        async with (
+            run_gateway(outside, inside) as (_, url),
+            httpx2.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+        ):
+            for _ in range(4):
+                assert (await stream(client, COMPLETION)).text == ANSWER_TEXT
+        assert len(hosted.requests) == len(local.requests) == 2
+        assert proxy.heads
+        for head in proxy.heads:
+            assert head.startswith(f"CONNECT api.example.com:{port} HTTP/1.1\r\n")
+            assert f"proxy-authorization: Basic {b64encode(b'me:s@fe').decode()}\r\n" in head
+        assert all("proxy-authorization" not in each.headers for each in hosted.requests)
+    assert "s@fe" not in (output := "".join(capsys.readouterr()))
+    assert "s%40fe" not in output
 
 
 async def test_argosy_replica_listens_over_tls(

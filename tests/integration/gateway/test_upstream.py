@@ -12,6 +12,7 @@ import struct
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from tests.support.byte_server import (
     read_request,
     send_and_wait,
     send_request,
+    serve_handler,
 )
 from tests.support.certificates import Authority
 from tests.support.waiting import stable_value, until
 
+from argosy.deployment import ReplicaConfig, find_replica_proxy
 from argosy.gateway.upstream import (
     Upstream,
     UpstreamError,
@@ -42,6 +45,7 @@ from argosy.gateway.upstream.connection import UpstreamConnection
 from argosy.gateway.upstream.upstream import CONNECTION_ATTEMPT_DELAY_S
 from argosy.policy import AttemptOutcome
 from argosy.protocol import parse_endpoint
+from argosy.proxies import Proxy, direct_mounts
 
 
 async def test_request_is_sent_complete_and_connection_reused() -> None:
@@ -601,3 +605,108 @@ async def test_buffered_response_is_bounded(
         assert await response.status == 200
         with pytest.raises(UpstreamError, match="larger than"):
             await response.read_body()
+
+
+# --- proxies -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without proxies."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    return monkeypatch
+
+
+async def test_plain_requests_are_sent_to_a_proxy_with_the_whole_url() -> None:
+    requests = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            requests.append(await read_request(reader))
+            writer.write(OK)
+
+    async with serve_handler(serve) as url:
+        proxy = Proxy("127.0.0.1", parse_endpoint(url).port, b"Basic abc")
+        upstream = Upstream(parse_endpoint("http://api.example.com/v1"), proxy=proxy)
+        assert (await send_and_wait(upstream)).body == b"ok"
+        upstream.close()
+    head = b"POST http://api.example.com/v1/x HTTP/1.1\r\nhost: api.example.com\r\n"
+    assert requests[0].startswith(head + b"proxy-authorization: Basic abc\r\n")
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "requires other credentials"),
+        (b"HTTP/1.1 403 Forbidden\r\n\r\n", "does not connect to api.example.com:443 (status 403"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\n", "sent no complete response"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"x" * 20_000, "sent no complete response"),
+        (b"HTTP/1.1 200 OK\r\n\r\nmore", "sent more than its response"),
+        (None, "Connection refused"),
+    ],
+    ids=["407", "403", "ssh", "short", "large", "more", "down"],
+)
+async def test_error_of_a_proxy_names_the_proxy(response: bytes | None, message: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(response or b"")
+
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serve_handler(serve))
+        if response is None:
+            await stack.aclose()
+        proxy = Proxy("127.0.0.1", parse_endpoint(url).port, b"Basic secret")
+        upstream = Upstream(parse_endpoint("https://api.example.com"), proxy=proxy)
+        with pytest.raises(UpstreamError) as failed:
+            await upstream.connect()
+    assert f"proxy {proxy.name}" in str(failed.value)
+    assert message in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "is_proxied"),
+    [
+        ("https://api.example.com", {}, True),
+        ("http://api.example.com:8000", {"kind": "openai"}, True),
+        ("https://8.8.8.8", {}, True),
+        ("https://api.example.com", {"proxy": False}, False),
+        ("https://api.example.com", {"kind": "vllm"}, False),
+        ("https://api.example.com", {"kind": "vllm", "proxy": True}, True),
+        ("http://api.example.com", {"discover": "dns"}, False),
+        ("https://other.except.com", {}, False),
+        ("https://gpu-7", {}, False),
+        ("http://chat.pools.svc.cluster.local:8000", {}, False),
+        ("http://10.1.2.3:8000", {}, False),
+        ("http://100.64.0.1", {}, False),
+        ("http://[::1]:8000", {}, False),
+        ("http://[fd00::7]:8000", {}, False),
+        ("http://localhost:8000", {"kind": "openai"}, False),
+        ("unix:///run/a.sock", {"proxy": True}, False),
+    ],
+)
+def test_proxy_of_the_environment_is_for_servers_outside(
+    url: str, settings: dict[str, Any], is_proxied: bool, environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("ALL_PROXY", "http://me:secret@proxy.corp:3128")
+    environment.setenv("no_proxy", ".except.com, another.com")
+    found = find_replica_proxy(ReplicaConfig(url=url, **settings), parse_endpoint(url))
+    credentials = b"Basic " + b64encode(b"me:secret")
+    assert found == (Proxy("proxy.corp", 3128, credentials) if is_proxied else None)
+    assert bool(direct_mounts(url)) or is_proxied or bool(settings) or "except" in url
+
+
+def test_proxy_that_cannot_be_used_is_refused_without_its_password(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    replica = ReplicaConfig(url="https://api.example.com", proxy=True)
+    endpoint = parse_endpoint(replica.url)
+    with pytest.raises(ValueError, match="Set HTTPS_PROXY"):
+        find_replica_proxy(replica, endpoint)
+    for url in ("socks5://me:secret@proxy:1", "http://me:secret@proxy:port", "http://"):
+        environment.setenv("HTTPS_PROXY", url)
+        with pytest.raises(ValueError, match=r"HTTPS_PROXY: .*HOST:PORT") as refused:
+            find_replica_proxy(replica, endpoint)
+        assert "secret" not in str(refused.value)

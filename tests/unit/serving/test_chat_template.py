@@ -117,7 +117,8 @@ def render_processes() -> list[psutil.Process]:
 
 
 def test_render_process_has_no_secret_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
+    for name in ("HF_TOKEN", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "secret")
     for process in render_processes():
         process.kill()
         process.wait()

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.protocol import Endpoint
+from argosy.proxies import Proxy, find_proxy, is_inside
 from argosy.store import ReplicaWeight
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -135,6 +136,9 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Address at which vLLM or SGLang publishes KV cache events. None: the gateway queries the server for it."""
     tls: UpstreamTls = UpstreamTls()
     """Certificates for connections to the server."""
+    proxy: bool | None = None
+    """Whether to use the proxy of the environment (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY). None: only for a server of kind
+    `auto` or `openai` that is outside, and that NO_PROXY does not except."""
 
 
 def find_contradiction(replica: ReplicaConfig) -> str | None:
@@ -183,3 +187,25 @@ def _server_host(server: Endpoint) -> str:
     """Return the host of a server in the notation of URLs."""
     host = server.address or (server.host if server.socket_path is None else "127.0.0.1")
     return f"[{host}]" if ":" in host else host
+
+
+def find_replica_proxy(replica: ReplicaConfig, server: Endpoint) -> Proxy | None:
+    """Return the proxy by which a server is reached; None for a direct connection.
+
+    Servers of the fleet are reached directly: engines that one runs oneself, and hosts inside.
+
+    Raises:
+        ValueError: The environment's proxy cannot be used, or there is none although the setting `proxy` demands one.
+    """
+    if replica.proxy is False or server.socket_path is not None:
+        return None
+    is_hosted = replica.kind in {"auto", "openai"} and replica.discover is None
+    if replica.proxy is None and (not is_hosted or is_inside(server.host)):
+        return None
+    proxy = find_proxy("https" if server.tls else "http", server.host, server.port)
+    if proxy is None and replica.proxy:
+        variable = "HTTPS_PROXY" if server.tls else "HTTP_PROXY"
+        raise ValueError(
+            f"{replica.url}: `proxy` needs one. Set {variable}, and remove the host from NO_PROXY."
+        )
+    return proxy

@@ -90,6 +90,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     arithmetic: ArithmeticIdentity | None
     exact: bool
     """Whether the replica's results do not depend on other requests. Streams of other replicas are not resumed."""
+    proxy: str
+    """Proxy through which the gateway reaches the replica; empty if it does so directly."""
     build: str
     model_revision: str
     model_digest: str
@@ -180,6 +182,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         arithmetic_id=replica.arithmetic_id,
         arithmetic=report.arithmetic if report else None,
         exact=replica.is_exact,
+        proxy="" if (proxy := replica.upstream.proxy) is None else proxy.name,
         build=report.build if report else "",
         model_revision=report.model_revision if report else "",
         model_digest=report.model_digest if report else "",

@@ -17,6 +17,7 @@ import structlog
 
 from argosy.deployment import JwtConfig
 from argosy.protocol import ApiError
+from argosy.proxies import direct_mounts
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -215,7 +216,7 @@ def discover_provider(issuer: str) -> ProviderMetadata:
 
 
 def _fetch_document(url: str) -> bytes:
-    """Download a document, through the proxies that the environment sets.
+    """Download a document, through the proxies that the environment sets for servers outside.
 
     Raises:
         ValueError: The download failed; the message names the URL.
@@ -228,7 +229,7 @@ def _fetch_document(url: str) -> bytes:
 
 def _download(url: str) -> bytes:
     with (
-        httpx2.Client(timeout=FETCH_TIMEOUT_S) as client,
+        httpx2.Client(timeout=FETCH_TIMEOUT_S, mounts=direct_mounts(url)) as client,
         client.stream("GET", url, headers={"accept": "application/json"}) as response,
     ):
         if response.status_code != 200:

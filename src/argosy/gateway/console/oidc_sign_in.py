@@ -21,6 +21,7 @@ from argosy.gateway.console.sessions import ConsoleSessions, read_cookie
 from argosy.http_server import HttpExchange
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
+from argosy.proxies import direct_mounts
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -160,7 +161,9 @@ class OidcSignIn:
         import httpx2  # takes long to import
 
         try:
-            async with httpx2.AsyncClient(timeout=TOKEN_TIMEOUT_S) as client:
+            async with httpx2.AsyncClient(
+                timeout=TOKEN_TIMEOUT_S, mounts=direct_mounts(endpoint)
+            ) as client:
                 answer = await client.post(
                     endpoint, data=form, headers={"accept": "application/json"}
                 )

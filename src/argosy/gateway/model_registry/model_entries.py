@@ -16,6 +16,7 @@ from argosy.deployment import (
     Timeouts,
     build_configured_headers,
     build_traffic_route,
+    find_replica_proxy,
 )
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.pool import AdminSettings, Pool, PoolVersions, ReplicaEndpoint
@@ -41,6 +42,7 @@ class ReplicaEntry:
         self.endpoint = parse_endpoint(config.url)
         self._upstream_model = config.model or model
         self._headers = build_configured_headers(config)
+        self._proxy = find_replica_proxy(config, self.endpoint)
         self._tls_context = create_client_ssl_context(config.tls) if self.endpoint.tls else None
         self._tls_digest = config.tls.digest()
         self._timeouts = timeouts
@@ -54,6 +56,7 @@ class ReplicaEntry:
             connect_timeout_s=self._timeouts.connect_timeout_s,
             tls=self._tls_context,
             server_name=config.tls.server_name,
+            proxy=self._proxy,
         )
         return ReplicaEndpoint(
             self.name if address is None else self.replica_name(address),

@@ -13,10 +13,12 @@ from aiohappyeyeballs import AddrInfoType, start_connection
 
 from argosy.deployment import UpstreamTls
 from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
+from argosy.gateway.upstream.tunnel import open_tunnel
 from argosy.http_server import Deadlines
 from argosy.policy import AttemptOutcome
 from argosy.process import RESOURCE_EXHAUSTED_ERRNOS, run_in_daemon_thread
 from argosy.protocol import Endpoint
+from argosy.proxies import Proxy
 
 IDLE_TIMEOUT_S = 60.0
 """Time after which an idle connection is closed, which is before servers close theirs."""
@@ -85,14 +87,21 @@ class Upstream:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
+        proxy: Proxy | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.proxy = proxy
+        """Proxy through which the server is reached; None for none."""
         self._connect_timeout_s = connect_timeout_s
         self._tls = (tls or ssl.create_default_context()) if endpoint.tls else None
         self._server_name = (server_name or endpoint.host) if endpoint.tls else None
         fixed = [(b"host", endpoint.authority.encode()), *headers]
-        self._fixed_lines = encode_headers(fixed)
         self._path_prefix = endpoint.path_prefix.encode()
+        if proxy is not None and not endpoint.tls:  # a proxy gets whole URLs (RFC 9112, 3.2.2)
+            self._path_prefix = b"http://" + endpoint.authority.encode() + self._path_prefix
+            if proxy.authorization:
+                fixed.append((b"proxy-authorization", proxy.authorization))
+        self._fixed_lines = encode_headers(fixed)
         self._idle_connections: list[UpstreamConnection] = []
         self._unresponsive_addresses: set[str] = set()
         """Addresses of the replica's name that did not answer at the last try."""
@@ -136,6 +145,8 @@ class Upstream:
                 connection = await self._open_connection()
         except TimeoutError as error:
             message = f"no connection within {self._connect_timeout_s:g} s"
+            if self.proxy is not None:
+                message += f" through the proxy {self.proxy.name}"
             raise UpstreamError(message, before_response=True) from error
         except OSError as error:
             message = f"no connection ({error.strerror or error})"
@@ -157,19 +168,42 @@ class Upstream:
                 self._create_connection, endpoint.socket_path
             )
             return connection
-        addresses = [endpoint.address] if endpoint.address else await self._lookup_addresses()
+        if self.proxy is None:
+            connected = await self._connect_host(endpoint.host, endpoint.port)
+        else:
+            connected = await self._connect_proxy(self.proxy)
         _, connection = await loop.create_connection(
             self._create_connection,
-            sock=await self._connect_socket(addresses),
+            sock=connected,
             ssl=self._tls,
             server_hostname=self._server_name,
         )
         return connection
 
-    async def _lookup_addresses(self) -> tuple[str, ...]:
-        """Resolve the replica's name. Concurrent callers share one lookup, which may take long. Raises OSError."""
+    async def _connect_host(self, host: str, port: int) -> socket.socket:
+        address = self.endpoint.address
+        addresses = [address] if address else await self._lookup_addresses(host)
+        return await self._connect_socket(addresses, port)
+
+    async def _connect_proxy(self, proxy: Proxy) -> socket.socket:
+        """Connect to a proxy, and for TLS through it to the server. Raises OSError or UpstreamError."""
+        try:
+            connected = await self._connect_host(proxy.host, proxy.port)
+        except OSError as error:
+            message = f"proxy {proxy.name}: {error.strerror or error}"
+            raise OSError(error.errno, message) from error
+        if self.endpoint.tls:
+            try:
+                await open_tunnel(connected, proxy, self.endpoint)
+            except BaseException:
+                connected.close()
+                raise
+        return connected
+
+    async def _lookup_addresses(self, host: str) -> tuple[str, ...]:
+        """Resolve the name of the replica or its proxy. Concurrent callers share one lookup. Raises OSError."""
         if self._pending_lookup is None:
-            self._pending_lookup = asyncio.ensure_future(resolve_addresses(self.endpoint.host))
+            self._pending_lookup = asyncio.ensure_future(resolve_addresses(host))
             self._pending_lookup.add_done_callback(self._on_lookup_done)
         return await asyncio.shield(self._pending_lookup)
 
@@ -178,7 +212,7 @@ class Upstream:
         if not lookup.cancelled():
             lookup.exception()  # marks the exception as retrieved, since all callers may be cancelled
 
-    async def _connect_socket(self, addresses: Sequence[str]) -> socket.socket:
+    async def _connect_socket(self, addresses: Sequence[str], port: int) -> socket.socket:
         """Connect to the first address that answers. Each is tried shortly after the one before. Raises OSError."""
         if not addresses:
             raise OSError("the replica's name has no address")
@@ -193,7 +227,7 @@ class Upstream:
         ordered = sorted(addresses, key=unresponsive.__contains__)
         try:
             connected = await start_connection(
-                [_build_address_info(address, self.endpoint.port) for address in ordered],
+                [_build_address_info(address, port) for address in ordered],
                 happy_eyeballs_delay=CONNECTION_ATTEMPT_DELAY_S,
                 interleave=0,  # keeps the order
                 socket_factory=create_socket,
