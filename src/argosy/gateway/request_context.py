@@ -267,20 +267,21 @@ class RequestContext(msgspec.Struct, eq=False):
             is_response_started: Whether the client was sent the head of a response, or all of one.
             is_output_sent: Whether events of a stream were sent to the client.
         """
-        reported = self.delivered.usage
+        reported, false_usage = self.delivered.usage, self.delivered.false_usage
         usage = cap_usage(reported, self.fields, lambda: self.pool.max_model_len)
-        if usage is not reported:
+        is_corrected = usage is not reported or false_usage is not None
+        if is_corrected:
             log.warning(
-                "usage_capped",
+                "usage_corrected",
                 response=self.response_id,
                 replica=self.replica_name,
-                reported=[reported.prompt_tokens, reported.output_tokens],
+                reported=list(false_usage or (reported.prompt_tokens, reported.output_tokens)),
                 billed=[usage.prompt_tokens, usage.output_tokens],
             )
         end = RequestEnd(
             status=self.status,
             generated=reported,
-            payable=None if usage is reported else usage,
+            payable=usage if is_corrected else None,
             estimated_prompt_tokens=self.fields.estimated_prompt_tokens,
             is_response_started=is_response_started,
             is_output_sent=is_output_sent,

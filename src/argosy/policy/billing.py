@@ -47,7 +47,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_client_error: bool = False
     """Whether a replica rejected the request as invalid."""
     payable: TokenUsage | None = None
-    """The most tokens that the request can have had, if the replica reported more."""
+    """What the client pays for, if the replica reported a usage that cannot be true."""
 
 
 class Bill(msgspec.Struct, frozen=True, gc=False):
@@ -59,7 +59,7 @@ class Bill(msgspec.Struct, frozen=True, gc=False):
     quota: QuotaUsage = QuotaUsage()
     """Usage that counts against the limits."""
     is_capped: bool = False
-    """Whether the replica reported more tokens than the request can have had."""
+    """Whether the replica reported more tokens than the request can have had, or none of a text that is there."""
     has_reached_client: bool = False
     """Whether the client may have received some of the response. An error is not a response."""
 

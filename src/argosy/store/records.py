@@ -233,7 +233,10 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     """Digest of the model, if the replica has verified its files against one."""
     is_capped: bool = False
-    """Whether the replica reported more tokens than the request can have had. The record has the most that it can."""
+    """Whether the replica reported more tokens than the request can have had, or none of a text that is there.
+
+    The record has the most that it can have had, or the gateway's count.
+    """
 
 
 class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -599,7 +599,29 @@ async def test_usage_that_cannot_be_true_is_capped_and_marked(
     assert record.input_tokens < 9_000
     if limit is not None:
         assert record.output_tokens < 100
-    assert "usage_capped" in [each["event"] for each in logs]
+    assert "usage_corrected" in [each["event"] for each in logs]
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_usage_of_zero_is_replaced_by_our_count_and_marked(
+    is_resumable: bool, stream: bool, tmp_path: Path
+) -> None:
+    usage = b', "usage": {"prompt_tokens": 0, "completion_tokens": 0}}'
+    response = build_response(TEXT[:-1] + usage)
+    if stream:
+        event = TEXT_A.removesuffix(b"\n\n").removesuffix(b"}") + usage + b"\n\n"
+        response = build_stream(event, TEXT_B, DONE)
+    fields = {"stream": stream} | ({} if is_resumable else {"logprobs": 1})
+    row = Row("zero", response, ANSWERED, CHAT if stream else COMPLETION, fields, "openai")
+    async with run(row, tmp_path, [row.create_upstream()]) as gateway:
+        assert (await send(gateway, row)).status_code == 200
+        records: list[UsageRecord] = []
+        gateway.usage_log.drain(records.extend)
+    (record,) = records
+    assert record.input_tokens > 0
+    assert record.output_tokens == 2
+    assert record.is_capped
 
 
 # --- limits on the cost of responses -------------------------------------------------------------

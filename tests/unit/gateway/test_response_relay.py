@@ -565,6 +565,20 @@ PARTS_AND_CALL = {
             (2 + WORD_TOKENS, 2 + WORD_TOKENS),
             id="usage-of-first-chat-choice",
         ),
+        *(
+            pytest.param(
+                COMPLETION_BODY | fields,
+                {"choices": completion_choices(content), "usage": ZERO_USAGE},
+                (ESTIMATE, ESTIMATE),
+                (output, output),
+                id=f"zero-usage-{name}",
+            )
+            for name, fields, content, output in (
+                ("text", {}, WORDS, WORD_TOKENS),
+                ("nothing", {}, "", 0),
+                ("echo", {"echo": True}, PROMPT, 0),
+            )
+        ),
         pytest.param(
             COMPLETION_BODY | {"prompt": [PROMPT] * 3},
             {"choices": completion_choices("a", WORDS, "b"), "usage": FIRST_CHOICE_USAGE},

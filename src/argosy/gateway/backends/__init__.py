@@ -24,6 +24,7 @@ from argosy.gateway.backends.request_builder import (
     UpstreamTarget,
     count_resume_tokens,
     derive_cache_salt,
+    is_set,
     is_token_ids_requested,
     list_dropped_fields,
     resume_token_counts,

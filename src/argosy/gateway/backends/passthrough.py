@@ -121,7 +121,9 @@ class PassthroughParser(StreamParser):
         data = event_data(event)
         if data == DONE_DATA:
             self.is_done = True
-            self._record_usage(None if self._choice_usages is None else self._choice_usages.total())
+            total = None if self._choice_usages is None else self._choice_usages.total()
+            if total is not None:
+                total.apply_to(self._delivered)
             return None
         if data is None:
             return event
@@ -167,13 +169,7 @@ class PassthroughParser(StreamParser):
             if choice.finish_reason:
                 delivered.record_finish(choice.index, choice.finish_reason, choice.stop_reason)
         self.is_usage_delivered = usage is not None
-        self._record_usage(
-            usage
-            if usage is None or self._choice_usages is None
-            else self._choice_usages.add(usage)
-        )
-
-    def _record_usage(self, usage: ReportedUsage | None) -> None:
-        """Record reported usage. Ignore 0 output tokens after content, which some servers send before they count."""
-        if usage is not None and not (usage.completion_tokens == 0 < self._delivered.output_tokens):
-            usage.apply_to(self._delivered)
+        if usage is not None and self._choice_usages is not None:
+            usage = self._choice_usages.add(usage)
+        if usage is not None:
+            usage.apply_to(delivered)

@@ -25,7 +25,7 @@ class ResponseChoice(msgspec.Struct):
 
     @property
     def estimated_tokens(self) -> int:
-        """Estimated number of tokens in the content. Parts, tool calls and audio count as JSON."""
+        """Estimated number of tokens in the content; 0 without any. Parts, tool calls and audio count as JSON."""
         values: list[object] = [self.text]
         if isinstance(self.message, dict):
             message = msgspec.convert(self.message, MessageDelta)
@@ -35,7 +35,7 @@ class ResponseChoice(msgspec.Struct):
             for value in values
             if value
         )
-        return size // BYTES_PER_TOKEN or 1
+        return max(size // BYTES_PER_TOKEN, 1 if size else 0)
 
     @property
     def has_calls(self) -> bool:
@@ -83,16 +83,20 @@ class ResponseBody(msgspec.Struct):
             return ReportedUsage()
         if fields.choice_count == 1 or not adapter.has_per_choice_usage or self.usage is None:
             return usage
-        others = sum(choice.estimated_tokens for choice in (self.choices or ())[1:])
+        others = sum(max(1, choice.estimated_tokens) for choice in (self.choices or ())[1:])
         output = None if usage.completion_tokens is None else usage.completion_tokens + others
         prompt = usage.prompt_tokens if fields.prompt_count == 1 else None
         return ReportedUsage(prompt, output, usage.prompt_tokens_details)
 
     def estimate_tokens(self, size: int) -> int:
         """Estimate the output tokens of a response of `size` bytes whose server does not report them."""
-        return sum(choice.estimated_tokens for choice in self.choices or ()) or (
-            size // BYTES_PER_TOKEN
-        )
+        choices = self.choices or ()
+        return sum(max(1, choice.estimated_tokens) for choice in choices) or size // BYTES_PER_TOKEN
+
+    @property
+    def content_tokens(self) -> int:
+        """Estimated number of tokens in the content of all choices; 0 without any."""
+        return sum(choice.estimated_tokens for choice in self.choices or ())
 
     def record_finish_reasons(self, delivered: DeliveredOutput) -> None:
         """Record the finish reasons, except those that are missing."""

@@ -152,7 +152,7 @@ class ResumableStreamParser(StreamParser):
             choice.pop("prompt_token_ids", None)
         server_text, id_count = self._choice_text(choice), len(choice.get("token_ids") or ())
         has_timings = self._process_timings(chunk, choice)
-        is_counted = has_timings or (usage is not None and usage.completion_tokens is not None)
+        is_counted = has_timings or (usage is not None and bool(usage.completion_tokens))
         is_changed = (
             self._process_token_ids(chunk, choice, is_counted=is_counted)
             or has_timings
@@ -308,7 +308,12 @@ class ResumableStreamParser(StreamParser):
     def _record_usage(self, chunk: dict[str, Any], usage: ReportedUsage) -> None:
         """Record the reported usage. After a resume, count the tokens of earlier servers as output, not as prompt."""
         emitted, prompt_tokens = self._emitted, usage.prompt_tokens or 0
-        if usage.completion_tokens is not None:
+        has_output = emitted.output_tokens > self._tokens_before
+        is_false = usage.prompt_tokens == 0 or (usage.completion_tokens == 0 and has_output)
+        self._delivered.false_usage = (
+            (prompt_tokens, usage.completion_tokens or 0) if is_false else None
+        )
+        if usage.completion_tokens:
             emitted.output_tokens = self._tokens_before + usage.completion_tokens
         if not self._tokens_before:
             emitted.prompt_tokens = prompt_tokens or emitted.prompt_tokens

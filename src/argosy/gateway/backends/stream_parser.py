@@ -31,6 +31,8 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     output_tokens: int = 0
     reasoning_tokens: int | None = None
     """Output tokens inside reasoning blocks; None if the replica reports none."""
+    false_usage: tuple[int, int] | None = None
+    """Prompt and output tokens that a server reported and that cannot be true. The counts above are our own."""
     report: RequestReport | None = None
     """Report of the last native replica about the request."""
     arithmetic_id: str = ""
@@ -48,7 +50,7 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     def reset(self) -> None:
         """Forget the output of an attempt that never reached the client."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.reasoning_tokens = self.report = None
+        self.reasoning_tokens = self.report = self.false_usage = None
         self.arithmetic_id = ""
         self.is_exact = True
         self.token_id_pieces.clear()

@@ -130,11 +130,17 @@ class ReportedUsage(msgspec.Struct):
     """Not typed, because it is not billed and must not make the rest unreadable."""
 
     def apply_to(self, delivered: DeliveredOutput) -> None:
-        """Copy the reported counts to `delivered`."""
-        if self.prompt_tokens is not None:
-            delivered.prompt_tokens = self.prompt_tokens
-        if self.completion_tokens is not None:
-            delivered.output_tokens = self.completion_tokens
+        """Copy the reported counts to `delivered`, whose output is counted already.
+
+        No tokens of a prompt, or of output that was delivered, cannot be true: our own counts remain, and are marked.
+        """
+        prompt, output = self.prompt_tokens, self.completion_tokens
+        is_false = prompt == 0 or (output == 0 and delivered.output_tokens > 0)
+        delivered.false_usage = (prompt or 0, output or 0) if is_false else None
+        if prompt:
+            delivered.prompt_tokens = prompt
+        if output:
+            delivered.output_tokens = output
         delivered.cached_tokens = min(self.cached_tokens, delivered.prompt_tokens)
         details = self.completion_tokens_details
         reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
@@ -174,8 +180,8 @@ class ChoiceUsageSum:
             for tokens in (self._prompt_tokens, self._cached_tokens)
         )
         return ReportedUsage(
-            prompt or None,
-            min(MAX_TOKEN_COUNT, self._output_tokens) or None,
+            prompt,
+            min(MAX_TOKEN_COUNT, self._output_tokens),
             PromptTokensDetails(cached),
         )
 

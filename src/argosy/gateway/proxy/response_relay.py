@@ -15,6 +15,7 @@ from argosy.gateway.backends import (
     StreamContinuation,
     StreamParser,
     count_resume_tokens,
+    is_set,
     is_token_ids_requested,
 )
 from argosy.gateway.proxy.fast_path import FastPath
@@ -225,7 +226,8 @@ class ResponseRelay(ClientListener):
     ) -> float | None:
         """Record usage, finish reasons and timing of a buffered response.
 
-        Usage that the replica does not report is estimated. For native replicas the tokens of `resume` count as prompt.
+        Usage that the replica does not report, or that cannot be true, is estimated. For native replicas the tokens of
+        `resume` count as prompt.
 
         Returns:
             The reported output tokens per choice; None if the replica does not report them.
@@ -234,6 +236,8 @@ class ResponseRelay(ClientListener):
         usage = buffered.parsed.find_usage(context.fields, adapter)
         resumed = count_resume_tokens(context.fields) if adapter.is_native else 0
         delivered.prompt_tokens = context.fields.estimated_prompt_tokens
+        if usage.completion_tokens == 0 and not is_set(context.fields, "echo"):
+            delivered.output_tokens = buffered.parsed.content_tokens
         usage.apply_to(delivered)
         delivered.prompt_tokens += resumed
         tokens_per_choice = None
@@ -241,7 +245,7 @@ class ResponseRelay(ClientListener):
             delivered.output_tokens = 0
         elif usage.completion_tokens is None:
             delivered.output_tokens = buffered.parsed.estimate_tokens(len(buffered.body))
-        else:
+        elif usage.completion_tokens:
             tokens_per_choice = usage.completion_tokens / context.fields.choice_count
             delivered.output_tokens = max(0, usage.completion_tokens - resumed)
         buffered.parsed.record_finish_reasons(delivered)
