@@ -173,12 +173,16 @@ class OffsetClock:
 def make_jwt_authenticator(
     issuer: TokenIssuer,
     clock: OffsetClock | None = None,
+    steady_clock: OffsetClock | None = None,
     **settings: Any,  # noqa: ANN401 - fields of `JwtConfig`
 ) -> Authenticator:
     """Return an authenticator that accepts API key "a" and tokens of an issuer."""
     defaults: dict[str, Any] = {"issuer": issuer.url, "audience": ("argosy",)}
     config = AuthConfig(jwt=JwtConfig(**defaults | settings))
-    return Authenticator(make_snapshot(make_key("a")), config, clock or OffsetClock())
+    clock = clock or OffsetClock()
+    return Authenticator(
+        make_snapshot(make_key("a")), config, clock, steady_clock=steady_clock or clock
+    )
 
 
 def authenticate(authenticator: Authenticator, connection: ConnectionInfo) -> Principal:

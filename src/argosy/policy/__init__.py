@@ -70,6 +70,7 @@ from argosy.policy.prefix_cache_index import (
 from argosy.policy.prefix_tree import PrefixNode, PrefixTree, RecentPrompt
 from argosy.policy.quota_meters import (
     CalendarPeriod,
+    ClockOffset,
     ConcurrencyMeter,
     QuotaMeter,
     SlidingWindow,

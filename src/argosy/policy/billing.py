@@ -47,7 +47,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_client_error: bool = False
     """Whether a replica rejected the request as invalid."""
     payable: TokenUsage | None = None
-    """What the client pays for, if the replica reported a usage that cannot be true."""
+    """The usage that the client pays for, if the replica reported one that cannot be true."""
 
 
 class Bill(msgspec.Struct, frozen=True, gc=False):

@@ -22,11 +22,22 @@ SEED_INTERVALS = 6
 CalendarUnit = Literal["day", "month"]
 
 
+class ClockOffset:
+    """Difference of the clock of the meters from the wall clock, by which days and months begin."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+        """Seconds that the wall clock is behind. It changes when the wall clock is set."""
+
+
+NO_OFFSET = ClockOffset()
+
+
 class QuotaMeter(Protocol):
     """Counter of the units in use under one limit.
 
     Units are requests, tokens, nano-dollars or anything else that is counted. The argument `now` is in seconds since
-    the epoch. If the clock goes back, nothing expires until it has caught up.
+    the epoch, by a clock that never goes back. Calendars know how far the wall clock is from it.
     """
 
     limit: int
@@ -170,57 +181,99 @@ class SlidingWindow:
 
 
 class CalendarPeriod:
-    """Meter that allows `limit` units in each calendar day or month, in UTC."""
+    """Meter that allows `limit` units in each calendar day or month, in UTC.
+
+    If the wall clock is set back into an earlier period, the usage of the later one counts in the earlier one, beside
+    what that period had before.
+    """
 
     can_exceed = True
-    __slots__ = ("_period_end", "_period_start", "calendar", "held", "limit", "needs_seed", "used")
+    __slots__ = (
+        "_counted_before",
+        "_previous",
+        "_slots",
+        "calendar",
+        "clock",
+        "held",
+        "limit",
+        "needs_seed",
+        "period_end",
+        "period_start",
+        "used",
+    )
 
-    def __init__(self, limit: int, calendar: CalendarUnit) -> None:
+    def __init__(self, limit: int, calendar: CalendarUnit, clock: ClockOffset = NO_OFFSET) -> None:
         self.limit = limit
         self.needs_seed = True
         self.calendar = calendar
+        self.clock = clock
         self.used = self.held = 0
-        self._period_start = self._period_end = -math.inf
+        self.period_start = self.period_end = -math.inf
+        """Bounds of the period by the wall clock."""
+        self._slots: frozenset[int] = frozenset()
+        """Slots that the present period counts: its own, and those of later ones that were none."""
+        self._previous = self._slots, 0
+        """Slots of the period before, and what it has used."""
+        self._counted_before = math.inf
+        """Wall time since which this meter has counted the usage of the period itself."""
 
     def remaining(self, now: float) -> int:
-        if now >= self._period_end:
-            self._start_period(now)
+        if not self.period_start <= now - self.clock.offset_s < self.period_end:
+            self._start_period(now - self.clock.offset_s)
         return self.limit - self.used
 
     def add(self, units: int, now: float) -> int:
         """Count `units` and return the period's start in seconds since the epoch as their slot."""
-        if now >= self._period_end:
-            self._start_period(now)
+        if not self.period_start <= now - self.clock.offset_s < self.period_end:
+            self._start_period(now - self.clock.offset_s)
         self.used += units
-        return int(self._period_start)
+        return int(self.period_start)
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
         self.remaining(now)
-        if slot != self._period_start:
-            return False
-        self.used += units
-        return True
+        if slot in self._slots:
+            self.used += units
+            return True
+        slots, used = self._previous
+        if slot in slots:  # the clock may be set back there
+            self._previous = slots, used + units
+        return False
 
     def wait_s(self, units: int, now: float) -> float:
         if units <= self.remaining(now):
             return 0.0
-        return math.inf if units > self.limit else self._period_end - now
+        return math.inf if units > self.limit else self.period_end - (now - self.clock.offset_s)
 
     def reset_s(self, now: float) -> float:
         self.remaining(now)
-        return self._period_end - now if self.used else 0.0
+        return self.period_end - (now - self.clock.offset_s) if self.used else 0.0
 
     def seed_points(self, now: float) -> tuple[float, ...]:
         self.remaining(now)
-        return (self._period_start,)
+        points = self.period_start, self._counted_before
+        return tuple(at + self.clock.offset_s for at in points if not math.isinf(at))
 
     def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - part of the protocol
         self.needs_seed = False
-        self.used += sum(units for at, units in used if at > self._period_start)
+        since = self.period_start + self.clock.offset_s
+        pairs = [(at, units) for at, units in used if at > since]
+        is_partly_counted = not math.isinf(self._counted_before)
+        self.used += sum(units for _, units in (pairs[:1] if is_partly_counted else pairs))
 
-    def _start_period(self, now: float) -> None:
-        self._period_start, self._period_end = calendar_bounds(self.calendar, now)
-        self.used = 0
+    def _start_period(self, wall_time: float) -> None:
+        """Begin the period of `wall_time`, which is an earlier one if the wall clock was set back."""
+        start, end = calendar_bounds(self.calendar, wall_time)
+        slots, used = frozenset((int(start),)), 0
+        if start < self.period_start:
+            previous_slots, previous_used = self._previous
+            is_known = int(start) in previous_slots
+            used, slots = self.used + (previous_used if is_known else 0), slots | self._slots
+            if not is_known:
+                self.needs_seed, self._counted_before = True, self.period_start
+            self._previous = frozenset(), 0
+        else:
+            self._previous, self._counted_before = (self._slots, self.used), math.inf
+        self.period_start, self.period_end, self._slots, self.used = start, end, slots, used
 
 
 class ConcurrencyMeter:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from argosy.policy.leased_quota import MAX_UNITS, LeasedQuota, LeaseGrant, LeaseRequest
 from argosy.policy.quota_meters import (
     MIN_SEEDED_WINDOW_S,
+    NO_OFFSET,
     WINDOW_SLOTS,
     CalendarPeriod,
     SlidingWindow,
-    calendar_bounds,
 )
 
 MAX_LEASE_S = 2.0
@@ -60,6 +60,8 @@ class WindowLease(LeasedQuota):
         self._grants: deque[_ActiveGrant] = deque()
         self._granted_units = 0
         self._period_start, self._period_end = 0.0, (math.inf if self._window_s else -math.inf)
+        """Bounds of the period by the wall clock."""
+        self._clock = local_meter.clock if isinstance(local_meter, CalendarPeriod) else NO_OFFSET
         self._overdraft, self._overdraft_at = 0, -math.inf
         self._spent_since_request = self._expected_spend = 0
         self._owed: dict[int, int] = {}
@@ -162,13 +164,13 @@ class WindowLease(LeasedQuota):
         if units > self.limit:
             return math.inf
         if not self._window_s:
-            return self._period_end - now
+            return self._period_end - self._wall_time(now)
         return max(0.0, self._last_grant.wait_s - (now - self._last_grant_at))
 
     def reset_s(self, now: float) -> float:
         self._expire_grants(now)
         if not self._window_s:
-            return self._period_end - now if self.used else 0.0
+            return self._period_end - self._wall_time(now) if self.used else 0.0
         return max(
             0.0,
             self._last_grant.reset_s - (now - self._last_grant_at),
@@ -186,7 +188,9 @@ class WindowLease(LeasedQuota):
         authority requests another one if it still has none.
         """
         self.needs_seed = False
-        self._seeds = [(at, units) for at, units in used if at > self._period_start]
+        self._seeds = [
+            (at, units) for at, units in used if self._wall_time(at) > self._period_start
+        ]
         self._seeds_expire_at = now + MAX_SEED_AGE_S
         if self._seeds_requested:
             self.on_report_due()
@@ -234,7 +238,10 @@ class WindowLease(LeasedQuota):
             limit=min(self.limit, MAX_UNITS),
             seconds=self._window_s,
             lease_s=self._lease_s,
-            keep_s=(self._window_s or self._period_end - now) + self._lease_s + slot_s + 1.0,
+            keep_s=(self._window_s or self._period_end - self._wall_time(now))
+            + self._lease_s
+            + slot_s
+            + 1.0,
             slot=int(self._period_start),
             need=need,
             ahead=min(ahead, MAX_UNITS),
@@ -266,7 +273,8 @@ class WindowLease(LeasedQuota):
         if request.slot != int(self._period_start):
             return  # the request belongs to a period that has ended
         if grant.granted:
-            expires_at = min(requested_at + self._lease_s, self._period_end)
+            period_end = self._period_end + self._clock.offset_s
+            expires_at = min(requested_at + self._lease_s, period_end)
             self._grants.append(_ActiveGrant(grant.slot, grant.granted, expires_at))
             self._granted_units += grant.granted
             self._renew_at = min(self._renew_at, requested_at + self._lease_s / 2)
@@ -290,8 +298,11 @@ class WindowLease(LeasedQuota):
                 min(units, MAX_UNITS),
             )
 
+    def _wall_time(self, now: float) -> float:
+        return now - self._clock.offset_s
+
     def _expire_grants(self, now: float) -> None:
-        if now >= self._period_end:
+        if not self._period_start <= now - self._clock.offset_s < self._period_end:
             self._start_period(now)
         while self._grants and now >= self._grants[0].expires_at:
             self._return_grant(self._grants.popleft())
@@ -307,15 +318,25 @@ class WindowLease(LeasedQuota):
     def _start_period(self, now: float) -> None:
         """Start a new period and discard the state of the old one.
 
-        A gateway that was running at the start of the period knows that nothing was used before.
+        A gateway that was running at the start of the period knows that nothing was used before. If the wall clock was
+        set back, the earlier period owes what this gateway used in the later one.
         """
+        previous_start, previous_used = self._period_start, self._local_meter.used
         saw_start = self._period_end > 0.0
+        self._local_meter.remaining(now)
         if isinstance(self._local_meter, CalendarPeriod):
-            self._period_start, self._period_end = calendar_bounds(self._local_meter.calendar, now)
-        saw_start = saw_start and now < self._period_start + self._lease_s
+            self._period_start, self._period_end = (
+                self._local_meter.period_start,
+                self._local_meter.period_end,
+            )
+        saw_start = saw_start and self._wall_time(now) < self._period_start + self._lease_s
+        is_set_back = self._period_start < previous_start
         self._grants.clear()
         self._granted_units = self._spent_since_request = self._expected_spend = 0
         self._owed, self._earliest_grant_slots, self._returned = {}, {}, {}
+        if is_set_back and previous_used:
+            self._owed[int(self._period_start)] = previous_used
+            self.on_report_due()
         self._seeds, self.needs_seed = ([], False) if saw_start else (None, True)
         self._seeds_expire_at, self._seeds_requested = now + MAX_SEED_AGE_S, False
         self._units_in_transit = 0

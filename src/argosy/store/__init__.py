@@ -12,7 +12,7 @@ responses of repeatable requests.
 from argosy.store.accounts import Accounts
 from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
-from argosy.store.clock import Clock, SteadyClock, steady_clock
+from argosy.store.clock import Clock, steady_clock
 from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore, StoredConversation
 from argosy.store.csv_export import format_csv, format_csv_time

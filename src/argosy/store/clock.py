@@ -1,30 +1,35 @@
-"""Clocks that never go back when the system clock is set back. Limits and waits use them."""
+"""Clocks for limits and waits: durations by the monotonic clock, days and months by the wall clock as it is now."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from argosy.policy import ClockOffset
+
 Clock = Callable[[], float]
 """Function that returns seconds since the epoch."""
 
+MAX_DRIFT_S = 1.0
+"""Difference from the wall clock that is ignored, since both clocks are adjusted a little all the time."""
 
-class SteadyClock:
-    """Monotonic seconds since the epoch. After the system clock is set back, time continues from the last reading."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        """Wrap `clock`, by default the system clock."""
-        self._clock = clock or time.time
-        self._offset_s = 0.0
-        self._last_s = 0.0
+class SteadyClock(ClockOffset):
+    """Seconds since the epoch, as of the start of the process, that no change of the system clock alters.
+
+    `offset_s` follows the system clock at each reading.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._monotonic_offset_s = time.time() - time.monotonic()
 
     def __call__(self) -> float:
         """Return the current time in seconds since the epoch."""
-        now = self._clock() + self._offset_s
-        if now < self._last_s:
-            self._offset_s += self._last_s - now
-            now = self._last_s
-        self._last_s = now
+        now = time.monotonic() + self._monotonic_offset_s
+        offset_s = now - time.time()
+        if abs(offset_s - self.offset_s) > MAX_DRIFT_S:
+            self.offset_s = offset_s if abs(offset_s) > MAX_DRIFT_S else 0.0
         return now
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from argosy.policy import CalendarPeriod, ConcurrencyMeter, QuotaMeter, SlidingWindow
+from argosy.store.clock import steady_clock
 from argosy.store.records import Limit
 
 WINDOW_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
@@ -20,7 +21,7 @@ def create_local_meter(limit: Limit) -> SlidingWindow | CalendarPeriod | Concurr
     if limit.window is None:
         raise ValueError(f"The limit {limit.id} on {limit.unit} has no window. Give it one.")
     if limit.window in {"day", "month"}:
-        return CalendarPeriod(limit.amount, limit.window)
+        return CalendarPeriod(limit.amount, limit.window, steady_clock)
     if limit.window not in WINDOW_SECONDS:
         raise ValueError(
             f"The limit {limit.id} has the window {limit.window!r}, which this version does not support."

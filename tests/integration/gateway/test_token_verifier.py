@@ -446,15 +446,15 @@ def test_fetch_without_free_thread_is_repeated(
 
 def test_new_key_is_fetched_after_clock_is_set_back(issuer: TokenIssuer) -> None:
     """A machine that starts with a clock in another time zone sets it back by hours."""
-    clock = OffsetClock()
+    clock, steady_clock = OffsetClock(), OffsetClock()
     clock.offset_s = 2 * LATER_S
-    authenticator = make_jwt_authenticator(issuer, clock)
+    authenticator = make_jwt_authenticator(issuer, clock, steady_clock)
     token = issuer.token(project="chat", exp=time.time() + 3 * LATER_S)
     authenticate(authenticator, bearer(token))
     clock.offset_s = 0.0
     authenticate(authenticator, bearer(token))
     issuer.keys.append(public_jwk(OTHER_RSA_KEY, "new"))
-    clock.offset_s = signing_keys.MIN_REFETCH_INTERVAL_S + 1.0
+    steady_clock.offset_s = signing_keys.MIN_REFETCH_INTERVAL_S + 1.0
     new = issuer.token(OTHER_RSA_KEY, "new", project="chat")
     assert authenticate(authenticator, bearer(new)).project == "proj_chat"
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -49,9 +51,9 @@ from argosy.store import (
     LimitUnit,
     LocalQuotaBackend,
     Price,
-    SteadyClock,
     UsageReportRow,
     create_quota_backend,
+    steady_clock,
 )
 from argosy.telemetry import GatewayGauges, GatewayMetrics
 
@@ -570,11 +572,33 @@ async def test_thousands_of_limits_are_seeded_with_few_queries(clock: FakeClock)
     assert [decision.used for decision in context.trace.limits] == [2000, 2000]
 
 
-def test_steady_clock_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100.0, 101.0, 50.0, 51.5, 200.0])
-    monkeypatch.setattr("time.time", lambda: next(times))
-    clock = SteadyClock()
-    assert [clock() for _ in range(5)] == [100.0, 101.0, 101.0, 102.5, 251.0]
+async def test_windows_follow_elapsed_time_and_days_the_wall_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine's clock is 14 hours ahead until it is put right. Prices are those of the true time, too."""
+    elapsed = FakeClock(time.monotonic() + NOON + 14 * 3600 - steady_clock())
+    wall = FakeClock(NOON + 14 * 3600)
+    fake_time = SimpleNamespace(time=wall, monotonic=elapsed)
+    monkeypatch.setattr("argosy.store.clock.time", fake_time)
+    dear = msgspec.structs.replace(PRICE, output=10**6, since=NOON + 3600)
+    day, minute = make_limit("requests", 3, "day"), make_limit("requests", 2, "minute", "project")
+    limits = LimitFilter(LocalQuotaBackend())
+    limits.apply_snapshot(make_snapshot(day, minute, prices=(PRICE, dear)))
+    assert await is_admitted(limits)
+    wall.now = NOON
+    await limits.on_request(context := make_context())
+    assert context.rates.output == PRICE.output
+    error = await expect_rejection(limits, make_context())
+    assert error.retry_after_s == pytest.approx(60, abs=2)
+    for clock in (wall, elapsed):
+        clock.now += 62
+    assert await is_admitted(limits)
+    error = await expect_rejection(limits, make_context())
+    assert "3 requests per day" in error.message
+    assert error.retry_after_s == pytest.approx(12 * 3600 - 62, abs=1)
+    monkeypatch.undo()
+    assert steady_clock() == pytest.approx(time.time(), abs=5)
+    assert steady_clock.offset_s == 0
 
 
 def test_redis_settings_are_validated() -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from argosy.policy import (
     CalendarPeriod,
+    ClockOffset,
     ConcurrencyMeter,
+    LeaseGrant,
     SlidingWindow,
     WindowLease,
     calendar_bounds,
@@ -23,6 +25,8 @@ STEPS = st.lists(st.tuples(PAUSES, st.integers(0, 12)), max_size=60)
 LIMIT = st.integers(1, 20)
 DATES = st.datetimes(datetime(1971, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - hypothesis takes naive bounds
 EPSILON_S = 1e-6
+DAY_S = 86_400.0
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 
 
 @given(st.lists(st.tuples(st.integers(0, 240), st.integers(0, 12)), max_size=20), SECONDS)
@@ -137,6 +141,77 @@ def test_daily_budget_renews_at_midnight_and_late_refunds_are_ignored() -> None:
     assert budget.adjust(today, -4, midnight + 2.0)
     assert budget.used == 6
     assert budget.seed_points(midnight + 2.0) == (midnight,)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, -900.0, 900.0, -3600.0, 7200.0, -DAY_S, DAY_S, -50_400.0]),
+            st.floats(0, 3 * 3600),
+            st.integers(0, 9),
+            st.integers(0, 4),
+        ),
+        max_size=40,
+    )
+)
+def test_day_follows_the_wall_clock_and_counts_all_usage_once(
+    steps: list[tuple[float, float, int, int]],
+) -> None:
+    """A step sets the clock, lets time pass, and reserves units of which it returns some later."""
+    clock, now, day = ClockOffset(), NOON, -1.0
+    budget = CalendarPeriod(10**6, "day", clock)
+    used_by_day: dict[float, int] = {}
+    last_day: tuple[float, int] | None = None
+    for step_s, pause_s, units, returned in steps:
+        now += pause_s
+        clock.offset_s -= step_s
+        today, tomorrow = calendar_bounds("day", now - clock.offset_s)
+        if today > day:
+            last_day, day = (day, used_by_day.get(day, 0)), today
+            used_by_day[day] = 0
+        elif today < day:  # what was used in the later day was used in this one
+            known = last_day[1] if last_day is not None and last_day[0] == today else 0
+            used_by_day[today] = known + used_by_day[day]
+            last_day, day = None, today
+        slot = budget.add(units, now)
+        assert budget.adjust(slot, -min(returned, units), now)
+        used_by_day[day] += units - min(returned, units)
+        assert budget.used == used_by_day[day]
+        assert budget.wait_s(10**6, now) == (
+            tomorrow - (now - clock.offset_s) if budget.used else 0
+        )
+
+
+def test_budget_of_a_clock_that_was_ahead_counts_the_true_day() -> None:
+    """The ledger has what the day used before; what this gateway used since its start counts once."""
+    clock, now = ClockOffset(), NOON + 14 * 3600.0
+    budget = CalendarPeriod(100, "day", clock)
+    started_at = budget.seed_points(now)[0]
+    budget.seed([(now, 0)], now)
+    slot = budget.add(7, now)
+    clock.offset_s = 14 * 3600.0  # the clock is put right
+    assert budget.wait_s(100, now) == 12 * 3600.0
+    assert budget.needs_seed
+    points = [at - clock.offset_s for at in budget.seed_points(now)]
+    assert points == [NOON - 12 * 3600.0, started_at]
+    budget.seed([(budget.seed_points(now)[1], 20), (now, 7)], now)
+    assert budget.used == 27
+    assert budget.adjust(slot, -3, now)
+    assert budget.used == 24
+    assert budget.remaining(now + 12 * 3600.0) == 100
+
+
+def test_shared_budget_owes_the_true_day_what_a_wrong_day_used() -> None:
+    clock, now = ClockOffset(), NOON + 14 * 3600.0
+    budget = WindowLease("budget", CalendarPeriod(100, "day", clock))
+    request = budget.build_request(now)
+    budget.apply_grant(request, LeaseGrant(10, request.slot, 10, 0.0, 0.0, known=True), now, now)
+    budget.add(7, now)
+    clock.offset_s = 14 * 3600.0
+    assert budget.wait_s(100, now) == 12 * 3600.0
+    today = NOON - 12 * 3600.0
+    request = budget.build_request(now)
+    assert (budget.name, request.slot, request.owed) == (f"budget:{today:.0f}", today, ((0.0, 7),))
 
 
 def test_seed_of_a_past_period_is_ignored() -> None:

@@ -21,7 +21,14 @@ from argosy.gateway.auth.client_address import (
 from argosy.gateway.auth.credential_index import CredentialEntry, CredentialIndex, TokenClaims
 from argosy.gateway.principal import ANONYMOUS, Principal
 from argosy.protocol import ApiError
-from argosy.store import AccountSnapshot, SteadyClock, StoreConfig, default_store_url, hash_key
+from argosy.store import (
+    AccountSnapshot,
+    Clock,
+    StoreConfig,
+    default_store_url,
+    hash_key,
+    steady_clock,
+)
 
 if TYPE_CHECKING:
     from argosy.gateway.auth.token_verifier import TokenVerifier
@@ -62,11 +69,12 @@ class Authenticator:
         settings: AuthConfig,
         clock: Callable[[], float] = time.time,
         key_command: str = "argosy keys create",
+        steady_clock: Clock = steady_clock,
     ) -> None:
         self._settings = settings
         self._key_command = key_command
         self._clock = clock
-        self._steady_clock = SteadyClock(clock)
+        self._steady_clock = steady_clock
         self._networks = parse_networks(settings.allowed_networks)
         self._trusted_proxies = parse_networks(settings.trusted_proxies)
         self._token_verifier: TokenVerifier | None = None
@@ -74,7 +82,7 @@ class Authenticator:
             # Imported here, since PyJWT and its dependencies take long to import.
             from argosy.gateway.auth.token_verifier import TokenVerifier
 
-            self._token_verifier = TokenVerifier(settings.jwt, clock)
+            self._token_verifier = TokenVerifier(settings.jwt, clock, steady_clock)
         self._failure_limiter = AuthFailureLimiter()
         self._update_lock = threading.Lock()
         self._snapshot_read_at = snapshot.read_at

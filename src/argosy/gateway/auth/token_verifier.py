@@ -12,7 +12,7 @@ from argosy.deployment import JwtConfig
 from argosy.gateway.auth.credential_index import TokenClaims
 from argosy.gateway.auth.signing_keys import SigningKeys
 from argosy.protocol import ApiError
-from argosy.store import Role, SteadyClock
+from argosy.store import Role
 
 MAX_CACHED_TOKENS = 8192
 """Maximum number of verified tokens kept, whose signatures are not checked again until they expire."""
@@ -24,10 +24,12 @@ MAX_EXPIRY_S = 2**53
 class TokenVerifier:
     """Verifies tokens and caches the claims of valid ones. Not thread-safe."""
 
-    def __init__(self, config: JwtConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: JwtConfig, clock: Callable[[], float], steady_clock: Callable[[], float]
+    ) -> None:
         self._config = config
         self._clock = clock
-        self._signing_keys = SigningKeys(config, SteadyClock(clock))
+        self._signing_keys = SigningKeys(config, steady_clock)
         self._verified_claims: dict[bytes, TokenClaims] = {}
         self._verified_with = self._signing_keys.published
 

@@ -204,7 +204,8 @@ class LimitFilter:
         fields, principal = context.fields, context.principal
         limit_set = self._get_limit_set(principal, context.pool.model)
         now = self._clock()
-        rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], now)
+        wall_time = now - steady_clock.offset_s
+        rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], wall_time)
         context.rates = rates
         prompt_tokens = fields.estimated_prompt_tokens
         expected_tokens = self._output_lengths.estimate(
@@ -456,7 +457,9 @@ def _query_past_usage(
     for limit, _, starts in unseeded:
         owners[limit.owner_kind, starts].add(limit.owner)
     reports = {
-        (kind, starts): [query_usage(kind, owner_ids, start) for start in starts]
+        (kind, starts): [
+            query_usage(kind, owner_ids, start - steady_clock.offset_s) for start in starts
+        ]
         for (kind, starts), owner_ids in owners.items()
     }
     usage = []
