@@ -37,6 +37,7 @@ NO_NETWORK = "downloads packages, programs or models; tests/e2e/test_wheel.py in
 NO_ENGINES = "that is no program of Argosy; tests/integration/gateway has its formats"
 NO_CONTAINERS = "`make image-check` executes the steps of the Dockerfile and starts the results"
 NO_AGENTS = "tests/integration/gateway replays the requests of the agents"
+BY_ANOTHER_TEST = "needs a server; test_fleet_in_postgresql_is_restored runs it"
 NOT_RUN = {
     "add-a-model-family.md": {
         ".venv/bin/pytest": "is the suite itself, and a tool that writes into the checkout",
@@ -47,6 +48,8 @@ NOT_RUN = {
     "back-up-and-restore.md": {
         "argosy store copy --store sqlite:////var/lib/argosy/argosy.db postgresql": "needs a server; "
         "tests/integration/store copies between both databases",
+        "pg_dump": BY_ANOTHER_TEST,
+        "createdb": BY_ANOTHER_TEST,
     },
     "coding-agents.md": {
         "ARGOSY_API_KEY=sk-argosy-... codex": NO_AGENTS,
@@ -120,24 +123,74 @@ argosy keys create web --project acme > /dev/null
 REQUEST = """curl -sf $ARGOSY_URL/v1/completions -H 'content-type: application/json' \\
   -H 'x-request-id: REQUEST_ID' -d '{"model": "argosy-mini", "prompt": "Hello", "max_tokens": 4}' > /dev/null
 """
+USED_FLEET = r"""cat > fleet.yaml << END
+fleet: shop
+port: 8000
+store: {url: "$ARGOSY_STORE"}
+models: [{name: chat, source: argosy-mini}]
+pools: [{name: chat, model: chat, replicas: 1, options: {threads: 1, kv_memory: 64MiB}}]
+END
+mkdir -p /var/lib/argosy
+argosy up
+argosy tenants create acme
+argosy tenants limits set requests 1000 --project acme
+argosy keys create web --project acme > key.txt
+post() {
+    curl -sf http://127.0.0.1:8000/v1/$1 -H "authorization: Bearer $(cat key.txt)" \
+        -H 'content-type: application/json' "${@:2}"
+}
+wait_for() { for n in $(seq 300); do "$@" > /dev/null 2>&1 && return; sleep 0.2; done; "$@"; }
+wait_for post models
+post chat/completions -d '{"model": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}'
+post responses -d '{"model": "chat", "input": "Hi", "max_output_tokens": 4}' > response.json
+post conversations -d '{"items": [{"type": "message", "role": "user", "content": "Hello"}]}' > conversation.json
+argosy scale chat 2 --wait --reason "for the sale"
+sed -i 's/replicas: 1, options: {/replicas: 2, options: {max_seqs: 6, /' fleet.yaml
+argosy apply --yes --wait
+argosy scale chat 1 --wait
+wait_for eval "argosy usage | grep -q ' 2 '"
+id_in() { grep -o '"id": *"[^"]*"' $1 | head -1 | cut -d'"' -f4; }
+answers() {
+    argosy status | grep serve
+    for question in history audit "keys list" "tenants list" "tenants limits list" usage; do
+        argosy $question --json
+    done
+    post responses/$(id_in response.json)
+    post conversations/$(id_in conversation.json)/items
+}
+answers > before.txt
+"""
+"""A fleet that is used, scaled and changed, and the functions that ask what it knows."""
+SAME_ANSWERS = r"""grep -q '1 of 1 replica serves' before.txt
+grep -q 'for the sale' before.txt
+grep -q '"text":"Hello"' before.txt
+wait_for post models
+answers | diff before.txt -
+post chat/completions -d '{"model": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}'
+wait_for eval "argosy usage | grep -q ' 3 '"
+argosy down
+"""
 BEFORE = {
     "add-vllm-or-sglang.md": f"""{REQUEST}
 echo "{{port: 8001, models: [{{name: qwen, replicas: [{{url: '$ARGOSY_URL', model: argosy-mini}}]}}]}}" > gateway.yaml
 argosy gateway --config gateway.yaml 2> gateway.log &
 timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done'
 """,
-    "back-up-and-restore.md": ANY_ACCOUNTS,
+    "back-up-and-restore.md": f"export ARGOSY_STORE=sqlite:////var/lib/argosy/argosy.db\n{USED_FLEET}",
     "long-streams.md": REQUEST,
     "models.md": ANY_ACCOUNTS,
     "rotate-keys.md": ANY_ACCOUNTS,
     "troubleshoot.md": ANY_ACCOUNTS,
 }
 """Commands that make what a page takes for granted."""
+AFTER = {"back-up-and-restore.md": SAME_ANSWERS}
+"""Commands that check what a page has brought about."""
 AS_SEEN = {
     "$(cat left.pid)": f'$(cat "{BUSY_REPLICA}.pid")',
     "kill $(cat right.pid)": "kill $(cat left.pid right.pid) 2> /dev/null || true",
     "pkill -9 -f chat-1-0.sock": "kill -9 $(pgrep -f first/replicas/chat-1-0.sock)",
     "pgrep -f 'argosy gateway'": "pgrep -f 'argosy gateway --config gateway.yaml'",
+    "~/.local/state/argosy": "$XDG_STATE_HOME/argosy",
     "path/to/model": str(BUNDLED_MODEL),
     "/data/qwen3-8b": str(BUNDLED_MODEL),
     "path/to/embedding-model": str(minilm_path()),
@@ -363,7 +416,7 @@ def test_exceptions_are_about_commands_that_pages_have() -> None:
     for text in AS_SEEN:
         assert any(text in page for page in texts.values()), text
     run = {param.id for param in PAGES}
-    assert EXHAUSTIVE | NEED_A_SERVER | BEFORE.keys() <= run
+    assert EXHAUSTIVE | NEED_A_SERVER | BEFORE.keys() | AFTER.keys() <= run
 
 
 @pytest.mark.timeout(600)
@@ -385,19 +438,7 @@ def test_commands_of_a_page_print_the_shown_output(
             if page.name in NEED_A_SERVER or any(is_first_server(block) for block in blocks)
             else running.enter_context(tutorial_environment())
         )
-        shell = subprocess.Popen(
-            ["bash"],
-            cwd=tmp_path,
-            env=environment.variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        running.enter_context(shell)
-        running.callback(lambda: os.killpg(shell.pid, signal.SIGKILL))
-        terminal = Terminal(shell)
+        terminal = running.enter_context(open_terminal(environment, tmp_path))
         run_block(terminal, environment.adapt(BEFORE.get(page.name, ":")), None)
         following = [*blocks[1:], Block("", "", "")]
         for block, shown in zip(blocks, following, strict=True):
@@ -414,8 +455,27 @@ def test_commands_of_a_page_print_the_shown_output(
             elif language in SHELLS:
                 expected = environment.adapt(shown.text) if shown.title == "Output" else None
                 run_block(terminal, adapted, expected)
+        run_block(terminal, environment.adapt(AFTER.get(page.name, ":")), None)
     if page.parent.name == "tutorials":
         assert_ignored(tmp_path)
+
+
+@contextmanager
+def open_terminal(environment: TutorialEnvironment, folder: Path) -> Iterator[Terminal]:
+    with subprocess.Popen(
+        ["bash"],
+        cwd=folder,
+        env=environment.variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+        try:
+            yield Terminal(shell)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 def is_first_server(block: Block) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,12 @@ def up(
     files: FilesArgument = None,
     *,
     overlays: FilesOption = None,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            "--fleet", help="Name of a fleet that shall run as last declared, without a file."
+        ),
+    ] = None,
     reason: Reason = "",
     wait: Wait = True,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
@@ -60,9 +67,21 @@ def up(
     """Apply a declaration, and run a controller for it in the background on this machine.
 
     The fleet runs on when the command ends. `argosy down` stops it. If the fleet runs another version of Argosy than
-    this command, it replaces the controller, then the gateways, then the replicas.
+    this command, it replaces the controller, then the gateways, then the replicas. With `--fleet`, as after a restart
+    of the machine or a restore, the declaration in force stays as it is, with what `scale` has changed in it.
     """
-    with open_declared(files, overlays, store) as (target, config):
+    with contextlib.ExitStack() as stack:
+        if fleet is None:
+            target, config = stack.enter_context(open_declared(files, overlays, store))
+        elif files or overlays:
+            fail("give either files, or --fleet to run what is in force")
+        else:
+            target = stack.enter_context(open_fleet(None, fleet, store))
+            config = parse_revision(target.require_latest())
+            if not (config.pools or config.gateways):
+                fail(
+                    f"the fleet {fleet!r} is down; use `argosy up FILE`, or first `argosy rollback`"
+                )
         check_ports(target, config)
         with created_folder(target.folder):
             revision = _apply(target, config, reason, asks="risk", quiet=json, is_up=True)

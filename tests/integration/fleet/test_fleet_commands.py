@@ -313,6 +313,8 @@ def test_fleet_is_stopped_although_its_file_is_invalid(content: str, store: Stor
     assert "no_such_setting" in refuse("apply")
     for command in (["scale", "chat", "2"], ["rollback", "1"], ["down"], ["status"]):
         assert runner.invoke(app, command).exit_code == 0, command
+    assert "the fleet 'demo' is down; use `argosy up FILE`" in refuse("up", "--fleet", "demo")
+    assert "give either files, or --fleet" in refuse("up", "fleet.yaml", "--fleet", "demo")
     Path("fleet.yaml").write_text(content)
     assert "name the fleet with --fleet" in refuse("down")
     assert runner.invoke(app, ["down", "--fleet", "demo"]).exit_code == 0
