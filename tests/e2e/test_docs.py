@@ -272,8 +272,9 @@ def free_ports() -> dict[str, str]:
 
 
 @contextmanager
-def serving(command: str, terminal_environment: dict[str, str], folder: Path) -> Iterator[None]:
-    """Run a server in a terminal of its own until the tutorial ends, and stop it with Ctrl-C."""
+def serving(command: str, terminal_environment: dict[str, str], folder: Path) -> Iterator[str]:
+    """Run a server until the page ends, and stop it with Ctrl-C. Yields what it prints until it is ready."""
+    ready = ["Press Ctrl-C"] if "argosy serve" in command else ["is ready at", '"event":"ready"']
     with subprocess.Popen(
         command.split(), cwd=folder, env=terminal_environment, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -282,11 +283,11 @@ def serving(command: str, terminal_environment: dict[str, str], folder: Path) ->
             shown = ""
             for line in process.stderr:
                 shown += line
-                if "is ready at" in line or '"event":"ready"' in line:
+                if any(text in line for text in ready):
                     break
             else:
                 pytest.fail(f"the server ended: {shown}")
-            yield
+            yield shown
         finally:
             process.send_signal(signal.SIGINT)
         process.stderr.read()
@@ -309,6 +310,8 @@ class TutorialEnvironment:
         for folder in ("backup", "var/lib"):
             (state / folder).mkdir(parents=True)
         self._state = state
+        self.shown = ""
+        """Text that the first server has printed."""
 
     def adapt(self, text: str) -> str:
         """Use free ports, folders of the test, and servers that are small."""
@@ -352,8 +355,9 @@ def first_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TutorialE
     link_programs(folder)
     with (
         tutorial_environment() as environment,
-        serving(environment.adapt(FIRST_SERVER), environment.variables, folder),
+        serving(environment.adapt(FIRST_SERVER), environment.variables, folder) as shown,
     ):
+        environment.shown = shown
         yield environment
 
 
@@ -444,16 +448,19 @@ def test_commands_of_a_page_print_the_shown_output(
         for block, shown in zip(blocks, following, strict=True):
             language, title, text = block
             adapted = environment.adapt(text)
-            if is_first_server(block):
-                continue
+            expected = environment.adapt(shown.text) if shown.title == "Output" else None
             if title == "Server":
-                running.enter_context(serving(adapted, environment.variables, tmp_path))
+                printed = (
+                    environment.shown
+                    if is_first_server(block)
+                    else running.enter_context(serving(adapted, environment.variables, tmp_path))
+                )
+                assert is_as_shown(printed, expected), printed
             elif title.startswith("Change in "):
                 change_line(tmp_path / title.removeprefix("Change in "), adapted)
             elif language in {"yaml", "json"} and title:
                 (tmp_path / title).write_text(adapted)
             elif language in SHELLS:
-                expected = environment.adapt(shown.text) if shown.title == "Output" else None
                 run_block(terminal, adapted, expected)
         run_block(terminal, environment.adapt(AFTER.get(page.name, ":")), None)
     if page.parent.name == "tutorials":
@@ -499,16 +506,21 @@ def change_line(file: Path, line: str) -> None:
     file.write_text("".join(line if old.startswith(f"{key}:") else old for old in lines))
 
 
+def is_as_shown(printed: str, expected: str | None) -> bool:
+    """Whether a page shows the beginning of what was printed, where `...` stands for anything."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return expected is None or CHECKER.check_output(
+        expected.rstrip() + "...", printed + "\n.", flags
+    )
+
+
 def run_block(terminal: Terminal, commands: str, expected: str | None) -> None:
     """Run the commands of a block and check what they print. Commands that only look are repeated for a minute."""
     is_look = LOOK.match(commands) and expected is not None
     deadline = time.monotonic() + (LOOK_TIMEOUT_S if is_look else 0)
     while True:
         printed, status = terminal.run(commands)
-        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-        is_shown = expected is None or CHECKER.check_output(
-            expected.rstrip() + "...", printed + "\n.", flags
-        )
+        is_shown = is_as_shown(printed, expected)
         if (status == "0" and is_shown) or time.monotonic() > deadline:
             break
         time.sleep(LOOK_INTERVAL_S)
