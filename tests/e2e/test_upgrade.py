@@ -56,6 +56,7 @@ class Installations:
         folder = self.folder / version
         venv.create(folder, symlinks=True)
         packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+        # The folder is only searched, so the path file there, which leads to the sources, has no effect.
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
         shutil.copytree(
             sources / "src/argosy",
@@ -65,6 +66,18 @@ class Installations:
         metadata = packages / f"argosy-{version}.dist-info/METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: argosy\nVersion: {version}\n")
+
+    def replace(self, version: str, new: str) -> None:
+        """Replace an installed version by another one in place, as `pip install` does."""
+        (packages,) = (self.folder / version).glob("lib/python*/site-packages")
+        (new_packages,) = (self.folder / new).glob("lib/python*/site-packages")
+        (packages / "argosy").rename(packages / "old")
+        shutil.copytree(new_packages / "argosy", packages / "argosy")
+        shutil.rmtree(packages / f"argosy-{version}.dist-info")
+        name = f"argosy-{new}.dist-info"
+        shutil.copytree(new_packages / name, packages / name)
+        shutil.rmtree(self.folder / new)
+        (self.folder / new).symlink_to(self.folder / version)
 
     def replace_text(self, version: str, file: str, text: str) -> None:
         """Change a module of an installed version."""
@@ -156,7 +169,8 @@ async def observe(installations: Installations, version: str) -> tuple[Observer,
         output = await installations.run(version, "up", "--timeout", "240")
     finally:
         task.cancel()
-        await asyncio.wait({task})
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
     return observer, output
 
 
@@ -177,6 +191,8 @@ async def test_upgrade_and_way_back_lose_no_request(
     async with load.run():
         await load.pass_requests(8)
         for generation, before, version in ((1, PREVIOUS, CHECKOUT), (2, CHECKOUT, BACK)):
+            if version == BACK:
+                installations.replace(before, version)
             plan = await installations.run(version, "plan")
             assert f'"{version}"   (2 replicas replaced, 1 at a time)' in plan
             observer, output = await observe(installations, version)
@@ -201,6 +217,7 @@ async def test_upgrade_and_way_back_lose_no_request(
             if each.pool == "chat" and each.phase is ReplicaPhase.READY
         ]
         assert [each.version for each in serving] == [BACK, BACK]
+        assert "version" in await installations.run(BACK, "status")
         assert any("chat-4-0" in each.text for each in installations.read_status().problems)
         await installations.run(BACK, "up", "--timeout", "240")
         status = installations.read_status()

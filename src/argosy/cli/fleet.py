@@ -460,7 +460,14 @@ def _replace_controller(target: FleetTarget, *, quiet: bool) -> None:
     from argosy.version import VERSION
 
     status = target.read_status()
-    if status.version in {None, VERSION} or not is_controlled_here(target):
+    if status.version in {None, VERSION}:
+        return
+    if not is_controlled_here(target):
+        if not quiet:
+            host = status.leader.partition("/")[0]
+            typer.echo(
+                f"Run `argosy up` on {host} to upgrade, where the controller runs.", err=True
+            )
         return
     if not has_keeper(target.folder):
         if status.has_leader and not is_gone(status.leader):

@@ -22,7 +22,9 @@ from typer.testing import CliRunner
 from argosy.cli.app import app
 from argosy.deployment import dump_fleet, load_fleet, pool_digests, set_replicas
 from argosy.extras import install_command
+from argosy.fleet.control import process_holder
 from argosy.store import ReplicaLogRun, Store, open_store
+from argosy.version import VERSION
 
 DECLARATION = """\
 fleet: demo
@@ -175,6 +177,43 @@ def test_wait_needs_a_controller_that_lives(store: Store, monkeypatch: pytest.Mo
     result = runner.invoke(app, ["apply", "--wait"])
     assert result.exit_code == 130
     assert "The controller goes on with the change" in result.stderr
+
+
+def test_version_that_differs_is_shown_and_left_to_whoever_runs_the_controller(
+    store: Store,
+) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    lease = store.fleets.acquire_lease(process_holder(), store.fleets.read_lease("demo"))
+    assert lease is not None
+    replica = {
+        "name": "chat-1-0",
+        "pool": "chat",
+        "generation": 1,
+        "ordinal": 0,
+        "launcher": "local",
+        "phase": "ready",
+        "version": "0.0.1",
+    }
+    observed = {"epoch": lease.epoch, "revision": 1, "version": "0.0.2"}
+    records = {"replica/chat-1-0": replica, "observed": observed}
+    encoded = {name: msgspec.json.encode(each) for name, each in records.items()}
+    store.fleets.save_records(lease, dict(encoded))
+    assert "1 replica replaced" in runner.invoke(app, ["plan"]).stdout
+    assert "Nothing changes" in runner.invoke(app, ["apply"]).stderr, "the controller comes first"
+    assert f"restart it with version {VERSION}" in " ".join(refuse("up").split())
+    assert (
+        "1 replica runs version 0.0.1, the controller 0.0.2"
+        in runner.invoke(app, ["status"]).stdout
+    )
+    observed["version"] = VERSION
+    store.fleets.save_records(lease, {"observed": msgspec.json.encode(observed)})
+    assert runner.invoke(app, ["apply", "--yes"]).exit_code == 0
+    (revision,) = store.fleets.list_revisions("demo", 1)
+    assert (revision.reason, revision.generations["chat"].generation) == (
+        f"upgrade to version {VERSION}",
+        2,
+    )
 
 
 def test_file_of_a_source_does_not_undo_what_people_decided(store: Store) -> None:

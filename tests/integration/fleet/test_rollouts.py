@@ -47,6 +47,12 @@ async def test_good_version_gets_all_users(fleet: RolloutFleet) -> None:
     assert not fleet.replicas("v1")
     assert fleet.ready("v2") == 2
     assert "promote" in {event.outcome for event in fleet.events("rollout_gate")}
+    done = fleet.record
+    fleet.apply(declare("v2", rollout=PLAN | {"shadow": 0.1}), [POOL])  # as an upgrade of Argosy
+    await fleet.until(lambda: fleet.ready("v2") == 2)
+    await fleet.until(lambda: len(fleet.cluster.list_replicas()) == 2)
+    assert {each.generation for each in fleet.replicas("v2")} == {3}
+    assert fleet.record == done, "it starts no rollout"
 
 
 async def test_version_that_does_not_start_is_rolled_back_and_not_tried_again(

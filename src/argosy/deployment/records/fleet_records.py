@@ -46,8 +46,7 @@ class ReplicaRecord(ReplicaMemory, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Tokens in its prefix cache, by its latest report."""
     version: str = ""
-    """Version of Argosy that its process runs; empty if it has not stated one, as other engines and gateways before
-    0.1.1."""
+    """Version of Argosy that its process runs, as it states; empty for other engines, and before its first answer."""
 
     def for_attempt(self, attempt: int, started_at: float) -> ReplicaRecord:
         """Return the record for an attempt: what belongs to an earlier one is forgotten.
