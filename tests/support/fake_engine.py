@@ -22,7 +22,7 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text import Tokenizer
-from argosy.protocol import ArithmeticIdentity, ModelDescription
+from argosy.protocol import ArithmeticIdentity, ModelDescription, ResourceUsage
 from argosy.telemetry import CoreStats
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
@@ -87,7 +87,8 @@ class FakeEngine:
     load_progress: LoadProgress | None = None
     core_exits: int = 0
     last_core_exit: str = ""
-    memory_bytes = memory_bound_bytes = 0
+    usage = ResourceUsage()
+    memory_bound_bytes = 0
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)

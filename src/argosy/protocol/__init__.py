@@ -126,6 +126,7 @@ from argosy.protocol.replica_reports import (
     LoadResponse,
     ModelDescription,
     RequestReport,
+    ResourceUsage,
     StartupProgress,
     TokenizationKey,
     differing_parts,

@@ -96,6 +96,26 @@ class StartupProgress(msgspec.Struct, frozen=True, kw_only=True):
     fraction: Annotated[float, Meta(ge=0, le=1)]
 
 
+class ResourceUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU and memory of an engine core and of its machine, each second.
+
+    A replica reports it. It is shown to viewers of the gateway, and nothing decides by it.
+    """
+
+    memory_bytes: NonNegativeCount = 0
+    """Private memory of the core: mapped weights are no part of it. 0 if it is unknown."""
+    cpus: NonNegativeFloat = 0.0
+    """CPUs that the core used on average."""
+    host_cpus: NonNegativeCount = 0
+    """CPUs that the core may use. 0 if its system does not count their time."""
+    host_free_cpus: NonNegativeFloat = 0.0
+    """CPUs that were idle on average, within the limits of its container."""
+    host_memory_bytes: NonNegativeCount = 0
+    """Memory of the machine, within the limits of its container."""
+    host_free_bytes: NonNegativeCount = 0
+    """Memory that may still be allocated."""
+
+
 class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Response of `/load`, with the state that a router needs to select a replica."""
 
@@ -120,6 +140,8 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: NonNegativeFloat = 0.0
     """Expected seconds between tokens if one more sequence runs, by the warm-up before a request is measured; 0 if
     neither is known."""
+    usage: ResourceUsage | None = None
+    """None before the core has reported it, and for replicas of earlier versions."""
     other_gateways: list[dict[int, NonNegativeCount]] = []
     """Running requests by tier of each gateway except the one that requests the report."""
     schema_version: NonNegativeCount = LOAD_SCHEMA_VERSION

@@ -45,6 +45,9 @@ async def test_argosy_replica_reports_speed_context_and_cache_size() -> None:
         assert replica.has_reported_speed
         assert replica.load.prefill_tokens_per_s == load_report["prefill_tokens_per_s"] > 0
         assert replica.load.inter_token_s == load_report["decode_s"] > 0
+        usage = load_report["usage"]
+        assert 0 < usage["memory_bytes"] < usage["host_memory_bytes"]
+        assert 0 < usage["host_free_bytes"] < usage["host_memory_bytes"]
         assert replica.max_model_len == load_report["max_model_len"]
         blocks = 96 * load_report["block_size"] // BLOCK_TOKENS
         replica.prefix_index.on_prompt_sent(

@@ -21,7 +21,7 @@ from argosy.engine.serving.engine_core.heartbeat_monitor import (
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView, KvUpdateReader
 from argosy.engine.serving.engine_core.step_stats import SpeedEstimator
-from argosy.protocol import SamplingParams, pack_block_names
+from argosy.protocol import ResourceUsage, SamplingParams, pack_block_names
 
 NAMES = st.sets(st.integers(0, 12), max_size=8)
 EVENTS = st.one_of(
@@ -178,7 +178,9 @@ def test_core_above_its_memory_bound_sheds_before_it_is_recycled(
     monitor = HeartbeatMonitor(STALL_S, 1.0, started_at=0.0)
     monitor.record_ready(0.0, float(load_s), bound)
     actions = [
-        monitor.record_heartbeat(Heartbeat(second, True, used), float(second))
+        monitor.record_heartbeat(
+            Heartbeat(second, True, ResourceUsage(memory_bytes=used)), float(second)
+        )
         for second, used in enumerate(memory)
     ]
     streak = 0

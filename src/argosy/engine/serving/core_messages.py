@@ -9,7 +9,7 @@ import msgspec
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
-from argosy.protocol import ApiError, ArithmeticIdentity, ModelDescription
+from argosy.protocol import ApiError, ArithmeticIdentity, ModelDescription, ResourceUsage
 from argosy.telemetry import CoreStats
 
 EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
@@ -154,8 +154,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
     step: int
     busy: bool
-    memory_bytes: int = 0
-    """Private memory of the process, or 0 if it is unknown."""
+    usage: ResourceUsage = ResourceUsage()
 
 
 class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

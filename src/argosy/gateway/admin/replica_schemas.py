@@ -11,7 +11,7 @@ from msgspec import Meta
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
 from argosy.policy.reconciliation import Severity, status_severity
-from argosy.protocol import ArithmeticIdentity, StartupProgress
+from argosy.protocol import ArithmeticIdentity, ResourceUsage, StartupProgress
 from argosy.store import Name, ReplicaLogRun, ReplicaState, ReplicaWeight, Timestamp
 from argosy.telemetry import LogSelection
 
@@ -83,6 +83,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     kv_usage_ratio: float
     kv_blocks_total: int | None
     """KV blocks of a native replica; None for others."""
+    usage: ResourceUsage | None
+    """CPU and memory of a native replica and its machine; None for others."""
     report_age_s: float | None
     """Age of the latest load report; None without one."""
     max_model_len: int | None
@@ -177,6 +179,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         queued_tokens=load.queued_tokens,
         kv_usage_ratio=load.kv_usage_ratio,
         kv_blocks_total=report.kv_blocks_total if report else None,
+        usage=report.usage if report else None,
         report_age_s=now - load.reported_at if has_report else None,
         max_model_len=replica.max_model_len,
         arithmetic_id=replica.arithmetic_id,

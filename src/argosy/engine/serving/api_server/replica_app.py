@@ -299,7 +299,7 @@ class ReplicaApp:
         replica.metrics.update_stats(
             engine.stats,
             ready=replica.state == "ready",
-            memory_bytes=engine.memory_bytes,
+            memory_bytes=engine.usage.memory_bytes,
             memory_bound_bytes=engine.memory_bound_bytes,
         )
         text = await asyncio.to_thread(replica.metrics.exposition)

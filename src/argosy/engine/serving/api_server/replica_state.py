@@ -293,6 +293,7 @@ class ReplicaState:
             step_s=stats.step_s,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_s=stats.inter_token_s or (ready.step_s if ready else 0.0),
+            usage=self.engine.usage if ready else None,
             other_gateways=self._other_gateways(gateway),
             phase=self.phase,
             startup=None

@@ -44,7 +44,9 @@ from argosy.engine.serving.core_messages import (
 )
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.extras import install_command
+from argosy.machine_resources import CpuTimes, free_bytes, read_cpu_times, total_bytes
 from argosy.process import private_memory_bytes, protect_standard_streams
+from argosy.protocol import ResourceUsage
 from argosy.telemetry import CoreStats, LogFormat, configure_logging
 
 EXIT_FAILED = 1
@@ -224,10 +226,30 @@ def send_message(socket: zmq.Socket[bytes], message: FromCore) -> None:
 def run_heartbeat(spec: CoreLaunchSpec, heartbeat: HeartbeatState) -> None:
     """Send heartbeats until the process ends. Exits the process if the parent has exited. Runs in its own thread."""
     socket = _connect(zmq.Context(), zmq.PUSH, spec.heartbeat_address)
+    earlier = None
     while os.getppid() == spec.parent_pid:
-        send_message(socket, Heartbeat(heartbeat.step, heartbeat.busy, private_memory_bytes()))
+        now = read_cpu_times()
+        usage = _measure_usage(earlier, now)
+        send_message(socket, Heartbeat(heartbeat.step, heartbeat.busy, usage))
+        earlier = now
         time.sleep(spec.heartbeat_interval_s)
     os._exit(EXIT_FAILED)
+
+
+def _measure_usage(earlier: CpuTimes | None, now: CpuTimes | None) -> ResourceUsage:
+    """Return the present memory, and the CPUs used between two readings. Takes less than a millisecond."""
+    usage = ResourceUsage(
+        memory_bytes=private_memory_bytes(),
+        host_memory_bytes=total_bytes(),
+        host_free_bytes=free_bytes(),
+    )
+    available = None if earlier is None or now is None else now.available_cpus_since(earlier)
+    if earlier is None or now is None or available is None:
+        return usage
+    cpus = (now.own_s - earlier.own_s) / (now.at_s - earlier.at_s)
+    return msgspec.structs.replace(
+        usage, cpus=cpus, host_cpus=now.num_cpus, host_free_cpus=max(0.0, available - cpus)
+    )
 
 
 def run_core(

@@ -40,7 +40,7 @@ from argosy.engine.serving.engine_core.heartbeat_monitor import (
 )
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream, InFlightRequests
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, ResourceUsage
 from argosy.telemetry import CoreStats, LogFormat
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
@@ -107,7 +107,8 @@ class EngineClient:
         self._info: CoreReady | None = None
         self.stats = CoreStats()
         """State of the core after its last step."""
-        self.memory_bytes = self.memory_bound_bytes = 0
+        self.usage = ResourceUsage()
+        self.memory_bound_bytes = 0
         """Private memory of the core at its last heartbeat, and the bound of it. 0 if it is unknown."""
         self._core: CoreHandle | None = None
         self._failure = ""
@@ -325,7 +326,7 @@ class EngineClient:
                     if self._in_flight.deliver(delta):
                         self._consecutive_restarts = 0  # the core completes requests
             case Heartbeat():
-                self.memory_bytes = message.memory_bytes
+                self.usage = message.usage
                 self._limit_memory(monitor.record_heartbeat(message, now))
             case LoadProgress():
                 monitor.record_load_progress(now)
@@ -351,8 +352,8 @@ class EngineClient:
             self._send(ShedMemory(end_requests=action == "end_requests"))
             return
         self._recycle_reason = (
-            f"the engine is replaced, because its memory of {self.memory_bytes >> 20} MiB stayed above its bound of"
-            f" {self.memory_bound_bytes >> 20} MiB"
+            f"the engine is replaced, because its memory of {self.usage.memory_bytes >> 20} MiB stayed above its bound"
+            f" of {self.memory_bound_bytes >> 20} MiB"
         )
         self._restart_reason = self._recycle_reason
         self.load_progress = self._explain_progress(LoadProgress("restarting", 0.0))

@@ -77,7 +77,7 @@ class HeartbeatMonitor:
             self._last_step = heartbeat.step
             if self.is_serving:
                 self._last_progress_at = now
-        if not 0 < self._memory_bound_bytes < heartbeat.memory_bytes:
+        if not 0 < self._memory_bound_bytes < heartbeat.usage.memory_bytes:
             self._beats_above_bound = 0
             return None
         self._beats_above_bound += 1

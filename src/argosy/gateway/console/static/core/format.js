@@ -39,6 +39,12 @@ export function percent(ratio) {
   return `${value < 10 ? Number(value.toFixed(1)) : Math.round(value)} %`;
 }
 
+export function bytes(value) {
+  if (isMissing(value)) return MISSING;
+  const [size, unit] = value >= 2 ** 30 ? [2 ** 30, "GiB"] : [2 ** 20, "MiB"];
+  return `${significant(value / size)} ${unit}`;
+}
+
 export function money(nanoDollars) {
   if (isMissing(nanoDollars)) return MISSING;
   const dollars = nanoDollars / 1e9;

@@ -1,6 +1,6 @@
 // One replica: its state and facts, its load over time, and its log, also after it is gone.
 import { html } from "../vendor.js";
-import { age, count, duration, percent, time, visible } from "../core/format.js";
+import { age, bytes, count, duration, percent, plural, time, visible } from "../core/format.js";
 import { link } from "../core/router.js";
 import { Chart } from "../ui/chart.js";
 import { Card, Name, Resource, Status } from "../ui/parts.js";
@@ -17,11 +17,14 @@ export function Replica({ name, replicas, reload }) {
 }
 
 function Facts({ replica, reload }) {
+  const { usage } = replica;
   const facts = [
     ["State", html`<${Status} value=${replica.status} /> ${replica.reason}`], ["Since", replica.since ? `${time(replica.since, { date: true })} (${age(replica.since)})` : "before this gateway started"],
     ["Decision", `${replica.state}${replica.changed_by ? `, by ${replica.changed_by} at ${time(replica.changed_at, { date: true })}` : ""}`], ["Weight", replica.weight],
     ["Requests", `${replica.in_flight} of this gateway; ${replica.running} running and ${replica.waiting} waiting in all, ${replica.slots} slots`],
     ["KV cache", `${percent(replica.kv_usage_ratio)}${replica.kv_blocks_total ? ` of ${count(replica.kv_blocks_total)} blocks` : ""}`], ["Report", replica.report_age_s === null ? "none yet" : `${replica.report_age_s.toFixed(1)} s old`],
+    ["Engine core", usage ? `${bytes(usage.memory_bytes)} of private memory${usage.host_cpus ? `, ${usage.cpus.toFixed(1)} CPUs` : ""}` : null],
+    ["Its machine", usage ? `${bytes(usage.host_free_bytes)} of ${bytes(usage.host_memory_bytes)} of memory free${usage.host_cpus ? `, ${usage.host_free_cpus.toFixed(1)} of ${plural(usage.host_cpus, "CPU")} idle` : ""}` : null],
     ["Server", `${replica.kind} ${replica.build}`], ["Accelerator", replica.accelerator], ["Zone", replica.zone], ["Context", replica.max_model_len ? `${replica.max_model_len} tokens` : null],
     ["Revision", replica.model_revision], ["Digest", replica.model_digest], ["Arithmetic", html`<${Name} value=${replica.arithmetic_id} />`],
     ["Start-up", replica.startup ? `${replica.phase}` : null], ["Labels", Object.entries(replica.labels).map(([key, value]) => `${key}=${value}`).join(", ")],

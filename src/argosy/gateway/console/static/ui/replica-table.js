@@ -1,7 +1,7 @@
 // The table of replicas, with the decisions that an operator takes about them.
 import { html } from "../vendor.js";
 import { may, post } from "../core/api.js";
-import { age, MISSING, percent, visible } from "../core/format.js";
+import { age, bytes, MISSING, percent, visible } from "../core/format.js";
 import { link } from "../core/router.js";
 import { Action, Name, Status } from "./parts.js";
 import { Table } from "./table.js";
@@ -46,11 +46,12 @@ export function ReplicaTable({ replicas, controlled, height, reload, csv }) {
     { key: "running", label: "Running / slots", isNumber: true, value: (row) => row.running, cell: (row) => (row.slots === undefined ? MISSING : `${row.running} / ${row.slots}`) },
     { key: "waiting", label: "Waiting", isNumber: true, value: (row) => row.waiting ?? MISSING },
     { key: "kv", label: "KV in use", isNumber: true, value: (row) => row.kv_usage_ratio, cell: (row) => (row.report_age_s === null ? MISSING : percent(row.kv_usage_ratio)) },
+    { key: "cpus", label: "CPUs", isNumber: true, value: (row) => row.usage?.cpus, cell: (row) => (row.usage?.host_cpus ? row.usage.cpus.toFixed(1) : MISSING) },
+    { key: "memory", label: "Memory", isNumber: true, value: (row) => row.usage?.memory_bytes, cell: (row) => bytes(row.usage?.memory_bytes) },
     ...(controlled ? [
       { key: "generation", label: "Version", isNumber: true, value: (row) => row.control?.generation ?? MISSING },
       { key: "node", label: "Node", value: (row) => [row.control?.node, row.control?.zone].filter(Boolean).map(visible).join(", ") || MISSING },
-    ] : []),
-    { key: "build", label: "Build", value: (row) => row.build, cell: (row) => (row.build ? html`<${Name} value=${row.build} />` : MISSING) },
+    ] : [{ key: "build", label: "Build", value: (row) => row.build, cell: (row) => html`<${Name} value=${row.build} />` }]),
     { key: "actions", label: "", value: () => "", cell: (row) => (row.state ? html`<${ReplicaActions} replica=${row} reload=${reload} />` : null) },
   ];
   return html`<${Table} label="Replicas" columns=${columns} rows=${controlled ? joinReplicas(replicas, controlled) : replicas} rowKey=${(row) => `${row.model}\n${row.replica}`} height=${height} csv=${csv} />`;
