@@ -108,13 +108,13 @@ MAKE_SERVE = subprocess.check_output(["make", "-n", "serve"], cwd=ROOT, text=Tru
 MINILM = ".venv" / minilm_path().relative_to(sys.prefix)
 SMALL = "--threads 1 --kv-memory 64MiB"
 LOOK = re.compile(
-    r"ask|curl|tail|\.venv/bin/argosy (events|explain|replicas list|rollout status|status|usage)"
+    r"ask|curl|tail|(?:\.venv/bin/)?argosy (events|explain|replicas list|rollout status|status|usage)"
 )
 """Start of a command that a reader repeats until it prints what the page shows."""
 LOOK_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 0.1
 BUSY_REPLICA = """$(
-    until grep -q '"text":"' interrupted.txt; do sleep 0.1; done
+    timeout 60 sh -c 'until grep -q text interrupted.txt; do sleep 0.1; done'
     curl -s http://127.0.0.1:8000/metrics | sed -n 's/.*replica_requests_in_flight.*replica="\\(.*\\)"} 1.0/\\1/p'
 )"""
 ANY_ACCOUNTS = """argosy tenants create acme
