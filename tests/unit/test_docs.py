@@ -193,6 +193,17 @@ def test_commands_that_pages_name_exist_with_their_options() -> None:
                 check_command(command, words, f"{page.name}: {code}")
 
 
+def test_targets_and_tools_that_pages_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *CURRENT_PAGES):
+        text = page.read_text()
+        for target in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text, re.MULTILINE):
+            assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", makefile, re.MULTILINE), page
+        for module in re.findall(r"python -m ((?:tools|benchmarks)[\w.]*\w)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), page
+
+
 def check_command(command: Any, words: list[str], where: str) -> None:  # noqa: ANN401 - typer's
     """Assert that words name a command and its options. Their values are not checked."""
     while True:
