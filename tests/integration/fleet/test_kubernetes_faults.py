@@ -261,3 +261,35 @@ async def test_clock_of_a_node_decides_nothing() -> None:
         exited = await wait_for(launcher, has_exited)
         assert exited.exited_at is not None
         assert running.started_at <= exited.exited_at <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("action", "request_"),
+    [
+        ("start", "POST deployments"),
+        ("start", "PUT deployments"),
+        ("start", "POST poddisruptionbudgets"),
+        ("drain", "PATCH deployments"),
+        ("stop", "PATCH deployments"),
+        ("remove", "DELETE deployments"),
+        ("remove", "GET deployments"),
+    ],
+)
+async def test_refused_action_costs_three_requests(action: str, request_: str) -> None:
+    """With the back-off of refused actions, at most 20 tries in ten minutes, that is 60 requests."""
+    async with connected() as (api, launcher):
+        subject: Any = "a-1-0"
+        if action == "start":
+            subject = spec(name="b-1-0", address="{host}:{port}", image="replica:1")
+        elif action == "remove":
+            await launcher.drain(subject, 1)
+            status = {"observedGeneration": 3, "replicas": 0}
+            api.set_status("deployments", subject, status)
+            await wait_for(launcher, has_exited)
+        api.refused[request_] = ApiError(403, "Forbidden", "the policy refuses it")
+        for _ in range(2):
+            await api.flush_watches()
+            api.requests.clear()
+            with pytest.raises(LaunchError, match="the policy refuses it"):
+                await getattr(launcher, action)(subject, 1)
+        assert api.requests.total() <= 3, api.requests

@@ -313,7 +313,8 @@ async def test_each_missing_right_is_named_and_the_rest_goes_on(
         errors = []
         for action in (
             other.list_replicas(),
-            *(other.start(pod_spec(name=name, kubernetes=settings), number) for name in names),
+            other.start(pod_spec(name=names[0], kubernetes=settings), number),
+            other.start(pod_spec(name=names[1], kubernetes=settings, max_unavailable=2), number),
             other.read_log("a-1-0", 100),
             other.drain(names[0], number),
             *(other.stop(name, number) for name in names),
