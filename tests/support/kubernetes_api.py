@@ -4,7 +4,7 @@ It does what https://kubernetes.io/docs/reference/using-api/api-concepts/ says, 
 keeps objects in memory, validates each one by the schemas of Kubernetes, and serves what the launcher uses: get, list,
 watch, create, replace, merge patch and delete.
 
-Never compared with a real API server.
+Never compared with a real API server by a test. What one did is in `docs/contributing/testing.md`.
 """
 
 from __future__ import annotations

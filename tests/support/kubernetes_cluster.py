@@ -3,7 +3,7 @@
 What it leaves out: ReplicaSets between Deployments and pods, preStop hooks (their time is not waited for), probes, node
 selectors, and images, which are those of this machine. Pods of one Deployment get the same address again.
 
-Never compared with a real cluster.
+Never compared with a real cluster by a test. What one did is in `docs/contributing/testing.md`.
 """
 
 from __future__ import annotations
