@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,8 @@ async def run(seconds: float, folder: Path) -> None:
             await bench.measure("scale 6 to 2", lambda: scale(2))
             await bench.measure("rolling update of 2", replace)
             for name, replicas in (("removal", 1), ("start", 2), ("list", 1)):
-                await bench.measure(
-                    f"refused {name}",
-                    lambda name=name, replicas=replicas: bench.refuse(name, replicas, seconds),
-                )
+                refuse = partial(bench.refuse, name, replicas, seconds)
+                await bench.measure(f"refused {name}", refuse)
             fleet.apply(stop_everything(config))
             await controller
         finally:

@@ -169,6 +169,7 @@ async def test_replica_gets_its_secrets_and_pool_its_objects(
         await launcher.start(each, 1)
         await read_pid(await wait_for(launcher, is_placed, each.name))
     assert await launcher.read_log("a-1-0", 100) == b"TOKEN=hunter2\nlistening\n"
+    assert environment.api.requests["PUT deployments"] == 2  # none conflicts
     objects = environment.api.objects
     assert "hunter2" not in str(objects["deployments"])
     assert list(objects["poddisruptionbudgets"]) == ["pool-a"]

@@ -26,7 +26,7 @@ REQUEST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 WATCH_TIMEOUT_S = 240
 """Time after which the server ends a watch."""
-MAX_SILENCE_S = 80.0
+MAX_SILENCE_S = 70.0
 """Time without a byte of a watch after which its connection counts as lost. Bookmarks come about once a minute."""
 MIN_RENEWAL_INTERVAL_S = 10.0
 """Time after which a refused token makes the client read its settings again."""
