@@ -19,6 +19,8 @@ class _Limit:
     """Units by time slot."""
     concurrency: dict[str, int] = field(default_factory=dict)
     """Concurrency slots by gateway."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Units that become free when a gateway dies."""
     known: bool = False
     """Whether the usage before the first request has been reported."""
 
@@ -50,7 +52,7 @@ class FakeQuotaAuthority:
         grants = [
             self._lease_concurrency(gateway, name, request)
             if request.kind == "slots"
-            else self._lease_units(name, request, now)
+            else self._lease_units(gateway, name, request, now)
             for name, request in requests
         ]
         self.last_replies[gateway] = number, grants
@@ -66,7 +68,9 @@ class FakeQuotaAuthority:
         rest = max(0, available - granted)
         return granted + min(request.ahead, rest // (2 * len(self.alive)))
 
-    def _lease_units(self, name: str, request: LeaseRequest, now: float) -> LeaseGrant:
+    def _lease_units(
+        self, gateway: str, name: str, request: LeaseRequest, now: float
+    ) -> LeaseGrant:
         limit = self.limits.setdefault(name, _Limit())
         slot, oldest, width = request.slot, request.slot, 0.0
         if request.kind == "window":
@@ -75,6 +79,11 @@ class FakeQuotaAuthority:
             oldest = int((now - request.lease_s) // width) - SLOTS
         limit.slots = {at: units for at, units in limit.slots.items() if at >= oldest}
         slot = max([slot, *limit.slots])
+        freed = sum(limit.held.pop(other) for other in set(limit.held) - set(self.alive))
+        freed += limit.held.pop(gateway, 0) - request.was_held
+        if freed:
+            used = limit.slots.get(slot, 0)
+            limit.slots[slot] = used - min(freed, used)
         for at, units in request.back:
             if at in limit.slots:
                 limit.slots[at] -= units
@@ -90,6 +99,8 @@ class FakeQuotaAuthority:
             granted = min(request.need, room + request.overdraft)
         if granted:
             limit.slots[slot] = limit.slots.get(slot, 0) + granted
+        if request.held is not None and request.held + granted > 0:
+            limit.held[gateway] = request.held + granted
         return LeaseGrant(granted, slot, sum(limit.slots.values()), 0.0, 0.0, limit.known)
 
     def _lease_concurrency(self, gateway: str, name: str, request: LeaseRequest) -> LeaseGrant:

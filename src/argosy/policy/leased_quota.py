@@ -39,6 +39,13 @@ class LeaseRequest:
     overdraft: int = 0
     """Units of one request for a budget, beyond what is free. They are granted if `overdraft_above` units are free."""
     overdraft_above: int = 0
+    held: int | None = None
+    """Units of a budget that running requests hold, and granted ones that are not used; None for other limits.
+
+    They become free if this gateway dies.
+    """
+    was_held: int = 0
+    """Units held after the last grant. They count again if they became free because this gateway seemed dead."""
     kept: int = 0
     """Concurrency slots that the gateway keeps."""
     owed: tuple[tuple[float, int], ...] = ()

@@ -79,6 +79,9 @@ class WindowLease(LeasedQuota):
         self._renew_at = math.inf
         self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)
         self._last_grant_at = -math.inf
+        self._reports_held = False
+        """Whether the authority frees what this gateway holds if it dies: for budgets of days and months."""
+        self._reported_held = self._held_before_period = 0
         self._units_in_transit = 0
         """Units returned minus units owed in the request that is not answered yet."""
 
@@ -94,7 +97,8 @@ class WindowLease(LeasedQuota):
     @property
     def is_idle(self) -> bool:
         unreported = self._returned or self._owed or self._has_requested_seeds
-        return not (self._grants or self._needed or self._spent_since_request or unreported)
+        is_used = self._grants or self._needed or self._spent_since_request or self._reported_held
+        return not (is_used or unreported)
 
     def remaining(self, now: float) -> int:
         self._expire_grants(now)
@@ -195,8 +199,14 @@ class WindowLease(LeasedQuota):
         if self._seeds_requested:
             self.on_report_due()
 
+    def request_units(self, units: int, free_units: int = MAX_UNITS) -> None:
+        super().request_units(units, free_units)
+        self._reports_held = self._reports_held or (units > free_units and not self._window_s)
+
     def is_due(self, now: float) -> bool:
         self._expire_grants(now)
+        if self._reports_held and self._held_units != self._reported_held:
+            return True
         return (
             now >= self._renew_at or self._has_requested_seeds or bool(self._returned or self._owed)
         )
@@ -247,6 +257,8 @@ class WindowLease(LeasedQuota):
             ahead=min(ahead, MAX_UNITS),
             overdraft=min(overdraft, MAX_UNITS),
             overdraft_above=overdraft_above,
+            held=self._held_units if self._reports_held else None,
+            was_held=self._reported_held,
             owed=tuple(self._owed_by_age(now)),
             back=tuple((slot, min(units, MAX_UNITS)) for slot, units in self._returned.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
@@ -272,6 +284,8 @@ class WindowLease(LeasedQuota):
         self._expire_grants(now)
         if request.slot != int(self._period_start):
             return  # the request belongs to a period that has ended
+        if request.held is not None:
+            self._reported_held = request.held + grant.granted
         if grant.granted:
             period_end = self._period_end + self._clock.offset_s
             expires_at = min(requested_at + self._lease_s, period_end)
@@ -284,6 +298,10 @@ class WindowLease(LeasedQuota):
         self._seeds_requested = not grant.known and not 0.0 < self._window_s <= MIN_SEEDED_WINDOW_S
         if self._seeds_requested and self._seeds is None:
             self.needs_seed = True
+
+    @property
+    def _held_units(self) -> int:
+        return max(0, self.held - self._held_before_period) + self._granted_units
 
     @property
     def _has_requested_seeds(self) -> bool:
@@ -339,5 +357,6 @@ class WindowLease(LeasedQuota):
             self.on_report_due()
         self._seeds, self.needs_seed = ([], False) if saw_start else (None, True)
         self._seeds_expire_at, self._seeds_requested = now + MAX_SEED_AGE_S, False
-        self._units_in_transit = 0
+        self._units_in_transit = self._reported_held = 0
+        self._held_before_period = self.held
         self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)

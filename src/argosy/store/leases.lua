@@ -37,10 +37,18 @@ local function window(ask, key)
   end
 
   local slots, used, known, future = {}, 0, false, 0
+  local own, own_held, dead_held = 'held:' .. message.gateway, 0, 0
   local fields = redis.call('HGETALL', key)
   for i = 1, #fields, 2 do
     local at = tonumber(fields[i])
-    if at == nil then
+    if fields[i] == own then
+      own_held = tonumber(fields[i + 1])
+    elseif at == nil and fields[i]:sub(1, 5) == 'held:' then
+      if not redis.call('ZSCORE', KEYS[2], fields[i]:sub(6)) then
+        dead_held = dead_held + tonumber(fields[i + 1])
+        redis.call('HDEL', key, fields[i])
+      end
+    elseif at == nil then
       known = true
     elseif at < oldest then
       redis.call('HDEL', key, fields[i])
@@ -62,6 +70,10 @@ local function window(ask, key)
 
   if future > 0 then
     count(slot, future)
+  end
+  -- The units that this gateway held were freed if it seemed dead, and those of dead ones are free now.
+  if ask.was_held ~= own_held or dead_held > 0 then
+    count(slot, math.max(ask.was_held - own_held - dead_held, -(slots[slot] or 0)))
   end
   for _, back in ipairs(ask.back) do
     if slots[back[1]] then
@@ -89,6 +101,11 @@ local function window(ask, key)
   end
   if granted > 0 then
     count(slot, granted)
+  end
+  if ask.held and ask.held + granted > 0 then
+    redis.call('HSET', key, own, ask.held + granted)
+  elseif own_held > 0 then
+    redis.call('HDEL', key, own)
   end
   if known then
     redis.call('HSET', key, 'known', 1)

@@ -67,7 +67,8 @@ class RedisQuotaBackend:
 
     Counts are exact while Redis runs and keeps its memory. A Redis that restarts empty is seeded from the ledger within
     seconds. Units that a dead gateway was granted and had not used stay charged. For a sliding window they return after
-    the lease time, for a daily or monthly limit at the end of the period.
+    the lease time, for a daily or monthly limit at the end of the period. Units of daily and monthly budgets return
+    after `gateway_ttl_s`.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ async def counted_units(server: RedisServer, name: str) -> int:
     """Return the units that Redis counts for a limit."""
     async with Redis.from_url(server.url) as redis:
         fields = await redis.hgetall(f"{{argosy}}:limit:{name}")
-    return sum(int(units) for slot, units in fields.items() if slot != b"known")
+    return sum(int(units) for slot, units in fields.items() if slot.isdigit())
 
 
 # --- limits under load ---------------------------------------------------------------------------
@@ -150,12 +150,12 @@ async def test_requests_at_once_exceed_a_budget_by_less_than_one(server: RedisSe
                     complete(limits, context)
                     spent.append(context.bill.nano_dollars)
         assert "budget of $0.0073 per day" in (await expect_rejection(filters[0], context)).message
-        await wait_until(lambda: counted(server, limit, sum(spent)))
+        await wait_until(lambda: is_counted(server, limit, sum(spent)))
     most = max(spent) + 9_000
     assert limit.amount - most < sum(spent) < limit.amount + most
 
 
-async def counted(server: RedisServer, limit: Limit, units: int) -> bool:
+async def is_counted(server: RedisServer, limit: Limit, units: int) -> bool:
     day = f"{limit.id}:{calendar_bounds('day', steady_clock())[0]:.0f}"
     return await counted_units(server, day) == units
 
@@ -283,6 +283,34 @@ async def test_concurrency_slots_of_killed_gateway_are_freed(server: RedisServer
         await wait_until(lambda: is_admitted(limits))
         assert await count_admitted(limits, 2) == 2
         killed.is_connected = False  # it says no farewell
+
+
+async def test_budget_that_a_killed_gateway_held_is_free_again(server: RedisServer) -> None:
+    """A gateway that only seemed dead counts again what it holds."""
+    limit = make_limit("nano_dollars", 1_200_000, "day")
+    prices = [Price(model="big", input=0, cached_input=0, output=1_000)]
+    stalled = RedisQuotaBackend(server.url, timeout_s=10.0, gateway_ttl_s=0.5)
+    async with (
+        open_filter(stalled, limit) as stalled_limits,
+        shared_filters(server, limit, count=1, gateway_ttl_s=0.5) as [limits],
+    ):
+        contexts = [make_context(max_tokens=1_000) for _ in range(2)]
+        for each in (stalled_limits, limits):
+            each.apply_snapshot(make_snapshot(limit, prices=prices))
+        assert await find_rejection(stalled_limits, contexts[0]) is None
+        assert await find_rejection(limits, contexts[1]) is not None
+        assert stalled._exchange_task is not None  # noqa: SLF001 - as SIGSTOP
+        stalled._exchange_task.cancel()  # noqa: SLF001
+
+        async def is_admitted_at_last() -> bool:
+            return await find_rejection(limits, contexts[1]) is None
+
+        await wait_until(is_admitted_at_last)
+        stalled._exchange_task = asyncio.create_task(stalled._run_exchanges())  # noqa: SLF001
+        for each, context in zip((stalled_limits, limits), contexts, strict=True):
+            context.delivered.output_tokens = 300
+            complete(each, context)
+        await wait_until(lambda: is_counted(server, limit, 600_000))
 
 
 async def test_stopping_gateway_returns_its_leases(server: RedisServer) -> None:
@@ -631,6 +659,8 @@ async def test_redis_script_grants_same_units_as_model(server: RedisServer) -> N
                     need=draw.choice([0, draw.randrange(30)]),
                     overdraft=draw.choice([0, draw.randrange(30)]),
                     overdraft_above=draw.randrange(9),
+                    held=draw.choice([None, draw.randrange(30)]),
+                    was_held=draw.choice([0, draw.randrange(30)]),
                     ahead=draw.choice([0, draw.randrange(30)]),
                     kept=draw.choice([0, 0, draw.randrange(9)]),
                     owed=owed,
