@@ -389,7 +389,7 @@ class CompletionHandlers:
                 self._proxy_config, self._driver, context, continuation, relay, writer
             )
             if context.has_fallbacks and context.placement is not None:
-                context.placement.can_fall_back = partial(self._can_fall_back, context)
+                context.placement.can_fall_back = partial(self._can_fall_back, context, writer)
             try:
                 await proxy.run()
             except ApiError as error:
@@ -403,9 +403,12 @@ class CompletionHandlers:
             else:
                 return
 
-    def _can_fall_back(self, context: RequestContext) -> bool:
+    def _can_fall_back(self, context: RequestContext, writer: ResponseWriter) -> bool:
         failed = (*context.failed_models, context.pool.model)
-        return self._select_fallback(context, failed).pool.model not in failed
+        return (
+            not writer.has_output
+            and self._select_fallback(context, failed).pool.model not in failed
+        )
 
     def _select_fallback(self, context: RequestContext, failed: Sequence[str]) -> RouteTarget:
         exchange, fields = context.exchange, context.fields

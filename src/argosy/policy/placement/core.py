@@ -542,8 +542,7 @@ class PlacementCore:
 
     def _must_fall_back(self, request: PlacementRequest, pool: _Pool, now: float) -> bool:
         """Whether another model answers a displaced request without output, because its own cannot now."""
-        last = request.last_attempt
-        if request.can_fall_back is None or request.output_tokens or (last and last.is_stream):
+        if request.can_fall_back is None or request.output_tokens:
             return False
         excluded = request.failed | request.unsuitable
         return not pool.has_ready(now, excluded) and request.can_fall_back()
