@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from argosy.http_server.http_request import HttpRequest
 from argosy.http_server.response_transport import (
@@ -37,6 +38,8 @@ UNIQUE_ID_DIGITS = 32
 LARGE_BODY_BYTES = 1 << 20
 """Size from which a body is parsed in a thread."""
 _parser_thread = ThreadPoolExecutor(1, thread_name_prefix="parse-body")
+_parser_turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
+"""Locks of the tenants whose large bodies are parsed, one at a time of each, so that others come in between."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
@@ -254,14 +257,18 @@ class HttpExchange:
     async def parse_body(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         """Return what `parse` makes of the body. Raises as `parse` does.
 
-        Large bodies are parsed in a thread, one after the other. A call of the parser keeps the interpreter for some
-        milliseconds, and the event loop goes on between two calls.
+        Large bodies are parsed in a thread, one after the other, with those of the tenants in turn. A call of the
+        parser keeps the interpreter for some milliseconds, and the event loop goes on between two calls.
         """
         if len(body) < LARGE_BODY_BYTES:
             return parse(body)
+        turn = _parser_turns.get(self.tenant)
+        if turn is None:
+            turn = _parser_turns[self.tenant] = asyncio.Lock()
         self._transport.count_body_bytes(len(body))
         try:
-            return await asyncio.get_running_loop().run_in_executor(_parser_thread, parse, body)
+            async with turn:
+                return await asyncio.get_running_loop().run_in_executor(_parser_thread, parse, body)
         finally:
             self._transport.count_body_bytes(-len(body))
 

@@ -11,7 +11,15 @@ from typing import cast
 import pytest
 from tests.support.http_serving import HttpLimits, run_server
 
-from argosy.http_server import Deadlines, HttpExchange, HttpRequest, SlowReaderError, bind_tcp
+from argosy.http_server import (
+    LARGE_BODY_BYTES,
+    Deadlines,
+    HttpExchange,
+    HttpRequest,
+    ResponseTransport,
+    SlowReaderError,
+    bind_tcp,
+)
 from argosy.http_server.client_connection import ClientConnection, HttpServerState, get_peer_address
 from argosy.http_server.connection_limiter import ConnectionSlot
 from argosy.http_server.http1_transport import (
@@ -300,6 +308,19 @@ async def test_stalled_client_has_a_bounded_send_buffer() -> None:
         with pytest.raises(SlowReaderError):
             await response_task
     assert sent < MIB
+
+
+async def test_large_bodies_of_tenants_are_parsed_in_turn() -> None:
+    parsed = list[str | None]()
+
+    async def parse(tenant: str) -> None:
+        request = HttpRequest("POST", "/", b"", [], "", ResponseTransport())
+        exchange = HttpExchange(request, HttpLimits())
+        exchange.tenant = tenant
+        await exchange.parse_body(bytes(LARGE_BODY_BYTES), lambda _: parsed.append(tenant))
+
+    await asyncio.gather(*map(parse, "aaaabbc"))
+    assert parsed == [*"abcabaa"]
 
 
 async def test_slow_client_is_disconnected_only_when_it_reads_nothing() -> None:
