@@ -32,6 +32,10 @@ from argosy.model_store import (
 )
 from argosy.progress_bar import ProgressBar
 
+NOTHING_STORED = (
+    "No model is stored. Add one with `argosy models pull`; `argosy models inspect` shows the bundled"
+    " one."
+)
 SHOWN_DIGITS = 12
 """Digits of a digest that lists show. Commands accept as many."""
 Reference = Annotated[
@@ -115,7 +119,7 @@ def list_models(*, json: JsonOutput = False) -> None:
             version.source,
             version.revision[:SHOWN_DIGITS],
         ),
-        "No model is stored. Add one with `argosy models pull`.",
+        NOTHING_STORED,
         json=False,
     )
 
@@ -162,7 +166,10 @@ def verify(
     store, hashes = open_model_store(), FileHashes(is_trusting=False)
     damaged = False
     try:
-        for each in models or sorted({version.digest for version in store.list_versions()}):
+        named = models or sorted({version.digest for version in store.list_versions()})
+        if not named:
+            typer.echo(NOTHING_STORED)
+        for each in named:
             try:
                 typer.echo(_verify(store, hashes, each, digest))
             except ModelMismatchError as error:

@@ -35,6 +35,7 @@ def validate(files: FilesArgument = None, *, overlays: FilesOption = None) -> No
     if not checked.errors:
         typer.echo(f"{shown}: valid {checked.kind}", err=True)
         return
+    count = len(checked.errors)
     rest = "" if checked.is_complete else ". Contradictions are looked for when they are put right"
-    typer.echo(f"{shown}: {len(checked.errors)} errors{rest}", err=True)
+    typer.echo(f"{shown}: {count} error{'' if count == 1 else 's'}{rest}", err=True)
     raise typer.Exit(EXIT_FAILURE)

@@ -56,6 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "Digest that the model must have (sha256:...). Its files are verified before they are loaded.",
                 "Model",
                 pattern=r"^sha256:[0-9a-f]{64}$(?!\n)",
+                examples=["sha256:" + "0" * 64],
             ),
         ]
         | None

@@ -90,6 +90,11 @@ def convert_settings(
         fix = _suggest_fix(problem, below, settings_type)
         if not fix and not is_key:
             fix = _describe_value(problem, (*path, *below), _find_value(value, below))
+        problem = _to_plain_words(
+            problem,
+            _find_examples(_find_node(below, settings_type), is_key=is_key),
+            is_shown=bool(fix),
+        )
         where = format_path((*path, *below))
         place = f" - at {'`key` in ' if is_key else ''}`${where}`" if where else ""
         unknown = _find_unknown_field(problem)
@@ -267,6 +272,54 @@ def _describe_value(problem: str, path: SettingPath, value: object) -> str:
     ):
         return ""
     return f", but it is {'null' if value is None else repr(value)}"
+
+
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+_EXPECTED = re.compile(r"^Expected `(?P<types>[^`]+)`(?P<got>, got `(?P<found>[^`]+)`)?")
+_PATTERN = re.compile(r"^Expected `str` matching regex .*$", re.DOTALL)
+
+
+def _to_plain_words(problem: str, examples: Sequence[str], *, is_shown: bool) -> str:
+    """Return the problem in words of settings files, with examples instead of a pattern.
+
+    Args:
+        problem: The message of msgspec without its path.
+        examples: Valid values of the setting.
+        is_shown: Whether the invalid value follows, so that its type needs no mention.
+    """
+    if examples and _PATTERN.match(problem):
+        return f"Expected text such as {' or '.join(examples)}"
+    match = _EXPECTED.match(problem)
+    if match is None or "regex" in problem:
+        return problem
+    types = " or ".join(_TYPE_WORDS.get(each, each) for each in match["types"].split(" | "))
+    found = match["found"]
+    got = "" if found is None or is_shown else f", got {_TYPE_WORDS.get(found, found)}"
+    return f"Expected {types}{got}{problem[match.end() :]}"
+
+
+def _find_examples(node: Type | None, *, is_key: bool = False) -> Sequence[str]:
+    """Return valid texts for a type, or for the keys of a mapping."""
+    match node:
+        case DictType() if is_key:
+            return _find_examples(node.key_type)
+        case Metadata():
+            examples: list[str] = (node.extra_json_schema or {}).get("examples", [])
+            return examples or _find_examples(node.type, is_key=is_key)
+        case UnionType():
+            found = (_find_examples(member, is_key=is_key) for member in node.types)
+            return next(filter(None, found), [])
+        case ListType() | VarTupleType() | CollectionType():
+            return _find_examples(node.item_type, is_key=is_key)
+        case _:
+            return []
 
 
 def _suggest_fix(problem: str, path: Sequence[str | int], settings_type: type) -> str:

@@ -17,7 +17,13 @@ _SIZE_PATTERN = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]i?)?b?\s*", re
 
 Size = (
     Annotated[int, Meta(ge=0, le=1 << 60)]
-    | Annotated[str, Meta(pattern=r"^\d{1,18}(\.\d{1,9})? ?([kKmMgGtT]i?)?[bB]?$(?!\n)")]
+    | Annotated[
+        str,
+        Meta(
+            pattern=r"^\d{1,18}(\.\d{1,9})? ?([kKmMgGtT]i?)?[bB]?$(?!\n)",
+            examples=["64MiB", "16GB"],
+        ),
+    ]
 )
 """Number of bytes, or text such as `16GiB`."""
 

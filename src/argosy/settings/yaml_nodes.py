@@ -221,9 +221,10 @@ def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
 
 def _convert_error(error: yaml.YAMLError) -> SettingError:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    return SettingError(
-        str(error), problem=problem or "", line=0 if mark is None else mark.line + 1
-    )
+    message, problem = str(error), problem or ""
+    if "\\t" in problem or "a tab " in problem:
+        message, problem = (f"{text}. Indent with spaces" for text in (message, problem))
+    return SettingError(message, problem=problem, line=0 if mark is None else mark.line + 1)
 
 
 def _too_many_values() -> SettingError:

@@ -88,7 +88,7 @@ def test_options_of_serve_reach_its_replicas(options: list[list[str]], flags: li
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seqs": 0}, "`int` >= 1 - at `\\$.max_seqs`, but it is 0"),
+        ({"max_seqs": 0}, "a whole number >= 1 - at `\\$.max_seqs`, but it is 0"),
         ({"dtype": "int3"}, "at `\\$.dtype`; write auto, bfloat16, float16 or float32"),
         ({"kv_memory": "x"}, "at `\\$.kv_memory`, but it is 'x'"),
         ({"max_seq": 1}, "`max_seq`; did you mean `max_seqs`"),

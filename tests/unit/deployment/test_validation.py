@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -64,13 +65,13 @@ DIGEST = "sha256:" + "0" * 64
         ("rollout: {prompts: [{max_tokens: 1}]}", "a pinned prompt needs either `prompt` or `messages`"),
         ("autoscaling: {schedules: [{min_replicas: 1, start: 18:00, end: 20:00}]}", "Set `mode` to on, or remove them"),
         (SCHEDULED.format(1, "18:00, timezone: Mars"), "schedules[0].timezone: Unknown time zone Mars"),
-        (SCHEDULED.format(1, "24:00"), "matching regex"),
+        (SCHEDULED.format(1, "24:00"), "Expected text such as 08:30"),
         (SCHEDULED.format(9, "18:00"), "schedules[0].min_replicas: 9 is more"),
         ("min_replicas: 3, max_replicas: 2", "pools[0].min_replicas: 3 is more than max_replicas (2)"),
         ("max_surge: 0, max_unavailable: 0%", "pools[0].max_surge: with max_unavailable 0 no replica"),
-        ("max_unavailable: 101%", "matching regex"),
-        ("max_unavailable: 0.25", "Expected `int | str`, got `float` - at `$.pools[0].max_unavailable`"),
-        ("memory: 16 apples", "matching regex"),
+        ("max_unavailable: 101%", "Expected text such as 25%"),
+        ("max_unavailable: 0.25", "Expected a whole number or text - at `$.pools[0].max_unavailable`"),
+        ("memory: 16 apples", "Expected text such as 64MiB or 16GB"),
         ("memory: 1MiB", "pools[0].memory: '1MiB' is less than any engine needs"),
         ("accelerators: 2", "pools[0].accelerators: the engine argosy uses one GPU"),
         ("launcher: kubernetes", "pools[0].image: the launcher kubernetes needs a container image"),
@@ -83,13 +84,13 @@ DIGEST = "sha256:" + "0" * 64
         ("launcher: ray, custom_resources: {board: 1.5}", "Write a whole number"),
         ("launcher: ray, zones: [a, a]", "pools[0].zones: a zone is listed twice"),
         ("options: {max_num_seqs: 1}", "`max_num_seqs` - at `$.pools[0].options`; did you mean `max_seqs`?"),
-        ("options: {max_seqs: many}", "got `str` - at `$.pools[0].options.max_seqs`, but it is 'many'"),
+        ("options: {max_seqs: many}", "a whole number - at `$.pools[0].options.max_seqs`, but it is 'many'"),
         ("options: {device: tpu}", "at `$.pools[0].options.device`; write auto, cpu or cuda"),
         ("options: {revision: main}", "options.revision: the fleet sets this option itself. Use models[].revision"),
         ("options: {port: 1}", "pools[0].options.port: the fleet sets this option itself. Remove it"),
         ("options: {device: cuda}", "pools[0].options.device: cuda needs a GPU"),
         ("accelerators: 1, options: {device: cpu}", "pools[0].options.device: cpu leaves the GPU unused"),
-        ("options: {--max-seqs: 1}", "Expected `str` matching regex"),
+        ("options: {--max-seqs: 1}", "Expected text such as max_seqs - at `key` in"),
         ("engine: vllm, options: {served_model_name: x}", "pools[0].options.served_model_name: the fleet sets"),
         ("engine: vllm, options: {por: 1}", "pools[0].options.por: the fleet sets this option itself"),
         ("engine: vllm, options: {x: {y: ['{port}']}}", "pools[0].options.x: {port} stands for what a launcher"),
@@ -102,9 +103,9 @@ DIGEST = "sha256:" + "0" * 64
         ("engine: vllm, options: {x: {y: [sk-abcdefghijklmnopqrstu]}}", "options.x.y[0]: it looks like a secret"),
         ("environment: {X: {}}", "pools[0].environment.X: write either `env` or `file`"),
         ("environment: {X: {env: A, file: /b}}", "pools[0].environment.X: write either `env` or `file`"),
-        ("environment: {A-B: x}", "Expected `str` matching regex"),
+        ("environment: {A-B: x}", "Expected text such as MY_VARIABLE - at `key` in"),
         ("name: gateway", "pools[0].name: the gateways of the controller have this name"),
-        ("name: Chat", "Expected `str` matching regex"),
+        ("name: Chat", "Expected text such as chat-1"),
     ],
 )  # fmt: skip
 def test_invalid_pool_is_refused(pool: str, message: str) -> None:
@@ -124,7 +125,7 @@ def test_invalid_pool_is_refused(pool: str, message: str) -> None:
         ("models: [{name: m, source: x}]", "models[0]: nothing serves the model 'm'. Add a pool"),
         (GATEWAY + "pools: [{name: p, model: m}]", "pools[0].model: the model 'm' has no `source`"),
         (GATEWAY.replace("name: m,", f"name: m, digest: '{DIGEST}',"), "models[0].digest: it belongs to a `source`"),
-        (GATEWAY.replace("name: m,", "name: m, source: x, digest: abc,"), "matching regex '^sha256:"),
+        (GATEWAY.replace("name: m,", "name: m, source: x, digest: abc,"), "Expected text such as sha256:0"),
         (SECRET_HEADER, "models[0].replicas[0].headers.Authorization: it looks like a secret"),
         (FLEET % "replicas: 1" + "gateways: 2\nuds: /x", "uds: several gateways cannot listen on one socket"),
         (FLEET % "replicas: 1" + "gateways: 2\nport: 65535", "port: 2 gateways do not fit above it"),
@@ -364,3 +365,19 @@ def test_patterns_of_types_match_to_the_end() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "pattern":
                 assert not ast.unparse(node.value).rstrip("\"'").endswith("$"), path
+
+
+def test_patterns_of_settings_have_examples_for_their_errors() -> None:
+    def find_patterns(part: object) -> Iterator[dict[str, Any]]:
+        if isinstance(part, dict) and isinstance(part.get("pattern"), str):
+            yield part
+        for inner in (
+            part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
+        ):
+            yield from find_patterns(inner)
+
+    found = list(find_patterns(msgspec.json.schema(FleetConfig)))
+    assert len(found) > 20
+    for part in found:
+        assert part.get("examples"), part
+        assert all(re.search(part["pattern"], text) for text in part["examples"]), part

@@ -18,33 +18,54 @@ from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import ByCommandLine, ByOperator, Size, parse_size
 
 ObjectName = Annotated[
-    str, Meta(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9-]+)*$(?!\n)")
+    str,
+    Meta(
+        max_length=63,
+        pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9-]+)*$(?!\n)",
+        examples=["my-object"],
+    ),
 ]
 """Name of a Kubernetes object."""
 ResourceName = Annotated[
-    str, Meta(max_length=253, pattern=r"^[A-Za-z0-9.-]+/[A-Za-z0-9][A-Za-z0-9._-]*$(?!\n)")
+    str,
+    Meta(
+        max_length=253,
+        pattern=r"^[A-Za-z0-9.-]+/[A-Za-z0-9][A-Za-z0-9._-]*$(?!\n)",
+        examples=["nvidia.com/gpu"],
+    ),
 ]
 
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compares
 """Hosts that stand for all addresses of the machine."""
 _NOT_OF_PODS = ("namespace", "context", "image", "pre_pull_images")
 Positive = Annotated[float, Meta(gt=0)]
-Name = Annotated[str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$(?!\n)")]
+Name = Annotated[
+    str, Meta(max_length=40, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$(?!\n)", examples=["chat-1"])
+]
 """Name that Kubernetes and Ray accept. It is short, because replicas are named `NAME-GENERATION-ORDINAL`."""
 ReplicaCount = Annotated[int, Meta(ge=0, le=10_000)]
 Share = (
     Annotated[int, Meta(ge=0, le=10_000)]
-    | Annotated[str, Meta(pattern=r"^(100|[1-9]?[0-9])%$(?!\n)")]
+    | Annotated[str, Meta(pattern=r"^(100|[1-9]?[0-9])%$(?!\n)", examples=["25%"])]
 )
 """Number of replicas, or a share of the pool's replicas such as `25%`."""
-VariableName = Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$(?!\n)")]
+VariableName = Annotated[
+    str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$(?!\n)", examples=["MY_VARIABLE"])
+]
 LauncherName = Literal["local", "ray", "kubernetes"]
 LabelText = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$(?!\n)", max_length=253)
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$(?!\n)",
+        max_length=253,
+        examples=["team.example.com/tier"],
+    ),
 ]
 
 
-ClockTime = Annotated[str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$(?!\n)")]
+ClockTime = Annotated[
+    str, Meta(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$(?!\n)", examples=["08:30"])
+]
 """Hour and minute, such as `08:30`."""
 _GATEWAY_FIELDS = GatewayConfig.__struct_fields__
 _MODEL_FIELDS = ModelConfig.__struct_fields__
@@ -55,7 +76,7 @@ class VolumeClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     claim: ObjectName
     """Name of the PersistentVolumeClaim. Pods of several nodes need one that several nodes can mount."""
-    path: Annotated[str, Meta(pattern=r"^/[^\s:]+$(?!\n)")]
+    path: Annotated[str, Meta(pattern=r"^/[^\s:]+$(?!\n)", examples=["/models"])]
     """Folder of the container in which it is mounted."""
     read_only: bool = True
     """Whether it is mounted for reading only."""
@@ -79,7 +100,13 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     context: str | None = None
     """Context of the kubeconfig file. None means its current one, or the service account if the controller runs in a
     pod. Change it only while the fleet is down."""
-    image: Annotated[str, Meta(min_length=1, pattern=r"^\S+$(?!\n)")] | None = None
+    image: (
+        Annotated[
+            str,
+            Meta(min_length=1, pattern=r"^\S+$(?!\n)", examples=["registry.example.com/argosy:1"]),
+        ]
+        | None
+    ) = None
     """Container image of the rendered gateways and controllers."""
     secret_name: ObjectName | None = None
     """Secret with the values to which the `environment` of pools refers: `{env: HF_TOKEN}` is its key `HF_TOKEN`, and
@@ -115,7 +142,7 @@ class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     env: VariableName | None = None
     """Environment variable of the controller."""
-    file: Annotated[str, Meta(pattern="^/")] | None = None
+    file: Annotated[str, Meta(pattern="^/", examples=["/run/secrets/key"])] | None = None
     """Path of a file on the controller's machine."""
 
     @property
@@ -134,6 +161,7 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 min_length=1,
                 max_length=2000,
                 pattern=r"^[^\s\x00-\x1f\x7f-\x9f-]([^\x00-\x1f\x7f-\x9f]*[^\s\x00-\x1f\x7f-\x9f])?$(?!\n)",
+                examples=["argosy-mini", "/models/chat"],
             ),
         ]
         | None
@@ -149,12 +177,18 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
                 min_length=1,
                 max_length=200,
                 pattern=r"^[^\s\x00-\x1f\x7f-\x9f-][^\s\x00-\x1f\x7f-\x9f]*$(?!\n)",
+                examples=["main"],
             ),
         ]
         | None
     ] = None
     """Branch, tag or commit of the source."""
-    digest: ByOperator[Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")] | None] = None
+    digest: ByOperator[
+        Annotated[
+            str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)", examples=["sha256:" + "0" * 64])
+        ]
+        | None
+    ] = None
     """SHA-256 digest of the model's manifest (`argosy models show`). Another digest is another model, so its replicas
     are replaced. Replicas of the engine `argosy` compare every file with it before they load one; other engines do
     not."""
@@ -257,7 +291,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Time without an answer from which a replica that has served is killed and restarted."""
     warm_up: ByOperator[bool] = True
     """Send requests to a replica before it serves, so that no client waits for what the first request prepares."""
-    image: ByCommandLine[Annotated[str, Meta(min_length=1, pattern=r"^\S+$(?!\n)")] | None] = None
+    image: ByCommandLine[
+        Annotated[
+            str,
+            Meta(min_length=1, pattern=r"^\S+$(?!\n)", examples=["registry.example.com/argosy:1"]),
+        ]
+        | None
+    ] = None
     """Container image. Used by launchers that run containers, and required by `kubernetes`."""
     rollout: ByOperator[RolloutConfig | None] = None
     """How users get to a new version when a change needs new replicas. By default these replace the old ones one by
@@ -328,7 +368,11 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     address: (
-        Annotated[str, Meta(min_length=1, max_length=300, pattern=r"^[^\s/]+$(?!\n)")] | None
+        Annotated[
+            str,
+            Meta(min_length=1, max_length=300, pattern=r"^[^\s/]+$(?!\n)", examples=["my-cluster"]),
+        ]
+        | None
     ) = None
     """Address of the head node, such as `10.0.0.1:6379`. By default that of the controller's variable RAY_ADDRESS,
     or of the cluster that the controller's machine is a node of."""

@@ -16,11 +16,13 @@ from argosy.settings import define_options
 
 ARGOSY_ENGINE = "argosy"
 
-OptionName = Annotated[str, Meta(max_length=100, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$(?!\n)")]
+OptionName = Annotated[
+    str, Meta(max_length=100, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$(?!\n)", examples=["max_seqs"])
+]
 OptionValue = str | int | float | bool | list[str | int | float] | dict[str, Any]
 """Value of an option of an engine's command line. A mapping becomes JSON."""
 Arguments = tuple[str, ...]
-HttpPath = Annotated[str, Meta(pattern=r"^/[!-~]*$(?!\n)")]
+HttpPath = Annotated[str, Meta(pattern=r"^/[!-~]*$(?!\n)", examples=["/health"])]
 
 LAUNCHER_PLACEHOLDERS = frozenset({"host", "port", "socket", "name"})
 """Placeholders that the launcher replaces."""

@@ -24,7 +24,7 @@ Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
 Ratio = Annotated[float, Meta(ge=1, le=1000)]
 StepShare = (
     Annotated[float, Meta(ge=0, lt=1)]
-    | Annotated[str, Meta(pattern=r"^[0-9]{1,2}(\.[0-9]{1,6})?%$(?!\n)")]
+    | Annotated[str, Meta(pattern=r"^[0-9]{1,2}(\.[0-9]{1,6})?%$(?!\n)", examples=["25%"])]
 )
 """Share of the users or requests, such as `25%` or 0.25."""
 DEFAULT_SHADOW_SHARE = 0.1

@@ -30,6 +30,7 @@ ModelName = Annotated[
     Meta(
         max_length=MAX_MODEL_NAME_LENGTH,
         pattern=r"^[^\s\x00-\x1f\x7f-\x9f-]([^\x00-\x1f\x7f-\x9f]*[^\s\x00-\x1f\x7f-\x9f])?$(?!\n)",
+        examples=["chat"],
     ),
 ]
 PositiveFloat = Annotated[float, Meta(gt=0)]
@@ -184,7 +185,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Routes in order. The first that matches a request decides which model answers. Without a match the requested
     model answers."""
     fleet: ByCommandLine[
-        Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$(?!\n)")] | None
+        Annotated[
+            str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$(?!\n)", examples=["my-fleet"])
+        ]
+        | None
     ] = None
     """Name of the fleet whose controller publishes models, replicas and routes to this gateway. They replace those of
     this file. Needs a store."""

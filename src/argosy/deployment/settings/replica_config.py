@@ -45,7 +45,9 @@ ResumeMode = Literal["exact", "prefill", "none"]
 DiscoveryMode = Literal["dns", "dns4", "dns6"]
 """Addresses to use: all of a name, or only those of IPv4 or IPv6."""
 
-ZmqAddress = Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$(?!\n)")]
+ZmqAddress = Annotated[
+    str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$(?!\n)", examples=["tcp://10.0.0.5:5557"])
+]
 """Address in the notation of ZeroMQ."""
 _WILDCARD_PREFIX = "tcp://*:"
 

@@ -15,8 +15,10 @@ from argosy.store import Tier
 ANY_HEADER_VALUE = "*"
 """Matches any value of a header."""
 
-HeaderName = Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$(?!\n)")]
-HeaderValue = Annotated[str, Meta(pattern=r"^([!-~]([ -~]*[!-~])?)?$(?!\n)")]
+HeaderName = Annotated[
+    str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$(?!\n)", examples=["x-team"])
+]
+HeaderValue = Annotated[str, Meta(pattern=r"^([!-~]([ -~]*[!-~])?)?$(?!\n)", examples=["blue"])]
 """A header's value without surrounding spaces."""
 
 
