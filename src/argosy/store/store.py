@@ -24,6 +24,7 @@ from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry, SecretStore
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
+from argosy.store.migrations import migrate
 from argosy.store.records import AccountSnapshot
 from argosy.store.replicas import ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import ResponseStore
@@ -104,8 +105,6 @@ class Store:
 
     def migrate(self) -> None:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""
-        from argosy.store.migrations import migrate  # Alembic takes long to import
-
         migrate(self._database)
 
     def copy_to(self, other: Store) -> int:

@@ -39,13 +39,16 @@ def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monk
     (tmp_path / "steps" / "next.py").write_text(NEXT_STEP)
     folders = (*migrations.STEP_FOLDERS, tmp_path / "steps")
     monkeypatch.setattr(migrations, "STEP_FOLDERS", folders)
+    monkeypatch.setattr(migrations, "NEWEST_REVISION", "next")
     return monkeypatch
 
 
 def test_new_tables_match_the_schema(store: Store, url: str) -> None:
     database = Database(url)
     with database.read_transaction() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, metadata) == []
+        assert context.get_current_revision() == migrations.NEWEST_REVISION
     database.close()
     store.migrate()
     assert store.load_snapshot().version == 1

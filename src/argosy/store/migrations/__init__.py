@@ -1,6 +1,7 @@
 """Creates a database's tables as in `schema.py`, or changes older ones by the steps in `versions`, which Alembic runs.
 
-A change of `schema.py` after a release needs a step for the databases that exist.
+A change of `schema.py` after a release needs a step for the databases that exist. Alembic takes long to import, and is
+imported only if tables are not the newest ones.
 """
 
 from __future__ import annotations
@@ -11,11 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import func, select
+from sqlalchemy import func, inspect, select, text
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -33,6 +30,8 @@ _LOCK_NOT_AVAILABLE = "55P03"
 _ADVISORY_LOCK_ID = 0x4172676F7379
 """Id of the PostgreSQL advisory lock that migrations hold."""
 
+NEWEST_REVISION = "0003"
+"""Revision of the last step in `versions`."""
 STEP_FOLDERS = (Path(__file__).parent / "versions",)
 
 _alembic_lock = threading.Lock()
@@ -47,6 +46,8 @@ def migrate(database: Database) -> None:
     Raises:
         StoreError: The tables belong to a newer version of Argosy, or the database cannot be used.
     """
+    if _read_revision(database) == NEWEST_REVISION:
+        return
     for attempt in itertools.count():
         try:
             _run_migrations(database)
@@ -65,7 +66,21 @@ def migrate(database: Database) -> None:
         time.sleep(RETRY_INTERVAL_S)
 
 
+def _read_revision(database: Database) -> str | None:
+    """Return the revision of the tables without Alembic, or None if there are none."""
+    with database.read_transaction() as connection:
+        if not inspect(connection).has_table("alembic_version"):
+            return None
+        revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        return revision
+
+
 def _run_migrations(database: Database) -> None:
+    from alembic import command
+    from alembic.config import Config
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
     config = Config()
     folders = "\n".join(map(str, STEP_FOLDERS))
     for option, value in (
