@@ -208,17 +208,24 @@ async def test_upgrade_and_way_back_lose_no_request(
             assert not status.problems
             assert "Nothing changes." in await installations.run(version, "plan")
             await load.pass_requests(8)
-        # A version whose replicas cannot start replaces none of those that serve.
-        output = await installations.run(BROKEN, "up", "--timeout", "240", status=1)
-        assert "chat-4-0 is failed" in output
-        serving = [
-            each
-            for each in installations.read_status().replicas
-            if each.pool == "chat" and each.phase is ReplicaPhase.READY
-        ]
-        assert [each.version for each in serving] == [BACK, BACK]
-        assert "version" in await installations.run(BACK, "status")
-        assert any("chat-4-0" in each.text for each in installations.read_status().problems)
+        # A version whose gateways or replicas cannot start replaces none of those that serve.
+        for broken, module, kept in (
+            (
+                "gateway-4-0",
+                "lessons/__init__.py",
+                {"chat-3-0", "chat-3-1", "gateway-3-0", "gateway-3-1"},
+            ),
+            ("chat-4-0", "engine/serving/engine_core/core.py", {"chat-3-0", "chat-3-1"}),
+        ):
+            installations.replace_text(BROKEN, module, "raise OSError(28)")
+            output = await installations.run(BROKEN, "up", "--timeout", "240", status=1)
+            assert f"{broken} is failed" in output
+            status = installations.read_status()
+            ready = {each.name for each in status.replicas if each.phase is ReplicaPhase.READY}
+            assert {each for each in ready if "-3-" in each} == kept
+            assert any(broken in each.text for each in status.problems)
+            assert "version" in await installations.run(BROKEN, "status")
+            installations.replace_text(BROKEN, module, (ROOT / "src/argosy" / module).read_text())
         await installations.run(BACK, "up", "--timeout", "240")
         status = installations.read_status()
         assert {each.version for each in status.replicas} == {BACK}
