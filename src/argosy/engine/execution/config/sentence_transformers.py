@@ -187,7 +187,7 @@ def read_score_tokens(path: Path, modules: list[LayoutModule]) -> tuple[int, ...
         return (true_id,) if false_id is None else (true_id, false_id)
     file = path / "tokenizer.json"
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
     except Exception as error:  # the library raises its base class
         raise ValueError(f"cannot read {file}: {error}; fetch the model again") from error
     yes_id = tokenizer.token_to_id("yes")

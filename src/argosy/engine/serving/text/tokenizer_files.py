@@ -73,7 +73,7 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _load_definition(file: Path) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(file))
+    return tokenizers.Tokenizer.from_buffer(file.read_bytes())  # names of files may be no text
 
 
 def _load_model(file: Path) -> tokenizers.Tokenizer:
