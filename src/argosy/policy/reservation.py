@@ -294,7 +294,7 @@ def reserve(
             units, covers_estimate = max(meter.limit, quota_limit.units_of(minimum)), False
         held, may_exceed = units, False
         remaining = meter.remaining(now)
-        if quota_limit.unit == "nano_dollars" and max_nano_dollars > units:
+        if max_nano_dollars > units and quota_limit.unit == "nano_dollars":
             held = max_nano_dollars
             may_exceed = meter.can_exceed and held > remaining
         if (units if may_exceed else held) > remaining and units:

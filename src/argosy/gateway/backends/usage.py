@@ -47,7 +47,7 @@ def find_max_usage(
     """
     limit = fields.max_output_tokens
     max_prompt = fields.body_bytes + TEMPLATE_TOKENS
-    if fields.has_media:
+    if fields.body_bytes < MAX_UNKNOWN_CONTEXT and fields.has_media:
         max_prompt = find_context_length() or MAX_UNKNOWN_CONTEXT
     if not fields.generates:
         text = 2 * BYTES_PER_TOKEN * fields.estimated_prompt_tokens
