@@ -26,6 +26,7 @@ import pytest
 from tests.support.minilm import minilm_path
 from tests.support.pages import GUIDES, ROOT, SHELLS, Block, read_blocks, split_commands
 from tests.support.python_blocks import run_python_blocks
+from tests.support.services import find_program, running_postgres
 from tests.support.state_processes import kill_processes
 from typer.testing import CliRunner
 
@@ -123,6 +124,22 @@ argosy keys create web --project acme > /dev/null
 REQUEST = """curl -sf $ARGOSY_URL/v1/completions -H 'content-type: application/json' \\
   -H 'x-request-id: REQUEST_ID' -d '{"model": "argosy-mini", "prompt": "Hello", "max_tokens": 4}' > /dev/null
 """
+QUESTIONS = r"""post() {
+    curl -sf http://127.0.0.1:8000/v1/$1 -H "authorization: Bearer $(cat key.txt)" \
+        -H 'content-type: application/json' "${@:2}"
+}
+wait_for() { for n in $(seq 300); do "$@" > /dev/null 2>&1 && return; sleep 0.2; done; "$@"; }
+id_in() { grep -o '"id": *"[^"]*"' $1 | head -1 | cut -d'"' -f4; }
+answers() {
+    argosy status | grep serve
+    for question in history audit "keys list" "tenants list" "tenants limits list" usage; do
+        argosy $question --json
+    done
+    post responses/$(id_in response.json)
+    post conversations/$(id_in conversation.json)/items
+}
+"""
+"""Functions that ask a fleet what it knows."""
 USED_FLEET = r"""cat > fleet.yaml << END
 fleet: shop
 port: 8000
@@ -135,11 +152,6 @@ argosy up
 argosy tenants create acme
 argosy tenants limits set requests 1000 --project acme
 argosy keys create web --project acme > key.txt
-post() {
-    curl -sf http://127.0.0.1:8000/v1/$1 -H "authorization: Bearer $(cat key.txt)" \
-        -H 'content-type: application/json' "${@:2}"
-}
-wait_for() { for n in $(seq 300); do "$@" > /dev/null 2>&1 && return; sleep 0.2; done; "$@"; }
 wait_for post models
 post chat/completions -d '{"model": "chat", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}'
 post responses -d '{"model": "chat", "input": "Hi", "max_output_tokens": 4}' > response.json
@@ -149,18 +161,9 @@ sed -i 's/replicas: 1, options: {/replicas: 2, options: {max_seqs: 6, /' fleet.y
 argosy apply --yes --wait
 argosy scale chat 1 --wait
 wait_for eval "argosy usage | grep -q ' 2 '"
-id_in() { grep -o '"id": *"[^"]*"' $1 | head -1 | cut -d'"' -f4; }
-answers() {
-    argosy status | grep serve
-    for question in history audit "keys list" "tenants list" "tenants limits list" usage; do
-        argosy $question --json
-    done
-    post responses/$(id_in response.json)
-    post conversations/$(id_in conversation.json)/items
-}
 answers > before.txt
 """
-"""A fleet that is used, scaled and changed, and the functions that ask what it knows."""
+"""Commands that declare a fleet, use it, scale it and change it."""
 SAME_ANSWERS = r"""grep -q '1 of 1 replica serves' before.txt
 grep -q 'for the sale' before.txt
 grep -q '"text":"Hello"' before.txt
@@ -176,7 +179,7 @@ echo "{{port: 8001, models: [{{name: qwen, replicas: [{{url: '$ARGOSY_URL', mode
 argosy gateway --config gateway.yaml 2> gateway.log &
 timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done'
 """,
-    "back-up-and-restore.md": f"export ARGOSY_STORE=sqlite:////var/lib/argosy/argosy.db\n{USED_FLEET}",
+    "back-up-and-restore.md": f"{QUESTIONS}export ARGOSY_STORE=sqlite:////var/lib/argosy/argosy.db\n{USED_FLEET}",
     "long-streams.md": REQUEST,
     "models.md": ANY_ACCOUNTS,
     "rotate-keys.md": ANY_ACCOUNTS,
@@ -309,7 +312,7 @@ class TutorialEnvironment:
         }
         for folder in ("backup", "var/lib"):
             (state / folder).mkdir(parents=True)
-        self._state = state
+        self.state = state
         self.shown = ""
         """Text that the first server has printed."""
 
@@ -317,7 +320,7 @@ class TutorialEnvironment:
         """Use free ports, folders of the test, and servers that are small."""
         for command, replacement in AS_SEEN.items():
             text = text.replace(command, replacement)
-        text = FOLDERS.sub(lambda found: f"{self._state}{found[0]}", text)
+        text = FOLDERS.sub(lambda found: f"{self.state}{found[0]}", text)
         text = re.sub(r"^make serve$", MAKE_SERVE, text, flags=re.MULTILINE)
         text = re.sub(r"argosy (serve|replica) +", rf"argosy \1 {SMALL} ", text)
         text = re.sub(r"argosy serve (?!.*--port)", "argosy serve --port 8000 ", text)
@@ -465,6 +468,32 @@ def test_commands_of_a_page_print_the_shown_output(
         run_block(terminal, environment.adapt(AFTER.get(page.name, ":")), None)
     if page.parent.name == "tutorials":
         assert_ignored(tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_fleet_in_postgresql_is_restored(tmp_path: Path) -> None:
+    """Lose the machine with database and state, and restore the fleet as the page says."""
+    page = [block.text for block in read_blocks(ROOT / "docs/how-to/back-up-and-restore.md")]
+    back_up, restore = (
+        next(text for text in page if text.startswith(start)) for start in ("pg_dump", "createdb")
+    )
+    programs = Path(find_program("pg_dump", "postgresql")).parent
+    start = next(text for text in page if text.startswith("argosy up --fleet"))
+    with tutorial_environment() as environment, running_postgres() as server:
+        url, other = server.create("argosy"), server.url("postgres")
+        settings = (
+            f"{QUESTIONS}export PATH=$PATH:{programs} ARGOSY_STORE='{url}'\nSERVER='{other}'\n"
+        )
+        with open_terminal(environment, tmp_path) as terminal:
+            for commands in (settings, USED_FLEET, back_up):
+                run_block(terminal, environment.adapt(commands), None)
+        kill_processes(environment.state)
+        shutil.rmtree(environment.state / "argosy")
+        lost = 'dropdb --force --maintenance-db="$SERVER" argosy\n'
+        with open_terminal(environment, tmp_path) as terminal:
+            for commands in (settings, lost, restore, start, SAME_ANSWERS):
+                run_block(terminal, environment.adapt(commands), None)
 
 
 @contextmanager
