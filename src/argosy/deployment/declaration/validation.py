@@ -70,15 +70,15 @@ def _check_pool(config: FleetConfig, pool: PoolConfig, path: SettingPath) -> Ite
     if pool.launcher == "kubernetes":
         yield from _check_kubernetes(config, pool, path)
     yield from _check_environment(pool, path)
+    if pool.engine == ARGOSY_ENGINE:
+        yield from _check_argosy_options(pool, (*path, "options"))
+    elif pool.engine in BUILT_IN_ENGINES or pool.engine in config.engines:
+        yield from _check_own_options(find_engine(config, pool), pool, (*path, "options"))
     if dead_references:
         return
     yield from _check_command_values(config, pool, path)
     yield from _check_autoscaling(config, pool, path)
     yield from _check_rollout(config, pool, path)
-    if pool.engine == ARGOSY_ENGINE:
-        yield from _check_argosy_options(pool, (*path, "options"))
-    else:
-        yield from _check_own_options(find_engine(config, pool), pool, (*path, "options"))
 
 
 def _fail(path: SettingPath, setting: str, problem: str) -> SettingError:
