@@ -444,6 +444,8 @@ class CompletionHandlers:
             model=pool.model,
             reason=None if context.error is None else context.error.message,
         )
+        if target.passed_over is not None:
+            target.passed_over.record_unserved(self._clock())
         self._on_request_ended(context)
         if context.placement is not None:
             self._driver.end(context.placement)

@@ -181,6 +181,7 @@ class PlacementCore:
             self._refuse(Refuse(request, *arrival.refusal))
             return
         request.move_to(RequestState.WAITING)
+        queue.has_fallbacks |= request.can_fall_back is not None
         queue.push(request, now)
         self._set_wait_timer(request, pool, now)
         self._pauser.watch(queue, request.tier, now)
@@ -227,7 +228,7 @@ class PlacementCore:
             self._move_waiting(queue, takeover_reason, now)
         if queue.displaced:
             self._dispatch_displaced(queue, now)
-        if queue.queue and not pool.has_ready(now):
+        if queue.has_fallbacks and queue.queue and not pool.has_ready(now):
             self._release_to_fallbacks(queue, now)
         while queue.queue:
             request = queue.pop(now)
@@ -291,16 +292,12 @@ class PlacementCore:
 
     def _release_to_fallbacks(self, queue: PoolQueue, now: float) -> None:
         """Refuse the queued requests that other models can answer, because no replica is ready."""
-        waiting = [
-            request
-            for request, its_queue in self._requests.items()
-            if its_queue is queue
-            and request.is_queued
-            and request.can_fall_back is not None
-            and not request.output_tokens
-        ]
-        for request in waiting:
-            if request.can_fall_back is None or not request.can_fall_back():
+        for request, its_queue in self._requests.items():
+            if its_queue is not queue or not request.is_queued:
+                continue
+            if request.can_fall_back is None or request.output_tokens:
+                continue
+            if not request.can_fall_back():
                 return  # nor can the others, whose fallbacks are mostly the same
             queue.withdraw(request)
             self._refuse(upstream_failed(queue.pool, request, now))

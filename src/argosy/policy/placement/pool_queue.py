@@ -76,6 +76,8 @@ class PoolQueue:
         self.give_way_at = math.inf
         """When streams are looked for next that give way."""
         self.give_way_timer = 0
+        self.has_fallbacks = False
+        """Whether requests have waited that other models may answer."""
         self.total_slots = 0
         """Slots of the pool when they were last counted."""
         self.poll_at = math.inf
