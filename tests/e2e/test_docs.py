@@ -35,7 +35,7 @@ from argosy.models import BUNDLED_MODEL
 
 NO_CLUSTER = "needs a cluster, of which tests/integration/fleet has a double"
 NO_NETWORK = "downloads packages, programs or models; tests/e2e/test_wheel.py installs the wheel"
-NO_ENGINES = "that is no program of Argosy; tests/integration/gateway has its formats"
+NO_ENGINES = "is a program of other engines; tests/integration/gateway has its formats"
 NO_CONTAINERS = "`make image-check` executes the steps of the Dockerfile and starts the results"
 NO_AGENTS = "tests/integration/gateway replays the requests of the agents"
 BY_ANOTHER_TEST = "needs a server; test_fleet_in_postgresql_is_restored runs it"
@@ -89,9 +89,7 @@ EXHAUSTIVE = {
     "add-vllm-or-sglang.md",
     "back-up-and-restore.md",
     "declare-a-fleet.md",
-    "deploy-systemd.md",
     "first-fleet.md",
-    "kubernetes.md",
     "models.md",
     "roll-out-a-version.md",
     "rotate-keys.md",
@@ -99,7 +97,7 @@ EXHAUSTIVE = {
     "two-replicas-and-a-failover.md",
     "upgrade-and-roll-back.md",
 }
-"""Pages that need many processes. Tests of what they are about run in each run."""
+"""Pages that start many processes. Faster tests of the same subjects are in the default tier."""
 NEED_A_SERVER = {"add-vllm-or-sglang.md", "long-streams.md", "upgrade-and-roll-back.md"}
 """Pages that begin with a server that runs."""
 PORTS = ("8000", "8001", "8002")
