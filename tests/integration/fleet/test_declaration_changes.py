@@ -14,7 +14,7 @@ from tests.support.controlled_fleet import FLEET, REPLICA, Fleet
 from tests.support.steady_load import Load, free_ports
 from tests.support.waiting import until
 
-from argosy.deployment import GATEWAY_POOL, FleetConfig, parse_fleet
+from argosy.deployment import FleetConfig, parse_fleet
 from argosy.version import VERSION
 
 
@@ -69,17 +69,14 @@ async def test_change_of_gateway_settings_loses_no_request(fleet: Fleet) -> None
     async with load.run():
         await load.pass_requests(5)
         changed = declare(port, queue={"timeout_s": 20}, pool={"replicas": 2})
-        await apply(fleet, changed)
-        await load.pass_requests(5)
-        assert {each.name for each in fleet.status.replicas} > {"gateway-2-0", "chat-1-0"}
-        await apply(fleet, changed, ["chat", GATEWAY_POOL])  # as for another version of Argosy
+        await apply(fleet, changed, ["chat"])  # as if its replicas ran another version of Argosy
         await load.pass_requests(5)
     assert not load.problems
     replicas = {each.name: each.version for each in fleet.status.replicas}
-    assert replicas == {"gateway-3-0": VERSION, "chat-2-0": "", "chat-2-1": ""}
+    assert replicas == {"gateway-2-0": VERSION, "chat-2-0": "", "chat-2-1": ""}
     drained = {each.replica: each.number for each in fleet.events("replica_drain")}
     started = {each.replica: each.number for each in fleet.events("replica_start")}
-    assert drained["gateway-2-0"] < started["chat-2-0"], "gateways are replaced first"
+    assert drained["gateway-1-0"] < started["chat-2-0"], "gateways are replaced first"
 
 
 @pytest.mark.exhaustive
