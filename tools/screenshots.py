@@ -36,6 +36,8 @@ LOAD_S = 60.0
 """Time under load before the first picture, so that charts have lines."""
 MAX_BYTES = 150_000
 PROMPTS = ("Tell me a story about a fox.", "Write a poem about the sea.", "Explain a KV cache.")
+CLOSE_DETAILS = "document.querySelectorAll('details').forEach((each) => { each.open = false })"
+"""A declaration contains paths of the machine that takes the pictures."""
 SIZE: ViewportSize = {"width": 1280, "height": 860}
 
 
@@ -133,12 +135,14 @@ async def take_shot(browser: Browser, url: str, key: str, shot: Shot, output: Pa
     await page.goto(url)
     await page.get_by_label("API key").fill(key)
     await page.get_by_role("button", name="Sign in").click()
-    await page.get_by_text(re.compile("Live$")).wait_for()
+    await page.get_by_text(re.compile("Updates live$")).wait_for()
     await page.evaluate("address => { location.hash = address }", shot.address)
     await page.get_by_text(shot.ready).first.wait_for()
     await page.locator("[aria-busy=true]").first.wait_for(state="detached")
     await page.wait_for_timeout(1500)  # charts draw in the frame after their data
+    await page.evaluate(CLOSE_DETAILS)
     picture = Image.open(io.BytesIO(await page.screenshot())).convert("RGB")
+    picture = picture.quantize(256, dither=Image.Dither.NONE)
     path = output / f"{shot.name}.png"
     picture.save(path, optimize=True)
     if path.stat().st_size > MAX_BYTES:

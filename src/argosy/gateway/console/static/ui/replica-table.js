@@ -50,7 +50,7 @@ export function ReplicaTable({ replicas, controlled, height, reload, csv }) {
     { key: "memory", label: "Memory", isNumber: true, value: (row) => row.usage?.memory_bytes, cell: (row) => bytes(row.usage?.memory_bytes) },
     ...(controlled ? [
       { key: "generation", label: "Version", isNumber: true, value: (row) => row.control?.generation ?? MISSING },
-      { key: "node", label: "Node", value: (row) => [row.control?.node, row.control?.zone].filter(Boolean).map(visible).join(", ") || MISSING },
+      ...(new Set(controlled.map(({ node, zone }) => `${zone} ${node}`)).size < 2 ? [] : [{ key: "node", label: "Node", value: (row) => [row.control?.node, row.control?.zone].filter(Boolean).map(visible).join(", ") || MISSING }]),
     ] : [{ key: "build", label: "Build", value: (row) => row.build, cell: (row) => html`<${Name} value=${row.build} />` }]),
     { key: "actions", label: "", value: () => "", cell: (row) => (row.state ? html`<${ReplicaActions} replica=${row} reload=${reload} />` : null) },
   ];
