@@ -36,7 +36,7 @@ _PATH_ITEM = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 _ANY_KEY = "..."
 """Stands for the key of a mapping whose value is invalid. msgspec does not name it."""
 _InspectType = TypeVar("_InspectType", bound=Type)
-_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*)`$", re.DOTALL)
 _MISSING_FIELD = re.compile("missing required field `")
 _MAX_ERRORS = 100
 """Maximum number of errors of one file, because the whole file is converted again after each."""
@@ -172,14 +172,15 @@ class _Repair:
         if not path:
             return False
         parent = _find_value(self._value, path[:-1])
-        close = _find_intended_field(error.problem, path[:-1], self._type)
+        is_unknown = "unknown field `" in error.problem and path[-1] in parent
+        close = _find_intended_field(path[-1], path[:-1], self._type) if is_unknown else None
         if close is not None and close not in parent:
             parent[close] = parent.pop(path[-1])
             return True
         if isinstance(parent, list):
             self._positions.setdefault(id(parent), list(range(len(parent)))).pop(int(path[-1]))
             self.has_removed_items = True
-        if _find_unknown_field(error.problem) is None:
+        if not is_unknown:
             self._removed.append(first_path)
         del parent[path[-1]]
         return True
@@ -326,7 +327,7 @@ def _suggest_fix(problem: str, path: Sequence[str | int], settings_type: type) -
     """Return a remedy to append to a problem at a path: the intended key or the valid values. Empty if unknown."""
     unknown = _find_unknown_field(problem)
     if unknown is not None:
-        close = _find_intended_field(problem, path, settings_type)
+        close = _find_intended_field(unknown, path, settings_type)
         return "" if close is None else f"; did you mean `{close}`?"
     if not problem.startswith("Invalid enum value"):
         return ""
@@ -336,14 +337,11 @@ def _suggest_fix(problem: str, path: Sequence[str | int], settings_type: type) -
 
 
 def _find_intended_field(
-    problem: str, path: Sequence[str | int], settings_type: type
+    unknown: str | int, path: Sequence[str | int], settings_type: type
 ) -> str | None:
-    """Return the field of the structure at a path that an unknown one seems to be meant for, if that is the problem."""
-    unknown = _find_unknown_field(problem)
-    if unknown is None:
-        return None
+    """Return the field of the structure at a path that an unknown one seems to be meant for."""
     fields = _struct_fields(_find_node(path, settings_type))
-    return next(iter(get_close_matches(unknown, fields, n=1)), None)
+    return next(iter(get_close_matches(str(unknown), fields, n=1)), None)
 
 
 def _find_unknown_field(problem: str) -> str | None:

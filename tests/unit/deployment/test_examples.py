@@ -27,7 +27,14 @@ from argosy.deployment import (
     replica_digest,
     validate_fleet,
 )
-from argosy.settings import SettingError, convert_settings, dump_yaml, format_path
+from argosy.deployment.declaration.validation import find_fleet_problems
+from argosy.settings import (
+    SettingError,
+    convert_settings,
+    convert_valid_settings,
+    dump_yaml,
+    format_path,
+)
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -156,11 +163,15 @@ def test_any_value_anywhere_is_refused_or_round_trips(data: st.DataObject) -> No
             leaf, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4
         )
     )
+    changed = replace_value(document, path, value)
+    _, errors = convert_valid_settings(copy.deepcopy(changed), FleetConfig, find_fleet_problems)
     try:
-        config = convert_settings(replace_value(document, path, value), FleetConfig)
+        config = convert_settings(changed, FleetConfig)
         validate_fleet(config)
     except SettingError:
+        assert errors
         return
+    assert not errors
     assert parse_fleet(dump_fleet(config, "json")) == config
     assert parse_fleet(dump_fleet(config)) == config
 
