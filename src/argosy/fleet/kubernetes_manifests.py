@@ -17,6 +17,7 @@ from argosy.deployment import (
 )
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers.kubernetes_objects import (
+    CONTROLLER_RULES,
     PORT,
     KubernetesObject,
     build_deployment,
@@ -41,23 +42,6 @@ APPLY_TRIES = 6
 """How often a Job tries to apply the declaration. The store may not be ready yet."""
 APPLIED_TTL_S = 86_400
 """Time after which the Job that has applied the declaration is deleted."""
-CONTROLLER_RULES: list[KubernetesObject] = [
-    {
-        "apiGroups": ["apps"],
-        "resources": ["deployments"],
-        "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
-    },
-    {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["create", "patch", "delete"]},
-    {
-        "apiGroups": ["policy"],
-        "resources": ["poddisruptionbudgets"],
-        "verbs": ["create", "patch", "delete"],
-    },
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
-    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
-    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "patch"]},
-]
-"""Rights that the launcher uses in its namespace. The chart has the same."""
 _CONFIG_FOLDER = "/etc/argosy"
 _STATE_FOLDER = "/state"
 

@@ -15,7 +15,7 @@ import yaml
 
 from argosy.cli.app import app
 from argosy.deployment import FleetConfig, load_config, parse_fleet
-from argosy.fleet.kubernetes_manifests import CONTROLLER_RULES
+from argosy.fleet.launchers import CONTROLLER_RULES
 
 CHART = Path(__file__).parents[3] / "deploy/helm/argosy"
 NAMESPACE = "llm"

@@ -23,8 +23,8 @@ from tests.support.kubernetes_cluster import KubernetesCluster, Node
 from tests.support.waiting import until
 
 from argosy.deployment import KubernetesSettings, LaunchResources, set_replicas, stop_everything
-from argosy.fleet.kubernetes_manifests import CONTROLLER_RULES
 from argosy.fleet.launchers import (
+    CONTROLLER_RULES,
     KubernetesLauncher,
     LaunchedReplica,
     Launcher,

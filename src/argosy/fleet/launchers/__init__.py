@@ -2,6 +2,7 @@
 
 from argosy.deployment import KubernetesSettings, LaunchResources
 from argosy.fleet.launchers.kubernetes import KubernetesLauncher
+from argosy.fleet.launchers.kubernetes_objects import CONTROLLER_RULES
 from argosy.fleet.launchers.launcher import (
     LaunchedReplica,
     Launcher,

@@ -17,6 +17,23 @@ from argosy.fleet.launchers.launcher import LaunchError, LaunchSpec
 KubernetesObject = dict[str, Any]
 """Object as in a manifest."""
 
+CONTROLLER_RULES: list[KubernetesObject] = [
+    {
+        "apiGroups": ["apps"],
+        "resources": ["deployments"],
+        "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
+    },
+    {"apiGroups": ["apps"], "resources": ["daemonsets"], "verbs": ["create", "patch", "delete"]},
+    {
+        "apiGroups": ["policy"],
+        "resources": ["poddisruptionbudgets"],
+        "verbs": ["create", "patch", "delete"],
+    },
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "delete"]},
+    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "patch"]},
+]
+"""Rights that the launcher uses in its namespace. The chart has the same."""
 PORT = 8000
 """Port of every replica, in the network namespace of its pod."""
 CONTAINER = "replica"
