@@ -196,7 +196,7 @@ async def test_dragging_over_a_chart_sets_the_range_and_changes_are_marked(
     over = chart.locator(".u-over")
     await over.hover(position={"x": 40, "y": 50})
     await page.mouse.down()
-    await over.hover(position={"x": 240, "y": 50})
+    await over.hover(position={"x": 180, "y": 50})
     async with page.expect_request(re.compile(r"admin/audit\?since=\d+&until=\d+")) as marks:
         await page.mouse.up()
     await page.wait_for_url(re.compile(r"from=\d+&to=\d+"))
