@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
 from sqlalchemy.exc import OperationalError as ServerError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from argosy.extras import install_command
 from argosy.store.errors import QueryTimeoutError, StoreError, StoreUnavailableError
@@ -469,9 +469,21 @@ def _create_postgres_engine(url: URL) -> Engine:
     timeouts = {name: value for name, value in _POSTGRES_TIMEOUTS.items() if name not in url.query}
     args = timeouts | _POSTGRES_ENCODING | _POSTGRES_POOLER_OPTIONS
     try:
-        return create_engine(url, connect_args=args, pool_pre_ping=True, hide_parameters=True)
+        engine = create_engine(url, connect_args=args, pool_pre_ping=True, hide_parameters=True)
     except ImportError as error:
         raise StoreError(f"PostgreSQL needs its driver: {install_command('postgres')}") from error
+
+    # `Engine.dispose` replaces the pool, and forgets the connections that another thread uses at that moment.
+    def remember_pool(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
+        record.info["pool"] = engine.pool
+
+    def close_if_replaced(_connection: object, record: ConnectionPoolEntry) -> None:
+        if record.info.get("pool") is not engine.pool:
+            record.close()
+
+    event.listen(engine, "checkout", remember_pool)
+    event.listen(engine, "checkin", close_if_replaced)
+    return engine
 
 
 def _configure_sqlite(connection: SqliteConnection, _: object) -> None:

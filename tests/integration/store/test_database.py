@@ -138,6 +138,17 @@ def test_terminated_connections_are_replaced(store: Store, url: str) -> None:
 
 
 @pytest.mark.parametrize("database_kind", ["postgresql"])
+def test_connection_in_use_at_the_close_is_closed_when_it_is_given_back(url: str) -> None:
+    database = Database(url)
+    with database.read_transaction() as connection:
+        driver_connection = connection.connection.driver_connection
+        assert isinstance(driver_connection, psycopg.Connection)
+        database.close()
+        assert connection.execute(sa.select(sa.literal(1))).scalar_one() == 1
+    assert driver_connection.closed
+
+
+@pytest.mark.parametrize("database_kind", ["postgresql"])
 def test_idle_writer_does_not_block_others_for_long(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ export function Skeleton({ height }) {
     const timer = setTimeout(() => setLate(true), 150);
     return () => clearTimeout(timer);
   }, []);
-  return html`<div style=${{ minHeight: `${height}px` }} aria-busy="true" aria-label="Loading">
+  return html`<div style=${{ minHeight: `${height}px` }} role="status" aria-busy="true" aria-label="Loading">
     ${isLate ? html`<div><div class="skel wide"></div><div class="skel"></div></div>` : null}</div>`;
 }
 
