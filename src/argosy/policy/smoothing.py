@@ -113,17 +113,14 @@ class PeakEwma:
     def add(self, seconds: float, now: float) -> None:
         """Add a latency sample."""
         if seconds < self._value:
-            decay = self._decay(now)
+            decay = decay_factor(max(0.0, now - self._at) / self._half_life_s)
             mean = self._value * decay + seconds * (1.0 - decay)
             seconds = max(seconds, mean)
         self._value, self._at = seconds, now
 
     def value(self, now: float) -> float:
         """Latency in seconds; 0 before the first sample."""
-        return self._value * self._decay(now)
-
-    def _decay(self, now: float) -> float:
-        return decay_factor(max(0.0, now - self._at) / self._half_life_s)
+        return self._value * decay_factor(max(0.0, now - self._at) / self._half_life_s)
 
 
 LineMoments = tuple[float, float, float, float, float]
