@@ -58,6 +58,8 @@ CHANGES: list[dict[str, Any]] = [
     {"auth": {"allowed_origins": ["https://a.example"]}},
     {"max_connection_age_s": 5, "fast_path": "off"},
     {"body_limit_bytes": 1_000_000, "explain": {"max_requests": 0}},
+    {"limits": {"redis": "redis://127.0.0.1:1"}},  # nothing listens, and no key has a limit
+    {"pool": {"min_replicas": 1, "max_replicas": 3, "autoscaling": {}}},
 ]
 
 
@@ -87,7 +89,8 @@ async def test_random_changes_lose_no_request(fleet: Fleet, seed: int) -> None:
     gateways = 1 + seed % 2
     port = free_ports(gateways)
     fleet.start_controller("a")
-    await apply(fleet, declare(port, gateways=gateways))
+    store = {"url": fleet.url}
+    await apply(fleet, declare(port, store=store, gateways=gateways))
     load = Load([port + number for number in range(gateways)])
     async with load.run():
         for _ in range(6):
@@ -95,7 +98,7 @@ async def test_random_changes_lose_no_request(fleet: Fleet, seed: int) -> None:
             settings: dict[str, Any] = {"gateways": random.randint(gateways, 2)}
             for change in random.sample(CHANGES, 3):
                 settings |= change
-            await apply(fleet, declare(port, **settings))
+            await apply(fleet, declare(port, store=store, **settings))
             await load.pass_requests(5)
             assert not load.problems, settings
 
