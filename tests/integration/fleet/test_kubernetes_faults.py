@@ -232,6 +232,26 @@ async def test_replica_is_observed_while_nothing_can_be_recorded() -> None:
             await launcher.read_log("a-1-0", 100)
 
 
+async def test_replica_may_vanish_while_its_run_is_recorded() -> None:
+    async with connected() as (api, launcher):
+
+        async def vanish(method: str, name: str) -> None:
+            if (method, name) == ("PATCH", "a-1-0"):
+                api.before_write = None
+                api.forget("deployments", name)
+                launcher.changed.clear()
+                while await launcher.list_replicas():
+                    await launcher.changed.wait()
+                    launcher.changed.clear()
+
+        api.before_write = vanish
+        add_pod(api, "a-1-0")
+        while api.objects["deployments"]:
+            await launcher.list_replicas()
+            await asyncio.sleep(0)
+        assert await launcher.list_replicas() == {}
+
+
 async def test_further_pods_that_others_asked_for_are_taken_back() -> None:
     async with connected() as (api, launcher):
         deployment = copy.deepcopy(api.objects["deployments"]["a-1-0"])

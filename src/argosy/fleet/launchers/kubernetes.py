@@ -417,11 +417,11 @@ class KubernetesLauncher:
             )
         except LaunchError as error:
             if isinstance(error, KubernetesApiError) and error.status in {404, 409}:
-                self._unrecorded.pop(uid)  # the next observation records it
+                self._unrecorded.pop(uid, None)  # the next observation records it
             else:
                 log.warning("run_not_recorded", replica=metadata["name"], reason=str(error))
         else:
-            self._unrecorded.pop(uid)
+            self._unrecorded.pop(uid, None)
             self._deployments.update(changed)
 
     async def _find_zone(self, node: str, pod: KubernetesObject | None) -> str:
