@@ -149,15 +149,10 @@ def apply(
                 "the same declaration.",
                 err=True,
             )
-            return
-        revision = _apply(
-            target,
-            config,
-            reason,
-            asks="never" if yes else "always",
-            quiet=json,
-            author=source,
-        )
+            revision = target.require_latest().number
+        else:
+            asks: Asks = "never" if yes else "always"
+            revision = _apply(target, config, reason, asks=asks, quiet=json, author=source)
         _finish(target, revision, wait=wait, timeout=timeout, json=json)
 
 

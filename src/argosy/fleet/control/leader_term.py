@@ -36,6 +36,7 @@ from argosy.policy.reconciliation import (
     ReplicaPhase,
     WarmUpState,
     continue_observation,
+    parse_replica_name,
     reconcile,
 )
 from argosy.process import run_in_daemon_thread
@@ -327,12 +328,12 @@ def _describe_pending(
     name: str, report: PhaseReport, previous: ReplicaRecord | None, now: float
 ) -> ReplicaRecord:
     """Return the record of a replica of which nothing exists yet, for `argosy status`."""
-    pool, generation, ordinal = name.rsplit("-", 2)
+    pool, generation, ordinal = parse_replica_name(name) or (name, 0, 0)
     return ReplicaRecord(
         name=name,
         pool=pool,
-        generation=int(generation),
-        ordinal=int(ordinal),
+        generation=generation,
+        ordinal=ordinal,
         launcher="",
         phase=report.phase,
         reason=report.reason,

@@ -19,6 +19,7 @@ from argosy.fleet.control.term_journal import TermJournal
 from argosy.fleet.launchers import LaunchError
 from argosy.policy.reconciliation import (
     MAX_PAST_RUNS,
+    MAX_REFUSAL_DELAY_S,
     Action,
     Admit,
     Drain,
@@ -32,8 +33,6 @@ from argosy.policy.reconciliation import (
 )
 from argosy.store import DeposedError, FleetLease, StoreError
 
-MAX_REFUSED_ACTION_DELAY_S = 50.0
-"""Longest time after which a refused drain, stop or removal is tried again."""
 _NOUNS: dict[type[Action], str] = {Drain: "drain", Stop: "stop", Remove: "removal"}
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
@@ -99,7 +98,7 @@ class ReplicaActions:
     def describe_refusal(self, replica: str) -> str:
         """Return what completes the reason of a replica's phase: the action that is refused; empty without one."""
         return "".join(
-            f"; its {_NOUNS[kind]} was refused {tries} times: {reason}"
+            f"; its {_NOUNS[kind]} was refused{f' {tries} times' * (tries > 1)}: {reason}"
             for (name, kind), (tries, _, reason) in self._refusals.items()
             if name == replica
         )
@@ -116,7 +115,7 @@ class ReplicaActions:
         for action in actions:
             outcome = "ok"
             key = action.replica, type(action)
-            tries, _, last_reason = self._refusals.pop(key, (0, 0.0, ""))
+            tries, _, last_reason = self._refusals.get(key, (0, 0.0, ""))
             try:
                 await self._run_action(action, declared)
             except DeposedError:
@@ -125,12 +124,13 @@ class ReplicaActions:
                 outcome = str(error)
                 log.error("action_failed", replica=action.replica, reason=outcome)  # noqa: TRY400 - the reason suffices
                 if type(action) in _NOUNS:  # failed starts are runs in the record
-                    delay_s = min(2.0**tries, MAX_REFUSED_ACTION_DELAY_S)
+                    delay_s = min(2.0**tries, MAX_REFUSAL_DELAY_S)
                     self._refusals[key] = tries + 1, self._journal.clock() + delay_s, outcome
                     if outcome == last_reason:
                         continue  # the event is in the log
             else:
-                outcome += f" after {tries} refusals" * bool(tries)
+                if self._refusals.pop(key, None):
+                    outcome = f"ok after {tries} refusal{'s' * (tries > 1)}"
             kind = f"replica_{type(action).__name__.lower()}"
             self._journal.record_event(
                 kind, action.pool, action.replica, reason=action.reason, outcome=outcome

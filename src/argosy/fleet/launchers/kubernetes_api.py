@@ -343,8 +343,8 @@ class KubernetesCache:
         self._selector = selector
         self._on_changed = on_changed
         self._version = ""
-        self._is_known = False
-        self._failed_at = 0.0
+        self._known_at = 0.0
+        """When the objects were last known to be those of the server, if there is an error. 0 before the first list."""
         self._removed: set[str] = set()
         """UIDs of objects that this process deleted, of which late events may still arrive."""
 
@@ -380,7 +380,8 @@ class KubernetesCache:
                 self._version = ""  # 410 says that the server has forgotten the changes since then
                 if error.status != 410:
                     self._fail(error)
-                    await asyncio.sleep(REFUSED_RETRY_DELAY_S if error.status in {401, 403} else 0)
+                if error.status in {401, 403}:
+                    await asyncio.sleep(REFUSED_RETRY_DELAY_S)
             except LaunchError as error:
                 self._version = ""  # what was missed meanwhile is listed
                 self._fail(error)
@@ -396,7 +397,7 @@ class KubernetesCache:
         }
         self._removed &= {each["metadata"]["uid"] for each in objects}
         self._version = version
-        self._is_known = True
+        self._known_at = time.time()
         self.synced.set()
         self._on_changed()
 
@@ -420,11 +421,11 @@ class KubernetesCache:
             self._on_changed()
 
     def _fail(self, error: LaunchError) -> None:
-        if not self.error:
-            self._failed_at = time.time()
+        if self._known_at and not self.error:
+            self._known_at = time.time()
         self.error = str(error)
-        if self._is_known:
-            known = datetime.fromtimestamp(self._failed_at, tz=UTC)
+        if self._known_at:
+            known = datetime.fromtimestamp(self._known_at, tz=UTC)
             self.error += f"; what is known of the cluster is of {known:%H:%M:%S} UTC"
         self.synced.set()
         self._on_changed()

@@ -207,7 +207,7 @@ def _template_attempt(deployment: KubernetesObject) -> str | None:
 
 
 def _node_started_at(pod: KubernetesObject) -> float:
-    """Return when the container started by the clock of its node, or if it waits the one before; 0 before that."""
+    """Return when the container last started, by the clock of its node; 0 if it never did."""
     container = _container(pod)
     for each in (container.get("state", {}), container.get("lastState", {})):
         for name in ("running", "terminated"):

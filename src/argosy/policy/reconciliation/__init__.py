@@ -49,4 +49,4 @@ from argosy.policy.reconciliation.problems import (
     status_severity,
 )
 from argosy.policy.reconciliation.reconciler import reconcile
-from argosy.policy.reconciliation.restarts import plan_restart
+from argosy.policy.reconciliation.restarts import MAX_REFUSAL_DELAY_S, plan_restart

@@ -20,8 +20,8 @@ from argosy.policy.reconciliation.fleet_state import (
     WarmUpState,
 )
 
-MAX_REFUSED_START_DELAY_S = 50.0
-"""Longest time after which a start that a launcher refuses is tried again. The cause may have passed."""
+MAX_REFUSAL_DELAY_S = 50.0
+"""Longest time after which an action that a launcher refuses is tried again, about 20 times in ten minutes."""
 START_SLOT_S = 60.0
 """Time after which a start that has not ended holds up no others. It waits for a download or a disk, not for cores."""
 
@@ -74,7 +74,7 @@ def plan_restart(replica: ObservedReplica, limits: RestartLimits) -> RestartPlan
         times = f" {refused} times" if refused > 1 else ""
         return RestartPlan(
             newest.exited_at
-            + min(limits.base_backoff_s * 2.0 ** (refused - 1), MAX_REFUSED_START_DELAY_S),
+            + min(limits.base_backoff_s * 2.0 ** (refused - 1), MAX_REFUSAL_DELAY_S),
             has_failed=refused >= limits.max_failed_starts,
             reason=f"its start was refused{times}: {newest.reason}",
         )
