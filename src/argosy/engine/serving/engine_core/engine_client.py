@@ -108,8 +108,9 @@ class EngineClient:
         self.stats = CoreStats()
         """State of the core after its last step."""
         self.usage = ResourceUsage()
+        """CPU and memory of the core and its machine at its last heartbeat."""
         self.memory_bound_bytes = 0
-        """Private memory of the core at its last heartbeat, and the bound of it. 0 if it is unknown."""
+        """Bound of the core's private memory. 0 sets none."""
         self._core: CoreHandle | None = None
         self._failure = ""
         self._exit_message = ""
