@@ -221,17 +221,20 @@ async def test_new_key_is_shown_once_and_works(
     await page.goto(f"{admin_gateway.client.base_url}/#/tenants")
     await page.get_by_role("button", name="New").click()
     await page.get_by_label("Project id").fill(admin_gateway.home_project)
-    await page.get_by_label("Name", exact=True).fill("from the console")
+    await page.get_by_label("Name", exact=True).fill("fleet")  # as its project
     await page.get_by_role("button", name="Create", exact=True).click()
     plain_key = await page.get_by_role("dialog", name="New key").locator("pre").inner_text()
     await page.get_by_role("button", name="Close").click()
     await page.get_by_role("dialog").wait_for(state="detached")
-    await page.get_by_role("cell", name="from the console").wait_for()
+    await page.get_by_role("cell", name="fleet", exact=True).nth(1).wait_for()  # name and project
     assert plain_key not in await page.content()
     models = await admin_gateway.client.get(
         "/v1/models", headers={"authorization": f"Bearer {plain_key}"}
     )
     assert models.status_code == 200
+    found = re.compile(rf"admin/requests\?project={admin_gateway.home_project}&key=key_")
+    async with page.expect_request(found):
+        await page.goto(f"{admin_gateway.client.base_url}/#/requests?project=fleet&key=fleet")
 
 
 async def test_rollout_is_watched_and_steered_and_its_pool_scaled(

@@ -37,7 +37,7 @@ function List() {
   const { model, status, project, key, min_duration_s: minDuration } = given;
   const sort = currentSort("Requests");
   const { find } = useNames();
-  const path = query("admin/requests", { model, status, project: find(project), key: find(key), min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
+  const path = query("admin/requests", { model, status, project: find(project, "proj_"), key: find(key, "key_"), min_duration_s: minDuration, sort: sort?.key, order: sort && (sort.isDescending ? "desc" : "asc"), limit: PAGE_ROWS });
   const { rows, pages, ...first } = usePages(path, (row) => row.request);
   const set = (name) => (event) => setQuery({ [name]: event.target.value.trim() });
   return html`<${Card} title="Ended requests" note=${`from the ledger, ${sort ? "the latest 100\u202f000 sorted" : "latest first"}`} actions=${sort ? html`<button class="btn" onClick=${() => setQuery({ sort_requests: "" })}>Latest first</button>` : null}>

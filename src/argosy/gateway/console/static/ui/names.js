@@ -13,9 +13,9 @@ export function useNames() {
     for (const { data } of [organisations, projects, keys, users]) {
       for (const record of data?.data ?? []) names.set(record.id, record.name ?? record.email);
     }
-    const ids = new Map([...names].map(([id, name]) => [name, id]));
     const nameOf = (id) => (id ? names.get(id) ?? id : "");
-    nameOf.find = (text) => (names.has(text) ? text : ids.get(text) ?? text); // the id of a name that someone typed
+    // The id of a name that someone typed. Ids of a kind begin with it, since a project and a key may have the same name.
+    nameOf.find = (text, kind = "") => (names.has(text) ? text : [...names].findLast(([id, name]) => name === text && id.startsWith(kind))?.[0] ?? text);
     return nameOf;
   }, [organisations.data, projects.data, keys.data, users.data]);
 }
