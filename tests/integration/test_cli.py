@@ -178,7 +178,7 @@ ITS_ERRORS = """\
 10: pools[1].name: the pool 'p' is defined twice. Keep one.
 10: pools[1].options.revision: the fleet sets this option itself. Use models[].revision instead.
 10: pools[1].options.max_num_seqs: Object contains unknown field `max_num_seqs`; did you mean `max_seqs`?
-10: pools[1].options.max_seqs: Expected a whole number, but it is 'x'
+10: pools[1].options.max_num_seqs: Expected a whole number, but it is 'x'
 13: pools[2].engine: no engine has the name 'vlm'. Did you mean 'vllm'?
 14: pools[2].memory: '1MiB' is less than any engine needs. Give it at least 128MiB.
 15: pools[2].max_surge: with max_unavailable 0 no replica could be replaced. Set one to 1.
@@ -186,6 +186,15 @@ ITS_ERRORS = """\
 """
 FLEET = "models: [{name: m, source: x}]\npools: [{name: p, model: m, environment: {A: {env: X}}}]\n"
 GATEWAY = "models: [{name: m, replicas: [{url: 'http://a', api_key_env: X}]}]\n"
+MISSPELT = """\
+port: 1
+modles:
+  - {name: m, source: x}
+  - {name: m, sorce: 3}
+pools:
+  - {name: p, model: m,
+     environment: {A-B: x}}
+"""
 TWICE = "models:\n- {name: m, replicas: [{url: 'http://a'}]}\n- {name: m, replicas: [{url: 'http://a'}]}\n"
 
 
@@ -208,6 +217,14 @@ TWICE = "models:\n- {name: m, replicas: [{url: 'http://a'}]}\n- {name: m, replic
         (["port: 1\nport: 2"], 1, "2: 'port' is defined twice, in line 1 and in line 2. Keep one.\n"),
         (["port: !!int x"], 1, "1: 'x' is not a valid int\n"),
         (["[1]"], 1, "1: Expected a mapping, got a list\n"),
+        (["\0"], 1, "1: unacceptable character #x0000: control characters are not allowed\n"),
+        ([MISSPELT], 1,
+            ("3: modles: Object contains unknown field `modles`; did you mean `models`?\n"
+            "4: modles[1].sorce: Object contains unknown field `sorce`; did you mean `source`?\n"
+            "4: modles[1].sorce: Expected text or null, but it is 3\n"
+            "4: modles[1].name: model name 'm' is defined twice. Keep one.\n"
+            "7: pools[0].environment: Expected text such as MY_VARIABLE as key\n")),
+        ([FLEET.replace("A: {env: X}", "A_env: x")], 0, ""),
     ],
 )  # fmt: skip
 def test_validate_shows_all_errors_with_their_lines(

@@ -101,7 +101,7 @@ def convert_settings(
         raise SettingError(
             f"{problem}{place}{fix}",
             (*path, *below) if unknown is None else (*path, *below, unknown),
-            problem=f"{problem}{fix}",
+            problem=f"{problem}{' as key' if is_key else ''}{fix}",
         ) from error
 
 
@@ -136,8 +136,8 @@ def convert_valid_settings(
         else:
             if repair.has_removed_items:
                 return None, repair.errors
-            contradictions = () if find_problems is None else find_problems(settings)
-            repair.errors += filter(repair.is_independent, contradictions)
+            for contradiction in () if find_problems is None else find_problems(settings):
+                repair.add_contradiction(contradiction)
             return settings, repair.errors
     return None, repair.errors
 
@@ -152,9 +152,12 @@ class _Repair:
         self._value = value
         self._type = settings_type
         self._path = path
-        self._removed: list[SettingPath] = []
+        self._removed: dict[SettingPath, str | int] = {}
+        """Removed settings, and their names without misspelling."""
         self._positions: dict[int, list[int]] = {}
         """First positions of the items of each list that has lost some, by id of the list."""
+        self._misspelt: dict[tuple[int, str | int], str | int] = {}
+        """First names of the renamed settings, by id of their structure and new name."""
 
     def apply(self, error: SettingError) -> bool:
         """Record an error unless another one caused it, and remove its cause. Returns whether a rest remains."""
@@ -163,7 +166,7 @@ class _Repair:
         missing = self._find_missing(error.problem, path)
         if missing:
             for name in missing:
-                if (*first_path, name) not in self._removed:
+                if self._first_path((*path, name)) not in self._removed:
                     problem = f"Object missing required field `{name}`"
                     self.errors.append(SettingError(problem, (*self._path, *first_path)))
         elif not any(removed[: len(first_path)] == first_path for removed in self._removed):
@@ -176,28 +179,33 @@ class _Repair:
         close = _find_intended_field(path[-1], path[:-1], self._type) if is_unknown else None
         if close is not None and close not in parent:
             parent[close] = parent.pop(path[-1])
+            self._misspelt[id(parent), close] = path[-1]
             return True
         if isinstance(parent, list):
             self._positions.setdefault(id(parent), list(range(len(parent)))).pop(int(path[-1]))
             self.has_removed_items = True
         if not is_unknown:
-            self._removed.append(first_path)
+            self._removed[first_path] = path[-1]
         del parent[path[-1]]
         return True
 
-    def is_independent(self, error: SettingError) -> bool:
-        """Return whether an error remains if the removed settings are put right: it names none of them."""
+    def add_contradiction(self, error: SettingError) -> None:
+        """Record a contradiction, unless it may be due to removed settings: it names one of them."""
+        first_path = self._first_path(error.path[len(self._path) :])
         named = set(re.findall(r"\w+", error.problem))
-        return not any(
-            _list_item(removed) == _list_item(error.path) and removed[-1] in named
-            for removed in self._removed
-        )
+        if not any(
+            _list_item(removed) == _list_item(first_path) and name in named
+            for removed, name in self._removed.items()
+        ):
+            error.path = (*self._path, *first_path)
+            self.errors.append(error)
 
     def _first_path(self, path: SettingPath) -> SettingPath:
         first, value = list(path), self._value
         for index, key in enumerate(path):
             if isinstance(key, int):
                 first[index] = self._positions.get(id(value), range(key + 1))[key]
+            first[index] = self._misspelt.get((id(value), key), first[index])
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):

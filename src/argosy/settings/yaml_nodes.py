@@ -221,7 +221,8 @@ def _check_node(node: yaml.Node, loader: _Loader, sizes: dict[int, int]) -> int:
 
 def _convert_error(error: yaml.YAMLError) -> SettingError:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    message, problem = str(error), problem or ""
+    message = str(error)
+    problem = problem or message.partition("\n")[0]
     if "\\t" in problem or "a tab " in problem:
         message, problem = (f"{text}. Indent with spaces" for text in (message, problem))
     return SettingError(message, problem=problem, line=0 if mark is None else mark.line + 1)
