@@ -18,7 +18,7 @@ def validate(files: FilesArgument = None, *, overlays: FilesOption = None) -> No
     """Check a declaration of a fleet, or a gateway's settings file, and show all errors as FILE:LINE: SETTING: PROBLEM.
 
     Only the files are read, so that it suits CI: `argosy plan` also looks at the machine. `-` is the standard input.
-    Exits with status 0 if the files are valid, and 1 otherwise.
+    Exits with status 0 if the files are valid, 1 if they are not, and 2 if one cannot be read.
     """
     from argosy.deployment import check_files
 
@@ -36,6 +36,7 @@ def validate(files: FilesArgument = None, *, overlays: FilesOption = None) -> No
         typer.echo(f"{shown}: valid {checked.kind}", err=True)
         return
     count = len(checked.errors)
-    rest = "" if checked.is_complete else ". Contradictions are looked for when they are put right"
-    typer.echo(f"{shown}: {count} error{'' if count == 1 else 's'}{rest}", err=True)
+    summary, these = ("1 error", "it is") if count == 1 else (f"{count} errors", "these are")
+    rest = "" if checked.is_complete else f"; others may show when {these} corrected"
+    typer.echo(f"{shown}: {summary}{rest}", err=True)
     raise typer.Exit(EXIT_FAILURE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -90,17 +90,21 @@ def find_secrets(value: object, path: SettingPath = ()) -> Iterator[SettingError
 
 
 def find_unset_variables(value: object, path: SettingPath = ()) -> Iterator[SettingError]:
-    """Yield a warning for each environment variable that a document refers to and this process does not have."""
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    """Yield a warning for each environment variable that a setting refers to and this process does not have."""
+    items: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, msgspec.Struct):
+        items = (
+            (field.encode_name, getattr(value, field.name)) for field in fields_of(type(value))
+        )
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
     for key, item in items:
-        names_variable = str(key).endswith("_env") or (key == "env" and "environment" in path)
-        if names_variable and item not in os.environ:
+        names_variable = (
+            isinstance(value, msgspec.Struct) and re.search("(^|_)env$", str(key)) is not None
+        )
+        if names_variable and isinstance(item, str) and item not in os.environ:
             problem = f"warning: the environment variable {item} is not set here."
             yield SettingError.at((*path, key), problem)
         yield from find_unset_variables(item, (*path, key))

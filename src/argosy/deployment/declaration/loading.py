@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig
-from argosy.deployment.declaration.documents import find_unset_variables, to_document
+from argosy.deployment.declaration.documents import find_unset_variables
 from argosy.deployment.declaration.remote_change import check_remote_change, check_size
 from argosy.deployment.declaration.validation import find_fleet_problems
 from argosy.deployment.settings.gateway_config import (
@@ -92,7 +92,7 @@ def check_files(paths: Sequence[Path]) -> FileCheck:
         kind = "settings file of a gateway"
         gateway = document.check(GatewayConfig, find_contradictions)
         config, errors = gateway
-    unset = () if config is None or errors else find_unset_variables(to_document(config))
+    unset = () if config is None or errors else find_unset_variables(config)
     return FileCheck(
         kind,
         [document.describe(each) for each in errors],
