@@ -28,7 +28,13 @@ from tests.support.changing_pool import (
 )
 from tests.support.fake_backend import serve_backends
 from tests.support.fake_engine import FakeEngine, Script
-from tests.support.fake_upstream import FakeUpstream, fake_upstream, respond_with_text
+from tests.support.fake_upstream import (
+    FakeUpstream,
+    UpstreamRequest,
+    fake_upstream,
+    respond_500,
+    respond_with_text,
+)
 from tests.support.migrated_store import open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
@@ -124,6 +130,32 @@ async def test_streams_continue_or_resume_after_their_replica_is_removed(
             assert [one for choice in choices for one in choice.get("token_ids") or ()] == tokens
             assert done == "[DONE]"
             assert len(new.requests) == fails
+
+
+async def test_requests_of_a_removed_model_with_fallbacks_end_with_its_error(
+    config_file: ConfigFile,
+) -> None:
+    """The model goes while one request is at its only replica and another one in its queue."""
+    may_fail = asyncio.Event()
+
+    async def fail_later(request: UpstreamRequest) -> None:
+        await may_fail.wait()
+        await respond_500(request)
+
+    async with fake_upstream(fail_later) as weak, fake_upstream(respond_with_text) as other:
+        models = (
+            model_entry(replica_entry(other), name="other"),
+            model_entry(replica_entry(weak, max_requests=1), fallback_models=["other"]),
+        )
+        config_file.write(*models, queue={"timeout_s": 1.0})
+        async with gateway(config_file.read(), config_file.read) as running:
+            posts = [asyncio.create_task(running.request_status()) for _ in range(2)]
+            await until(lambda: len(weak.requests) == 1)
+            config_file.write(models[0], queue={"timeout_s": 1.0})
+            await config_file.reload(running)
+            may_fail.set()
+            assert {*await asyncio.wait_for(asyncio.gather(*posts), 10)} <= {502, 503}
+            assert not other.requests
 
 
 async def test_unchanged_replicas_are_kept(config_file: ConfigFile) -> None:

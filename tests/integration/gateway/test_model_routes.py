@@ -20,6 +20,7 @@ from tests.support.fake_upstream import (
     fake_upstream,
     respond_500,
     respond_with,
+    respond_with_tokens,
 )
 from tests.support.gateway_client import serve_gateway
 from tests.support.gateway_processes import OrganisationAccounts, open_organisation
@@ -294,6 +295,32 @@ async def test_fallback_answers_the_requests_that_the_only_replica_fails(
             sent_to = [attempt["replica"] for attempt in trace["attempts"]]
             assert sent_to == [failing.url, routed.next.url]
             assert failing.max_concurrent == 1
+
+
+async def test_fallback_that_cannot_serve_a_request_does_not_end_its_retries(
+    tmp_path: Path,
+) -> None:
+    async def fail_once(request: UpstreamRequest) -> None:
+        await (respond_500 if len(failing.requests) == 1 else respond_with_tokens)(request)
+
+    card = {"id": "rough", "object": "model", "max_model_len": 8}
+    async with fake_upstream() as short, fake_upstream(fail_once) as failing:
+        short.get_pages = lambda: {"/v1/models": {"object": "list", "data": [card]}}  # type: ignore[method-assign]
+        models = [
+            ModelConfig(
+                name=name,
+                fallback_models=fallbacks,
+                replicas=[ReplicaConfig(url=server.url, kind="openai", model="rough")],
+            )
+            for name, fallbacks, server in (("short", (), short), ("weak", ("short",), failing))
+        ]
+        async with (
+            run_routed_gateway(tmp_path, more_models=models) as routed,
+            routed.client() as client,
+        ):
+            body = BODY | {"model": "weak", "prompt": [1] * 20}
+            response = await client.post("/v1/completions", json=body)
+            assert (response.status_code, len(failing.requests)) == (200, 2), response.text
 
 
 async def test_request_errors_and_limits_of_the_fallback_are_returned(tmp_path: Path) -> None:

@@ -404,29 +404,42 @@ class CompletionHandlers:
                 return
 
     def _can_fall_back(self, context: RequestContext, writer: ResponseWriter) -> bool:
-        failed = (*context.failed_models, context.pool.model)
-        return (
-            not writer.has_output
-            and self._select_fallback(context, failed).pool.model not in failed
-        )
+        failed = [*context.failed_models, context.pool.model]
+        return not writer.has_output and self._select_fallback(context, failed) is not None
 
-    def _select_fallback(self, context: RequestContext, failed: Sequence[str]) -> RouteTarget:
-        exchange, fields = context.exchange, context.fields
-        return self._models.find_target(
-            fields.model, context.principal, exchange.headers, fields, exchange.request_id, failed
-        )
+    def _select_fallback(
+        self, context: RequestContext, failed: list[str]
+    ) -> tuple[RouteTarget, set[str]] | None:
+        """Return the first model that is not in `failed` and can serve a request, with its unsuitable replicas.
+
+        Adds the models to `failed` that cannot serve it. Returns None if none is left, or if the requested model is not
+        in the settings any more.
+        """
+        exchange, fields, principal = context.exchange, context.fields, context.principal
+        while True:
+            try:
+                target = self._models.find_target(
+                    fields.model, principal, exchange.headers, fields, exchange.request_id, failed
+                )
+            except ApiError:
+                return None
+            if target.pool.model in failed:
+                return None
+            try:
+                return target, _check_pool(target.pool, fields, context.api)
+            except ApiError:
+                failed.append(target.pool.model)
 
     async def _find_fallback(self, context: RequestContext) -> RouteTarget | None:
         """Return the first model that can answer in place of one that could not; None if there is none."""
-        failed = (*context.failed_models, context.pool.model)
-        while (target := self._select_fallback(context, failed)).pool.model not in failed:
-            pool, fields, api = target.pool, context.fields, context.api
+        failed = [*context.failed_models, context.pool.model]
+        while (selected := self._select_fallback(context, failed)) is not None:
+            target, unsupporting = selected
             try:
-                unsupporting = _check_pool(pool, fields, api)
-                if api.generates:
-                    await self._request_checker.check(pool, fields, api.path)
+                if context.api.generates:
+                    await self._request_checker.check(target.pool, context.fields, context.api.path)
             except ApiError:
-                failed = (*failed, pool.model)
+                failed.append(target.pool.model)
             else:
                 context.unsuitable_replicas = unsupporting
                 return target
