@@ -198,8 +198,8 @@ class RequestContext(msgspec.Struct, eq=False):
             start_wait_s=self.start_wait_s,
             unsuitable=self.unsuitable_replicas,
         )
-        self.placement.records = self.trace.attempts  # has those at the models before a fallback
-        self.trace.attempts, self.trace.pauses = self.placement.records, self.placement.pauses
+        # The trace has those at the models before a fallback.
+        self.placement.records, self.placement.pauses = self.trace.attempts, self.trace.pauses
         return self.placement
 
     def announce_version(self) -> None:
