@@ -203,7 +203,7 @@ def test_version_that_differs_is_shown_and_left_to_whoever_runs_the_controller(
     assert "Nothing changes" in runner.invoke(app, ["apply"]).stderr, "the controller comes first"
     assert f"restart it with version {VERSION}" in " ".join(refuse("up").split())
     assert (
-        "1 replica runs version 0.0.1, the controller 0.0.2"
+        "1 replica runs another version (0.0.1) than the controller (0.0.2)"
         in runner.invoke(app, ["status"]).stdout
     )
     observed["version"] = VERSION

@@ -336,7 +336,7 @@ def record(name: str, version: str, phase: str = "ready") -> ReplicaRecord:
                 '~ version: "unknown" -> "2"   (gateway restart)',
                 '~ version: "1" -> "2"   (4 replicas replaced, 2 at a time)',
             ],
-            "1 gateway and 1 replica run version 1, unknown, the controller 2.",
+            "1 gateway and 1 replica run another version (1, unknown) than the controller (2).",
         ),
         (  # one that starts may state its version later, older ones leave, and other engines have their own
             ([], []),
@@ -352,7 +352,7 @@ def record(name: str, version: str, phase: str = "ready") -> ReplicaRecord:
             "a" * 64,
             [],
             ["The pool chat keeps version 1, because its declared version does not serve all"],
-            "1 replica runs version 1, the controller 2.",
+            "1 replica runs another version (1) than the controller (2).",
         ),
         (  # its settings replace it
             ([], ["pools/chat/cpus=2"]),
@@ -360,7 +360,7 @@ def record(name: str, version: str, phase: str = "ready") -> ReplicaRecord:
             "",
             [],
             ["+ pools[chat].cpus"],
-            "1 replica runs version 1, the controller 2.",
+            "1 replica runs another version (1) than the controller (2).",
         ),
     ],
 )

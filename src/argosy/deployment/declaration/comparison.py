@@ -111,7 +111,7 @@ def plan_upgrade(
     `running` are the versions that run, by pool. `scaled` is as in `compare_fleets`.
     """
     pools = [name for name in running if name != GATEWAY_POOL]
-    if len(pools) < len(running):
+    if GATEWAY_POOL in running:
         difference = _Difference(("version",), running[GATEWAY_POOL], installed)
         yield _build_change(difference, ChangeEffect.GATEWAY_RESTART)
     if pools:

@@ -78,7 +78,8 @@ def find_upgrade(
         tuple(
             f"The pool {name} keeps version {versions[name]}, because its declared version does not serve all users"
             " yet. Finish its rollout, or put the version that serves in force again, and repeat `argosy up`."
-            for name in versions.keys() & unfinished
+            for name in versions
+            if name in unfinished
         ),
     )
 
@@ -105,8 +106,9 @@ def describe_versions(
         if counts[is_gateway]
     ]
     verb = "runs" if len(outdated) == 1 else "run"
+    others = _join_versions(outdated)
     return (
-        f"{' and '.join(names)} {verb} version {_join_versions(outdated)}, the controller {version}"
+        f"{' and '.join(names)} {verb} another version ({others}) than the controller ({version})"
     )
 
 
