@@ -127,7 +127,7 @@ async def test_status_says_why_replicas_do_not_run(
     log = fleet.store.replica_logs.read_log(FLEET, "chat-1-0", latest.started_at)
     assert b"cannot open the model" in log
     assert "cannot open the model" in latest.reason
-    (fleet.folder / LOG_NAME).write_text("leads\n")  # as its keeper writes it
+    (fleet.folder / LOG_NAME).write_text(f"{'x' * 2**16}\nleads\n")  # as its keeper writes it
     await until(lambda: fleet.store.replica_logs.list_runs(FLEET, CONTROLLER_LOG))
     (term,) = fleet.store.replica_logs.list_runs(FLEET, CONTROLLER_LOG)
     assert fleet.store.replica_logs.read_log(FLEET, CONTROLLER_LOG, term.started_at) == b"leads\n"

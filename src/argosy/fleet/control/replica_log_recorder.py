@@ -187,5 +187,7 @@ class ReplicaLogRecorder:
         )
 
     async def _save(self, replica: str, run: ReplicaLogRun, end: bytes) -> None:
+        if len(end) >= MAX_LOG_BYTES:  # it begins within a line
+            end = end.partition(b"\n")[2] or end
         save = partial(self._store.save, self._leadership.lease, replica, run, end)
         await run_in_daemon_thread(save)
