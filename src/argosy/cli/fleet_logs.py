@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,14 +30,44 @@ from argosy.cli.server_client import GatewayApiKey
 if TYPE_CHECKING:
     from argosy.deployment import FleetStatus
     from argosy.fleet.launchers import Launcher
-    from argosy.telemetry import LogLine, LogSelection
+    from argosy.telemetry import LogFormatter, LogLine, LogSelection
 
 DEFAULT_LINES = 50
 WINDOW_BYTES = 256 * 1024
 """Bytes of a log that are read at first, and again each second by `--follow`."""
 MAX_READ_BYTES = 64 * 1024 * 1024
-_NUMBERS = re.compile(r"-\d+-\d+$")
-"""End of the name of a replica, after that of its pool."""
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for further lines.")]
+Since = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_past_time,
+        metavar="TIME",
+        help="Only lines since a time or within a duration such as 15m, also of removed replicas.",
+    ),
+]
+Level = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(help="Only lines of this level or a higher one, and those that name none."),
+]
+Lines = Annotated[
+    int | None,
+    typer.Option(
+        "--lines",
+        "-n",
+        min=1,
+        help="Last lines of each log.",
+        show_default=f"{DEFAULT_LINES}, or all with --since",
+    ),
+]
+JsonLines = Annotated[
+    bool | None,
+    typer.Option(
+        "--json/--text",
+        help="Whether each line is JSON.",
+        show_default="text at a terminal, JSON elsewhere",
+    ),
+]
 
 
 def logs(
@@ -49,40 +79,14 @@ def logs(
         ),
     ] = None,
     *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for further lines.")] = False,
-    since: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_past_time,
-            metavar="TIME",
-            help="Only lines since a time or within a duration such as 15m, also of removed replicas.",
-        ),
-    ] = None,
-    level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        typer.Option(help="Only lines of this level or a higher one, and those that name none."),
-    ] = "debug",
+    follow: Follow = False,
+    since: Since = None,
+    level: Level = "debug",
     request: Annotated[
         str, typer.Option(metavar="ID", help="Only lines with this request id.")
     ] = "",
-    lines: Annotated[
-        int | None,
-        typer.Option(
-            "--lines",
-            "-n",
-            min=1,
-            help="Last lines of each log.",
-            show_default=f"{DEFAULT_LINES}, or all with --since",
-        ),
-    ] = None,
-    json: Annotated[
-        bool | None,
-        typer.Option(
-            "--json/--text",
-            help="Whether each line is JSON.",
-            show_default="text at a terminal, JSON elsewhere",
-        ),
-    ] = None,
+    lines: Lines = None,
+    json: JsonLines = None,
     files: Annotated[
         list[Path] | None,
         typer.Option("--file", help="Declaration, or an overlay of it. May be repeated."),
@@ -98,28 +102,38 @@ def logs(
     newer ones need their space. The log of the controller is on its machine. Without access to the store, --url reads
     the last 64 KiB of each run through a gateway, with a key that has the role operator.
     """
-    from argosy.telemetry import LogSelection
+    from argosy.telemetry import LogFormatter, LogSelection
 
     selection = LogSelection(since=since or 0.0, level=level, request=request)
     wanted = DEFAULT_LINES if lines is None and since is None else lines
-    output = _Output(is_json=not sys.stdout.isatty() if json is None else json)
-    with open_fleet_reader(files, fleet, store, url, api_key) as opened:
-        reader = (
-            StoredLogs(opened) if isinstance(opened, StoredFleetReader) else GatewayLogs(opened)
-        )
-        try:
-            with_removed = True if since is not None or request else None
-            names = reader.find_logs(name, with_removed=with_removed)
-            if not names:
-                wanted_name = "the fleet" if name is None else repr(name)
-                fail(f"no log belongs to {wanted_name} ({reader.describe_known()})", EXIT_FAILURE)
-            seen = output.print_ends(reader, names, selection, wanted)
-            while follow:
-                time.sleep(FOLLOW_INTERVAL_S)
-                names = [*dict.fromkeys((*names, *reader.find_logs(name, with_removed=False)))]
-                output.print_gains(reader, names, selection, seen)
-        finally:
-            reader.close()
+    is_json = not sys.stdout.isatty() if json is None else json
+    colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    formatter = None if is_json else LogFormatter(colors=colors, zone=None)
+    with (
+        open_fleet_reader(files, fleet, store, url, api_key) as opened,
+        closing(_open_logs(opened, selection)) as reader,
+    ):
+        with_removed = True if since is not None or request else None
+        names = reader.find_logs(name, with_removed=with_removed)
+        if not names:
+            wanted_name = "the fleet" if name is None else repr(name)
+            fail(f"no log belongs to {wanted_name} ({reader.describe_known()})", EXIT_FAILURE)
+        seen: SeenLines = {}
+        ends = {each: _read_new_lines(reader, each, seen, wanted) for each in names}
+        for each in (each for each, found in ends.items() if not found):
+            which = "" if selection == LogSelection() else " that matches the options"
+            typer.echo(f"{each} has logged nothing{which}.", err=True)
+        _print_lines(ends, formatter)
+        while follow:
+            time.sleep(FOLLOW_INTERVAL_S)
+            names = [*dict.fromkeys((*names, *reader.find_logs(name, with_removed=False)))]
+            _print_lines(
+                {each: _read_new_lines(reader, each, seen, 0) for each in names}, formatter
+            )
+
+
+SeenLines = dict[tuple[str, float], Sequence[str]]
+"""Lines at the end of each log when it was last read, by name and start of the run."""
 
 
 class StoredLogs:
@@ -128,7 +142,11 @@ class StoredLogs:
     The store has the ends of logs, which suffice for replicas whose launcher knows them no more.
     """
 
-    def __init__(self, reader: StoredFleetReader) -> None:
+    is_selected = False
+    """Whether `read_runs` yields only lines that are selected."""
+
+    def __init__(self, reader: StoredFleetReader, selection: LogSelection) -> None:
+        self.selection = selection
         self._reader = reader
         self._target: FleetTarget = reader.target
         self._runner = asyncio.Runner()
@@ -164,16 +182,30 @@ class StoredLogs:
         where = f"; its controller last ran on {leader}" if leader else ""
         return _describe_pools((*self._places, *self._list_kept())) + where
 
-    def read_log(
-        self, name: str, max_bytes: int, selection: LogSelection
-    ) -> tuple[list[str], bool]:
-        """Return the last lines of a log, and whether these are all that it has."""
-        del selection  # the caller applies it
-        log = self._read_log(name, max_bytes)
-        text = log.decode(errors="replace").removesuffix("\n")
-        is_whole = len(log) < max_bytes
-        lines = text.split("\n") if text else []
-        return lines if is_whole else lines[1:], is_whole
+    def read_runs(self, name: str, num_lines: int | None) -> Iterator[tuple[float, list[str]]]:
+        """Yield the start of each run that is kept apart, the latest first, with the lines at the end of its log.
+
+        They have the selected lines of this number, or all for None. With 0, only `WINDOW_BYTES` are read. It reads
+        from the end of a log: no more than four times of what is needed.
+        """
+        from argosy.telemetry import parse_log
+
+        max_bytes = WINDOW_BYTES
+        while log := self._read_log(name, max_bytes):
+            lines = _split_lines(log)
+            is_whole = len(log) < max_bytes
+            if not is_whole:
+                del lines[0]
+            num_found = sum(map(self.selection.matches, parse_log(lines)))
+            is_enough = num_lines is not None and num_found >= num_lines
+            starts_before = any(0 < each.at < self.selection.since for each in parse_log(lines[:1]))
+            if is_whole or is_enough or starts_before or max_bytes >= MAX_READ_BYTES:
+                yield 0.0, lines
+                return
+            max_bytes *= 4
+        store, fleet = self._target.store.replica_logs, self._target.name
+        for run in store.list_runs(fleet, name):
+            yield run.started_at, _split_lines(store.read_log(fleet, name, run.started_at))
 
     def close(self) -> None:
         """Close the launchers."""
@@ -188,25 +220,22 @@ class StoredLogs:
         return self._target.folder / LOG_NAME
 
     def _read_log(self, name: str, max_bytes: int) -> bytes:
+        """Return the end of a log as this machine or its launcher has it; empty if neither does."""
         from argosy.fleet.launchers import LaunchError
         from argosy.process_monitor import read_log_end
         from argosy.store import CONTROLLER_LOG
 
         if name == CONTROLLER_LOG and self._controller_log.exists():
             return read_log_end(self._controller_log, max_bytes)
-        place, log = self._places.get(name) or "local", b""
+        place = self._places.get(name) or "local"
         try:
             launcher = None if place in self._unusable else self._open_launcher(place)
             if launcher is not None:
-                log = self._runner.run(launcher.read_log(name, max_bytes))
+                return self._runner.run(launcher.read_log(name, max_bytes))
         except LaunchError as error:
             self._unusable.add(place)
             typer.echo(f"Logs are from the store, because {error}", err=True)
-        if log:
-            return log
-        store, fleet = self._target.store.replica_logs, self._target.name
-        runs = reversed(store.list_runs(fleet, name))
-        return b"".join(store.read_log(fleet, name, run.started_at) for run in runs)
+        return b""
 
     def _open_launcher(self, name: str) -> Launcher | None:
         """Return a launcher, or None for the local one of a fleet of which this machine has nothing."""
@@ -244,140 +273,98 @@ class StoredLogs:
 class GatewayLogs:
     """Logs of the fleet of a running gateway, as its controller recorded their ends."""
 
-    def __init__(self, reader: GatewayFleetReader) -> None:
+    is_selected = True
+
+    def __init__(self, reader: GatewayFleetReader, selection: LogSelection) -> None:
+        self.selection = selection
         self._reader = reader
-        self._known: list[str] = []
 
     def find_logs(self, wanted: str | None, *, with_removed: bool | None) -> list[str]:
         """Return names like `StoredLogs`. A replica that is removed must be named."""
         del with_removed
-        shown: FleetStatus = self._reader.read_fleet()
-        self._known = [record.name for record in shown.replicas]
-        names = _select_names(wanted, _find_pools(wanted, shown), self._known)
+        shown = self._reader.read_fleet()
+        known = [record.name for record in shown.replicas]
+        names = _select_names(wanted, _find_pools(wanted, shown), known)
         if names or wanted is None:
             return names
         return [wanted] if self._reader.get("/admin/replicas/log", replica=wanted)["runs"] else []
 
     def describe_known(self) -> str:
         """Return the pools that have logs."""
-        return _describe_pools(self._known)
+        return _describe_pools(record.name for record in self._reader.read_fleet().replicas)
 
-    def read_log(
-        self, name: str, max_bytes: int, selection: LogSelection
-    ) -> tuple[list[str], bool]:
-        """Return the lines of the kept runs that the gateway selects, the last ones of each."""
-        read, convert = self._reader.get, self._reader.convert
-        wanted: dict[str, object] = {"since": selection.since, "level": selection.level}
-        wanted |= {"request": selection.request or None, "replica": name}
-        latest = read("/admin/replicas/log", **wanted)
-        lines, num_bytes = convert(latest["lines"], list[str]), 0
-        for run in latest["runs"][1:]:
-            num_bytes = sum(map(len, lines))
-            if num_bytes >= max_bytes or (run["exited_at"] or selection.since) < selection.since:
-                break
-            earlier = read("/admin/replicas/log", **wanted, started_at=run["started_at"])
-            lines = convert(earlier["lines"], list[str]) + lines
-        return lines, True
+    def read_runs(self, name: str, num_lines: int | None) -> Iterator[tuple[float, list[str]]]:
+        """Yield the runs like `StoredLogs`, each with the last lines that the gateway selects."""
+        del num_lines
+        since = self.selection.since
+        wanted: dict[str, object] = {"since": since, "level": self.selection.level}
+        wanted |= {"request": self.selection.request or None, "replica": name}
+        latest = answer = self._reader.get("/admin/replicas/log", **wanted)
+        for run in latest["runs"]:
+            started_at = run["started_at"]
+            if run is not latest["runs"][0]:
+                if (run["exited_at"] or since) < since:
+                    return
+                answer = self._reader.get("/admin/replicas/log", **wanted, started_at=started_at)
+            yield started_at, self._reader.convert(answer["lines"], list[str])
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
 
 
-class _Output:
-    """Prints lines of several logs in the order of their times."""
-
-    def __init__(self, *, is_json: bool) -> None:
-        from argosy.telemetry import LogFormatter
-
-        self._is_json = is_json
-        colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self._formatter = LogFormatter(colors=colors, zone=None)
-
-    def print_ends(
-        self,
-        reader: StoredLogs | GatewayLogs,
-        names: Sequence[str],
-        selection: LogSelection,
-        wanted: int | None,
-    ) -> dict[str, Sequence[str]]:
-        """Print the selected lines, at most a number of each log, and return the lines at the end of each."""
-        printed: list[tuple[str, LogLine]] = []
-        seen: dict[str, Sequence[str]] = {}
-        for name in names:
-            found, seen[name] = _read_end(reader, name, selection, wanted)
-            if not found:
-                typer.echo(f"{name} has logged nothing that is selected.", err=True)
-            printed += [(name, line) for line in found]
-        self._print(printed)
-        return seen
-
-    def print_gains(
-        self,
-        reader: StoredLogs | GatewayLogs,
-        names: Sequence[str],
-        selection: LogSelection,
-        seen: dict[str, Sequence[str]],
-    ) -> None:
-        """Print what logs have gained since they were seen."""
-        from argosy.telemetry import find_new_lines, parse_log
-
-        printed: list[tuple[str, LogLine]] = []
-        for name in names:
-            lines, _ = reader.read_log(name, WINDOW_BYTES, selection)
-            gained, is_missing = find_new_lines(seen.get(name, []), lines)
-            seen[name] = lines
-            if is_missing:
-                typer.echo(f"{name}: lines are left out, because it logs too fast", err=True)
-            printed += [
-                (name, line) for line in parse_log(gained, time.time()) if selection.matches(line)
-            ]
-        self._print(printed)
-
-    def _print(self, lines: Iterable[tuple[str, LogLine]]) -> None:
-        import msgspec
-
-        texts = []
-        ordered = sorted(lines, key=lambda each: each[1].at)
-        width = max((len(name) for name, _ in ordered), default=0)
-        for name, line in ordered:
-            if not self._is_json:
-                formatted = self._formatter.format(line).split("\n")
-                texts += [f"{name:{width}}  {text}" for text in formatted]
-            elif line.is_event:
-                texts.append(strip_control_characters(f'{{"source":"{name}",{line.text[1:]}'))
-            else:
-                event = {"source": name, "event": line.text}
-                texts.append(msgspec.json.encode(event).decode())
-        if texts:
-            typer.echo("\n".join(texts))
+def _open_logs(
+    reader: StoredFleetReader | GatewayFleetReader, selection: LogSelection
+) -> StoredLogs | GatewayLogs:
+    if isinstance(reader, StoredFleetReader):
+        return StoredLogs(reader, selection)
+    return GatewayLogs(reader, selection)
 
 
-def _read_end(
-    reader: StoredLogs | GatewayLogs, name: str, selection: LogSelection, wanted: int | None
-) -> tuple[list[LogLine], Sequence[str]]:
-    """Return the last lines that are selected, and all lines of the last `WINDOW_BYTES`.
+def _read_new_lines(
+    reader: StoredLogs | GatewayLogs, name: str, seen: SeenLines, num_lines: int | None
+) -> list[LogLine]:
+    """Return the selected lines that a log has gained since they were `seen`, which is updated.
 
-    It reads from the end of a log: no more than four times of what is needed.
+    At most the last `num_lines` are returned; all for None, and for 0, which is for logs that are followed.
     """
-    from argosy.telemetry import parse_log
+    from argosy.telemetry import find_new_lines, parse_log
 
-    max_bytes = WINDOW_BYTES
-    while True:
-        lines, is_whole = reader.read_log(name, max_bytes, selection)
-        found = [line for line in parse_log(lines) if selection.matches(line)]
-        is_enough = wanted is not None and len(found) >= wanted
-        starts_before = any(0 < line.at < selection.since for line in parse_log(lines[:1]))
-        if is_whole or is_enough or starts_before or max_bytes >= MAX_READ_BYTES:
-            return found[-wanted:] if wanted else found, _last_lines(lines, WINDOW_BYTES)
-        max_bytes *= 4
+    # Lines without a time at the beginning: a gateway has found that they are not older than what is selected.
+    at = time.time() if num_lines == 0 else reader.selection.since if reader.is_selected else 0.0
+    found: list[LogLine] = []
+    for run, lines in reader.read_runs(name, num_lines):
+        known = seen.get((name, run))
+        seen[name, run] = lines
+        gained, is_missing = find_new_lines(known or [], lines)
+        if is_missing:
+            typer.echo(f"{name}: lines are left out, because it logs too fast", err=True)
+        found[:0] = [line for line in parse_log(gained, at) if reader.selection.matches(line)]
+        if known is not None or (num_lines and len(found) >= num_lines):
+            break
+    return found[-num_lines:] if num_lines else found
 
 
-def _last_lines(lines: Sequence[str], max_bytes: int) -> Sequence[str]:
-    start = len(lines)
-    while start > 0 and max_bytes >= 0:
-        start -= 1
-        max_bytes -= len(lines[start].encode()) + 1
-    return lines[start:]
+def _print_lines(lines: Mapping[str, Iterable[LogLine]], formatter: LogFormatter | None) -> None:
+    """Print lines of several logs in the order of their times, as JSON without a formatter."""
+    import msgspec
+
+    texts = []
+    named = [(name, line) for name, found in lines.items() for line in found]
+    width = max((len(name) for name, _ in named), default=0)
+    for name, line in sorted(named, key=lambda each: each[1].at):
+        if formatter is not None:
+            texts += [f"{name:{width}}  {text}" for text in formatter.format(line).split("\n")]
+        elif line.is_event:
+            texts.append(strip_control_characters(f'{{"source":"{name}",{line.text[1:]}'))
+        else:
+            texts.append(msgspec.json.encode({"source": name, "event": line.text}).decode())
+    if texts:
+        typer.echo("\n".join(texts))
+
+
+def _split_lines(log: bytes) -> list[str]:
+    text = log.decode(errors="replace").removesuffix("\n")
+    return text.split("\n") if text else []
 
 
 def _find_pools(name: str | None, shown: FleetStatus) -> set[str]:
@@ -387,13 +374,17 @@ def _find_pools(name: str | None, shown: FleetStatus) -> set[str]:
 
 def _select_names(wanted: str | None, pools: Collection[str], names: Iterable[str]) -> list[str]:
     """Return those of the names that are wanted, or belong to one of the pools; all for None."""
-    return [
-        name
-        for name in names
-        if wanted is None or name == wanted or _NUMBERS.sub("", name) in pools
-    ]
+    return [name for name in names if wanted is None or name == wanted or _pool_of(name) in pools]
 
 
 def _describe_pools(names: Iterable[str]) -> str:
-    pools = dict.fromkeys(_NUMBERS.sub("", name) for name in names)
+    pools = dict.fromkeys(map(_pool_of, names))
     return f"pools with logs: {', '.join(pools) or 'none'}"
+
+
+def _pool_of(name: str) -> str:
+    """Return the pool of a replica, or the name itself if it is not that of a replica."""
+    from argosy.policy.reconciliation import parse_replica_name
+
+    replica = parse_replica_name(name)
+    return name if replica is None else replica[0]

@@ -90,7 +90,7 @@ def find_new_lines(old: Sequence[str], new: Sequence[str]) -> tuple[Sequence[str
     The last line of the old read may have been unfinished. If it is longer by now, it counts as gained.
     """
     known = max(0, len(old) - 1)
-    starts = chain(range(known), range(-1, -len(new) if known else 0, -1))
+    starts = chain(range(max(0, known - len(new)), known), range(-1, -len(new) if known else 0, -1))
     start = next((start for start in starts if _is_overlap(old, new, known, start)), known)
     gained = new[known - start :]
     has_last = bool(old) and gained[:1] == old[-1:]

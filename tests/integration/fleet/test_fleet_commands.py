@@ -6,11 +6,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,13 @@ from tests.support.waiting import wait_for
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.deployment import dump_fleet, load_fleet, pool_digests, set_replicas
+from argosy.deployment import (
+    dump_fleet,
+    load_fleet,
+    pool_digests,
+    read_fleet_status,
+    set_replicas,
+)
 from argosy.extras import install_command
 from argosy.fleet.control import process_holder
 from argosy.store import ReplicaLogRun, Store, open_store
@@ -467,26 +474,69 @@ def test_logs_are_selected_and_outlive_replicas_and_fleet(
     assert (unknown.exit_code, "pools with logs: " in unknown.stderr) == (1, True)
 
 
+def follow_logs(
+    monkeypatch: pytest.MonkeyPatch, steps: Iterable[Callable[[], object]], *arguments: str
+) -> list[str]:
+    """Return the lines that `argosy logs -f` prints of chat-1-0 while the steps happen, one between two reads."""
+    remaining = iter(steps)
+
+    def sleep(_interval_s: float) -> None:
+        step = next(remaining, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    monkeypatch.setattr("argosy.cli.fleet_logs.time.sleep", sleep)
+    result = runner.invoke(app, ["logs", "chat-1-0", "-f", "--text", *arguments])
+    assert (result.exit_code, "left out" in result.stderr) == (130, False)
+    return [line.removeprefix("chat-1-0  ") for line in result.stdout.splitlines()]
+
+
 def test_logs_are_followed_also_when_they_are_rotated(
     store: Store, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declare()
     assert runner.invoke(app, ["apply"]).exit_code == 0
-    logs = write_logs(state)
-    path = logs / "chat-1-0.log"
+    path = write_logs(state) / "chat-1-0.log"
     steps: list[Callable[[], object]] = [
         lambda: path.rename(f"{path}.1"),
         lambda: path.write_text("first\nsec"),
         lambda: path.write_text("first\nsecond\nthird\n"),
     ]
-
-    def sleep(_interval_s: float) -> None:
-        if not steps:
-            raise KeyboardInterrupt
-        steps.pop(0)()
-
-    monkeypatch.setattr("argosy.cli.fleet_logs.time.sleep", sleep)
-    result = runner.invoke(app, ["logs", "chat-1-0", "-f", "-n", "1", "--text"])
-    assert result.exit_code == 130
-    lines = [line.removeprefix("chat-1-0  ") for line in result.stdout.splitlines()]
+    lines = follow_logs(monkeypatch, steps, "-n", "1")
     assert lines == ["raw", "first", "sec", "second", "third"]
+
+
+@pytest.mark.parametrize("is_from_gateway", [False, True])
+def test_recorded_runs_are_followed_each_for_itself(
+    store: Store, monkeypatch: pytest.MonkeyPatch, *, is_from_gateway: bool
+) -> None:
+    declare()
+    assert runner.invoke(app, ["apply"]).exit_code == 0
+    lease = store.fleets.acquire_lease("other", store.fleets.read_lease("demo"))
+    assert lease is not None
+
+    def save(started_at: float, *lines: str) -> None:
+        run = ReplicaLogRun(started_at=started_at, attempt=1, read_at=9.0)
+        store.replica_logs.save(lease, "chat-1-0", run, "\n".join(lines).encode())
+
+    def answer(path: str, parameters: dict[str, Any]) -> object:
+        if path == "/admin/fleet":
+            return msgspec.to_builtins(read_fleet_status(store.fleets, "demo"))
+        runs = store.replica_logs.list_runs("demo", "chat-1-0")
+        log = store.replica_logs.read_log(
+            "demo", "chat-1-0", parameters.get("started_at") or runs[0].started_at
+        )
+        return {"runs": msgspec.to_builtins(runs), "lines": log.decode().split("\n")}
+
+    monkeypatch.setattr(
+        "argosy.cli.fleet_status.call_admin_api",
+        lambda _url, _key, _method, path, **options: answer(path, options["parameters"]),
+    )
+    save(1.0, "a", "b")
+    save(2.0, "c", "d")
+    place = ["--url", "http://gateway"] if is_from_gateway else []
+    steps = [lambda: save(2.0, "d", "e"), lambda: save(3.0, "f")]
+    assert follow_logs(monkeypatch, steps, "-n", "3", *place) == ["b", "c", "d", "e", "f"]
+    if is_from_gateway:  # which has selected the lines of a crash, although they have no times
+        assert follow_logs(monkeypatch, [], "--since", "1h", *place) == [*"abdef"]
