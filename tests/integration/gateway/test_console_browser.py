@@ -269,6 +269,9 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     await dialog.get_by_text("~ pools[chat].replicas: 3 -> 2   (1 replica stopped)").wait_for()
     await dialog.get_by_role("button", name="Apply").click()
     await page.get_by_text("Revision 4", exact=True).wait_for()
+    await page.get_by_role(
+        "row", name=re.compile("decision: ok an operator pool.scale ")
+    ).wait_for()
     await apply_declaration(page, stored)
     failed = ReplicaRecord(
         name="chat-2-0",

@@ -33,7 +33,7 @@ function joinChanges(seen, done) {
   const rows = [
     ...seen.map((event, index) => ({ ...event, key: `gateway ${event.at} ${index}`, pool: event.model, by: event.actor ?? "",
       change: event.action ? `${event.action}${event.weight === null ? "" : ` ${event.weight}`}` : `${event.previous} → ${event.status}` })),
-    ...done.map((event) => ({ ...event, key: event.number, by: "controller", change: `${event.kind.replaceAll("_", " ")}${event.outcome ? `: ${event.outcome}` : ""}` })),
+    ...done.map((event) => ({ ...event, key: event.number, by: event.kind === "decision" ? "an operator" : "controller", change: `${event.kind.replaceAll("_", " ")}${event.outcome ? `: ${event.outcome}` : ""}` })),
   ];
   return rows.sort((first, second) => second.at - first.at);
 }
