@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -32,10 +33,6 @@ from argosy.cli import (
     validate,
 )
 
-SERVERS, DECLARED, REQUESTS = "Servers", "Declared fleet", "Requests"
-ACCOUNTS, TOOLS = "Accounts", "Tools"
-"""Groups of commands in the help."""
-
 app = typer.Typer(
     name="argosy",
     no_args_is_help=True,
@@ -45,39 +42,8 @@ app = typer.Typer(
         "color": False if os.environ.get("NO_COLOR") else None,
     },
 )
-app.command("serve", rich_help_panel=SERVERS)(serve.serve)
-app.command("replica", rich_help_panel=SERVERS)(replica.replica)
-app.command("gateway", rich_help_panel=SERVERS)(gateway.gateway)
-app.command("up", rich_help_panel=DECLARED)(fleet.up)
-app.command("validate", rich_help_panel=DECLARED)(validate.validate)
-app.command("plan", rich_help_panel=DECLARED)(fleet.plan)
-app.command("apply", rich_help_panel=DECLARED)(fleet.apply)
-app.command("diff", rich_help_panel=DECLARED)(fleet.diff)
-app.command("status", rich_help_panel=DECLARED)(fleet_status.status)
-app.command("history", rich_help_panel=DECLARED)(fleet.history)
-app.command("rollback", rich_help_panel=DECLARED)(fleet.rollback)
-app.command("scale", rich_help_panel=DECLARED)(fleet.scale)
-app.add_typer(rollout.app, name="rollout", rich_help_panel=DECLARED)
-app.command("down", rich_help_panel=DECLARED)(fleet.down)
-app.command("events", rich_help_panel=DECLARED)(fleet_status.events)
-app.command("logs", rich_help_panel=DECLARED)(fleet_logs.logs)
-app.add_typer(render.app, name="render", rich_help_panel=DECLARED)
-app.command("controller", rich_help_panel=SERVERS)(controller.controller)
-app.command("chat", rich_help_panel=REQUESTS)(chat.chat)
-app.command("embed", rich_help_panel=REQUESTS)(embed.embed)
-app.add_typer(keys.app, name="keys", rich_help_panel=ACCOUNTS)
-app.add_typer(tenants.app, name="tenants", rich_help_panel=ACCOUNTS)
-app.command("usage", rich_help_panel=ACCOUNTS)(usage.usage)
-app.command("audit", rich_help_panel=ACCOUNTS)(audit.audit)
-app.command("explain", rich_help_panel=TOOLS)(explain.explain)
-app.add_typer(store.app, name="store", rich_help_panel=ACCOUNTS)
-app.add_typer(models.app, name="models", rich_help_panel=TOOLS)
-app.add_typer(replicas.app, name="replicas", rich_help_panel=TOOLS)
-app.add_typer(bench.app, name="bench", rich_help_panel=TOOLS)
-app.command("build-native", rich_help_panel=TOOLS)(build_native.build_native)
 
 
-@app.command("version", rich_help_panel=TOOLS)
 def print_version() -> None:
     """Print the version."""
     from argosy.version import VERSION
@@ -102,3 +68,53 @@ def argosy(
     ] = False,
 ) -> None:
     """Serve large language models: one command on a laptop, a fleet when you need one."""
+
+
+_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Servers": {
+        "serve": serve.serve,
+        "replica": replica.replica,
+        "gateway": gateway.gateway,
+        "controller": controller.controller,
+    },
+    "Declared fleet": {
+        "up": fleet.up,
+        "validate": validate.validate,
+        "plan": fleet.plan,
+        "apply": fleet.apply,
+        "diff": fleet.diff,
+        "status": fleet_status.status,
+        "history": fleet.history,
+        "rollback": fleet.rollback,
+        "scale": fleet.scale,
+        "down": fleet.down,
+        "events": fleet_status.events,
+        "logs": fleet_logs.logs,
+        "rollout": rollout.app,
+        "render": render.app,
+    },
+    "Requests": {"chat": chat.chat, "embed": embed.embed},
+    "Accounts": {
+        "usage": usage.usage,
+        "audit": audit.audit,
+        "keys": keys.app,
+        "tenants": tenants.app,
+        "store": store.app,
+    },
+    "Tools": {
+        "explain": explain.explain,
+        "build-native": build_native.build_native,
+        "version": print_version,
+        "models": models.app,
+        "replicas": replicas.app,
+        "bench": bench.app,
+    },
+}
+"""Commands by their group in the help."""
+
+for _panel, _commands in _COMMANDS.items():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, rich_help_panel=_panel)
+        else:
+            app.command(_name, rich_help_panel=_panel)(_command)
