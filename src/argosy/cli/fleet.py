@@ -237,11 +237,12 @@ def rollback(
     """Put the declaration of an earlier revision in force again, as a new revision."""
     with open_fleet(files, fleet, store) as target:
         config = parse_revision(target.store.fleets.get_revision(target.name, number))
+        asks: Asks = "never" if yes else "always"
         revision = _apply(
             target,
             config,
             reason,
-            asks="never" if yes else "always",
+            asks=asks,
             quiet=json,
             action="fleet.rollback",
             rollback_of=number,
@@ -281,14 +282,9 @@ def scale(
             fail(str(error))
         count = "the number that the autoscaler decides" if replicas is None else replicas
         reason = reason or f"scale {pool} to {count}"
+        asks: Asks = "never" if yes else "risk"
         revision = _apply(
-            target,
-            config,
-            reason,
-            asks="never" if yes else "risk",
-            quiet=json,
-            action="pool.scale",
-            pool=pool,
+            target, config, reason, asks=asks, quiet=json, action="pool.scale", pool=pool
         )
         scaled = config.find_pool(pool)
         if not (json or auto or scaled is None or scaled.autoscaling.mode == "off"):
