@@ -128,6 +128,10 @@ def test_invalid_route_or_traffic_is_rejected_by_name(
         ("body_limit_bytes: -1", r">= 1 - at `\$.body_limit_bytes`"),
         ("drain_deadline_s: .nan", r">= 0.0 - at `\$.drain_deadline_s`"),
         ("colour: red", "unknown field `colour`"),
+        (
+            "models: [{name: m, replicas: [{url: 'ftp://a'}]}]",
+            r"line 1: models\[0\].replicas\[0\].url: 'ftp://a' is not",
+        ),
         ("models: [{name: m, replicas: [{url: 'http://a'}, {url: 'http://a'}]}]", "'http://a' is"),
         (
             "models: [{name: m, replicas: [{url: 'http://a', name: x}, {url: 'http://b', name: x}]}]",

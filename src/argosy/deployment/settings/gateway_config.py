@@ -363,6 +363,11 @@ def _find_replica_problems(model: ModelConfig, path: SettingPath) -> Iterator[Se
             yield SettingError(
                 f"discovery may give the name {name!r} to another replica. Rename this one.", here
             )
+        try:
+            parse_endpoint(replica.url)
+        except ValueError as error:
+            yield SettingError.at((*here, "url"), str(error))
+            continue
         problem = find_contradiction(replica)
         if problem is not None:
             yield SettingError(f"{replica.url}: {problem}", here)
