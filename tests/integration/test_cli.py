@@ -225,6 +225,7 @@ TWICE = "models:\n- {name: m, replicas: [{url: 'http://a'}]}\n- {name: m, replic
             "4: modles[1].name: model name 'm' is defined twice. Keep one.\n"
             "7: pools[0].environment: Expected text such as MY_VARIABLE as key\n")),
         ([FLEET.replace("A: {env: X}", "A_env: x")], 0, ""),
+        ([FLEET, "pools: [{name: p, launcher: kubernetes, image: i}]\nkubernetes: {secret_name: s}"], 0, ""),
     ],
 )  # fmt: skip
 def test_validate_shows_all_errors_with_their_lines(

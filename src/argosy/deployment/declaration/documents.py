@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from argosy.deployment.declaration.config import PoolConfig
 from argosy.deployment.settings.gateway_config import GatewayConfig
 from argosy.settings import (
     SettingError,
@@ -90,7 +91,12 @@ def find_secrets(value: object, path: SettingPath = ()) -> Iterator[SettingError
 
 
 def find_unset_variables(value: object, path: SettingPath = ()) -> Iterator[SettingError]:
-    """Yield a warning for each environment variable that a setting refers to and this process does not have."""
+    """Yield a warning for each environment variable that a setting refers to and this process does not have.
+
+    References of pools on Kubernetes are left out, because they are keys of a Secret there.
+    """
+    if isinstance(value, PoolConfig) and value.launcher == "kubernetes":
+        return
     items: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, msgspec.Struct):
         items = (
