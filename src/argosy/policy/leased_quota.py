@@ -84,7 +84,7 @@ class LeasedQuota(QuotaMeter, ABC):
         self._name = name
         self._local_meter = local_meter
         """Usage of this gateway."""
-        self._needed = self.held = 0
+        self._needed = 0
         self._largest_request = 0, 0
         """Units that the largest waiting request for a budget holds, and how many of them have to be free."""
         self.needs_seed = local_meter.needs_seed
@@ -107,6 +107,13 @@ class LeasedQuota(QuotaMeter, ABC):
         self._local_meter.limit = limit
         if is_lowered:
             self.return_unused()
+
+    @property
+    def held(self) -> int:
+        return self._local_meter.held
+
+    def settle(self, slot: int, units: int) -> None:
+        self._local_meter.settle(slot, units)
 
     def return_unused(self) -> None:
         """Return the granted units that are not used, because the limit was lowered."""

@@ -41,8 +41,6 @@ class QuotaMeter(Protocol):
     """
 
     limit: int
-    held: int
-    """Units in use that running requests of this gateway hold, which they may return."""
     can_exceed: bool
     """Whether this gateway alone decides which request may hold more of a budget than is free."""
     needs_seed: bool
@@ -52,14 +50,21 @@ class QuotaMeter(Protocol):
     def used(self) -> int:
         """Units in use as of the last call with a time."""
 
+    @property
+    def held(self) -> int:
+        """Units in use that running requests of this gateway hold, which they may return."""
+
     def remaining(self, now: float) -> int:
         """Return how many units are free; negative if the limit was lowered below the usage."""
 
     def add(self, units: int, now: float) -> int:
-        """Count `units`, even beyond the limit, and return their slot for `adjust`."""
+        """Count `units` that a request holds, even beyond the limit, and return their slot for the other methods."""
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
-        """Change the count of `slot` by `units`; return False without a change if the slot has expired."""
+        """Change the held units of `slot`; return False, and count nothing else, if the slot has expired."""
+
+    def settle(self, slot: int, units: int) -> None:
+        """Count held units of `slot` as used for good, since their request does not return them."""
 
     def wait_s(self, units: int, now: float) -> float:
         """Return the seconds until `units` are free: infinite if they exceed the limit, 0 if unknown."""
@@ -123,16 +128,21 @@ class SlidingWindow:
             self._advance(now)
         self._units_by_slot[self._newest_slot] += units
         self.used += units
+        self.held += units
         return self._newest_slot
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
         if now >= self._newest_slot_ends_at:
             self._advance(now)
+        self.held += units
         if slot not in self._units_by_slot:
             return False
         self._units_by_slot[slot] += units
         self.used += units
         return True
+
+    def settle(self, slot: int, units: int) -> None:  # noqa: ARG002 - part of the protocol
+        self.held -= units
 
     def wait_s(self, units: int, now: float) -> float:
         missing = units - self.remaining(now)
@@ -227,17 +237,23 @@ class CalendarPeriod:
         if not self.period_start <= now - self.clock.offset_s < self.period_end:
             self._start_period(now - self.clock.offset_s)
         self.used += units
+        self.held += units
         return int(self.period_start)
 
     def adjust(self, slot: int, units: int, now: float) -> bool:
         self.remaining(now)
         if slot in self._slots:
             self.used += units
+            self.held += units
             return True
         slots, used = self._previous
         if slot in slots:  # the clock may be set back there
             self._previous = slots, used + units
         return False
+
+    def settle(self, slot: int, units: int) -> None:
+        if slot in self._slots:
+            self.held -= units
 
     def wait_s(self, units: int, now: float) -> float:
         if units <= self.remaining(now):
@@ -273,6 +289,7 @@ class CalendarPeriod:
             self._previous = frozenset(), 0
         else:
             self._previous, self._counted_before = (self._slots, self.used), math.inf
+            self.held = 0
         self.period_start, self.period_end, self._slots, self.used = start, end, slots, used
 
 
@@ -280,12 +297,12 @@ class ConcurrencyMeter:
     """Meter that allows `limit` units at a time. Its single slot, 0, never expires."""
 
     can_exceed = False
-    __slots__ = ("held", "limit", "needs_seed", "used")
+    __slots__ = ("limit", "needs_seed", "used")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.needs_seed = False
-        self.used = self.held = 0
+        self.used = 0
 
     def remaining(self, now: float) -> int:  # noqa: ARG002 - part of the protocol
         return self.limit - self.used
@@ -297,6 +314,14 @@ class ConcurrencyMeter:
     def adjust(self, slot: int, units: int, now: float) -> bool:  # noqa: ARG002 - part of the protocol
         self.used += units
         return True
+
+    def settle(self, slot: int, units: int) -> None:
+        """Do nothing, because an ended request has returned its slots."""
+
+    @property
+    def held(self) -> int:
+        """Slots in use, since each is held by a running request."""
+        return self.used
 
     def wait_s(self, units: int, now: float) -> float:  # noqa: ARG002 - part of the protocol
         """Return infinity if `units` exceed the limit, else 0, because the end of running requests is unknown."""

@@ -147,23 +147,30 @@ class LimitHold(msgspec.Struct):
     def extend(self, units: int, now: float) -> None:
         """Hold `units` more."""
         self.units += units
-        self.quota_limit.meter.held += units
         slot = self.quota_limit.meter.add(units, now)
         if slot in self.units_by_slot:
             self.units_by_slot[slot] += units
             return
         self.units_by_slot[slot] = units
         if len(self.units_by_slot) > MAX_RELEASABLE_SLOTS:
-            del self.units_by_slot[next(iter(self.units_by_slot))]
+            oldest = next(iter(self.units_by_slot))
+            self.quota_limit.meter.settle(oldest, self.units_by_slot.pop(oldest))
 
     def release(self, units: int, now: float) -> None:
         """Release `units`, the ones added last first."""
         self.units -= units
-        self.quota_limit.meter.held -= units
         while units > 0 and self.units_by_slot:
             slot, slot_units = self.units_by_slot.popitem()
-            self.quota_limit.meter.adjust(slot, -min(units, slot_units), now)
-            units -= slot_units
+            released = min(units, slot_units)
+            self.quota_limit.meter.adjust(slot, -released, now)
+            units -= released
+            if released < slot_units:
+                self.units_by_slot[slot] = slot_units - released
+
+    def settle(self) -> None:
+        """Hold nothing more. The units that are left are used."""
+        for slot, units in self.units_by_slot.items():
+            self.quota_limit.meter.settle(slot, units)
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -217,7 +224,7 @@ class Reservation(msgspec.Struct, eq=False):
         for hold in self.holds:
             if hold.quota_limit.units_of(usage) != hold.units or hold.uncounted_units:
                 hold.replace_by(usage, now)
-            hold.quota_limit.meter.held -= hold.units
+            hold.settle()
 
     def change_limits(
         self,
@@ -248,7 +255,7 @@ class Reservation(msgspec.Struct, eq=False):
         ]
         for hold in previous.values():
             hold.replace_by(usage_if_ended, now)
-            hold.quota_limit.meter.held -= hold.units
+            hold.settle()
         for hold in self.holds:
             if hold.quota_limit.meter in exceeded and hold.missing_units(minimum) < 0:
                 hold.may_exceed = hold.quota_limit.unit == "nano_dollars"
@@ -303,9 +310,7 @@ def reserve(
     if rejections:
         return rejections
     for hold in holds:
-        meter, units = hold.quota_limit.meter, hold.units
-        meter.held += units
-        hold.units_by_slot[meter.add(units, now)] = units
+        hold.units_by_slot[hold.quota_limit.meter.add(hold.units, now)] = hold.units
     return Reservation(holds, covers_estimate)
 
 

@@ -81,7 +81,7 @@ class WindowLease(LeasedQuota):
         self._last_grant_at = -math.inf
         self._reports_held = False
         """Whether the authority frees what this gateway holds if it dies: for budgets of days and months."""
-        self._reported_held = self._held_before_period = 0
+        self._reported_held = 0
         self._units_in_transit = 0
         """Units returned minus units owed in the request that is not answered yet."""
 
@@ -301,7 +301,7 @@ class WindowLease(LeasedQuota):
 
     @property
     def _held_units(self) -> int:
-        return max(0, self.held - self._held_before_period) + self._granted_units
+        return max(0, self.held) + self._granted_units
 
     @property
     def _has_requested_seeds(self) -> bool:
@@ -358,5 +358,4 @@ class WindowLease(LeasedQuota):
         self._seeds, self.needs_seed = ([], False) if saw_start else (None, True)
         self._seeds_expire_at, self._seeds_requested = now + MAX_SEED_AGE_S, False
         self._units_in_transit = self._reported_held = 0
-        self._held_before_period = self.held
         self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from argosy.policy import (
     NO_CHARGE,
+    CalendarPeriod,
     ConcurrencyMeter,
     OutputLengthEstimator,
     QuotaLimit,
@@ -23,13 +24,14 @@ from argosy.policy import (
     RequestStatus,
     Reservation,
     SlidingWindow,
+    WindowLease,
     compute_bill,
     is_permanent,
     longest_rejection,
     reserve,
     running_usage,
 )
-from argosy.policy.reservation import final_usage
+from argosy.policy.reservation import LimitHold, final_usage
 from argosy.protocol import NO_TOKENS, TokenUsage
 
 UNITS = QuotaUsage.__struct_fields__
@@ -176,6 +178,33 @@ def test_long_stream_keeps_a_bounded_number_of_slots(
     assert max(len(hold.units_by_slot) for hold in reservation.holds) == 8
     reservation.settle(usage, 30.0)
     assert used_units(limits) == expected
+
+
+def test_hold_that_a_lower_limit_shrank_returns_the_rest_when_its_request_fails() -> None:
+    (limit,) = limits = key_limits(100)[1:2]
+    reservation = reserve(limits, token_usage(80), token_usage(1), 0.0)
+    assert isinstance(reservation, Reservation)
+    limit.meter.limit = 50
+    reservation.change_limits(limits, token_usage(0), token_usage(10), 1.0, [limit.meter])
+    assert used_units(limits) == [10]
+    reservation.settle(QuotaUsage(), 2.0)
+    assert (used_units(limits), limit.meter.held) == ([0], 0)
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_budget_knows_what_requests_of_the_new_day_hold(is_leased: bool) -> None:
+    midnight, day = 10 * 86_400.0, CalendarPeriod(1000, "day")
+    meter = WindowLease("budget", day) if is_leased else day
+    budget = QuotaLimit("key", "nano_dollars", "day", None, meter)
+    old, new = (Reservation([LimitHold(budget, 0, 0, {})], covers_estimate=True) for _ in range(2))
+    old.force_extend(QuotaUsage(nano_dollars=100), midnight - 1.0)
+    assert meter.held == 100
+    new.force_extend(QuotaUsage(nano_dollars=80), midnight + 1.0)
+    assert meter.held == 80
+    old.settle(QuotaUsage(), midnight + 2.0)
+    assert meter.held == 80
+    new.settle(QuotaUsage(nano_dollars=30), midnight + 3.0)
+    assert (meter.held, meter.used) == (0, 30)
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 3))
