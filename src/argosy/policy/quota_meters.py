@@ -282,7 +282,7 @@ class CalendarPeriod:
         slots, used = frozenset((int(start),)), 0
         if start < self.period_start:
             previous_slots, previous_used = self._previous
-            is_known = int(start) in previous_slots
+            is_known = int(start) == min(previous_slots, default=None)
             used, slots = self.used + (previous_used if is_known else 0), slots | self._slots
             if not is_known:
                 self.needs_seed, self._counted_before = True, self.period_start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime, timedelta
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from argosy.policy import (
@@ -143,6 +143,9 @@ def test_daily_budget_renews_at_midnight_and_late_refunds_are_ignored() -> None:
     assert budget.seed_points(midnight + 2.0) == (midnight,)
 
 
+@example(
+    [(-3600.0, 3600.0, 1, 0), (-50_400.0, 3600.0, 0, 0), (DAY_S, 3600.0, 1, 0), (-DAY_S, 0.0, 0, 0)]
+)
 @given(
     st.lists(
         st.tuples(
