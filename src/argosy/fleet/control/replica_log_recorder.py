@@ -77,7 +77,8 @@ class ReplicaLogRecorder:
                 if replica.name in names
                 and replica.state in {LaunchState.RUNNING, LaunchState.DRAINING}
             }
-            for run in self._shown.keys() - watched.keys():
+            controller = (CONTROLLER_LOG, self._started_at)
+            for run in self._shown.keys() - {*watched, controller}:
                 del self._shown[run]
             await asyncio.gather(*(self._record_shown(*each) for each in watched.values()))
             if CONTROLLER_LOG in names:
@@ -126,35 +127,37 @@ class ReplicaLogRecorder:
 
     async def _record_shown(self, launcher: str, replica: LaunchedReplica) -> None:
         end, error = await self._read(launcher, replica)
-        key, now = (replica.name, replica.started_at), self._clock()
+        await self._save_shown(replica.name, self._describe(replica, error), end)
+
+    async def _record_controller(self) -> None:
+        if not self._controller_log.is_absolute():  # that of `argosy serve`, which has no folder
+            return
+        try:
+            end = await run_in_daemon_thread(read_log_end, self._controller_log, MAX_LOG_BYTES)
+        except OSError as error:
+            log.warning("replica_log_unreadable", replica=CONTROLLER_LOG, reason=str(error))
+            return
+        epoch, now = self._leadership.lease.epoch, self._clock()
+        if end:
+            run = ReplicaLogRun(started_at=self._started_at, attempt=epoch, read_at=now)
+            await self._save_shown(CONTROLLER_LOG, run, end)
+
+    async def _save_shown(self, name: str, run: ReplicaLogRun, end: bytes) -> None:
+        key = (name, run.started_at)
         shown, shown_at = self._shown.get(key, (b"", float("-inf")))
-        if shown == error.encode() + end and now - shown_at < MAX_WATCHED_AGE_S:
+        if shown == run.error.encode() + end and run.read_at - shown_at < MAX_WATCHED_AGE_S:
             return
         try:
             async with self._save_lock:
                 if key in self._ends:  # it ended meanwhile
                     return
-                await self._save(replica.name, self._describe(replica, error), end)
+                await self._save(name, run, end)
         except DeposedError:
             raise
         except StoreError as failure:
             log.warning("store_unavailable", reason=str(failure))
         else:
-            self._shown[key] = (error.encode() + end, now)
-
-    async def _record_controller(self) -> None:
-        if not self._controller_log.is_absolute():  # that of `argosy serve`, which has no folder
-            return
-        lease, now = self._leadership.lease, self._clock()
-        run = ReplicaLogRun(started_at=self._started_at, attempt=lease.epoch, read_at=now)
-        try:
-            if end := await run_in_daemon_thread(read_log_end, self._controller_log, MAX_LOG_BYTES):
-                async with self._save_lock:
-                    await self._save(CONTROLLER_LOG, run, end)
-        except DeposedError:
-            raise
-        except (OSError, StoreError) as error:
-            log.warning("replica_log_unreadable", replica=CONTROLLER_LOG, reason=str(error))
+            self._shown[key] = (run.error.encode() + end, run.read_at)
 
     async def _read(self, launcher: str, replica: LaunchedReplica) -> tuple[bytes, str]:
         """Return the end of a log, and why it could not be read."""
