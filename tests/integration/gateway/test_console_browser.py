@@ -118,6 +118,8 @@ async def test_console_shows_moves_and_streams(
     save_log(admin_gateway, "")
     await page.goto(f"{admin_gateway.client.base_url}/#/{REPLICA}")
     await page.get_by_text("The log is empty.").wait_for()
+    await page.get_by_label("Lines").select_option("errors")
+    await page.get_by_text("The log has no such lines.").wait_for()
     event = '{"event":"crashed","level":"error","timestamp":"2026-11-28T10:00:00Z","ms":5}'
     save_log(admin_gateway, f"first\n{event}\n\tat \x1b[1m{HOSTILE}\x1b[0m\x07")
     lines = page.get_by_role("region", name="Log", exact=True)

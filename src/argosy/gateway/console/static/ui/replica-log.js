@@ -7,6 +7,7 @@ import { Card, Pill, Resource, Select, save } from "./parts.js";
 const LIVE_INTERVAL_MS = 2000;
 const STALE_S = 20;
 const LEVELS = [["debug", "all"], ["info", "info and above"], ["warning", "warnings and errors"], ["error", "errors"]];
+const NOT_RECORDED = { controller: "Only a controller of argosy up has a log file. Where systemd or Kubernetes runs it, see journalctl or kubectl logs." };
 
 export function ReplicaLog({ name }) {
   const [startedAt, setStartedAt] = useState("");
@@ -15,7 +16,7 @@ export function ReplicaLog({ name }) {
   const log = useResource(mayRead ? query("admin/replicas/log", { replica: name, started_at: startedAt, level, format: "text" }) : null, LIVE_INTERVAL_MS);
   if (!mayRead) return html`<${Card} title="Log"><p class="empty">A log may contain what users sent. It needs the role operator of the gateway.</p><//>`;
   if (log.error?.status === 404 && !startedAt) return html`<${Card} title="Log"><p class="empty">${log.error.message}</p><//>`;
-  return html`<${Card} title="Log" note="the last lines"><${Resource} of=${log} height=${200} empty="The controller has not recorded a log of this replica. It does so when the replica runs or ends." isEmpty=${({ run }) => !run}>
+  return html`<${Card} title="Log" note="the last lines"><${Resource} of=${log} height=${200} empty=${NOT_RECORDED[name] ?? "The controller has not recorded a log of this replica. It does so when the replica runs or ends."} isEmpty=${({ run }) => !run}>
     ${({ run, runs, lines }) => html`<div><${LastEnd} runs=${runs} />
       <div class="row">${runs.length > 1 ? html`<${Select} label="Run" value=${startedAt} onChange=${setStartedAt} options=${[["", "the latest"], ...runs.map((each) => [String(each.started_at), describeRun(each)])]} />` : null}
         <${Select} label="Lines" value=${level} onChange=${setLevel} options=${LEVELS} />
@@ -23,7 +24,7 @@ export function ReplicaLog({ name }) {
         <span class="sp"></span>
         <button class="link" onClick=${() => save(`${name}.log`, new Blob([lines.join("\n")], { type: "text/plain" }))}>Save as text</button></div>
       ${run.error ? html`<p class="note" role="status">The log could not be read: ${visible(run.error)}</p>` : null}
-      <${Lines} lines=${lines} run=${run.started_at} /></div>`}<//><//>`;
+      <${Lines} lines=${lines} run=${run.started_at} empty=${level === "debug" ? "The log is empty." : "The log has no such lines."} /></div>`}<//><//>`;
 }
 
 // A controller that is away reads no log.
@@ -43,13 +44,13 @@ function LastEnd({ runs }) {
 const describeRun = (run) => `${run.attempt}: ${time(run.started_at, { date: true })}${run.exited_at === null ? ", running" : ` to ${time(run.exited_at)}`}`;
 
 // Lines as plain text. The view follows the end unless the reader has scrolled up.
-function Lines({ lines, run }) {
+function Lines({ lines, run, empty }) {
   const box = useRef(null);
   const isAtEnd = useRef(true);
   useEffect(() => { isAtEnd.current = true; }, [run]);
   useEffect(() => { if (isAtEnd.current && box.current) box.current.scrollTop = box.current.scrollHeight; }, [lines]);
   const onScroll = () => { const { scrollTop, scrollHeight, clientHeight } = box.current; isAtEnd.current = scrollHeight - scrollTop - clientHeight < 24; };
-  if (!lines.length) return html`<p class="empty">The log is empty.</p>`;
+  if (!lines.length) return html`<p class="empty">${empty}</p>`;
   return html`<pre class="log" ref=${box} onScroll=${onScroll} tabindex="0" role="region" aria-label="Log">${lines.map(showLine).join("\n")}</pre>`;
 }
 
