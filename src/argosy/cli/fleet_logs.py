@@ -120,9 +120,11 @@ def logs(
             fail(f"no log belongs to {wanted_name} ({reader.describe_known()})", EXIT_FAILURE)
         seen: SeenLines = {}
         ends = {each: _read_new_lines(reader, each, seen, wanted) for each in names}
-        for each in (each for each, found in ends.items() if not found):
-            which = "" if selection == LogSelection() else " that matches the options"
-            typer.echo(f"{each} has logged nothing{which}.", err=True)
+        for each in names:
+            if not ends[each] and selection == LogSelection():
+                typer.echo(f"{each} has logged nothing.", err=True)
+        if not any(ends.values()) and selection != LogSelection():
+            typer.echo("No line matches the options.", err=True)
         _print_lines(ends, formatter)
         while follow:
             time.sleep(FOLLOW_INTERVAL_S)

@@ -470,6 +470,8 @@ def test_logs_are_selected_and_outlive_replicas_and_fleet(
     assert {"controller", "gateway-1-0"} < set(read_sources())
     text = runner.invoke(app, ["logs", "gateway", "--text"]).stdout
     assert text.startswith("gateway-1-0  2026-11-28 ")
+    unmatched = runner.invoke(app, ["logs", "--request", "req-9"])
+    assert (unmatched.stdout, unmatched.stderr) == ("", "No line matches the options.\n")
     unknown = runner.invoke(app, ["logs", "other"])
     assert (unknown.exit_code, "pools with logs: " in unknown.stderr) == (1, True)
 
