@@ -170,6 +170,10 @@ def test_invalid_route_or_traffic_is_rejected_by_name(
             "tls needs an https URL",
         ),
         (
+            "models: [{name: m, replicas: [{url: 'http://x', discover: dns, proxy: true}]}]",
+            "Remove proxy or discover",
+        ),
+        (
             "models: [{name: m, replicas: [{url: 'http://x', kind: tgi, priority_scheduling: true}]}]",
             "priority_scheduling is only supported for kind vllm or sglang. Remove it",
         ),

@@ -150,6 +150,8 @@ def find_contradiction(replica: ReplicaConfig) -> str | None:
             return "discover needs a URL with a host name. Write http://HOST:PORT."
         if replica.kv_events is not None and not replica.kv_events.has_wildcard_host:
             return "kv_events names one server, but discover finds several. Write tcp://*:PORT."
+        if replica.proxy:
+            return "discover finds addresses, but a proxy is sent names. Remove proxy or discover."
     if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
         return "tls needs an https URL. Write https, or remove tls."
     if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
