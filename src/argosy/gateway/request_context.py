@@ -198,8 +198,8 @@ class RequestContext(msgspec.Struct, eq=False):
             start_wait_s=self.start_wait_s,
             unsuitable=self.unsuitable_replicas,
         )
-        # The trace has those at the models before a fallback.
-        self.placement.records, self.placement.pauses = self.trace.attempts, self.trace.pauses
+        self.placement.pauses = self.trace.pauses  # has those before a fallback
+        self.trace.attempts = self.placement.records
         return self.placement
 
     def announce_version(self) -> None:
@@ -226,7 +226,9 @@ class RequestContext(msgspec.Struct, eq=False):
         self._count_for(pool)
         self.route_name, self.route_reason, self.assigned_version = route_name, reason, version
         self.replica_name = self.model_digest = ""
-        self.status, self.error = "failed", None
+        self.status, self.error, self.placement = "failed", None, None
+        self.trace.earlier_attempts += self.trace.attempts
+        self.trace.attempts = []
 
     def _count_for(self, pool: Pool) -> None:
         self.pool.active_requests -= 1

@@ -90,6 +90,9 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """When the latest token was forwarded to the client."""
     ended_at: float | None = None
     attempts: list[AttemptRecord] = msgspec.field(default_factory=list)
+    """Attempts at the model that answers."""
+    earlier_attempts: list[AttemptRecord] = []
+    """Attempts at models that could not answer, before a fallback."""
     routing_policy: str = ""
     """Routing policy of the pool."""
     tokens: TokenUsage = NO_TOKENS
@@ -143,7 +146,10 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             },
             "queue": None if self.queued_at is None else {"ahead": self.queued_ahead},
             "rule": self.routing_policy,
-            "attempts": [self._attempt_to_dict(attempt) for attempt in self.attempts],
+            "attempts": [
+                self._attempt_to_dict(attempt)
+                for attempt in (*self.earlier_attempts, *self.attempts)
+            ],
             "tokens": {
                 "prompt": tokens.prompt_tokens,
                 "cached": tokens.cached_tokens,

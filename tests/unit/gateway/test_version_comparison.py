@@ -77,6 +77,18 @@ FULL = attempt("big-2-0", "backpressure", token_at=None)
 REFUSAL = ApiError(400, REFUSED_BY_REPLICA, "no")
 
 
+def test_failures_of_a_model_do_not_count_for_the_version_of_its_fallback() -> None:
+    context = ended_request(attempt("weak", "failure"))
+    context.fall_back(context.pool, "fallback_models", "weak could not answer", None)
+    context.start_placement().records.append(STABLE)
+    context.status = "completed"
+    outcome = build_outcome(context, Arm.STABLE, KEY, CANDIDATE_REPLICAS, 110.0)
+    assert outcome is not None
+    assert outcome.status is OutcomeStatus.COMPLETED
+    shown = [each["replica"] for each in context.trace.to_dict()["attempts"]]
+    assert shown == ["weak", "big-1-0"]
+
+
 @pytest.mark.parametrize(
     ("request_", "status"),
     [

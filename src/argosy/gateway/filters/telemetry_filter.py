@@ -167,7 +167,7 @@ class TelemetryFilter:
             self._series.record_request(sample)
         if trace.pauses:
             metrics.pauses.add((model,), len(trace.pauses))
-        for previous, attempt in itertools.pairwise(trace.attempts):
+        for previous, attempt in itertools.pairwise((*trace.earlier_attempts, *trace.attempts)):
             if previous.outcome != "paused":
                 self._record_attempt(model, attempt)
 
