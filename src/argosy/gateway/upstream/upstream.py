@@ -215,7 +215,7 @@ class Upstream:
     async def _connect_socket(self, addresses: Sequence[str], port: int) -> socket.socket:
         """Connect to the first address that answers. Each is tried shortly after the one before. Raises OSError."""
         if not addresses:
-            raise OSError("the replica's name has no address")
+            raise OSError("the name has no address")
         unresponsive, tried = self._unresponsive_addresses, dict[socket.socket, str]()
         unresponsive.intersection_update(addresses)
 
