@@ -103,7 +103,10 @@ NEED_A_SERVER = {"add-vllm-or-sglang.md", "long-streams.md", "upgrade-and-roll-b
 PORTS = ("8000", "8001", "8002")
 FIRST_SERVER = "make serve\n"
 """Command of the server that most tutorials use."""
-MAKE_SERVE = subprocess.check_output(["make", "-n", "serve"], cwd=ROOT, text=True).splitlines()[-1]
+# A make that another make started would name the directory in its last line.
+MAKE_SERVE = subprocess.check_output(
+    ["make", "--no-print-directory", "-n", "serve"], cwd=ROOT, text=True
+).splitlines()[-1]
 MINILM = ".venv" / minilm_path().relative_to(sys.prefix)
 SMALL = "--threads 1 --kv-memory 64MiB"
 LOOK = re.compile(
