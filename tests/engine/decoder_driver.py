@@ -18,6 +18,7 @@ from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.execution.loading.weight_loader import load_decoder
@@ -37,12 +38,13 @@ def load_checkpoint(
     architecture: ModelArchitecture | None = None,
     quantize: QuantizeSetting | None = None,
     pack_cache: PackCache | None = None,
+    device: Device | None = None,
 ) -> Decoder:
-    """Load a checkpoint with Argosy's own decoder on one thread, by default with the architecture that it states."""
+    """Load a checkpoint with Argosy's own decoder, by default for one CPU and with the architecture that it states."""
     return load_decoder(
         CheckpointReader(path),
         architecture or read_architecture(path),
-        create_cpu_device(1),
+        device or create_cpu_device(1),
         dtype,
         lambda _: None,
         quantize=quantize,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from argosy.engine.engine_config import EngineConfig, IntFormat
+from argosy.engine.execution.checkpoint_formats.grouped_weight import quantize_to_groups
 from argosy.engine.execution.checkpoint_formats.quantization import (
     QuantizedWeight,
     quantize_rows,
@@ -52,8 +53,16 @@ def test_int4_weights_expand_to_int8(seed: int, cols: int, spread: float, shift:
     expanded = (values - expand_groups(zeros, cols)) * expand_groups(multipliers, cols)
     assert torch.equal(expanded, quantized.to_int8().int())
     assert int(expanded.abs().max()) <= 127
+    assert_groups_are_equal(weight, "int4")
     if spread >= 1e-6:
         assert (quantized.dequantize() - weight).abs().amax() <= weight.abs().amax() * 0.2
+
+
+def assert_groups_are_equal(weight: Tensor, weight_format: IntFormat) -> None:
+    """Check that scales and offsets of groups stand for the weights that the integers stand for."""
+    expected = quantize(weight, weight_format).dequantize()
+    grouped = quantize_to_groups(weight, weight_format).dequantize()
+    assert (grouped - expected).abs().amax() <= expected.abs().amax() * 1e-5
 
 
 def expand_groups(groups: Tensor, cols: int) -> Tensor:
@@ -71,6 +80,7 @@ def test_int8_error_is_at_most_half_a_step(seed: int, cols: int) -> None:
     integers, scales = quantize_rows(weight)
     dequantized = (integers * scales.unsqueeze(-1)).flatten(1)[:, :cols]
     assert ((dequantized - weight).abs() <= steps * 0.5001).all()
+    assert_groups_are_equal(weight, "int8")
 
 
 def test_fp8_is_rejected_on_cpu() -> None:

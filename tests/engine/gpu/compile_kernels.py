@@ -20,6 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupFormat
 from argosy.engine.execution.kernels.gpu import (
     attention,
     attention_kernels,
@@ -27,6 +29,7 @@ from argosy.engine.execution.kernels.gpu import (
     linear,
     sampling,
 )
+from argosy.engine.execution.kernels.gpu import experts as expert_kernels
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     EXP2_COEFFICIENTS,
     FRACTION_BITS,
@@ -49,7 +52,7 @@ POINTERS = {
     **dict.fromkeys(
         (
             *("sums", "peaks", "totals", "cos", "sin", "sinks", "scales", "scale"),
-            *("x_scales", "weight_scales", "logits"),
+            *("x_scales", "weight_scales", "weight_offsets", "logits"),
         ),
         FLOAT32,
     ),
@@ -68,6 +71,10 @@ REPRESENTATIVES = {
     "merge_ranges",
     "matmul bfloat16 128x256",
     "matmul float8 64x16",
+    "matmul int4 per 32 128x256",
+    "matmul float4 per 32 64x32, 160 experts",
+    "add choices",
+    "select experts",
     "quantize",
     "norm 4096",
     "gated activation gelu_tanh",
@@ -196,15 +203,29 @@ def report_attention_kernels() -> None:
     report("merge_ranges", attention_kernels.merge_ranges, constants, types, num_warps=4)
 
 
+EXPERT_TYPES = {"outputs": BFLOAT16, "weights": FLOAT32, "total": FLOAT32}
+EXPERT_TYPES |= {"scores": FLOAT32, "indices": "*i64"}
+LINEAR: dict[str, tuple[int, dict[str, str], GroupFormat | None]] = {
+    "bfloat16": (2, {}, None),
+    "float8": (1, {"x": FLOAT8, "weight": FLOAT8}, None),
+    "float32": (4, dict.fromkeys(("x", "weight", "out", "bias"), FLOAT32), None),
+    "int8 per 256": (2, {"weight": "*u8"}, GroupFormat(8, 256, has_offsets=False)),
+    "int8 per 16": (2, {"weight": "*u8"}, GroupFormat(8, 16, has_offsets=True)),
+    "int4 per 128": (2, {"weight": "*u8"}, GroupFormat(4, 128, has_offsets=False)),
+    "int4 per 32": (2, {"weight": "*u8"}, GroupFormat(4, 32, has_offsets=True)),
+    "float4 per 32": (2, {"weight": "*u8"}, GroupFormat(4, 32, False, FP4_DOUBLED)),
+}
+"""Formats of weights, with the bytes of an input."""
+
+
 def report_linear_kernels() -> None:
-    """Report the linear kernels for every tile, with K = 4,096."""
-    for kind, types in (
-        ("bfloat16", {}),
-        ("float8", {"x": FLOAT8, "weight": FLOAT8}),
-        ("float32", dict.fromkeys(("x", "weight", "out", "bias"), FLOAT32)),
-    ):
-        size = {"bfloat16": 2, "float8": 1, "float32": 4}[kind]
-        for outs, tokens, warps, stages in linear.TILES if size == 2 else linear.TILES[1:]:
+    """Report the linear kernels for every tile, with K = 4,096, and one of each format for experts."""
+    for kind, (size, types, group_format) in LINEAR.items():
+        tiles = [*linear.TILES, (32, 16, 4, 8)] if size == 2 else linear.TILES[1:]
+        for experts, (outs, tokens, warps, stages) in (
+            *((0, tile) for tile in tiles),
+            *((experts, (64, 32, 4, 8)) for experts in (8, 160) if kind != "float32"),
+        ):
             constants: dict[str, Any] = {
                 "COLS": 4096,
                 "OUTS_TILE": outs,
@@ -212,15 +233,25 @@ def report_linear_kernels() -> None:
                 "COLS_TILE": linear.STAGE_BYTES // size,
                 "BIAS": True,
                 "SCALED": kind == "float8",
+                "EXPERTS": experts,
+                "PAIRS_PER_ROW": 4 if experts else 1,
+                **linear._format_constants(group_format),
             }
+            label = f"matmul {kind} {outs}x{tokens}" + f", {experts} experts" * (experts > 0)
             report(
-                f"matmul {kind} {outs}x{tokens}",
+                label,
                 linear._matmul,
                 constants,
-                {"tokens": "i32"} | types,
+                {"order": "*i64", "ends": "*i64"} | types,
                 num_warps=warps,
                 num_stages=stages,
+                enable_fp_fusion=False,
             )
+    constants = {"CHOICES": 8, "TILE": expert_kernels.SUM_TILE}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    report("add choices", expert_kernels._add_choices, constants, EXPERT_TYPES, **options)
+    constants = {"SIZE": 160, "COUNT": 8, "WIDTH": 256}
+    report("select experts", expert_kernels._select_largest, constants, EXPERT_TYPES, num_warps=1)
     constants = {"COLS": 4096, "WIDTH": 4096, "MAX_VALUE": linear.FLOAT8_MAX}
     report("quantize", linear._quantize_float8, constants, {}, num_warps=8)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 
 import pytest
@@ -18,8 +20,11 @@ elif INTERPRETED:
         raise RuntimeError("Triton was imported before TRITON_INTERPRET could be set")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from argosy.engine.execution.kernels.gpu import attention, elementwise, linear, sampling  # noqa: F401
+        from argosy.engine.execution.kernels import gpu
         from tests.engine.gpu import interpreter
+
+        for module in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+            importlib.import_module(module.name)
     finally:
         del os.environ["TRITON_INTERPRET"]
     interpreter.install()

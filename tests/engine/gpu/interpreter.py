@@ -22,11 +22,13 @@ _TORCH_DTYPES = {
 def install() -> None:
     """Patch the interpreter's conversions, matrix products and function calls.
 
-    The original interpreter truncates float32 to bfloat16, and multiplies the bits of bfloat16 numbers as integers.
-    After the patch, conversions round to nearest, ties to even, and matrices of any float type are multiplied. Calls
-    of a kernel's functions no longer patch the language each time, which is slow and which the launch has done already.
+    The original interpreter truncates float32 to bfloat16, takes integers as the bits of bfloat16 numbers, and
+    multiplies such bits as integers. After the patch, conversions round to nearest, ties to even, and matrices of any
+    float type are multiplied. Calls of a kernel's functions no longer patch the language each time, which is slow and
+    which the launch has done already.
     """
     interpreter._convert_float = _convert
+    interpreter.InterpreterBuilder.create_si_to_fp = _convert_integers
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpretedFunction.__call__ = _call
 
@@ -40,6 +42,13 @@ def _convert(data: NDArray[Any], source: Any, target: Any, rounding: Any) -> NDA
     converted = _read(data, source).float().to(_TORCH_DTYPES[target.scalar]).contiguous()
     bits = np.dtype(f"uint{target.scalar.primitive_bitwidth}")
     return converted.reshape(-1).view(torch.uint8).numpy().view(bits).reshape(data.shape)
+
+
+def _convert_integers(builder: Any, source: Any, target: Any) -> Any:
+    """Return integers as floating-point numbers."""
+    if target.scalar != tl.bfloat16:
+        return builder.cast_impl(source, target)
+    return builder.cast_impl(builder.cast_impl(source, tl.float32), target)
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:

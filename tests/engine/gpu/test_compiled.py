@@ -20,10 +20,12 @@ STACK_BYTES = 512
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("shapes", "count"),
-    [("representative", 12), pytest.param("all", 43, marks=pytest.mark.exhaustive)],
+    [("representative", 16), pytest.param("all", 95, marks=pytest.mark.exhaustive)],
 )
 def test_kernels_fit_hopper(pytestconfig: pytest.Config, shapes: str, count: int) -> None:
-    """Matrix products use asynchronous instructions and copies. Sampling uses no fused multiply-adds, as on CPUs.
+    """Matrix products use asynchronous instructions and copies.
+
+    Kernels with the bits of torch's operations use no fused multiply-adds.
 
     Triton's cache outlives the test, so that only kernels that have changed are compiled.
     """
@@ -46,7 +48,7 @@ def test_kernels_fit_hopper(pytestconfig: pytest.Config, shapes: str, count: int
         if line["kernel"].startswith(("attend", "matmul")):
             assert line["wgmma"], line
             assert line["cp_async"], line
-        if line["kernel"].startswith("sample"):
+        if line["kernel"].startswith(("sample", "matmul", "add choices")):
             assert not line["fused"], line
 
 

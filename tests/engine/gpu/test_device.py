@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import pytest
+import torch
 
+from argosy.engine.engine_config import WeightFormat
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name
 from argosy.engine.execution.kernels.gpu.device import read_memory_profile, write_memory_profile
@@ -17,13 +19,17 @@ from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_device import HostDevice
+from tests.engine.stored_formats import FORMATS as STORED_FORMATS
+from tests.engine.stored_formats import quantize_checkpoint, quantize_experts_to_mxfp4
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import make_reference
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the host device needs interpreted kernels")
 
+QUANTIZE: tuple[WeightFormat, ...] = get_args(WeightFormat)
 VOCAB = 60
 SMALL = {
     "vocab_size": VOCAB,
@@ -207,8 +213,6 @@ def test_unwritable_cache_keeps_no_memory_profile(
 
 
 def test_unsupported_formats_are_rejected_with_remedy(model: Path, gpu: HostDevice) -> None:
-    with pytest.raises(ValueError, match="set quantize to fp8"):
-        create_gpu_core(model, quantize="int8")
     gpu.compute_capability = (8, 0)
     with pytest.raises(ValueError, match="remove quantize fp8"):
         create_gpu_core(model, quantize="fp8")
@@ -223,10 +227,51 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
         create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", ["deepseek 3", "qwen 3.5"])
-def test_model_without_gpu_kernels_is_refused(tmp_path: Path, name: str) -> None:
-    family, options = FAMILIES[name]
-    make_reference(tmp_path, family, options, model=MODELS.get(family, ""))
-    with pytest.raises(ValueError, match=r"no GPU kernels for .*; set device to cpu"):
-        create_gpu_core(tmp_path)
+REFUSED = ("deepseek", "glm 4 moe lite", "qwen 3.5", "qwen 3 next")
+"""First words of the families that have no GPU kernels."""
+DEFAULT_TIER = {"deepseek 3", "qwen 3.5", "mixtral", "gpt-oss in MXFP4", "gptq act-order"}
+CASES = [*FAMILIES, "gpt-oss in MXFP4", *STORED_FORMATS, *(f"quantized to {x}" for x in QUANTIZE)]
+
+
+def write_model(path: Path, case: str) -> None:
+    """Write the checkpoint of a case, in one layer if the family allows it."""
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 1}
+    if case == "gpt-oss in MXFP4":
+        experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
+        quantize_experts_to_mxfp4(make_reference(path, "GptOss", sizes | experts))
+    elif case in FAMILIES:
+        family, options = FAMILIES[case]
+        sizes = sizes if case == "mixtral" else {}
+        make_reference(path, family, options | sizes, model=MODELS.get(family, ""))
+    else:
+        reference = make_reference(path, "Qwen2", sizes | {"attention_bias": True})
+        if case in STORED_FORMATS:
+            quantize_checkpoint(reference, STORED_FORMATS[case])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in DEFAULT_TIER else pytest.mark.exhaustive)
+        for case in CASES
+    ],
+)
+def test_every_family_and_format_is_computed_or_refused_by_name(tmp_path: Path, case: str) -> None:
+    """A prompt's logits are those of the CPU, as far as bfloat16 has them, and do not depend on its chunks."""
+    write_model(tmp_path, case)
+    if case.startswith(REFUSED):
+        with pytest.raises(ValueError, match=r"no GPU kernels for .*; set device to cpu"):
+            DecoderDriver(load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice()))
+        return
+    quantize = next((each for each in QUANTIZE if case == f"quantized to {each}"), None)
+    prompt = list(range(3, 10))
+    cpu = load_checkpoint(tmp_path, torch.float32, quantize="none")
+    expected = DecoderDriver(cpu).logits_in_one_chunk(prompt)
+    gpu = DecoderDriver(
+        load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice(), quantize=quantize)
+    )
+    logits = gpu.logits_in_one_chunk(prompt)
+    error = ((logits - expected).std(-1) / expected.std(-1)).median()
+    assert error < {None: 0.06, "int4": 0.3}.get(quantize, 0.1)
+    first, second = (gpu.forward([("chunks", part)])[0] for part in (prompt[:2], prompt[2:]))
+    assert torch.equal(torch.cat([first, second]), logits)

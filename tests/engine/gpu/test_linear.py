@@ -1,27 +1,51 @@
-"""Linear layers on the GPU: agreement with torch, and bits of a row that do not depend on the batch."""
+"""Linear layers and experts on the GPU: agreement with torch, and bits of a row that do not depend on the batch."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import pytest
 import torch
 
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GROUP_SIZES, GroupFormat
+from argosy.engine.execution.kernels.cpu.linear import torch_group_linear
+from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
+from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_largest
 from argosy.engine.execution.kernels.gpu.linear import (
     TILES,
-    LinearFormat,
+    GpuLinear,
+    create_gpu_group_linear,
     create_gpu_linear,
     quantize_float8_rows,
 )
 from tests.engine.gpu.device import DEVICE
 from tests.engine.pairwise import pairwise
-from tests.engine.test_linear import assert_batches_give
+from tests.engine.test_linear import (
+    SIGNED_TABLE,
+    assert_batches_give,
+    random_linear,
+    relative_error,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
-FORMATS: tuple[LinearFormat, ...] = ("plain", "float8")
+Format = Literal["plain", "float8"] | GroupFormat
+INT4 = GroupFormat(4, 32, has_offsets=True)
+FORMATS: tuple[Format, ...] = ("plain", "float8", INT4)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def create_linear(outs: int, cols: int, weight_format: Format, *, biased: bool = True) -> GpuLinear:
+    """Create a layer with random weights of a format."""
+    bias = random_tensor(outs) if biased else None
+    if isinstance(weight_format, GroupFormat):
+        weight, _, _ = random_linear(outs, cols, torch.bfloat16, 1, weight_format)
+        assert not isinstance(weight, torch.Tensor)
+        return create_gpu_group_linear(weight, bias, DEVICE)
+    return create_gpu_linear(random_tensor(outs, cols), bias, float8=weight_format == "float8")
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -59,7 +83,7 @@ def test_float8_weights_match_product_of_rounded_operands(
     )
     expected = left.double() * left_scales[:, None] @ (right.double() * right_scales[:, None]).T
     expected += 0.0 if bias is None else bias.double()
-    actual = create_gpu_linear(weight, bias, "float8")(x)
+    actual = create_gpu_linear(weight, bias, float8=True)(x)
     assert actual.dtype == x.dtype
     assert_close(actual, expected)
 
@@ -73,22 +97,49 @@ def test_float8_rows_use_full_range() -> None:
     )
 
 
-@pytest.mark.parametrize("linear_format", FORMATS)
-def test_batch_does_not_change_row_bits(linear_format: LinearFormat) -> None:
-    x, weight = random_tensor(140, 330), random_tensor(150, 330)
-    linear = create_gpu_linear(weight, random_tensor(150), linear_format)
+@pairwise(
+    bits=[4, 8],
+    group_size=GROUP_SIZES,
+    has_offsets=[False, True],
+    is_linear=[False, True],
+    shape=[(40, 96), (33, 70), (1, 16)],
+    dtype=[torch.bfloat16, torch.float32, torch.float16],
+)
+def test_integers_give_bits_of_dequantized_weights(
+    bits: int,
+    group_size: int,
+    has_offsets: bool,
+    is_linear: bool,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    table = tuple(range(-8, 8)) if is_linear else SIGNED_TABLE
+    weight, bias, x = random_linear(
+        *shape, dtype, 5, GroupFormat(bits, group_size, has_offsets, table)
+    )
+    assert not isinstance(weight, torch.Tensor)
+    on_gpu = bias.to(DEVICE), x.to(DEVICE)
+    actual = create_gpu_group_linear(weight, on_gpu[0], DEVICE)(on_gpu[1])
+    dense = create_gpu_linear(weight.dequantize().to(DEVICE, dtype), on_gpu[0])
+    assert torch.equal(actual, dense(on_gpu[1]))
+    on_cpu = torch_group_linear(weight, bias)(x)  # rounds its inputs to 8 bits
+    assert relative_error(actual.cpu(), on_cpu.double()) < 0.02
+
+
+@pytest.mark.parametrize("linear_format", FORMATS, ids=str)
+def test_batch_does_not_change_row_bits(linear_format: Format) -> None:
+    x = random_tensor(140, 130)
+    linear = create_linear(70, 130, linear_format)
     assert_batches_give([linear], x, linear(x), (1, 17, 33, 70))
 
 
-@pytest.mark.parametrize("linear_format", FORMATS)
-def test_tile_does_not_change_bits(
-    linear_format: LinearFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("linear_format", FORMATS, ids=str)
+def test_tile_does_not_change_bits(linear_format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill of a wide layer uses other tiles than decode of a narrow layer."""
-    x, weight = random_tensor(130, 130), random_tensor(130, 130)
-    linear = create_gpu_linear(weight, None, linear_format)
+    x = random_tensor(33, 70)
+    linear = create_linear(70, 70, linear_format, biased=False)
     full = linear(x)
-    for tile in TILES:
+    for tile in (*TILES, (32, 16, 4, 8), (16, 128, 4, 4)):
         monkeypatch.setattr(
             "argosy.engine.execution.kernels.gpu.linear._tile", lambda *_, tile=tile: tile
         )
@@ -102,10 +153,9 @@ def test_strided_rows_give_same_bits() -> None:
     assert linear(padded[:0, 1]).shape == (0, 40)
 
 
-@pytest.mark.parametrize("linear_format", FORMATS)
-def test_non_finite_input_affects_own_row_only(linear_format: LinearFormat) -> None:
-    x, weight = random_tensor(9, 200), random_tensor(40, 200)
-    linear = create_gpu_linear(weight, None, linear_format)
+@pytest.mark.parametrize("linear_format", FORMATS, ids=str)
+def test_non_finite_input_affects_own_row_only(linear_format: Format) -> None:
+    x, linear = random_tensor(9, 200), create_linear(40, 200, linear_format, biased=False)
     clean = linear(x)
     x[3, 7], x[5, 0] = torch.nan, torch.inf
     with_value = linear(x)
@@ -114,3 +164,56 @@ def test_non_finite_input_affects_own_row_only(linear_format: LinearFormat) -> N
             assert not with_value[row].isfinite().any()
         else:
             assert torch.equal(with_value[row], clean[row])
+
+
+@pytest.mark.parametrize(
+    ("linear_format", "counts"),
+    [
+        ("plain", (4, 5, 2)),  # rows, experts, experts of a row
+        ("float8", (1, 3, 2)),
+        (GroupFormat(4, 32, False, SIGNED_TABLE), (4, 3, 1)),
+        pytest.param(INT4, (70, 2, 2), marks=pytest.mark.exhaustive),  # tiles of 64
+        pytest.param("plain", (40, 200, 8), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_experts_give_bits_of_their_own_layers(
+    linear_format: Format, counts: tuple[int, int, int]
+) -> None:
+    rows, num_experts, choices = counts
+    gate_up = [create_linear(80, 40, linear_format) for _ in range(num_experts)]
+    down = [create_linear(40, 40, linear_format, biased=False) for _ in range(num_experts)]
+    for number, linear in enumerate(gate_up):
+        assert linear.bias is not None
+        linear.bias.add_(number)  # experts differ
+    activation = TritonElementwiseOps().create_gated_activation("silu")
+    x = random_tensor(rows, 40)
+    x[0] = torch.nan
+    weights, ids = random_tensor(rows, num_experts, dtype=torch.float32).topk(choices)
+    actual = create_gpu_experts(gate_up, down, activation)(x, weights, ids)
+    for row in range(rows):
+        one = x[row : row + 1]
+        outputs = [down[i](activation(gate_up[i](one))).float() for i in ids[row].tolist()]
+        expected = outputs[0] * weights[row, 0]
+        for output, weight in zip(outputs[1:], weights[row, 1:], strict=True):
+            expected += output * weight
+        assert torch.equal(actual[row], expected[0]) or (row == 0 and actual[0].isnan().all())
+
+
+def test_experts_of_several_formats_are_refused() -> None:
+    linears = [create_linear(64, 64, each) for each in FORMATS]
+    for experts in (linears, [lambda x: x]):
+        with pytest.raises(ValueError, match="experts"):
+            create_gpu_experts(experts, experts, torch.relu)
+
+
+def test_equal_scores_select_the_first() -> None:
+    """Scores of experts are often equal in bfloat16, and torch.topk defines no order of equal ones."""
+    scores = (random_tensor(9, 70, dtype=torch.float32) * 3).round()
+    scores[1], scores[2, :66] = torch.nan, -torch.inf
+    indices = select_largest(scores, 4)
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :4]
+    valid = [row for row in range(9) if row != 1]
+    assert torch.equal(indices[valid], expected[valid])
+    assert int(indices[1].max()) < 70
+    assert torch.equal(select_largest(scores[3:4], 4), indices[3:4])

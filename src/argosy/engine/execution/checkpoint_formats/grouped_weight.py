@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.checkpoint_formats.quantization import CHUNK_SIZE, quantize_rows
+from argosy.engine.engine_config import IntFormat
+from argosy.engine.execution.checkpoint_formats.quantization import (
+    CHUNK_SIZE,
+    GROUP_SIZE,
+    MAX_UINT4,
+    quantize_rows,
+    quantize_weight,
+)
 
 GROUP_SIZES = (256, 128, 64, 32, 16)
 """Group sizes of the kernels. Larger groups are split."""
@@ -105,6 +112,24 @@ def create_grouped_weight(
         split(scales),
         split(offsets) if group_format.has_offsets and offsets is not None else None,
     )
+
+
+def quantize_to_groups(weight: Tensor, weight_format: IntFormat) -> GroupedWeight:
+    """Quantize weight [N, K], and return its values with the float32 scale and offset of each group.
+
+    Raises:
+        ValueError: A weight is not finite.
+    """
+    parts = list(quantize_weight(weight, weight_format))
+    values, scales = (torch.cat([getattr(p, name) for p in parts]) for name in ("values", "scales"))
+    groups = [part.groups for part in parts if part.groups is not None]
+    if not groups:
+        return GroupedWeight(GroupFormat(8, CHUNK_SIZE, has_offsets=False), values, scales, None)
+    packed = torch.cat(groups)
+    scales = scales.repeat_interleave(CHUNK_SIZE // GROUP_SIZE, 1)[:, : packed.shape[1]]
+    scales = scales * (packed & MAX_UINT4)
+    group_format = GroupFormat(4, GROUP_SIZE, has_offsets=True)
+    return GroupedWeight(group_format, values.view(torch.uint8), scales, -scales * (packed >> 4))
 
 
 def concatenate(weights: Sequence[GroupedWeight]) -> GroupedWeight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -15,7 +15,12 @@ from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
-from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, ElementwiseOps
+from argosy.engine.execution.kernels.operations import (
+    DeltaRule,
+    DeltaRuleWeights,
+    ElementwiseOps,
+    Experts,
+)
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 
 GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
@@ -67,8 +72,6 @@ class Device(ABC):
     """Host threads that compute the masks of constrained rows while the device computes."""
     kv_memory_fraction: float
     """Default fraction of the free memory for the KV cache."""
-    has_group_linear: bool
-    """Whether the device computes with grouped weights."""
     capture_graph: GraphCapture | None = None
     """Captures what a function launches, and returns a function that launches it again with the current inputs.
 
@@ -136,11 +139,30 @@ class Device(ABC):
     def create_group_linear(
         self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
     ) -> Callable[[Tensor], Tensor]:
-        """Pack a grouped weight [N, K] with a bias [N], and return a function that maps [T, K] to [T, N].
+        """Pack a grouped weight [N, K] with a bias [N], and return a function that maps [T, K] to [T, N]."""
+
+    def create_experts(
+        self,
+        gate_up: Sequence[Callable[[Tensor], Tensor]],
+        down: Sequence[Callable[[Tensor], Tensor]],
+        activation: Callable[[Tensor], Tensor],
+    ) -> Experts | None:
+        """Create the computation of all experts of a layer, of which each has a gated MLP of these linears.
+
+        None if the device computes one expert after the other.
 
         Raises:
-            ValueError: The device does not compute with grouped weights.
+            ValueError: The device does not support the formats of the experts' weights.
         """
+        del gate_up, down, activation
+        return None
+
+    def select_largest(self, scores: Tensor, count: int) -> Tensor:
+        """Return the indices of each row's `count` largest scores [T, N], largest first.
+
+        The order of equal scores depends only on their row.
+        """
+        return scores.topk(count, dim=-1).indices
 
     @abstractmethod
     def create_attention(self, shape: KvCacheShape) -> Attention:

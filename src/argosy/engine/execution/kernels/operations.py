@@ -47,6 +47,17 @@ class ElementwiseOps(Protocol):
         ...
 
 
+class Experts(Protocol):
+    """Experts of a layer."""
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        """Map x [T, hidden] to float32 [T, hidden], the sums of the weighted outputs of each token's experts.
+
+        The weights, float32, and the ids of the experts are [T, experts per token]. Outputs are added in their order.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaRuleWeights:
     """Weights of a layer, all float32."""

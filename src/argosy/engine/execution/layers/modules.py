@@ -52,7 +52,7 @@ class LoadableModule(nn.Module):
     """Dtype of the parameters. None is the model's."""
 
     def process_weights_after_loading(self, device: Device) -> None:
-        """Convert the assigned parameters to the form that `forward` needs. Called once."""
+        """Convert the assigned parameters to the form that `forward` needs. Called once, after those of submodules."""
 
 
 class Projection(LoadableModule):
@@ -85,6 +85,11 @@ class Projection(LoadableModule):
         bias = None if self.bias is None else _reorder(self.bias, self.row_order)
         self._linear = device.create_linear(weight, bias, self.weight_format, get_packed)
         self.weight = self.bias = None
+
+    @property
+    def linear(self) -> Callable[[Tensor], Tensor]:
+        """Function of the packed layer."""
+        return self._linear
 
     def set_linear(self, linear: Callable[[Tensor], Tensor]) -> None:
         """Compute with a linear layer that is already packed."""

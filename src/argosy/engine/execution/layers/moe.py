@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from argosy.engine.execution.architectures.decoder import Activation, MoeArchitecture, RoutingGroups
-from argosy.engine.execution.layers.modules import GatedActivation, Mlp, Projection
+from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.operations import Experts
+from argosy.engine.execution.layers.modules import (
+    GatedActivation,
+    LoadableModule,
+    Mlp,
+    Projection,
+)
+
+SelectLargest = Callable[[Tensor, int], Tensor]
+"""Function that returns the indices of each row's largest scores, `Device.select_largest`."""
 
 
 class Router(Projection):
@@ -22,7 +34,7 @@ class Router(Projection):
         self.dtype = torch.float32 if architecture.routes_in_float32 else None
         self._architecture = architecture
 
-    def select_experts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def select_experts(self, x: Tensor, select_largest: SelectLargest) -> tuple[Tensor, Tensor]:
         """Return float32 weights and ids of each token's experts, [T, num_experts_per_token], likeliest first."""
         architecture = self._architecture
         logits = self.forward(x if self.dtype is None else x.to(self.dtype)).float()
@@ -36,8 +48,8 @@ class Router(Projection):
         if self.e_score_correction_bias is not None:
             corrected = scores + self.e_score_correction_bias
         if architecture.groups is not None:
-            corrected = _mask_groups(corrected, architecture.groups)
-        expert_ids = corrected.topk(architecture.num_experts_per_token, dim=-1).indices
+            corrected = _mask_groups(corrected, architecture.groups, select_largest)
+        expert_ids = select_largest(corrected, architecture.num_experts_per_token)
         weights = scores.gather(1, expert_ids)
         if architecture.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
@@ -48,7 +60,7 @@ class Router(Projection):
         return weights, expert_ids
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(LoadableModule):
     """Mixture of experts, in which the `num_experts_per_token` likeliest experts compute each token.
 
     The method follows Shazeer et al. 2017 and Jiang et al. 2024.
@@ -77,10 +89,31 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared_output = GatedActivation("sigmoid") if architecture.has_shared_gate else None
         self._architecture = architecture
+        self._compute_experts: Experts = self._compute_one_by_one
+        self._select_largest: SelectLargest
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Let the device compute all experts at once, if it can. Their weights are loaded already."""
+        experts = [expert for expert in self.experts if isinstance(expert, Mlp)]
+        compute = device.create_experts(
+            [expert.gate_up.linear for expert in experts],
+            [expert.down.linear for expert in experts],
+            experts[0].gate.forward,
+        )
+        self._select_largest = device.select_largest
+        if compute is not None:
+            self._compute_experts = compute
+            self.experts = nn.ModuleList()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to [T, hidden]. A token's experts are added likeliest first, in float32."""
-        weights, expert_ids = self.router.select_experts(x)
+        weights, expert_ids = self.router.select_experts(x, self._select_largest)
+        total = self._compute_experts(x, weights, expert_ids)
+        if self.shared is not None:
+            total.add_(self._compute_shared(self.shared, x))
+        return total.to(x.dtype)
+
+    def _compute_one_by_one(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         num_active = self._architecture.num_experts_per_token
         # order[i] is the flat index of the i-th (token, choice) pair when sorted by expert
         order = expert_ids.flatten().argsort(stable=True)
@@ -97,9 +130,7 @@ class MixtureOfExperts(nn.Module):
         total = choices[:, 0] * weights[:, :1]
         for choice in range(1, num_active):
             total.add_(choices[:, choice] * weights[:, choice : choice + 1])
-        if self.shared is not None:
-            total.add_(self._compute_shared(self.shared, x))
-        return total.to(x.dtype)
+        return total
 
     def _compute_shared(self, shared: Mlp, x: Tensor) -> Tensor:
         output = shared.forward(x)
@@ -109,14 +140,14 @@ class MixtureOfExperts(nn.Module):
         return self.shared_output.forward(torch.cat((gate, output), 1))
 
 
-def _mask_groups(scores: Tensor, groups: RoutingGroups) -> Tensor:
+def _mask_groups(scores: Tensor, groups: RoutingGroups, select_largest: SelectLargest) -> Tensor:
     """Return scores [T, experts] that are -inf outside of each token's best groups."""
     by_group = scores.unflatten(1, (groups.num_groups, -1))
     best = by_group.topk(groups.scored_experts, dim=-1).values
     group_scores = best[..., 0]
     for index in range(1, groups.scored_experts):
         group_scores = group_scores + best[..., index]
-    active = group_scores.topk(groups.num_active_groups, dim=-1).indices
+    active = select_largest(group_scores, groups.num_active_groups)
     is_idle = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, active, value=False)
     masked: Tensor = by_group.masked_fill(is_idle.unsqueeze(-1), -torch.inf)
     return masked.flatten(1)

@@ -194,7 +194,7 @@ def _plan_load(
     if implementation == "argosy":
         architecture = _read_own_architecture(config, path, layout)
         source = CheckpointReader(path)
-        if config.quantize is None and device.has_group_linear:
+        if config.quantize is None:
             stored = source.find_stored_integers()
     else:
         source = build_transformers_model(
@@ -208,7 +208,7 @@ def _plan_load(
     check_memory(
         MemoryNeeds(architecture, config, dtype.itemsize, kv_dtype.itemsize, stored),
         device.free_bytes(),
-        ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8",),
+        ("int8", "int4") if device.torch_device.type == "cpu" else ("fp8", "int8", "int4"),
     )
     return _LoadPlan(
         path=path,

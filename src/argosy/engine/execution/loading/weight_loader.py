@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -75,8 +75,7 @@ def load_decoder(
         head = "differs from the tied embedding" if architecture.tied_embeddings else "separate"
     architecture = replace(architecture, tied_embeddings=is_tied)
     decoder = Decoder(architecture, device, dtype, None if quantize == "none" else quantize)
-    keeps_stored_format = quantize is None and device.has_group_linear
-    loader = _Loader(checkpoint, device, dtype, keeps_stored_format, pack_cache or PackCache())
+    loader = _Loader(checkpoint, device, dtype, quantize is None, pack_cache or PackCache())
     loader.load(decoder, architecture, progress, head)
     _warn_of_long_factors(architecture)
     return decoder
@@ -113,7 +112,7 @@ class _Loader:
     device: Device
     dtype: torch.dtype
     keeps_stored_format: bool
-    """Whether matrices are computed with as they are stored, if the kernels can."""
+    """Whether matrices are computed with as they are stored, if their format allows it."""
     pack_cache: PackCache
     parts: dict[str, tuple[StoredPart, ...]] = field(default_factory=dict)
     """Stored parts of each parameter."""
@@ -135,7 +134,7 @@ class _Loader:
         num_total = sum(parameter.numel() for parameter in model.parameters())
         num_done = 0
         progress(0.0)
-        for name, module in model.named_modules():
+        for name, module in _children_first(model):
             if isinstance(module, LoadableModule):
                 num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
                 self._load_module(name, module)
@@ -201,6 +200,13 @@ class _Loader:
         if not self.pack_cache.is_stored:
             self.checkpoint.check_finite(parts, tensor)
         return nn.Parameter(tensor, requires_grad=False)
+
+
+def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names of a module and of all below it, each after its children."""
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
 
 
 def _warn_of_long_factors(architecture: ModelArchitecture) -> None:
@@ -278,9 +284,14 @@ def create_encoded_linear(
         )
         compute = device.create_group_linear(source, run_bias, get_packed)
         columns = matrix.column_order()
-        computes.append(compute if columns is None else _reorder_input(compute, columns))
+        if columns is not None:
+            compute = _reorder_input(compute, columns.to(device.torch_device))
+        computes.append(compute)
         formats.append(matrix.format.describe())
-    return computes[0] if len(computes) == 1 else _concatenate_outputs(computes, order), formats
+    if len(computes) == 1:
+        return computes[0], formats
+    order = None if order is None else order.to(device.torch_device)
+    return _concatenate_outputs(computes, order), formats
 
 
 def _find_runs(matrices: Sequence[EncodedMatrix | None]) -> list[tuple[int, int]]:

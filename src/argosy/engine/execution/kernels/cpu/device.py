@@ -50,7 +50,6 @@ class CpuDevice(Device):
     """Sizes of one row and of several, which take different code paths."""
     mask_threads = 1  # the other CPUs run the model
     kv_memory_fraction = DEFAULT_KV_MEMORY_FRACTION
-    has_group_linear = True
 
     def __init__(self, threads: ComputeThreads) -> None:
         self._threads = threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -17,14 +17,18 @@ from torch import Tensor
 
 from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
-from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
+    GroupedSource,
+    quantize_to_groups,
+)
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.kernels.gpu.linear import create_gpu_linear
-from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
+from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_largest
+from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
+from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, Experts
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.folders import cache_folder, replace_file
 
@@ -50,7 +54,6 @@ class GpuDevice(Device):
     """The GPU leaves most CPUs idle."""
     kv_memory_fraction = 0.95
     """Fraction of the memory left by weights and the largest step. The rest covers fragmentation and unforeseen use."""
-    has_group_linear = False
     compute_capability: tuple[int, int]
     """CUDA compute capability."""
     num_multiprocessors: int
@@ -83,7 +86,7 @@ class GpuDevice(Device):
         return peak + MEMORY_MARGIN_BYTES
 
     def weight_layout_id(self, dtype: torch.dtype) -> str:
-        """Return "", because weights are copied to the GPU unchanged."""
+        """Return "", because the device packs weights itself."""
         del dtype
         return ""
 
@@ -95,22 +98,29 @@ class GpuDevice(Device):
         get_packed: PackedWeightProvider = pack_in_memory,
     ) -> Callable[[Tensor], Tensor]:
         del get_packed
-        if weight_format is None:
-            return create_gpu_linear(weight, bias)
+        if weight_format in ("int8", "int4"):
+            grouped = quantize_to_groups(weight, weight_format)
+            return create_gpu_group_linear(grouped, bias, self.torch_device)
         if weight_format == "fp8":
             self._require_float8("quantize fp8")
-            return create_gpu_linear(weight, bias, "float8")
-        raise ValueError(
-            f"GPUs do not support {weight_format} weights; set quantize to fp8, or remove it"
-        )
+        return create_gpu_linear(weight, bias, float8=weight_format == "fp8")
 
     def create_group_linear(
         self, source: GroupedSource, bias: Tensor | None, get_packed: PackedWeightProvider
     ) -> Callable[[Tensor], Tensor]:
-        del bias, get_packed
-        raise ValueError(
-            f"GPUs do not support {source.format.describe()} weights; set quantize to none"
-        )
+        del get_packed
+        return create_gpu_group_linear(source.read(), bias, self.torch_device)
+
+    def create_experts(
+        self,
+        gate_up: Sequence[Callable[[Tensor], Tensor]],
+        down: Sequence[Callable[[Tensor], Tensor]],
+        activation: Callable[[Tensor], Tensor],
+    ) -> Experts:
+        return create_gpu_experts(gate_up, down, activation)
+
+    def select_largest(self, scores: Tensor, count: int) -> Tensor:
+        return select_largest(scores, count)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:

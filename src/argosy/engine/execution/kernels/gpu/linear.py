@@ -1,17 +1,24 @@
-"""Linear layers on the GPU with bfloat16 or float8 weights, and with the same order of sums for every batch."""
+"""Linear layers on the GPU for every format of weights, with the same order of sums for every batch.
+
+Integers are dequantized in registers: `GroupedWeight.dequantize`, rounded to the dtype of the inputs. The result has
+the bits of a layer with these rounded weights, which would be two to four times as large. Inputs are not rounded to
+8 bits as on the CPU. Decode waits for the weights, so integer products would save no time there. In long prompts, the
+matrix unit would wait for the scales of the short groups of int4, GPTQ and GGUF.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-LinearFormat = Literal["plain", "float8"]
-"""Format of the weights: unchanged, or e4m3 with a scale per output, and inputs in e4m3 with a scale per token."""
+from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 FLOAT8_MAX = 448.0
 """Largest number of e4m3."""
@@ -33,31 +40,166 @@ TILES = (
 Decode uses the last tile that holds its tokens. Decode waits for memory. Two programs per multiprocessor with eight
 stages have 128 KiB of weights in flight, three times what 4.8 TB/s need.
 """
+INSTRUCTION_OUTPUTS = 64
+"""Outputs of one matrix instruction. A tile of fewer outputs fills the rest of it with zeros."""
+NARROW_OUTPUTS = (64, 32, 16)
+"""Outputs of a tile of decode. A layer with few outputs uses the first that gives enough programs."""
+PACKED_ROWS = 32
+"""Outputs of a block of packed integers."""
+PACKED_COLS = 64
+"""Columns of a block of packed integers. A byte with two codes has those of columns c and c + 32."""
 
 
-def create_gpu_linear(
-    weight: Tensor, bias: Tensor | None, linear_format: LinearFormat = "plain"
-) -> Callable[[Tensor], Tensor]:
-    """Convert weight [N, K] to a format, and return a function that maps x [T, K] to [T, N] in x's dtype.
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuLinear:
+    """Linear layer, which maps x [T, K] to [T, N] in x's dtype, or one for each expert.
 
-    Products are summed in float32 over K in order. With e4m3, the matrix unit sums the products of 128 elements first.
+    The tensors of experts have a first dimension more. Sums of products are float32, over K in order. With e4m3, the
+    matrix unit sums the products of 128 elements first.
     """
-    if linear_format == "float8":
-        stored, weight_scales = quantize_float8_rows(weight.detach())
-    else:
-        stored, weight_scales = weight.detach().contiguous(), None
 
-    def multiply(x: Tensor) -> Tensor:
-        out = torch.empty(len(x), len(stored), dtype=x.dtype, device=x.device)
-        if weight_scales is None:
-            x = x if x.stride(1) == 1 else x.contiguous()
-            _launch_matmul(x, stored, bias, out, None)
-        else:
-            rows, scales = quantize_float8_rows(x)
-            _launch_matmul(rows, stored, bias, out, (scales, weight_scales))
+    shape: tuple[int, int]
+    """N and K."""
+    weight: Tensor
+    """[N, K], or bytes of packed integers."""
+    bias: Tensor | None
+    scales: Tensor | None = None
+    """Float32 [N] of e4m3, or [groups, padded N] of integers."""
+    offsets: Tensor | None = None
+    """Float32 [groups, padded N] of integers with offsets."""
+    group_format: GroupFormat | None = None
+    """Format of integers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x, None)
+
+    def multiply(self, x: Tensor, pairs: ExpertPairs | None, pairs_per_row: int = 1) -> Tensor:
+        """Multiply each row of x, or map x [P / pairs_per_row, K] to outputs [P, N] of P pairs of row and expert."""
+        outs, cols = self.shape
+        rows = len(x) if pairs is None else len(pairs.order)
+        out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
+        if not rows:
+            return out
+        x_scales = weight_scales = x
+        if self.scales is not None:
+            weight_scales = self.scales
+        if self.is_float8:
+            x, x_scales = quantize_float8_rows(x)
+        elif x.stride(1) != 1:
+            x = x.contiguous()
+        experts, order, ends, mean_rows = 0, x, x, rows
+        if pairs is not None:
+            order, ends = pairs.order, pairs.ends
+            experts = len(ends)
+            mean_rows = triton.cdiv(rows, experts)
+        outs_tile, tokens_tile, warps, stages = _tile(mean_rows, outs * max(experts, 1), x.dtype)
+        if self.group_format is not None and self.group_format.bits == 4 and tokens_tile <= 32:
+            stages *= 2  # as many bytes of weights in flight as with 8 bits
+        token_tiles = _count_tiles(rows, experts, tokens_tile)
+        _matmul[(triton.cdiv(outs, outs_tile) * token_tiles,)](
+            x,
+            self.weight,
+            out,
+            x if self.bias is None else self.bias,
+            x_scales,
+            weight_scales,
+            x if self.offsets is None else self.offsets,
+            order,
+            ends,
+            rows,
+            token_tiles,
+            outs,
+            x.stride(0),
+            COLS=cols,
+            OUTS_TILE=outs_tile,
+            TOKENS_TILE=tokens_tile,
+            COLS_TILE=STAGE_BYTES // x.dtype.itemsize,
+            BIAS=self.bias is not None,
+            SCALED=self.is_float8,
+            EXPERTS=experts,
+            PAIRS_PER_ROW=pairs_per_row,
+            **_format_constants(self.group_format),
+            num_warps=warps,
+            num_stages=stages,
+            enable_fp_fusion=False,  # so that integers are dequantized as on the CPU
+        )
         return out
 
-    return multiply
+    @property
+    def is_float8(self) -> bool:
+        """Whether weights are e4m3 with a scale per output, and inputs are rounded to e4m3 with a scale per token."""
+        return self.weight.dtype == torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPairs:
+    """Pairs of a row and an expert, by which experts are multiplied."""
+
+    order: Tensor
+    """Indices of the pairs, sorted by expert, [P] int64."""
+    ends: Tensor
+    """End of each expert's pairs in `order`, [E] int64."""
+
+
+def create_gpu_linear(weight: Tensor, bias: Tensor | None, *, float8: bool = False) -> GpuLinear:
+    """Create a layer with weight [N, K] as it is, or rounded to e4m3."""
+    outs, cols = weight.shape
+    if not float8:
+        return GpuLinear((outs, cols), weight.detach().contiguous(), bias)
+    stored, scales = quantize_float8_rows(weight.detach())
+    return GpuLinear((outs, cols), stored, bias, scales)
+
+
+def create_gpu_group_linear(
+    weight: GroupedWeight, bias: Tensor | None, device: torch.device
+) -> GpuLinear:
+    """Move a grouped weight to the device, and pack it in blocks of contiguous bytes."""
+    outs, cols = weight.values.shape
+    size = weight.format.group_size
+    pad_rows, pad_cols = -outs % PACKED_ROWS, -cols % PACKED_COLS
+    codes = F.pad(weight.values.to(device).view(torch.uint8), (0, pad_cols, 0, pad_rows))
+    blocks = codes.unflatten(1, (-1, PACKED_COLS)).unflatten(0, (-1, PACKED_ROWS)).transpose(1, 2)
+    if weight.format.bits == 4:
+        low, high = blocks.chunk(2, -1)
+        blocks = low | high << 4
+    num_groups = triton.cdiv(cols + pad_cols, size)
+
+    def pad(numbers: Tensor) -> Tensor:
+        padding = (0, num_groups - numbers.shape[1], 0, pad_rows)
+        return F.pad(numbers.to(device), padding).T.contiguous()
+
+    return GpuLinear(
+        (outs, cols),
+        blocks.contiguous().flatten(),
+        bias,
+        pad(weight.scales),
+        None if weight.offsets is None else pad(weight.offsets),
+        weight.format,
+    )
+
+
+def stack_linears(linears: Sequence[GpuLinear]) -> GpuLinear:
+    """Create the layer of experts with these layers, which must agree in shape and format.
+
+    Raises:
+        ValueError: They differ.
+    """
+    first = linears[0]
+    for linear in linears:
+        if (linear.shape, linear.group_format) != (first.shape, first.group_format):
+            raise ValueError("the experts of a layer are stored in different formats")
+
+    def stack(tensors: Iterable[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.stack(present) if present else None
+
+    return replace(
+        first,
+        weight=torch.stack([linear.weight for linear in linears]),
+        bias=stack(linear.bias for linear in linears),
+        scales=stack(linear.scales for linear in linears),
+        offsets=stack(linear.offsets for linear in linears),
+    )
 
 
 def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,45 +238,45 @@ def _tile(tokens: int, outs: int, dtype: torch.dtype) -> tuple[int, int, int, in
         programs = triton.cdiv(tokens, tokens_tile) * triton.cdiv(outs, outs_tile)
         if tokens_tile < 2 * tokens and programs >= MIN_WAVE_PROGRAMS:
             return tile
-    narrow = [tile for tile in TILES if tile[0] == 64]
+    narrow = [tile for tile in TILES if tile[0] == INSTRUCTION_OUTPUTS]
     fitting = [tile for tile in narrow if tile[1] >= tokens]
-    return fitting[-1] if fitting else narrow[0]
-
-
-def _launch_matmul(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-) -> None:
-    (tokens, cols), outs = x.shape, len(weight)
-    if not tokens:
-        return
-    outs_tile, tokens_tile, warps, stages = _tile(tokens, outs, x.dtype)
-    x_scales, weight_scales = scales or (x, weight)
-    _matmul[(triton.cdiv(outs, outs_tile) * triton.cdiv(tokens, tokens_tile),)](
-        x,
-        weight,
-        out,
-        x if bias is None else bias,
-        x_scales,
-        weight_scales,
-        tokens,
-        outs,
-        x.stride(0),
-        COLS=cols,
-        OUTS_TILE=outs_tile,
-        TOKENS_TILE=tokens_tile,
-        COLS_TILE=STAGE_BYTES // x.dtype.itemsize,
-        BIAS=bias is not None,
-        SCALED=scales is not None,
-        num_warps=warps,
-        num_stages=stages,
+    _, tokens_tile, warps, stages = fitting[-1] if fitting else narrow[0]
+    token_tiles = triton.cdiv(tokens, tokens_tile)
+    enough = (
+        size
+        for size in NARROW_OUTPUTS
+        if token_tiles * triton.cdiv(outs, size) >= MIN_WAVE_PROGRAMS
     )
+    return next(enough, NARROW_OUTPUTS[-1]), tokens_tile, warps, stages
 
 
-@triton.jit(do_not_specialize=["tokens"])  # each batch size would compile a new kernel
+def _count_tiles(rows: int, experts: int, tokens_tile: int) -> int:
+    """Return the number of tiles of tokens, which is the largest possible one for rows that some experts share."""
+    if not experts:
+        return -(-rows // tokens_tile)
+    return min(rows, experts) + max(rows - experts, 0) // tokens_tile
+
+
+def _format_constants(group_format: GroupFormat | None) -> dict[str, Any]:
+    """Return the constants of `_matmul` for a format of the weights."""
+    constants = {"BITS": 0, "GROUP": 0, "OFFSETS": False, "BASE": 0}
+    constants |= {"TABLE_LOW": 0, "TABLE_HIGH": 0}
+    if group_format is None:
+        return constants
+    constants |= {"BITS": group_format.bits, "GROUP": group_format.group_size}
+    constants["OFFSETS"] = group_format.has_offsets
+    if group_format.bits == 4:
+        table, first = group_format.table, group_format.table[0]
+        constants["BASE"] = first
+        if table != tuple(range(first, first + 16)):
+            for name, values in (("TABLE_LOW", table[:8]), ("TABLE_HIGH", table[8:])):
+                constants[name] = int.from_bytes(
+                    bytes(v & 255 for v in values), "little", signed=True
+                )
+    return constants
+
+
+@triton.jit(do_not_specialize=["rows", "token_tiles"])  # each batch size would compile a new kernel
 def _matmul(
     x,
     weight,
@@ -142,7 +284,11 @@ def _matmul(
     bias,
     x_scales,
     weight_scales,
-    tokens,
+    weight_offsets,
+    order,
+    ends,
+    rows,
+    token_tiles,
     outs,
     x_stride,
     COLS: tl.constexpr,
@@ -151,47 +297,221 @@ def _matmul(
     COLS_TILE: tl.constexpr,
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BASE: tl.constexpr,
+    TABLE_LOW: tl.constexpr,
+    TABLE_HIGH: tl.constexpr,
 ):
     """Compute one tile of out [T, N].
 
     The weights are the left operand, whose 64 rows are always full. A tile of tokens is the right operand, which is as
     narrow as the batch. One token and thousands of tokens therefore use the same instruction and the same order of
-    sums. K is not split, because the split would have to be the same for all batch sizes.
+    sums. K is not split, because the split would have to be the same for all batch sizes. If a layer has few outputs,
+    programs load fewer rows than 64, and the others are zeros.
+
+    With EXPERTS, a token is a pair, whose number is at its position in `order`. Its input is the row of x for
+    PAIRS_PER_ROW pairs.
     """
+    height: tl.constexpr = max(OUTS_TILE, 64)
     out_tiles = (outs + OUTS_TILE - 1) // OUTS_TILE
-    token_tiles = (tokens + TOKENS_TILE - 1) // TOKENS_TILE
     # Programs cover eight output tiles by all token tiles, then the next eight, so that concurrent programs share
     # cached data.
     band = tl.program_id(0) // (8 * token_tiles)
     inside = tl.program_id(0) % (8 * token_tiles)
-    height = tl.minimum(out_tiles - band * 8, 8)
-    row = (band * 8 + inside % height) * OUTS_TILE + tl.arange(0, OUTS_TILE)
-    token = inside // height * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
+    band_height = tl.minimum(out_tiles - band * 8, 8)
+    tile = inside // band_height
+    local = tl.arange(0, height)
+    row = (band * 8 + inside % band_height) * OUTS_TILE + local
+    is_row = (row < outs) & (local < OUTS_TILE)
+    row = tl.minimum(row, outs - 1)  # rows past the end repeat the last row and are not stored
+    expert = 0
+    if EXPERTS > 0:
+        expert, start, end = _find_expert_tile(tile, ends, EXPERTS, TOKENS_TILE)
+        if expert >= EXPERTS:
+            return
+        token = start + tl.arange(0, TOKENS_TILE)
+        is_token = token < end
+        token = tl.load(order + tl.minimum(token, end - 1))
+    else:
+        token = tile * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
+        is_token = token < rows
+        token = tl.minimum(token, rows - 1)
+    source = token // PAIRS_PER_ROW
+    right = x + source.to(tl.int64)[None, :] * x_stride
+    acc = tl.zeros((height, TOKENS_TILE), tl.float32)
+    expert_row = (expert * outs + row).to(tl.int64)
+    if BITS == 0:
+        left = weight + expert_row[:, None] * COLS
+        acc = _multiply_floats(left, right, acc, COLS, OUTS_TILE, COLS_TILE, SCALED)
+    else:
+        padded = (outs + 31) // 32 * 32
+        first_row = (expert * padded).to(tl.int64)
+        chunks: tl.constexpr = (COLS + 63) // 64
+        groups: tl.constexpr = (chunks * 64 + GROUP - 1) // GROUP
+        packed_row = first_row + row
+        left = weight + (packed_row // 32 * (chunks * 32) + packed_row % 32)[:, None] * (8 * BITS)
+        numbers = first_row * groups + row
+        acc = _multiply_integers(
+            left,
+            right,
+            acc,
+            weight_scales + numbers,
+            weight_offsets + numbers,
+            padded,
+            COLS,
+            OUTS_TILE,
+            BITS,
+            GROUP,
+            OFFSETS,
+            BASE,
+            TABLE_LOW,
+            TABLE_HIGH,
+        )
+    if SCALED:
+        acc *= tl.load(weight_scales + expert_row)[:, None]
+        acc *= tl.load(x_scales + source)[None, :]
+    if BIAS:
+        acc += tl.load(bias + expert_row).to(tl.float32)[:, None]
+    offset = token.to(tl.int64)[None, :] * outs + row[:, None]
+    mask = is_row[:, None] & is_token[None, :]
+    tl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply_floats(
+    left,
+    right,
+    acc,
+    COLS: tl.constexpr,
+    OUTS_TILE: tl.constexpr,
+    COLS_TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Add the products of rows of floats to acc."""
     col = tl.arange(0, COLS_TILE)
-    # Rows past the end repeat the last row and are not stored.
-    left = weight + tl.minimum(row, outs - 1).to(tl.int64)[:, None] * COLS + col[None, :]
-    right = x + tl.minimum(token, tokens - 1).to(tl.int64)[None, :] * x_stride + col[:, None]
-    acc = tl.zeros((OUTS_TILE, TOKENS_TILE), tl.float32)
-    for start in range(0, COLS, COLS_TILE):
-        if COLS % COLS_TILE == 0:
-            a = tl.load(left)
-            b = tl.load(right)
+    is_used = (tl.arange(0, acc.shape[0]) < OUTS_TILE)[:, None]
+    left += col[None, :]
+    right += col[:, None]
+    for first in range(0, COLS, COLS_TILE):
+        if COLS % COLS_TILE > 0:
+            a = tl.load(left, mask=is_used & (col < COLS - first)[None, :], other=0.0)
+            b = tl.load(right, mask=(col < COLS - first)[:, None], other=0.0)
         else:
-            a = tl.load(left, mask=(col < COLS - start)[None, :], other=0.0)
-            b = tl.load(right, mask=(col < COLS - start)[:, None], other=0.0)
+            is_full: tl.constexpr = acc.shape[0] == OUTS_TILE
+            a = tl.load(left) if is_full else tl.load(left, mask=is_used, other=0.0)
+            b = tl.load(right)
         acc = tl.dot(
             a, b, acc, input_precision="tf32x3", max_num_imprecise_acc=128 if SCALED else None
         )
         left += COLS_TILE
         right += COLS_TILE
-    if SCALED:
-        acc *= tl.load(weight_scales + row, mask=row < outs, other=0.0)[:, None]
-        acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
-    if BIAS:
-        acc += tl.load(bias + row, mask=row < outs, other=0.0).to(tl.float32)[:, None]
-    offset = token.to(tl.int64)[None, :] * outs + row[:, None]
-    mask = (row < outs)[:, None] & (token < tokens)[None, :]
-    tl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
+    return acc
+
+
+@triton.jit
+def _multiply_integers(
+    left,
+    right,
+    acc,
+    scales,
+    offsets,
+    stride,
+    COLS: tl.constexpr,
+    OUTS_TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BASE: tl.constexpr,
+    TABLE_LOW: tl.constexpr,
+    TABLE_HIGH: tl.constexpr,
+):
+    """Add the products of packed integers to acc. Scales and offsets of a group are `stride` after the last one's."""
+    col = tl.arange(0, 32)
+    is_used = (tl.arange(0, acc.shape[0]) < OUTS_TILE)[:, None]
+    left += col[None, :]
+    right += col[:, None]
+    for first in range(0, COLS, 64):
+        for half in tl.static_range(2):
+            if BITS == 8 or half == 0:
+                if acc.shape[0] == OUTS_TILE:
+                    stored = tl.load(left + 32 * half)
+                else:
+                    stored = tl.load(left + 32 * half, mask=is_used, other=0)
+            group = (first + half * 32) // GROUP
+            a = _decode(stored, half, BITS, BASE, TABLE_LOW, TABLE_HIGH)
+            a *= _load_groups(scales, group, stride, col, GROUP)
+            if OFFSETS:
+                a += _load_groups(offsets, group, stride, col, GROUP)
+            if COLS % 64 > 0:
+                is_col = col < COLS - first - half * 32
+                b = tl.load(right, mask=is_col[:, None], other=0.0)
+            else:
+                b = tl.load(right)
+            acc = tl.dot(a.to(b.dtype), b, acc, input_precision="tf32x3")
+            right += 32
+        left += 8 * BITS * 32
+    return acc
+
+
+@triton.jit
+def _find_expert_tile(tile, ends, EXPERTS: tl.constexpr, TOKENS_TILE: tl.constexpr):
+    """Return the expert of a tile of tokens, and the first token and the end of the expert's tokens.
+
+    The expert is EXPERTS or more if there are fewer tiles.
+    """
+    width: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    index = tl.arange(0, width)
+    end = tl.load(ends + index, mask=index < EXPERTS, other=0).to(tl.int32)
+    is_next = (index > 0) & (index < EXPERTS)
+    start = tl.load(ends + index - 1, mask=is_next, other=0).to(tl.int32)
+    tiles = (end - start + TOKENS_TILE - 1) // TOKENS_TILE
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    is_expert = index == expert
+    first = start + (tile - last + tiles) * TOKENS_TILE
+    return (
+        expert,
+        tl.sum(tl.where(is_expert, first, 0), 0),
+        tl.sum(tl.where(is_expert, end, 0), 0),
+    )
+
+
+@triton.jit
+def _decode(
+    stored,
+    half: tl.constexpr,
+    BITS: tl.constexpr,
+    BASE: tl.constexpr,
+    TABLE_LOW: tl.constexpr,
+    TABLE_HIGH: tl.constexpr,
+):
+    """Return the values of stored bytes as float32. A table has the bytes of eight values in each word."""
+    if BITS == 8:
+        values = stored.to(tl.int8, bitcast=True)
+    else:
+        codes = (stored >> (4 * half)) & 15
+        if TABLE_LOW == 0:
+            values = codes.to(tl.int8) + BASE
+        else:
+            wide = codes.to(tl.int64)
+            word = tl.where(wide < 8, TABLE_LOW, TABLE_HIGH)
+            values = word >> ((wide & 7) * 8)
+    # Integers of 8 bits are exact in bfloat16, to which four are converted at once.
+    return values.to(tl.int8).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _load_groups(numbers, group, stride, col, GROUP: tl.constexpr):
+    """Load the scales or offsets of 32 columns, of which two groups of 16 have different ones."""
+    values = tl.load(numbers + group * stride)[:, None]
+    if GROUP < 32:
+        second = tl.load(numbers + (group + 1) * stride)[:, None]
+        values = tl.where((col < 16)[None, :], values, second)
+    return values
 
 
 @triton.jit
