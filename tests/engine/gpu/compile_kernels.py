@@ -73,6 +73,7 @@ REPRESENTATIVES = {
     "matmul float8 64x16",
     "matmul int4 per 32 128x256",
     "matmul float4 per 32 64x32, 160 experts",
+    "sort pairs",
     "add choices",
     "select experts",
     "quantize",
@@ -204,7 +205,13 @@ def report_attention_kernels() -> None:
 
 
 EXPERT_TYPES = {"outputs": BFLOAT16, "weights": FLOAT32, "total": FLOAT32}
-EXPERT_TYPES |= {"scores": FLOAT32, "indices": "*i64"}
+EXPERT_TYPES |= {
+    "scores": FLOAT32,
+    "indices": "*i64",
+    "ids": "*i64",
+    "order": "*i32",
+    "ends": "*i32",
+}
 LINEAR: dict[str, tuple[int, dict[str, str], GroupFormat | None]] = {
     "bfloat16": (2, {}, None),
     "float8": (1, {"x": FLOAT8, "weight": FLOAT8}, None),
@@ -235,14 +242,14 @@ def report_linear_kernels() -> None:
                 "SCALED": kind == "float8",
                 "EXPERTS": experts,
                 "PAIRS_PER_ROW": 4 if experts else 1,
-                **linear._format_constants(group_format),
+                **linear.format_constants(group_format),
             }
             label = f"matmul {kind} {outs}x{tokens}" + f", {experts} experts" * (experts > 0)
             report(
                 label,
                 linear._matmul,
                 constants,
-                {"order": "*i64", "ends": "*i64"} | types,
+                {"order": "*i32", "ends": "*i32"} | types,
                 num_warps=warps,
                 num_stages=stages,
                 enable_fp_fusion=False,
@@ -250,6 +257,8 @@ def report_linear_kernels() -> None:
     constants = {"CHOICES": 8, "TILE": expert_kernels.SUM_TILE}
     options = {"num_warps": 4, "enable_fp_fusion": False}
     report("add choices", expert_kernels._add_choices, constants, EXPERT_TYPES, **options)
+    constants = {"TILE": expert_kernels.SORT_TILE}
+    report("sort pairs", expert_kernels._sort_pairs, constants, EXPERT_TYPES, num_warps=4)
     constants = {"SIZE": 160, "COUNT": 8, "WIDTH": 256}
     report("select experts", expert_kernels._select_largest, constants, EXPERT_TYPES, num_warps=1)
     constants = {"COLS": 4096, "WIDTH": 4096, "MAX_VALUE": linear.FLOAT8_MAX}

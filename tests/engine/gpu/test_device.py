@@ -55,11 +55,15 @@ WINDOWED = {
 }
 
 
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+
+
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param(("Llama", {}), id="full"),
         pytest.param(("Qwen2", WINDOWED), id="windowed", marks=pytest.mark.exhaustive),
+        pytest.param(("Mixtral", EXPERTS), id="experts", marks=pytest.mark.exhaustive),
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -494,12 +494,9 @@ def _warm_up(
 def _is_capturable(architecture: AnyArchitecture) -> bool:
     """Return whether a graph can include the model.
 
-    Experts count their tokens on the host, which a graph cannot include. The code of transformers may do so too.
-    Recurrent states are attached to a batch outside of graphs.
+    The code of transformers may wait for the device. Recurrent states are attached to a batch outside of graphs.
     """
-    if not isinstance(architecture, ModelArchitecture):
-        return False
-    return architecture.moe is None and architecture.delta_net is None
+    return isinstance(architecture, ModelArchitecture) and architecture.delta_net is None
 
 
 def choose_device(config: EngineConfig) -> Device:

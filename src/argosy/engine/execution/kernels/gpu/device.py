@@ -48,7 +48,10 @@ class GpuDevice(Device):
     max_steps_in_flight = 1
     ridge_tokens = 256
     """Hopper computes 206 (H200) to 295 (H100) bfloat16 multiplications while it reads one weight."""
-    warmup_sizes = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+    warmup_sizes = (
+        *(1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257),
+        *(512, 1024, 2048, 4096, 8192),  # of which each expert computes a sixteenth, for example
+    )
     """Sizes for every tile of the kernels. Multiples of 16 and other sizes are compiled separately."""
     mask_threads = 4
     """The GPU leaves most CPUs idle."""

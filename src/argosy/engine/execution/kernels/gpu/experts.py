@@ -16,6 +16,8 @@ from torch import Tensor
 
 from argosy.engine.execution.kernels.gpu.linear import ExpertPairs, GpuLinear, stack_linears
 
+SORT_TILE = 1024
+"""Number of pairs that a program reads at a time."""
 SUM_TILE = 1024
 """Number of outputs of a program that adds the choices of a row."""
 
@@ -30,9 +32,7 @@ class GpuExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         rows, choices = expert_ids.shape
-        experts, order = expert_ids.flatten().sort(stable=True)
-        every = torch.arange(len(self.down.weight), device=x.device)
-        pairs = ExpertPairs(order, torch.searchsorted(experts, every, right=True))
+        pairs = sort_by_expert(expert_ids, len(self.down.weight))
         inner = self.activation(self.gate_up.multiply(x, pairs, choices))
         outputs = self.down.multiply(inner, pairs)
         size = outputs.shape[1]
@@ -74,6 +74,16 @@ def _stack(linears: Sequence[Callable[[Tensor], Tensor]]) -> GpuLinear:
     return stack_linears(simple)
 
 
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertPairs:
+    """Sort the pairs of expert ids [T, experts per token]."""
+    count = expert_ids.numel()
+    order = torch.empty(count, dtype=torch.int32, device=expert_ids.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+    ids = expert_ids.contiguous()
+    _sort_pairs[(num_experts,)](ids, order, ends, count, TILE=SORT_TILE, num_warps=4)
+    return ExpertPairs(order, ends)
+
+
 def select_largest(scores: Tensor, count: int) -> Tensor:
     """Return the indices of each row's `count` largest scores [T, N], largest first, and of equal ones the first."""
     rows, size = scores.shape
@@ -88,6 +98,24 @@ def select_largest(scores: Tensor, count: int) -> Tensor:
             num_warps=1,
         )
     return indices
+
+
+@triton.jit(do_not_specialize=["count"])  # each batch size would compile a new kernel
+def _sort_pairs(ids, order, ends, count, TILE: tl.constexpr):
+    """Write the indices of the pairs of one expert, in order, after those of the experts before."""
+    expert = tl.program_id(0)
+    index = tl.arange(0, TILE)
+    num_before = tl.zeros((TILE,), tl.int32)
+    for first in range(0, count, TILE):
+        others = tl.load(ids + first + index, mask=first + index < count, other=expert)
+        num_before += (others < expert).to(tl.int32)
+    start = tl.sum(num_before, 0)
+    for first in range(0, count, TILE):
+        is_own = tl.load(ids + first + index, mask=first + index < count, other=-1) == expert
+        position = start + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(order + position, first + index, mask=is_own)
+        start += tl.sum(is_own.to(tl.int32), 0)
+    tl.store(ends + expert, start)
 
 
 @triton.jit

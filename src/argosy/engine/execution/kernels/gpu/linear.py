@@ -8,9 +8,9 @@ matrix unit would wait for the scales of the short groups of int4, GPTQ and GGUF
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import triton
@@ -50,6 +50,26 @@ PACKED_COLS = 64
 """Columns of a block of packed integers. A byte with two codes has those of columns c and c + 32."""
 
 
+def format_constants(group_format: GroupFormat | None) -> dict[str, object]:
+    """Return the constants of `_matmul` for integers, or for floats if there is no format."""
+    if group_format is None:
+        return dict.fromkeys(("BITS", "GROUP", "OFFSETS", "BASE", "TABLE_LOW", "TABLE_HIGH"), 0)
+    first, low, high = group_format.table[0], 0, 0
+    if group_format.bits == 4 and group_format.table != tuple(range(first, first + 16)):
+        low, high = (
+            int.from_bytes(bytes(value & 255 for value in values), "little", signed=True)
+            for values in (group_format.table[:8], group_format.table[8:])
+        )
+    return {
+        "BITS": group_format.bits,
+        "GROUP": group_format.group_size,
+        "OFFSETS": group_format.has_offsets,
+        "BASE": first,
+        "TABLE_LOW": low,
+        "TABLE_HIGH": high,
+    }
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuLinear:
     """Linear layer, which maps x [T, K] to [T, N] in x's dtype, or one for each expert.
@@ -67,8 +87,8 @@ class GpuLinear:
     """Float32 [N] of e4m3, or [groups, padded N] of integers."""
     offsets: Tensor | None = None
     """Float32 [groups, padded N] of integers with offsets."""
-    group_format: GroupFormat | None = None
-    """Format of integers."""
+    constants: Mapping[str, object] = field(default_factory=partial(format_constants, None))
+    """Constants of `_matmul` for the format of the weights."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.multiply(x, None)
@@ -87,13 +107,13 @@ class GpuLinear:
             x, x_scales = quantize_float8_rows(x)
         elif x.stride(1) != 1:
             x = x.contiguous()
-        experts, order, ends, mean_rows = 0, x, x, rows
+        experts, order, ends, active = 0, x, x, 1
         if pairs is not None:
             order, ends = pairs.order, pairs.ends
             experts = len(ends)
-            mean_rows = triton.cdiv(rows, experts)
-        outs_tile, tokens_tile, warps, stages = _tile(mean_rows, outs * max(experts, 1), x.dtype)
-        if self.group_format is not None and self.group_format.bits == 4 and tokens_tile <= 32:
+            active = min(experts, rows)
+        outs_tile, tokens_tile, warps, stages = _tile(-(-rows // active), outs * active, x.dtype)
+        if self.constants["BITS"] == 4 and tokens_tile <= 32:
             stages *= 2  # as many bytes of weights in flight as with 8 bits
         token_tiles = _count_tiles(rows, experts, tokens_tile)
         _matmul[(triton.cdiv(outs, outs_tile) * token_tiles,)](
@@ -118,7 +138,7 @@ class GpuLinear:
             SCALED=self.is_float8,
             EXPERTS=experts,
             PAIRS_PER_ROW=pairs_per_row,
-            **_format_constants(self.group_format),
+            **self.constants,
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,  # so that integers are dequantized as on the CPU
@@ -136,9 +156,9 @@ class ExpertPairs:
     """Pairs of a row and an expert, by which experts are multiplied."""
 
     order: Tensor
-    """Indices of the pairs, sorted by expert, [P] int64."""
+    """Indices of the pairs, sorted by expert, [P] int32."""
     ends: Tensor
-    """End of each expert's pairs in `order`, [E] int64."""
+    """End of each expert's pairs in `order`, [E] int32."""
 
 
 def create_gpu_linear(weight: Tensor, bias: Tensor | None, *, float8: bool = False) -> GpuLinear:
@@ -174,7 +194,7 @@ def create_gpu_group_linear(
         bias,
         pad(weight.scales),
         None if weight.offsets is None else pad(weight.offsets),
-        weight.format,
+        format_constants(weight.format),
     )
 
 
@@ -186,7 +206,7 @@ def stack_linears(linears: Sequence[GpuLinear]) -> GpuLinear:
     """
     first = linears[0]
     for linear in linears:
-        if (linear.shape, linear.group_format) != (first.shape, first.group_format):
+        if (linear.shape, linear.constants) != (first.shape, first.constants):
             raise ValueError("the experts of a layer are stored in different formats")
 
     def stack(tensors: Iterable[Tensor | None]) -> Tensor | None:
@@ -255,25 +275,6 @@ def _count_tiles(rows: int, experts: int, tokens_tile: int) -> int:
     if not experts:
         return -(-rows // tokens_tile)
     return min(rows, experts) + max(rows - experts, 0) // tokens_tile
-
-
-def _format_constants(group_format: GroupFormat | None) -> dict[str, Any]:
-    """Return the constants of `_matmul` for a format of the weights."""
-    constants = {"BITS": 0, "GROUP": 0, "OFFSETS": False, "BASE": 0}
-    constants |= {"TABLE_LOW": 0, "TABLE_HIGH": 0}
-    if group_format is None:
-        return constants
-    constants |= {"BITS": group_format.bits, "GROUP": group_format.group_size}
-    constants["OFFSETS"] = group_format.has_offsets
-    if group_format.bits == 4:
-        table, first = group_format.table, group_format.table[0]
-        constants["BASE"] = first
-        if table != tuple(range(first, first + 16)):
-            for name, values in (("TABLE_LOW", table[:8]), ("TABLE_HIGH", table[8:])):
-                constants[name] = int.from_bytes(
-                    bytes(v & 255 for v in values), "little", signed=True
-                )
-    return constants
 
 
 @triton.jit(do_not_specialize=["rows", "token_tiles"])  # each batch size would compile a new kernel
@@ -465,9 +466,9 @@ def _find_expert_tile(tile, ends, EXPERTS: tl.constexpr, TOKENS_TILE: tl.constex
     """
     width: tl.constexpr = triton.next_power_of_2(EXPERTS)
     index = tl.arange(0, width)
-    end = tl.load(ends + index, mask=index < EXPERTS, other=0).to(tl.int32)
+    end = tl.load(ends + index, mask=index < EXPERTS, other=0)
     is_next = (index > 0) & (index < EXPERTS)
-    start = tl.load(ends + index - 1, mask=is_next, other=0).to(tl.int32)
+    start = tl.load(ends + index - 1, mask=is_next, other=0)
     tiles = (end - start + TOKENS_TILE - 1) // TOKENS_TILE
     last = tl.cumsum(tiles, 0)
     expert = tl.sum((last <= tile).to(tl.int32), 0)
