@@ -220,6 +220,7 @@ LINEAR: dict[str, tuple[int, dict[str, str], GroupFormat | None]] = {
     "int8 per 16": (2, {"weight": "*u8"}, GroupFormat(8, 16, has_offsets=True)),
     "int4 per 128": (2, {"weight": "*u8"}, GroupFormat(4, 128, has_offsets=False)),
     "int4 per 32": (2, {"weight": "*u8"}, GroupFormat(4, 32, has_offsets=True)),
+    "table per 64": (2, {"weight": "*u8"}, GroupFormat(4, 64, False, (*range(-15, 0), 99))),
     "float4 per 32": (2, {"weight": "*u8"}, GroupFormat(4, 32, False, FP4_DOUBLED)),
 }
 """Formats of weights, with the bytes of an input."""
@@ -243,6 +244,7 @@ def report_linear_kernels() -> None:
                 "EXPERTS": experts,
                 "PAIRS_PER_ROW": 4 if experts else 1,
                 **linear.format_constants(group_format),
+                "UNROLL": 2 if tokens <= 32 else 1,
             }
             label = f"matmul {kind} {outs}x{tokens}" + f", {experts} experts" * (experts > 0)
             report(

@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
+from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GROUP_SIZES, GroupFormat
 from argosy.engine.execution.kernels.cpu.linear import torch_group_linear
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
@@ -101,7 +102,7 @@ def test_float8_rows_use_full_range() -> None:
     bits=[4, 8],
     group_size=GROUP_SIZES,
     has_offsets=[False, True],
-    is_linear=[False, True],
+    table=[SIGNED_TABLE, tuple(range(-8, 8)), FP4_DOUBLED],
     shape=[(40, 96), (33, 70), (1, 16)],
     dtype=[torch.bfloat16, torch.float32, torch.float16],
 )
@@ -109,11 +110,10 @@ def test_integers_give_bits_of_dequantized_weights(
     bits: int,
     group_size: int,
     has_offsets: bool,
-    is_linear: bool,
+    table: tuple[int, ...],
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    table = tuple(range(-8, 8)) if is_linear else SIGNED_TABLE
     weight, bias, x = random_linear(
         *shape, dtype, 5, GroupFormat(bits, group_size, has_offsets, table)
     )

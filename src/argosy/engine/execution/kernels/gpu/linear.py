@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
 
 FLOAT8_MAX = 448.0
@@ -52,22 +53,25 @@ PACKED_COLS = 64
 
 def format_constants(group_format: GroupFormat | None) -> dict[str, object]:
     """Return the constants of `_matmul` for integers, or for floats if there is no format."""
+    constants: dict[str, object] = dict.fromkeys(
+        ("BITS", "GROUP", "OFFSETS", "CODES", "BASE", "TABLE_LOW", "TABLE_HIGH"), 0
+    )
     if group_format is None:
-        return dict.fromkeys(("BITS", "GROUP", "OFFSETS", "BASE", "TABLE_LOW", "TABLE_HIGH"), 0)
-    first, low, high = group_format.table[0], 0, 0
-    if group_format.bits == 4 and group_format.table != tuple(range(first, first + 16)):
-        low, high = (
-            int.from_bytes(bytes(value & 255 for value in values), "little", signed=True)
-            for values in (group_format.table[:8], group_format.table[8:])
-        )
-    return {
-        "BITS": group_format.bits,
-        "GROUP": group_format.group_size,
-        "OFFSETS": group_format.has_offsets,
-        "BASE": first,
-        "TABLE_LOW": low,
-        "TABLE_HIGH": high,
-    }
+        return constants
+    constants |= {"BITS": group_format.bits, "GROUP": group_format.group_size}
+    constants |= {"OFFSETS": group_format.has_offsets}
+    if group_format.bits == 8:
+        return constants
+    table, first = group_format.table, group_format.table[0]
+    if table == tuple(range(first, first + 16)):
+        return constants | {"CODES": "integers", "BASE": first}
+    if table == FP4_DOUBLED:
+        return constants | {"CODES": "floats"}
+    low, high = (
+        int.from_bytes(bytes(value + 128 for value in values), "little", signed=True)
+        for values in (table[:8], table[8:])
+    )
+    return constants | {"CODES": "table", "TABLE_LOW": low, "TABLE_HIGH": high}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,8 +117,6 @@ class GpuLinear:
             experts = len(ends)
             active = min(experts, rows)
         outs_tile, tokens_tile, warps, stages = _tile(-(-rows // active), outs * active, x.dtype)
-        if self.constants["BITS"] == 4 and tokens_tile <= 32:
-            stages *= 2  # as many bytes of weights in flight as with 8 bits
         token_tiles = _count_tiles(rows, experts, tokens_tile)
         _matmul[(triton.cdiv(outs, outs_tile) * token_tiles,)](
             x,
@@ -139,6 +141,7 @@ class GpuLinear:
             EXPERTS=experts,
             PAIRS_PER_ROW=pairs_per_row,
             **self.constants,
+            UNROLL=2 if tokens_tile <= 32 else 1,  # of loops that wait for instructions
             num_warps=warps,
             num_stages=stages,
             enable_fp_fusion=False,  # so that integers are dequantized as on the CPU
@@ -177,7 +180,8 @@ def create_gpu_group_linear(
     outs, cols = weight.values.shape
     size = weight.format.group_size
     pad_rows, pad_cols = -outs % PACKED_ROWS, -cols % PACKED_COLS
-    codes = F.pad(weight.values.to(device).view(torch.uint8), (0, pad_cols, 0, pad_rows))
+    codes = weight.values.to(device).view(torch.uint8)
+    codes = F.pad(codes if weight.format.bits == 4 else codes ^ 128, (0, pad_cols, 0, pad_rows))
     blocks = codes.unflatten(1, (-1, PACKED_COLS)).unflatten(0, (-1, PACKED_ROWS)).transpose(1, 2)
     if weight.format.bits == 4:
         low, high = blocks.chunk(2, -1)
@@ -303,9 +307,11 @@ def _matmul(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    CODES: tl.constexpr,
     BASE: tl.constexpr,
     TABLE_LOW: tl.constexpr,
     TABLE_HIGH: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Compute one tile of out [T, N].
 
@@ -368,9 +374,11 @@ def _matmul(
             BITS,
             GROUP,
             OFFSETS,
+            CODES,
             BASE,
             TABLE_LOW,
             TABLE_HIGH,
+            UNROLL,
         )
     if SCALED:
         acc *= tl.load(weight_scales + expert_row)[:, None]
@@ -426,25 +434,33 @@ def _multiply_integers(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    CODES: tl.constexpr,
     BASE: tl.constexpr,
     TABLE_LOW: tl.constexpr,
     TABLE_HIGH: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Add the products of packed integers to acc. Scales and offsets of a group are `stride` after the last one's."""
     col = tl.arange(0, 32)
     is_used = (tl.arange(0, acc.shape[0]) < OUTS_TILE)[:, None]
+    is_full: tl.constexpr = acc.shape[0] == OUTS_TILE
     left += col[None, :]
     right += col[:, None]
-    for first in range(0, COLS, 64):
+    for first in tl.range(0, COLS, 64, loop_unroll_factor=UNROLL):
+        stored = tl.load(left) if is_full else tl.load(left, mask=is_used, other=0)
+        if BITS == 4:
+            a, second = _decode_nibbles(stored, CODES, BASE, TABLE_LOW, TABLE_HIGH)
+        else:
+            left += 32
+            a = _decode_bytes(stored)
+            stored = tl.load(left) if is_full else tl.load(left, mask=is_used, other=0)
+            second = _decode_bytes(stored)
         for half in tl.static_range(2):
-            if BITS == 8 or half == 0:
-                if acc.shape[0] == OUTS_TILE:
-                    stored = tl.load(left + 32 * half)
-                else:
-                    stored = tl.load(left + 32 * half, mask=is_used, other=0)
+            if half == 1:
+                a = second
             group = (first + half * 32) // GROUP
-            a = _decode(stored, half, BITS, BASE, TABLE_LOW, TABLE_HIGH)
-            a *= _load_groups(scales, group, stride, col, GROUP)
+            scale = _load_groups(scales, group, stride, col, GROUP)
+            a *= scale * 0.0625 if BITS == 4 and half == 1 else scale
             if OFFSETS:
                 a += _load_groups(offsets, group, stride, col, GROUP)
             if COLS % 64 > 0:
@@ -454,7 +470,7 @@ def _multiply_integers(
                 b = tl.load(right)
             acc = tl.dot(a.to(b.dtype), b, acc, input_precision="tf32x3")
             right += 32
-        left += 8 * BITS * 32
+        left += 256 * BITS if BITS == 4 else 256 * BITS - 32
     return acc
 
 
@@ -482,27 +498,49 @@ def _find_expert_tile(tile, ends, EXPERTS: tl.constexpr, TOKENS_TILE: tl.constex
 
 
 @triton.jit
-def _decode(
+def _decode_bytes(stored):
+    """Return bytes minus 128 as float32.
+
+    A byte becomes the last bits of a float, from which a constant is subtracted, because a GPU converts few integers at
+    a time. One bit of the constant overlaps with the byte, so that shift and addition stay one instruction.
+    """
+    bits = (stored.to(tl.int32) << 8) + 0x47000100
+    return bits.to(tl.float32, bitcast=True) - (32769.0 + 128.0)
+
+
+@triton.jit
+def _decode_nibbles(
     stored,
-    half: tl.constexpr,
-    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     BASE: tl.constexpr,
     TABLE_LOW: tl.constexpr,
     TABLE_HIGH: tl.constexpr,
 ):
-    """Return the values of stored bytes as float32. A table has the bytes of eight values in each word."""
-    if BITS == 8:
-        values = stored.to(tl.int8, bitcast=True)
+    """Return the values of the low codes of bytes, and 16 times those of the high codes, as float32.
+
+    A code is an integer, to which BASE is added, a float (e2m1), whose value is doubled, or an index of the table.
+    """
+    wide = stored.to(tl.int32)
+    if CODES == "integers":
+        bits = (wide << 8) + 0x47001000
+        high = (bits & -0x1000).to(tl.float32, bitcast=True)
+        low = bits.to(tl.float32, bitcast=True) - high + BASE
+        high -= 32784.0 - 16.0 * BASE
+    elif CODES == "floats":  # exponents that are 126 too small
+        low = ((wide & 7) << 22 | (wide & 8) << 28).to(tl.float32, bitcast=True) * 2.0**127
+        high = ((wide & 0x70) << 18 | (wide & 0x80) << 24).to(tl.float32, bitcast=True) * 2.0**127
+        high *= 16.0
     else:
-        codes = (stored >> (4 * half)) & 15
-        if TABLE_LOW == 0:
-            values = codes.to(tl.int8) + BASE
-        else:
-            wide = codes.to(tl.int64)
-            word = tl.where(wide < 8, TABLE_LOW, TABLE_HIGH)
-            values = word >> ((wide & 7) * 8)
-    # Integers of 8 bits are exact in bfloat16, to which four are converted at once.
-    return values.to(tl.int8).to(tl.bfloat16).to(tl.float32)
+        low = _decode_bytes(_look_up(wide & 15, TABLE_LOW, TABLE_HIGH))
+        high = _decode_bytes(_look_up(wide >> 4, TABLE_LOW, TABLE_HIGH)) * 16.0
+    return low, high
+
+
+@triton.jit
+def _look_up(code, TABLE_LOW: tl.constexpr, TABLE_HIGH: tl.constexpr):
+    """Return the byte of each code in two words."""
+    word = tl.where(code < 8, TABLE_LOW, TABLE_HIGH).to(tl.int64)
+    return (word >> ((code & 7) * 8)).to(tl.int32) & 255
 
 
 @triton.jit
