@@ -41,10 +41,11 @@ def load_checkpoint(
     device: Device | None = None,
 ) -> Decoder:
     """Load a checkpoint with Argosy's own decoder, by default for one CPU and with the architecture that it states."""
+    device = device or create_cpu_device(1)
     return load_decoder(
-        CheckpointReader(path),
+        CheckpointReader(path, computes_float8=device.computes_float8),
         architecture or read_architecture(path),
-        device or create_cpu_device(1),
+        device,
         dtype,
         lambda _: None,
         quantize=quantize,

@@ -217,6 +217,7 @@ LINEAR: dict[str, tuple[int, dict[str, str], GroupFormat | None]] = {
     "float8": (1, {"x": FLOAT8, "weight": FLOAT8}, None),
     "float32": (4, dict.fromkeys(("x", "weight", "out", "bias"), FLOAT32), None),
     "int8 per 256": (2, {"weight": "*u8"}, GroupFormat(8, 256, has_offsets=False)),
+    "float8 per 128": (2, {"weight": "*u8"}, GroupFormat(8, 128, False, is_float8=True)),
     "int8 per 16": (2, {"weight": "*u8"}, GroupFormat(8, 16, has_offsets=True)),
     "int4 per 128": (2, {"weight": "*u8"}, GroupFormat(4, 128, has_offsets=False)),
     "int4 per 32": (2, {"weight": "*u8"}, GroupFormat(4, 32, has_offsets=True)),

@@ -233,7 +233,7 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
 
 REFUSED = ("deepseek", "glm 4 moe lite", "qwen 3.5", "qwen 3 next")
 """First words of the families that have no GPU kernels."""
-DEFAULT_TIER = {"deepseek 3", "qwen 3.5", "mixtral", "gpt-oss in MXFP4", "gptq act-order"}
+DEFAULT_TIER = {"deepseek 3", "qwen 3.5", "mixtral", "gpt-oss in MXFP4", "fp8 block"}
 CASES = [*FAMILIES, "gpt-oss in MXFP4", *STORED_FORMATS, *(f"quantized to {x}" for x in QUANTIZE)]
 
 
@@ -275,6 +275,9 @@ def test_every_family_and_format_is_computed_or_refused_by_name(tmp_path: Path, 
         load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice(), quantize=quantize)
     )
     logits = gpu.logits_in_one_chunk(prompt)
+    if case in {"fp8 block", "fp8 channel", "gptq"}:  # a weight is rounded to bfloat16 once
+        rounded = load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice(), quantize="none")
+        assert torch.equal(DecoderDriver(rounded).logits_in_one_chunk(prompt), logits)
     error = ((logits - expected).std(-1) / expected.std(-1)).median()
     assert error < {None: 0.06, "int4": 0.3}.get(quantize, 0.1)
     first, second = (gpu.forward([("chunks", part)])[0] for part in (prompt[:2], prompt[2:]))

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from argosy.engine.execution.checkpoint_formats.encoded import (
-    EncodedTensor,
     GroupedTensor,
     TensorSource,
 )
-from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedWeight, GroupFormat
+from argosy.engine.execution.checkpoint_formats.grouped_weight import (
+    GroupedWeight,
+    GroupFormat,
+    choose_group_size,
+    create_grouped_weight,
+)
 
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of FP4 (e2m1), which are integers."""
@@ -22,7 +26,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
 
-class Fp8Tensor(EncodedTensor):
+class Fp8Tensor(GroupedTensor):
     """Matrix in FP8 (e4m3), with scales for the whole of it, for each output, or for each block."""
 
     def __init__(
@@ -50,18 +54,27 @@ class Fp8Tensor(EncodedTensor):
         )
         self.check_shape(scale_name, (*experts, *blocks), *plain)
 
+    @property
+    def group_format(self) -> GroupFormat | None:
+        size = choose_group_size(self._block[1], self.shape[-1])
+        return None if size is None else GroupFormat(8, size, has_offsets=False, is_float8=True)
+
+    def read_grouped(self, entry: int | None = None) -> GroupedWeight:
+        group_format = self.group_format
+        if group_format is None:
+            raise self.error(self._scale_name, "has blocks that the kernels do not support")
+        values = self._source.read(self.name, entry).view(torch.uint8)
+        if bool((values & 127 == 127).any()):
+            raise self.error(self.name, "has values that are not a number")
+        scales = self._read_scales(entry, 2)
+        if scales.shape[0] > 1:
+            scales = scales.repeat_interleave(self._block[0], 0)[: len(values)]
+        scales = scales.expand(len(values), -1)
+        return create_grouped_weight(group_format, values, scales, None, self._block[1])
+
     def dequantize(self, entry: int | None = None) -> Tensor:
         values = self._source.read(self.name, entry).float()
-        scales = self.read_scales(self._scale_name)
-        if scales.dim() > 0 and len(self.shape) == 3 and scales.shape[0] == self.shape[0]:
-            if entry is not None:
-                scales = scales[entry]
-            elif scales.dim() == 1:
-                scales = scales.reshape(-1, 1, 1)
-        if scales.numel() == 1:
-            return values.mul_(scales)
-        if scales.dim() < values.dim():
-            scales = scales.unsqueeze(-1)
+        scales = self._read_scales(entry, values.dim())
         rows, cols = values.shape[-2:]
         for dim, size, length in ((-2, self._block[0], rows), (-1, self._block[1], cols)):
             scales = (
@@ -70,6 +83,18 @@ class Fp8Tensor(EncodedTensor):
                 else scales
             )
         return values.mul_(scales)
+
+    def _read_scales(self, entry: int | None, dim: int) -> Tensor:
+        """Return the scales with `dim` dimensions, of which the last two are blocks or have one element."""
+        scales = self.read_scales(self._scale_name)
+        if scales.dim() > 0 and len(self.shape) == 3 and scales.shape[0] == self.shape[0]:
+            if entry is not None:
+                scales = scales[entry]
+            elif scales.dim() == 1:
+                scales = scales.reshape(-1, 1, 1)
+        if scales.numel() == 1:
+            return scales.reshape((1,) * dim)
+        return scales.unsqueeze(-1) if scales.dim() < dim else scales
 
 
 class Mxfp4Tensor(GroupedTensor):

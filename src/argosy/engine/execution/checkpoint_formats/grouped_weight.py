@@ -41,10 +41,12 @@ class GroupFormat:
     has_offsets: bool
     table: tuple[int, ...] = LINEAR_TABLE
     """Values of the sixteen codes, for 4 bits."""
+    is_float8: bool = False
+    """Whether the 8 bits are e4m3, with which only some devices compute."""
 
     def describe(self) -> str:
         """Return a description for the log, such as `int4 per 128`."""
-        return f"int{self.bits} per {self.group_size}"
+        return f"{'float' if self.is_float8 else 'int'}{self.bits} per {self.group_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class GroupedWeight:
 
     format: GroupFormat
     values: Tensor
-    """[N, K] int8 for 8 bits, and uint8 codes 0..15 for 4 bits."""
+    """[N, K] int8 for 8 bits, uint8 codes 0..15 for 4 bits, and bytes for e4m3."""
     scales: Tensor
     """[N, ceil(K / group size)] float32."""
     offsets: Tensor | None
@@ -68,7 +70,8 @@ class GroupedWeight:
     def dequantize(self) -> Tensor:
         """Return the weight, [N, K] float32."""
         size, cols = self.format.group_size, self.values.shape[1]
-        weight = self.to_int8().float()
+        is_float8 = self.format.is_float8
+        weight = (self.values.view(torch.float8_e4m3fn) if is_float8 else self.to_int8()).float()
         weight *= self.scales.repeat_interleave(size, 1)[:, :cols]
         if self.offsets is not None:
             weight += self.offsets.repeat_interleave(size, 1)[:, :cols]

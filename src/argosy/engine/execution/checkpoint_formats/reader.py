@@ -94,16 +94,18 @@ class CheckpointReader:
     and `find_encoded` gives access to their stored integers.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, computes_float8: bool = False) -> None:
         """Find the tensors.
 
         Args:
             path: Directory, or GGUF file.
+            computes_float8: Whether the kernels compute with stored e4m3, which is dequantized otherwise.
 
         Raises:
             ValueError: There are no weights, files are missing or damaged, or config.json does not describe them.
         """
         self.path = path
+        self._computes_float8 = computes_float8
         self._encoded: Mapping[str, EncodedTensor] = {}
         self.ignored: tuple[str, ...] = ()
         """Stored tensors that are not needed, such as scales of the KV cache."""
@@ -135,14 +137,22 @@ class CheckpointReader:
     def find_encoded(self, part: StoredPart) -> EncodedMatrix | None:
         """Return the stored integers of a matrix, or None if it is not stored so or the kernels cannot use them."""
         tensor = self._encoded.get(part.name)
-        if not isinstance(tensor, GroupedTensor) or tensor.group_format is None:
+        if not isinstance(tensor, GroupedTensor):
+            return None
+        group_format = self._native_format(tensor)
+        if group_format is None:
             return None
         if len(tensor.shape) != (2 if part.entry is None else 3):
             return None
         if tensor.is_transposed != part.is_transposed:
             return None
         outs, cols = tensor.shape[-2:] if not tensor.is_transposed else tensor.shape[:-3:-1]
-        return EncodedMatrix(tensor, part.entry, tensor.group_format, (outs, cols))
+        return EncodedMatrix(tensor, part.entry, group_format, (outs, cols))
+
+    def _native_format(self, tensor: GroupedTensor) -> GroupFormat | None:
+        """Return the format in which the kernels compute with a tensor, or None if it is dequantized."""
+        found = tensor.group_format
+        return None if found is None or found.is_float8 > self._computes_float8 else found
 
     def find_stored_integers(self) -> StoredIntegers | None:
         """Return the stored integers that the kernels compute with, or None if there are none.
@@ -152,7 +162,7 @@ class CheckpointReader:
         has_head = HEAD_NAME in self.files
         num_weights, num_bytes = 0, 0.0
         for name, tensor in self._encoded.items():
-            stored = tensor.group_format if isinstance(tensor, GroupedTensor) else None
+            stored = self._native_format(tensor) if isinstance(tensor, GroupedTensor) else None
             if stored is None or (has_head and name.endswith(EMBEDDING_SUFFIX)):
                 continue
             count = math.prod(tensor.shape)

@@ -72,6 +72,8 @@ class Device(ABC):
     """Host threads that compute the masks of constrained rows while the device computes."""
     kv_memory_fraction: float
     """Default fraction of the free memory for the KV cache."""
+    computes_float8: bool = False
+    """Whether the device computes with weights in e4m3."""
     capture_graph: GraphCapture | None = None
     """Captures what a function launches, and returns a function that launches it again with the current inputs.
 

@@ -193,7 +193,7 @@ def _plan_load(
     stored = None
     if implementation == "argosy":
         architecture = _read_own_architecture(config, path, layout)
-        source = CheckpointReader(path)
+        source = CheckpointReader(path, computes_float8=device.computes_float8)
         if config.quantize is None:
             stored = source.find_stored_integers()
     else:

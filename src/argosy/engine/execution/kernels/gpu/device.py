@@ -70,6 +70,10 @@ class GpuDevice(Device):
         """Return an uninitialised tensor of the same shape and dtype in pinned host memory."""
 
     @property
+    def computes_float8(self) -> bool:  # type: ignore[override]  # depends on the GPU
+        return self.compute_capability >= MIN_FLOAT8_CAPABILITY
+
+    @property
     def kernel_compiler(self) -> str:
         return f"triton {triton.__version__}"
 
@@ -151,7 +155,7 @@ class GpuDevice(Device):
         return self.empty_pinned_like(tensor).copy_(tensor, non_blocking=True)
 
     def _require_float8(self, setting: str) -> None:
-        if self.compute_capability < MIN_FLOAT8_CAPABILITY:
+        if not self.computes_float8:
             raise ValueError(
                 f"{self.name} does not support float8; remove {setting}, "
                 "or use a GPU of the Ada or Hopper generation or later"

@@ -61,7 +61,7 @@ def format_constants(group_format: GroupFormat | None) -> dict[str, object]:
     constants |= {"BITS": group_format.bits, "GROUP": group_format.group_size}
     constants |= {"OFFSETS": group_format.has_offsets}
     if group_format.bits == 8:
-        return constants
+        return constants | {"CODES": "floats" if group_format.is_float8 else "integers"}
     table, first = group_format.table, group_format.table[0]
     if table == tuple(range(first, first + 16)):
         return constants | {"CODES": "integers", "BASE": first}
@@ -181,7 +181,9 @@ def create_gpu_group_linear(
     size = weight.format.group_size
     pad_rows, pad_cols = -outs % PACKED_ROWS, -cols % PACKED_COLS
     codes = weight.values.to(device).view(torch.uint8)
-    codes = F.pad(codes if weight.format.bits == 4 else codes ^ 128, (0, pad_cols, 0, pad_rows))
+    if weight.format.bits == 8 and not weight.format.is_float8:
+        codes = codes ^ 128
+    codes = F.pad(codes, (0, pad_cols, 0, pad_rows))
     blocks = codes.unflatten(1, (-1, PACKED_COLS)).unflatten(0, (-1, PACKED_ROWS)).transpose(1, 2)
     if weight.format.bits == 4:
         low, high = blocks.chunk(2, -1)
@@ -452,9 +454,9 @@ def _multiply_integers(
             a, second = _decode_nibbles(stored, CODES, BASE, TABLE_LOW, TABLE_HIGH)
         else:
             left += 32
-            a = _decode_bytes(stored)
+            a = _decode_bytes(stored, CODES)
             stored = tl.load(left) if is_full else tl.load(left, mask=is_used, other=0)
-            second = _decode_bytes(stored)
+            second = _decode_bytes(stored, CODES)
         for half in tl.static_range(2):
             if half == 1:
                 a = second
@@ -498,14 +500,18 @@ def _find_expert_tile(tile, ends, EXPERTS: tl.constexpr, TOKENS_TILE: tl.constex
 
 
 @triton.jit
-def _decode_bytes(stored):
-    """Return bytes minus 128 as float32.
+def _decode_bytes(stored, CODES: tl.constexpr):
+    """Return bytes minus 128, or floats (e4m3), as float32.
 
     A byte becomes the last bits of a float, from which a constant is subtracted, because a GPU converts few integers at
     a time. One bit of the constant overlaps with the byte, so that shift and addition stay one instruction.
     """
-    bits = (stored.to(tl.int32) << 8) + 0x47000100
-    return bits.to(tl.float32, bitcast=True) - (32769.0 + 128.0)
+    if CODES == "floats":
+        values = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = (stored.to(tl.int32) << 8) + 0x47000100
+        values = bits.to(tl.float32, bitcast=True) - (32769.0 + 128.0)
+    return values
 
 
 @triton.jit
@@ -531,8 +537,8 @@ def _decode_nibbles(
         high = ((wide & 0x70) << 18 | (wide & 0x80) << 24).to(tl.float32, bitcast=True) * 2.0**127
         high *= 16.0
     else:
-        low = _decode_bytes(_look_up(wide & 15, TABLE_LOW, TABLE_HIGH))
-        high = _decode_bytes(_look_up(wide >> 4, TABLE_LOW, TABLE_HIGH)) * 16.0
+        low = _decode_bytes(_look_up(wide & 15, TABLE_LOW, TABLE_HIGH), "integers")
+        high = _decode_bytes(_look_up(wide >> 4, TABLE_LOW, TABLE_HIGH), "integers") * 16.0
     return low, high
 
 
