@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -204,13 +205,11 @@ def report_attention_kernels() -> None:
     report("merge_ranges", attention_kernels.merge_ranges, constants, types, num_warps=4)
 
 
-EXPERT_TYPES = {"outputs": BFLOAT16, "weights": FLOAT32, "total": FLOAT32}
-EXPERT_TYPES |= {
-    "scores": FLOAT32,
-    "indices": "*i64",
-    "ids": "*i64",
-    "order": "*i32",
-    "ends": "*i32",
+EXPERT_TYPES = {
+    **dict.fromkeys(("weights", "total", "correction"), FLOAT32),
+    **dict.fromkeys(("ids", "expert_ids"), "*i64"),
+    **dict.fromkeys(("order", "ends"), "*i32"),
+    "outputs": BFLOAT16,
 }
 LINEAR: dict[str, tuple[int, dict[str, str], GroupFormat | None]] = {
     "bfloat16": (2, {}, None),
@@ -262,8 +261,11 @@ def report_linear_kernels() -> None:
     report("add choices", expert_kernels._add_choices, constants, EXPERT_TYPES, **options)
     constants = {"TILE": expert_kernels.SORT_TILE}
     report("sort pairs", expert_kernels._sort_pairs, constants, EXPERT_TYPES, num_warps=4)
-    constants = {"SIZE": 160, "COUNT": 8, "WIDTH": 256}
-    report("select experts", expert_kernels._select_largest, constants, EXPERT_TYPES, num_warps=1)
+    constants = {"SIZE": 160, "WIDTH": 256, "COUNT": 6, "SIGMOID": True, "CORRECTED": True}
+    constants |= {"GROUPS": 8, "ACTIVE_GROUPS": 3, "SCORED": 2, "NORMALIZED": True}
+    constants |= {"ROUNDED": tl.bfloat16}
+    types = EXPERT_TYPES | {"logits": BFLOAT16, "weight_factor": "fp32"}
+    report("select experts", expert_kernels._select_experts, constants, types, num_warps=1)
     constants = {"COLS": 4096, "WIDTH": 4096, "MAX_VALUE": linear.FLOAT8_MAX}
     report("quantize", linear._quantize_float8, constants, {}, num_warps=8)
 

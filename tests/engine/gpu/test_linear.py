@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from argosy.engine.execution.architectures.decoder import MoeArchitecture, RoutingGroups
 from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GROUP_SIZES, GroupFormat
 from argosy.engine.execution.kernels.cpu.linear import torch_group_linear
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_largest
+from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
 from argosy.engine.execution.kernels.gpu.linear import (
     TILES,
     GpuLinear,
     create_gpu_group_linear,
     create_gpu_linear,
     quantize_float8_rows,
+)
+from argosy.engine.execution.kernels.torch.operations import (
+    select_experts as select_experts_by_torch,
 )
 from tests.engine.gpu.device import DEVICE
 from tests.engine.pairwise import pairwise
@@ -207,13 +211,43 @@ def test_experts_of_several_formats_are_refused() -> None:
             create_gpu_experts(experts, experts, torch.relu)
 
 
+@pytest.mark.parametrize(
+    ("experts", "count", "options"),
+    [
+        (5, 2, {}),
+        (70, 4, {"normalize_weights": True, "round_weights": True}),
+        (12, 3, {"scoring": "sigmoid", "weight_factor": 2.5, "groups": RoutingGroups(4, 2, 2)}),
+        (6, 2, {"normalize_weights": True, "groups": RoutingGroups(3, 1, 1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_experts_are_selected_as_by_torch(
+    experts: int, count: int, options: dict[str, Any], is_corrected: bool
+) -> None:
+    fields = {"normalize_weights": False, "round_weights": False} | options
+    architecture = MoeArchitecture(experts, count, 8, **fields)
+    logits = random_tensor(9, experts, dtype=torch.float32)
+    logits[3, 1] = torch.nan
+    correction = random_tensor(experts, dtype=torch.float32) / 4 if is_corrected else None
+    arguments = correction, architecture, torch.bfloat16
+    weights, ids = select_experts(logits, *arguments)
+    expected_weights, expected_ids = select_experts_by_torch(logits.clone(), *arguments)
+    valid = [row for row in range(9) if row != 3]
+    assert torch.equal(ids[valid], expected_ids[valid])
+    tolerance = 2**-8 if architecture.round_weights else 1e-6
+    torch.testing.assert_close(
+        weights[valid], expected_weights[valid], rtol=tolerance, atol=tolerance
+    )
+    assert int(ids[3].max()) < experts
+    alone = select_experts(logits[5:6], *arguments)
+    assert torch.equal(alone[0], weights[5:6])
+    assert torch.equal(alone[1], ids[5:6])
+
+
 def test_equal_scores_select_the_first() -> None:
     """Scores of experts are often equal in bfloat16, and torch.topk defines no order of equal ones."""
-    scores = (random_tensor(9, 70, dtype=torch.float32) * 3).round()
-    scores[1], scores[2, :66] = torch.nan, -torch.inf
-    indices = select_largest(scores, 4)
-    expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :4]
-    valid = [row for row in range(9) if row != 1]
-    assert torch.equal(indices[valid], expected[valid])
-    assert int(indices[1].max()) < 70
-    assert torch.equal(select_largest(scores[3:4], 4), indices[3:4])
+    logits = random_tensor(9, 70, dtype=torch.float32).round()
+    architecture = MoeArchitecture(70, 4, 8, normalize_weights=False, round_weights=False)
+    _, ids = select_experts(logits, None, architecture, torch.bfloat16)
+    assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :4])

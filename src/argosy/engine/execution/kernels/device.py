@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, MoeArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
@@ -22,6 +22,7 @@ from argosy.engine.execution.kernels.operations import (
     Experts,
 )
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
+from argosy.engine.execution.kernels.torch.operations import select_experts
 
 GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
 
@@ -159,12 +160,25 @@ class Device(ABC):
         del gate_up, down, activation
         return None
 
-    def select_largest(self, scores: Tensor, count: int) -> Tensor:
-        """Return the indices of each row's `count` largest scores [T, N], largest first.
+    def select_experts(
+        self,
+        logits: Tensor,
+        correction: Tensor | None,
+        architecture: MoeArchitecture,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Select the experts of each token, whose order depends only on the token's row.
 
-        The order of equal scores depends only on their row.
+        Args:
+            logits: Scores of the experts before softmax or sigmoid, [T, experts].
+            correction: Float32 [experts], added to the scores that select experts.
+            architecture: Architecture of the experts.
+            dtype: Dtype of the model, to which weights are rounded if the architecture says so.
+
+        Returns:
+            Float32 weights and int64 ids of the experts, [T, experts per token], likeliest first.
         """
-        return scores.topk(count, dim=-1).indices
+        return select_experts(logits, correction, architecture, dtype)
 
     @abstractmethod
     def create_attention(self, shape: KvCacheShape) -> Attention:

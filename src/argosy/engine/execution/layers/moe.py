@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architectures.decoder import Activation, MoeArchitecture, RoutingGroups
+from argosy.engine.execution.architectures.decoder import Activation, MoeArchitecture
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.operations import Experts
 from argosy.engine.execution.layers.modules import (
@@ -16,9 +14,6 @@ from argosy.engine.execution.layers.modules import (
     Mlp,
     Projection,
 )
-
-SelectLargest = Callable[[Tensor, int], Tensor]
-"""Function that returns the indices of each row's largest scores, `Device.select_largest`."""
 
 
 class Router(Projection):
@@ -34,30 +29,11 @@ class Router(Projection):
         self.dtype = torch.float32 if architecture.routes_in_float32 else None
         self._architecture = architecture
 
-    def select_experts(self, x: Tensor, select_largest: SelectLargest) -> tuple[Tensor, Tensor]:
+    def select_experts(self, x: Tensor, device: Device) -> tuple[Tensor, Tensor]:
         """Return float32 weights and ids of each token's experts, [T, num_experts_per_token], likeliest first."""
-        architecture = self._architecture
-        logits = self.forward(x if self.dtype is None else x.to(self.dtype)).float()
-        if (
-            architecture.scoring == "sigmoid"
-        ):  # torch.sigmoid would treat the last elements differently
-            scores = logits.neg_().exp_().add_(1.0).reciprocal_()
-        else:
-            scores = logits.softmax(-1)
-        corrected = scores
-        if self.e_score_correction_bias is not None:
-            corrected = scores + self.e_score_correction_bias
-        if architecture.groups is not None:
-            corrected = _mask_groups(corrected, architecture.groups, select_largest)
-        expert_ids = select_largest(corrected, architecture.num_experts_per_token)
-        weights = scores.gather(1, expert_ids)
-        if architecture.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
-        if architecture.weight_factor != 1.0:
-            weights = weights * architecture.weight_factor
-        if architecture.round_weights:
-            weights = weights.to(x.dtype).float()
-        return weights, expert_ids
+        logits = self.forward(x if self.dtype is None else x.to(self.dtype))
+        correction = self.e_score_correction_bias
+        return device.select_experts(logits, correction, self._architecture, x.dtype)
 
 
 class MixtureOfExperts(LoadableModule):
@@ -90,7 +66,7 @@ class MixtureOfExperts(LoadableModule):
         self.shared_output = GatedActivation("sigmoid") if architecture.has_shared_gate else None
         self._architecture = architecture
         self._compute_experts: Experts = self._compute_one_by_one
-        self._select_largest: SelectLargest
+        self._device: Device
 
     def process_weights_after_loading(self, device: Device) -> None:
         """Let the device compute all experts at once, if it can. Their weights are loaded already."""
@@ -100,14 +76,14 @@ class MixtureOfExperts(LoadableModule):
             [expert.down.linear for expert in experts],
             experts[0].gate.forward,
         )
-        self._select_largest = device.select_largest
+        self._device = device
         if compute is not None:
             self._compute_experts = compute
             self.experts = nn.ModuleList()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to [T, hidden]. A token's experts are added likeliest first, in float32."""
-        weights, expert_ids = self.router.select_experts(x, self._select_largest)
+        weights, expert_ids = self.router.select_experts(x, self._device)
         total = self._compute_experts(x, weights, expert_ids)
         if self.shared is not None:
             total.add_(self._compute_shared(self.shared, x))
@@ -138,16 +114,3 @@ class MixtureOfExperts(LoadableModule):
             return output
         gate = self.shared_gate.forward(x).expand_as(output)
         return self.shared_output.forward(torch.cat((gate, output), 1))
-
-
-def _mask_groups(scores: Tensor, groups: RoutingGroups, select_largest: SelectLargest) -> Tensor:
-    """Return scores [T, experts] that are -inf outside of each token's best groups."""
-    by_group = scores.unflatten(1, (groups.num_groups, -1))
-    best = by_group.topk(groups.scored_experts, dim=-1).values
-    group_scores = best[..., 0]
-    for index in range(1, groups.scored_experts):
-        group_scores = group_scores + best[..., index]
-    active = select_largest(group_scores, groups.num_active_groups)
-    is_idle = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, active, value=False)
-    masked: Tensor = by_group.masked_fill(is_idle.unsqueeze(-1), -torch.inf)
-    return masked.flatten(1)

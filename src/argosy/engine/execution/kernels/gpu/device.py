@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from argosy.engine.engine_config import WeightFormat
-from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, MoeArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedSource,
     quantize_to_groups,
@@ -26,7 +26,7 @@ from argosy.engine.execution.kernels.batch import KvCacheShape
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_largest
+from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, Experts
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
@@ -126,8 +126,14 @@ class GpuDevice(Device):
     ) -> Experts:
         return create_gpu_experts(gate_up, down, activation)
 
-    def select_largest(self, scores: Tensor, count: int) -> Tensor:
-        return select_largest(scores, count)
+    def select_experts(
+        self,
+        logits: Tensor,
+        correction: Tensor | None,
+        architecture: MoeArchitecture,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        return select_experts(logits, correction, architecture, dtype)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:

@@ -14,8 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.engine.execution.architectures.decoder import MoeArchitecture, RoutingGroups
 from argosy.engine.execution.kernels.gpu.linear import ExpertPairs, GpuLinear, stack_linears
 
+_TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
 SORT_TILE = 1024
 """Number of pairs that a program reads at a time."""
 SUM_TILE = 1024
@@ -84,20 +90,35 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertPairs:
     return ExpertPairs(order, ends)
 
 
-def select_largest(scores: Tensor, count: int) -> Tensor:
-    """Return the indices of each row's `count` largest scores [T, N], largest first, and of equal ones the first."""
-    rows, size = scores.shape
-    indices = torch.empty(rows, count, dtype=torch.int64, device=scores.device)
+def select_experts(
+    logits: Tensor, correction: Tensor | None, architecture: MoeArchitecture, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Select experts, as `Device.select_experts` does. Of equal scores, the first one counts as the largest."""
+    rows, size = logits.shape
+    count = architecture.num_experts_per_token
+    expert_ids = torch.empty(rows, count, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
+    groups = architecture.groups or RoutingGroups(1, 1, 1)
     if rows:
-        _select_largest[(rows,)](
-            scores.contiguous(),
-            indices,
+        _select_experts[(rows,)](
+            logits.contiguous(),
+            logits if correction is None else correction,
+            weights,
+            expert_ids,
+            architecture.weight_factor,
             SIZE=size,
-            COUNT=count,
             WIDTH=triton.next_power_of_2(size),
+            COUNT=count,
+            SIGMOID=architecture.scoring == "sigmoid",
+            CORRECTED=correction is not None,
+            GROUPS=groups.num_groups,
+            ACTIVE_GROUPS=groups.num_active_groups,
+            SCORED=groups.scored_experts,
+            NORMALIZED=architecture.normalize_weights,
+            ROUNDED=_TRITON_DTYPES[dtype] if architecture.round_weights else tl.float32,
             num_warps=1,
         )
-    return indices
+    return weights, expert_ids
 
 
 @triton.jit(do_not_specialize=["count"])  # each batch size would compile a new kernel
@@ -134,14 +155,67 @@ def _add_choices(outputs, weights, total, size, CHOICES: tl.constexpr, TILE: tl.
 
 
 @triton.jit
-def _select_largest(scores, indices, SIZE: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Select the largest scores of a row one after the other."""
+def _select_experts(
+    logits,
+    correction,
+    weights,
+    expert_ids,
+    weight_factor,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ACTIVE_GROUPS: tl.constexpr,
+    SCORED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """Select the experts of one row one after the other."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
-    values = tl.load(scores + row * SIZE + col, mask=col < SIZE, other=float("-inf"))
-    is_number = values >= float("-inf")  # NaN makes the row invalid anyway
-    values = tl.where(is_number, values, float("-inf"))
-    for position in range(COUNT):
-        index = tl.argmax(values, 0, tie_break_left=True)
-        tl.store(indices + row * COUNT + position, index.to(tl.int64))
-        values = tl.where(col == index, float("-inf"), values)
+    is_expert = col < SIZE
+    values = tl.load(logits + row * SIZE + col, mask=is_expert, other=0.0).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    else:
+        values = tl.where(is_expert, values, float("-inf"))
+        scores = tl.exp(values - tl.max(values, 0))
+        scores /= tl.sum(scores, 0)
+    keys = scores
+    if CORRECTED:
+        keys += tl.load(correction + col, mask=is_expert, other=0.0)
+    is_valid = is_expert & (keys >= float("-inf"))  # NaN makes all weights of the row NaN
+    keys = tl.where(is_valid, keys, float("-inf"))
+    if GROUPS > 1:
+        group = col // (SIZE // GROUPS)
+        totals = tl.full((WIDTH,), float("-inf"), tl.float32)  # score of group i at position i
+        for index in range(GROUPS):
+            members = tl.where(group == index, keys, float("-inf"))
+            total = tl.max(members, 0)
+            for _ in tl.static_range(SCORED - 1):
+                best = tl.argmax(members, 0, tie_break_left=True)
+                members = tl.where(col == best, float("-inf"), members)
+                total += tl.max(members, 0)
+            totals = tl.where(col == index, total, totals)
+        is_active = group < 0
+        for _ in range(ACTIVE_GROUPS):
+            best = tl.argmax(totals, 0, tie_break_left=True)
+            is_active |= group == best
+            totals = tl.where(col == best, float("-inf"), totals)
+        keys = tl.where(is_active, keys, float("-inf"))
+    chosen = tl.zeros((WIDTH,), tl.float32)  # weight of choice i at position i
+    total = 0.0
+    for choice in range(COUNT):
+        expert = tl.argmax(keys, 0, tie_break_left=True)
+        tl.store(expert_ids + row * COUNT + choice, expert.to(tl.int64))
+        weight = tl.sum(tl.where(col == expert, scores, 0.0), 0)
+        chosen = tl.where(col == choice, weight, chosen)
+        total += weight
+        keys = tl.where(col == expert, float("-inf"), keys)
+    if NORMALIZED:
+        chosen /= total + 1e-20
+    chosen *= weight_factor
+    rounded = chosen.to(ROUNDED).to(tl.float32)
+    tl.store(weights + row * COUNT + col, rounded, mask=col < COUNT)

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.architectures.decoder import Activation, DeltaNetArchitecture, NormKind
+from argosy.engine.execution.architectures.decoder import (
+    Activation,
+    DeltaNetArchitecture,
+    MoeArchitecture,
+    NormKind,
+    RoutingGroups,
+)
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
 from argosy.engine.execution.kernels.operations import DeltaRuleWeights, Norm, norm_scale
 from argosy.engine.execution.kernels.torch.rowwise_ops import gelu, silu
@@ -140,3 +146,41 @@ class TorchDeltaRule:
 def _normalize(x: Tensor) -> Tensor:
     """Normalize the rows of x to length 1."""
     return x * (x * x).sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_()
+
+
+def select_experts(
+    logits: Tensor, correction: Tensor | None, architecture: MoeArchitecture, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Select experts, as `Device.select_experts` does."""
+    logits = logits.float()
+    scores = (
+        logits.softmax(-1)
+        if architecture.scoring == "softmax"
+        # torch.sigmoid would treat the last elements differently
+        else logits.neg_().exp_().add_(1.0).reciprocal_()
+    )
+    corrected = scores if correction is None else scores + correction
+    if architecture.groups is not None:
+        corrected = _mask_groups(corrected, architecture.groups)
+    expert_ids = corrected.topk(architecture.num_experts_per_token, dim=-1).indices
+    weights = scores.gather(1, expert_ids)
+    if architecture.normalize_weights:
+        weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
+    if architecture.weight_factor != 1.0:
+        weights = weights * architecture.weight_factor
+    if architecture.round_weights:
+        weights = weights.to(dtype).float()
+    return weights, expert_ids
+
+
+def _mask_groups(scores: Tensor, groups: RoutingGroups) -> Tensor:
+    """Return scores [T, experts] that are -inf outside of each token's best groups."""
+    by_group = scores.unflatten(1, (groups.num_groups, -1))
+    best = by_group.topk(groups.scored_experts, dim=-1).values
+    group_scores = best[..., 0]
+    for index in range(1, groups.scored_experts):
+        group_scores = group_scores + best[..., index]
+    active = group_scores.topk(groups.num_active_groups, dim=-1).indices
+    is_idle = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, active, value=False)
+    masked: Tensor = by_group.masked_fill(is_idle.unsqueeze(-1), -torch.inf)
+    return masked.flatten(1)
