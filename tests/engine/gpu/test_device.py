@@ -20,11 +20,13 @@ from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
+from tests.engine.gguf_reference import write_gguf
 from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_device import HostDevice
 from tests.engine.stored_formats import FORMATS as STORED_FORMATS
 from tests.engine.stored_formats import quantize_checkpoint, quantize_experts_to_mxfp4
 from tests.engine.test_families import FAMILIES, MODELS
+from tests.engine.test_gguf import BLOCK_TYPES
 from tests.engine.transformers_reference import make_reference
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the host device needs interpreted kernels")
@@ -233,12 +235,18 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
 
 REFUSED = ("deepseek", "glm 4 moe lite", "qwen 3.5", "qwen 3 next")
 """First words of the families that have no GPU kernels."""
-DEFAULT_TIER = {"deepseek 3", "qwen 3.5", "mixtral", "gpt-oss in MXFP4", "fp8 block"}
-CASES = [*FAMILIES, "gpt-oss in MXFP4", *STORED_FORMATS, *(f"quantized to {x}" for x in QUANTIZE)]
+DEFAULT_TIER = {"deepseek 3", "qwen 3.5", "gpt-oss in MXFP4", "fp8 block"}
+CASES = [
+    *FAMILIES,
+    "gpt-oss in MXFP4",
+    *STORED_FORMATS,
+    *(f"GGUF {kind}" for kind in BLOCK_TYPES),
+    *(f"quantized to {each}" for each in QUANTIZE),
+]
 
 
-def write_model(path: Path, case: str) -> None:
-    """Write the checkpoint of a case, in one layer if the family allows it."""
+def write_model(path: Path, case: str) -> Path:
+    """Write the checkpoint of a case, in one layer if the family allows it, and return the path of the model."""
     sizes = {"intermediate_size": 64, "num_hidden_layers": 1}
     if case == "gpt-oss in MXFP4":
         experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
@@ -247,10 +255,16 @@ def write_model(path: Path, case: str) -> None:
         family, options = FAMILIES[case]
         sizes = sizes if case == "mixtral" else {}
         make_reference(path, family, options | sizes, model=MODELS.get(family, ""))
+    elif case.startswith("GGUF"):
+        experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 256}
+        reference = make_reference(path, "Mixtral", sizes | experts | {"intermediate_size": 256})
+        write_gguf(path / "model.gguf", reference, case.removeprefix("GGUF "))
+        return path / "model.gguf"
     else:
         reference = make_reference(path, "Qwen2", sizes | {"attention_bias": True})
         if case in STORED_FORMATS:
             quantize_checkpoint(reference, STORED_FORMATS[case])
+    return path
 
 
 @pytest.mark.parametrize(
@@ -262,21 +276,21 @@ def write_model(path: Path, case: str) -> None:
 )
 def test_every_family_and_format_is_computed_or_refused_by_name(tmp_path: Path, case: str) -> None:
     """A prompt's logits are those of the CPU, as far as bfloat16 has them, and do not depend on its chunks."""
-    write_model(tmp_path, case)
+    path = write_model(tmp_path, case)
     if case.startswith(REFUSED):
         with pytest.raises(ValueError, match=r"no GPU kernels for .*; set device to cpu"):
-            DecoderDriver(load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice()))
+            DecoderDriver(load_checkpoint(path, torch.bfloat16, device=HostDevice()))
         return
     quantize = next((each for each in QUANTIZE if case == f"quantized to {each}"), None)
     prompt = list(range(3, 10))
-    cpu = load_checkpoint(tmp_path, torch.float32, quantize="none")
+    cpu = load_checkpoint(path, torch.float32, quantize="none")
     expected = DecoderDriver(cpu).logits_in_one_chunk(prompt)
     gpu = DecoderDriver(
-        load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice(), quantize=quantize)
+        load_checkpoint(path, torch.bfloat16, device=HostDevice(), quantize=quantize)
     )
     logits = gpu.logits_in_one_chunk(prompt)
     if case in {"fp8 block", "fp8 channel", "gptq"}:  # a weight is rounded to bfloat16 once
-        rounded = load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice(), quantize="none")
+        rounded = load_checkpoint(path, torch.bfloat16, device=HostDevice(), quantize="none")
         assert torch.equal(DecoderDriver(rounded).logits_in_one_chunk(prompt), logits)
     error = ((logits - expected).std(-1) / expected.std(-1)).median()
     assert error < {None: 0.06, "int4": 0.3}.get(quantize, 0.1)

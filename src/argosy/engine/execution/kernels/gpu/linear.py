@@ -1,7 +1,7 @@
 """Linear layers on the GPU for every format of weights, with the same order of sums for every batch.
 
-Integers are dequantized in registers: `GroupedWeight.dequantize`, rounded to the dtype of the inputs. The result has
-the bits of a layer with these rounded weights, which would be two to four times as large. Inputs are not rounded to
+Grouped weights are dequantized in registers: `GroupedWeight.dequantize`, rounded to the dtype of the inputs. The result
+has the bits of a layer with these rounded weights, which would be two to four times as large. Inputs are not rounded to
 8 bits as on the CPU. Decode waits for the weights, so integer products would save no time there. In long prompts, the
 matrix unit would wait for the scales of the short groups of int4, GPTQ and GGUF.
 """
@@ -213,7 +213,10 @@ def stack_linears(linears: Sequence[GpuLinear]) -> GpuLinear:
     first = linears[0]
     for linear in linears:
         if (linear.shape, linear.constants) != (first.shape, first.constants):
-            raise ValueError("the experts of a layer are stored in different formats")
+            raise ValueError(
+                "GPUs do not support experts of a layer in different formats; "
+                "set quantize to none, or device to cpu"
+            )
 
     def stack(tensors: Iterable[Tensor | None]) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor is not None]
