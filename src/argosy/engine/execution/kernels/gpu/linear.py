@@ -338,24 +338,21 @@ def _matmul(
     tile = inside // band_height
     local = tl.arange(0, height)
     row = (band * 8 + inside % band_height) * OUTS_TILE + local
-    is_row = (row < outs) & (local < OUTS_TILE)
-    row = tl.minimum(row, outs - 1)  # rows past the end repeat the last row and are not stored
-    expert = 0
+    # Rows past the end repeat the last row and are not stored.
+    stored_row = tl.minimum(row, outs - 1)
+    expert, start, end = 0, tile * TOKENS_TILE, rows
     if EXPERTS > 0:
         expert, start, end = _find_expert_tile(tile, ends, EXPERTS, TOKENS_TILE)
         if expert >= EXPERTS:
             return
-        token = start + tl.arange(0, TOKENS_TILE)
-        is_token = token < end
-        token = tl.load(order + tl.minimum(token, end - 1))
-    else:
-        token = tile * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
-        is_token = token < rows
-        token = tl.minimum(token, rows - 1)
+    position = start + tl.arange(0, TOKENS_TILE)
+    token = tl.minimum(position, end - 1)
+    if EXPERTS > 0:
+        token = tl.load(order + token)
     source = token // PAIRS_PER_ROW
     right = x + source.to(tl.int64)[None, :] * x_stride
     acc = tl.zeros((height, TOKENS_TILE), tl.float32)
-    expert_row = (expert * outs + row).to(tl.int64)
+    expert_row = (expert * outs + stored_row).to(tl.int64)
     if BITS == 0:
         left = weight + expert_row[:, None] * COLS
         acc = _multiply_floats(left, right, acc, COLS, OUTS_TILE, COLS_TILE, SCALED)
@@ -364,9 +361,9 @@ def _matmul(
         first_row = (expert * padded).to(tl.int64)
         chunks: tl.constexpr = (COLS + 63) // 64
         groups: tl.constexpr = (chunks * 64 + GROUP - 1) // GROUP
-        packed_row = first_row + row
+        packed_row = first_row + stored_row
         left = weight + (packed_row // 32 * (chunks * 32) + packed_row % 32)[:, None] * (8 * BITS)
-        numbers = first_row * groups + row
+        numbers = first_row * groups + stored_row
         acc = _multiply_integers(
             left,
             right,
@@ -385,11 +382,14 @@ def _matmul(
             TABLE_HIGH,
             UNROLL,
         )
+    is_row = (row < outs) & (local < OUTS_TILE)
+    is_token = position < end
+    # With unmasked loads, Triton 3.6 keeps a second set of sums on the stack.
     if SCALED:
-        acc *= tl.load(weight_scales + expert_row)[:, None]
-        acc *= tl.load(x_scales + source)[None, :]
+        acc *= tl.load(weight_scales + expert_row, mask=is_row, other=0.0)[:, None]
+        acc *= tl.load(x_scales + source, mask=is_token, other=0.0)[None, :]
     if BIAS:
-        acc += tl.load(bias + expert_row).to(tl.float32)[:, None]
+        acc += tl.load(bias + expert_row, mask=is_row, other=0.0).to(tl.float32)[:, None]
     offset = token.to(tl.int64)[None, :] * outs + row[:, None]
     mask = is_row[:, None] & is_token[None, :]
     tl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
