@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,42 @@ SHAPES: dict[str, dict[str, object]] = {
         "eos_token_id": 0,
         "bos_token_id": 0,
     },
+    "toy": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 16384,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
 }
 
 
@@ -75,8 +112,40 @@ def make_checkpoint(shape: str, folder: Path) -> Path:
     (path / "config.json").write_text(json.dumps(config))
     _write_tokenizer(path, int(str(config["vocab_size"])))
     torch.manual_seed(0)
-    save_file(_tensors(config), path / "model.safetensors", {"format": "pt"})
+    tensors = {name: random_tensor(name, shape) for name, shape in _tensor_shapes(config).items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def declare_checkpoint(shape: str, folder: Path) -> Path:
+    """Return a checkpoint of `shape` whose weights are a hole in the file, so that any size takes no disk space.
+
+    Its reader shall make the weights with `random_tensor`, for example on a GPU.
+    """
+    path = folder / f"{shape}-declared"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    header: dict[str, object] = {}
+    end = 0
+    for name, size in _tensor_shapes(SHAPES[shape]).items():
+        begin, end = end, end + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return path
+
+
+def random_tensor(
+    name: str, shape: tuple[int, ...], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return random weights in bfloat16, or ones for a norm."""
+    import torch
+
+    if len(shape) == 1 and name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    return (torch.randn(shape, device=device) * 0.02).to(torch.bfloat16)
 
 
 def _write_tokenizer(path: Path, size: int) -> None:
@@ -91,9 +160,7 @@ def _write_tokenizer(path: Path, size: int) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
-    import torch
-
+def _tensor_shapes(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
     hidden, layers, heads, kv_heads, intermediate, vocabulary = (
         int(str(config[name]))
         for name in (
@@ -106,7 +173,10 @@ def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
         )
     )
     keys = kv_heads * hidden // heads
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocabulary, hidden)
     for layer in range(layers):
@@ -126,9 +196,4 @@ def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
         if config["model_type"] == "qwen2":
             biases = (("q_proj", hidden), ("k_proj", keys), ("v_proj", keys))
             shapes |= {f"{attention}{name}.bias": (size,) for name, size in biases}
-    return {
-        name: torch.ones(shape, dtype=torch.bfloat16)
-        if len(shape) == 1 and name.endswith("norm.weight")
-        else (torch.randn(shape) * 0.02).to(torch.bfloat16)
-        for name, shape in shapes.items()
-    }
+    return shapes

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 from benchmarks.checkpoints import SHAPES
 from benchmarks.gateway import DIRECT, medians, ratios
+from benchmarks.gpu_session import Stage, format_summary, run_session
 from benchmarks.hostile_tenant import BOUNDS, count_ejections, find_exceeded
 from benchmarks.peers.worker import Request
 from benchmarks.report import Limits, comparison, markdown, rows
@@ -188,3 +193,31 @@ def test_only_ejections_of_replicas_that_behave_well_count() -> None:
         line % each for each in (("own", "ejected"), ("own", "ready"), ("bad", "ejected"))
     )
     assert count_ejections(log + "argosy gateway is ready\n") == 1
+
+
+# --- sessions on a GPU ---------------------------------------------------------------------------
+
+
+def test_stage_of_a_gpu_session_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
+    shell = {
+        "exits": "echo '{\"case\": 1}'; echo reason >&2; exit 3",
+        "dies": "kill -SEGV $$",
+        "hangs": "sleep 1000 & sleep 1000",
+        "garbles": "echo '{\"case\": '; echo no row; echo '{\"case\": 2}'",
+    }
+    stages = {name: Stage(["sh", "-c", text], 0.5) for name, text in shell.items()}
+    stages |= {name: Stage(stage.command, 60) for name, stage in stages.items() if name != "hangs"}
+    toy = [sys.executable, "-m", "benchmarks.gpu_stages", "environment", "--toy"]
+    output = tmp_path / "rows"
+    rows = run_session(stages | {"environment": Stage(toy, 120)}, output, 300)
+    assert [json.loads(line) for line in output.read_text().splitlines()] == rows
+    ends = {row["stage"]: row for row in rows if "status" in row}
+    assert [row["status"] for row in ends.values()] == [
+        *("failed", "failed", "timed out", "done", "done")
+    ]
+    assert (ends["exits"]["exit"], ends["exits"]["stderr"]) == (3, ["reason"])
+    assert [row["case"] for row in rows if "case" in row] == [1, 2]
+    assert [row["ceiling"] for row in rows if "ceiling" in row] == ["copy", "matmul"]
+    assert "reason" in format_summary(rows)
+    skipped = run_session(stages, output, 0)
+    assert [row["status"] for row in skipped if "status" in row] == ["skipped"] * 4

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +30,18 @@ elif INTERPRETED:
         del os.environ["TRITON_INTERPRET"]
     interpreter.install()
 
+HOST_TESTS = ("test_device.py", "test_compiled.py")
+
 
 @pytest.fixture(autouse=True)
 def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that a GPU runs too: `pytest -m real_gpu`. The others replace the device or compile only."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name not in HOST_TESTS:
+            item.add_marker("real_gpu")
