@@ -46,9 +46,10 @@ NVIDIA_SMI = (
     "--format=csv,noheader",
 )
 WHEELS = (
-    *("aiohappyeyeballs", "google-re2", "httptools", "httpx2", "httpcore2", "jsonschema_rs"),
-    *("llguidance", "msgspec", "prometheus_client", "pytest", "pytest-asyncio", "pytest-timeout"),
-    *("hypothesis", "pyzmq", "structlog", "uvloop"),
+    *("aiohappyeyeballs", "cffi", "cryptography", "gguf", "google-re2", "httpcore2", "httptools"),
+    *("httpx2", "hypothesis", "jsonschema_rs", "llguidance", "msgspec", "prometheus_client"),
+    *("pytest", "pytest-asyncio", "pytest-timeout", "pyzmq", "structlog", "truststore", "uvloop"),
+    "websockets",
 )
 """Packages that the engine and its tests import, beyond torch, Triton, transformers and what these bring."""
 LAST_LINES = 30
@@ -164,6 +165,7 @@ def format_summary(rows: Sequence[Row]) -> str:
 
 def prepare(folder: Path, python: str = "3.12") -> None:
     """Download the wheels that the machine of a session lacks, in the versions of constraints.txt."""
+    folder = folder.resolve()
     pins = dict(
         line.split("==", 1)
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -176,9 +178,11 @@ def prepare(folder: Path, python: str = "3.12") -> None:
     command += [f"--python-version={python}", "--implementation=cp", *platforms]
     command += ["--platform=manylinux2014_x86_64", "--dest", str(folder), *wanted]
     subprocess.run(command, check=True)
+    own = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
+    subprocess.run([*own, "--wheel-dir", str(folder)], check=True, cwd=ROOT)  # for its metadata
     print(
         "There: python3 -m pip install --no-index --no-deps --target /tmp/site "
-        f"{folder}/*.whl && PYTHONPATH=/tmp/site:src python3 -m benchmarks.gpu_session"
+        f"{folder}/*.whl && PYTHONPATH=src:/tmp/site python3 -m benchmarks.gpu_session"
     )
 
 
