@@ -6,6 +6,7 @@ Each prints rows as lines of JSON, with every raw timing. With --toy, Triton's i
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -151,6 +152,7 @@ def engine_core(
     **options: Any,  # noqa: ANN401
 ) -> Iterator[EngineCore]:
     """Load an engine core on a device. Declared weights are made on the device."""
+    gc.collect()  # frees the memory of an earlier core
     settings: dict[str, Any] = {"model": str(path), "warmup": False} | options
     with ExitStack() as stack:
         stack.enter_context(
@@ -187,8 +189,7 @@ def check_outputs(setting: Setting) -> None:
         path = make_checkpoint("toy", Path(folder)) if setting.toy else BUNDLED_MODEL
         small = TOY_LIMITS if setting.toy else {}
         requests = _greedy_requests(setting)
-        with engine_core(create_cpu_device(1), path, dtype="float32", **small) as core:
-            expected = run(core, requests)
+        expected = _run_alone(create_cpu_device(1), path, requests, dtype="float32", **small)
         _check_self_tests(setting, path)
         outputs: dict[str, dict[str, Output]] = {}
         formats: dict[str, dict[str, Any]] = {
@@ -200,18 +201,23 @@ def check_outputs(setting: Setting) -> None:
         outputs = {}
         for name, options in formats.items():
             device = setting.device
-            with (
-                mock.patch.object(
-                    device,
-                    "capture_graph",
-                    device.capture_graph if options.pop("graphs", True) else None,
-                ),
-                engine_core(device, path, **small, **options) as core,
-            ):
-                outputs[name] = run(core, requests)
+            capture = device.capture_graph if options.pop("graphs", True) else None
+            with mock.patch.object(device, "capture_graph", capture):
+                outputs[name] = _run_alone(device, path, requests, **small, **options)
             emit(case=name, **_agreement(outputs[name], expected))
         emit(case="eager = graph", correct=outputs["eager"] == outputs["bfloat16"])
         find_first_difference(setting, path)
+
+
+def _run_alone(
+    device: Device,
+    path: Path,
+    requests: Sequence[EngineRequest],
+    **options: Any,  # noqa: ANN401
+) -> dict[str, Output]:
+    """Run requests on a core of their own, whose memory is free afterwards."""
+    with engine_core(device, path, **options) as core:
+        return run(core, requests)
 
 
 def _greedy_requests(setting: Setting) -> list[EngineRequest]:
@@ -504,20 +510,23 @@ def random_core(setting: Setting, **options: object) -> Iterator[EngineCore]:
 
 def measure_model(setting: Setting) -> None:
     """Measure decode steps by batch size, with graphs and without, and the time to the first token."""
-    for graphs in (True, False):
-        capture = setting.device.capture_graph if graphs else None
-        with (
-            mock.patch.object(setting.device, "capture_graph", capture),
-            random_core(setting) as core,
-        ):
-            mode = "graph" if graphs else "eager"
-            for batch in setting.choose([1, 8, 64, 256], [2]):
-                _measure_decode(setting, core, batch, mode)
-            for length in setting.choose([128, 1024, 8192] if graphs else [], [20]):
-                params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-                started_at = time.perf_counter()
-                run(core, [_request(core, f"prefill {length}", length, params)])
-                emit(prefill=length, ttft_s=time.perf_counter() - started_at)
+    _measure_mode(setting, "graph")
+    _measure_mode(setting, "eager")  # the memory of the first core is free again
+
+
+def _measure_mode(setting: Setting, mode: str) -> None:
+    capture = setting.device.capture_graph if mode == "graph" else None
+    with (
+        mock.patch.object(setting.device, "capture_graph", capture),
+        random_core(setting) as core,
+    ):
+        for batch in setting.choose([1, 8, 64, 256], [2]):
+            _measure_decode(setting, core, batch, mode)
+        for length in setting.choose([128, 1024, 8192], [20]) if mode == "graph" else ():
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+            started_at = time.perf_counter()
+            run(core, [_request(core, f"prefill {length}", length, params)])
+            emit(prefill=length, ttft_s=time.perf_counter() - started_at)
 
 
 def _request(core: EngineCore, name: str, length: int, params: SamplingParams) -> EngineRequest:
