@@ -60,6 +60,7 @@ NOT_RUN = {
     },
     "containers.md": {"docker build": NO_CONTAINERS, "docker run": NO_CONTAINERS},
     "deploy-systemd.md": {"python3 -m venv": NO_NETWORK},
+    "gpus.md": {"PYTHONPATH=src": "needs a GPU; tests/unit/test_benchmarks.py runs its driver"},
     "helm.md": {"helm install": "needs a cluster; tests/integration/deploy renders the chart"},
     "install.md": {
         "python3 -m venv": NO_NETWORK,

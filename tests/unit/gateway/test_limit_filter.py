@@ -450,7 +450,8 @@ UNITS_PER_TOKEN = {
 class ChangingLimit(RuleBasedStateMachine):
     """Running streams follow a limit that is created, changed and deleted.
 
-    A created limit counts past usage, and what the running streams have not delivered yet.
+    A created limit counts past usage, and what the running streams have not delivered yet. It is exceeded by at most
+    the last chunk of each stopped stream.
     """
 
     @initialize(
@@ -461,7 +462,7 @@ class ChangingLimit(RuleBasedStateMachine):
         self.unit, self.past_tokens = unit, past_tokens
         self.prompt_units, self.output_units, self.reason = UNITS_PER_TOKEN[unit]
         self.limits = make_filter(FakeClock(NOON), prices=(PRICE,))
-        self.amount, self.used = math.inf, 0
+        self.amount, self.used, self.overrun = math.inf, 0, 0
         self.running: list[RequestContext] = []
 
     def sum_by_owner(self, kind: str, owners: Collection[str], _: float) -> dict[str, Any]:
@@ -490,14 +491,16 @@ class ChangingLimit(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3), tokens=st.integers(1, 60))
     def deliver(self, number: int, tokens: int) -> None:
         context = self.running[number % len(self.running)]
-        self.used -= self.units(context)
+        units_before = self.units(context)
         stop_reason = deliver(self.limits, context, tokens)
-        self.used += self.units(context)
-        if self.used > self.amount:
+        chunk_units = self.units(context) - units_before
+        self.used += chunk_units
+        if self.used > self.amount + self.overrun:
             assert stop_reason == self.reason
-        elif math.isinf(self.amount) or len(self.running) == 1:
+        elif self.used <= self.amount and (math.isinf(self.amount) or len(self.running) == 1):
             assert stop_reason is None, "nothing else is reserved"
         if stop_reason is not None:
+            self.overrun += chunk_units  # the others may still use what they hold
             self.end_stream(context, "stopped")
             assert context.trace.limits[-1].limit == self.amount
 
@@ -509,6 +512,7 @@ class ChangingLimit(RuleBasedStateMachine):
     @rule(tokens=st.integers(0, 120) | st.just(math.inf))
     def change(self, tokens: float) -> None:
         is_new, self.amount = math.isinf(self.amount), tokens * self.output_units
+        self.overrun = 0
         is_deleted = math.isinf(tokens)
         changed = [] if is_deleted else [make_limit(self.unit, int(self.amount), "day")]
         self.limits.apply_snapshot(make_snapshot(*changed, prices=(PRICE,)))
