@@ -108,14 +108,18 @@ class Decoder(nn.Module, Model):
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
         x = self.embed.forward(batch.token_ids)
         rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
+        delta = None
         for layer in self._layers:
-            layer.forward(x, rotations[layer.rope_index], batch, attention)
+            delta = layer.forward(x, delta, rotations[layer.rope_index], batch, attention)
         if not batch.logit_index.numel():
             size = (
                 self.architecture.hidden_size if self.head is None else self.architecture.vocab_size
             )
             return torch.empty(0, size, device=x.device)
-        last = self.norm.forward(x.index_select(0, batch.logit_index))
+        last = self.norm.add_and_norm(
+            x.index_select(0, batch.logit_index),
+            None if delta is None else delta.index_select(0, batch.logit_index),
+        )
         if self.head is None:
             return last.float()
         logits = self.head.forward(last).float()

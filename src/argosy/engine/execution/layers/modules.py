@@ -122,9 +122,9 @@ class RmsNorm(LoadableModule):
         """Normalize over the last dimension, which has `size` elements."""
         return self._norm(x)
 
-    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Add delta to x [T, size] in place, and return the normalized sum."""
-        return self._norm.add_and_norm(x, delta)
+    def add_and_norm(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Add delta, if any, to x [T, size] in place, and return the normalized sum."""
+        return self._norm(x) if delta is None else self._norm.add_and_norm(x, delta)
 
 
 class GatedActivation(LoadableModule):
@@ -177,9 +177,9 @@ class IdentityNorm(LoadableModule):
         """Return x."""
         return x
 
-    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Add delta to x in place, and return x."""
-        return x.add_(delta)
+    def add_and_norm(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Add delta, if any, to x in place, and return x."""
+        return x if delta is None else x.add_(delta)
 
 
 class DecoderLayer(nn.Module):
@@ -197,13 +197,23 @@ class DecoderLayer(nn.Module):
         self.mlp_out = _build_norm(architecture, "mlp_out")
         self.rope_index = rope_index
 
-    def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
-        """Add the layer's output to the residual stream x [T, hidden] in place, and return x."""
-        normed = self.attention_in.forward(x)
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: RopeRotation,
+        batch: Batch,
+        attention: Attention,
+    ) -> Tensor:
+        """Add `delta`, the output of the layer before, to the residual stream x [T, hidden] in place.
+
+        Returns:
+            Output of the layer [T, hidden], which the next layer or the last norm adds to x in one pass with its norm.
+        """
+        normed = self.attention_in.add_and_norm(x, delta)
         output = self.attention.forward(normed, rope, batch, attention)
         normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(output))
-        output = self.mlp.forward(normed)
-        return x.add_(self.mlp_out.forward(output))
+        return self.mlp_out.forward(self.mlp.forward(normed))
 
 
 def _reorder(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:
