@@ -30,7 +30,7 @@ elif INTERPRETED:
         del os.environ["TRITON_INTERPRET"]
     interpreter.install()
 
-HOST_TESTS = ("test_device.py", "test_compiled.py")
+HOST_TESTS = ("test_device.py", "test_compiled.py", "test_waits.py")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""GPU device on host tensors, with graphs that check that each replay does the same work."""
+"""GPU device on host tensors, with graphs that check that each replay does the same work, and a count of waits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,48 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
+from argosy.engine.execution.kernels.device import HostEvent
 from argosy.engine.execution.kernels.gpu.device import GpuDevice
+
+TORCH_DEVICE = torch.device("cpu", 0)
+"""Stands for a GPU. Torch knows one kind of host tensor, but a copy to this device is one that it executes."""
+PINNED: dict[int, Tensor] = {}
+"""Address of its storage -> each tensor in pinned memory, which stays allocated so that no other gets the address."""
+
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+WAITING_OPERATIONS = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
+    *("_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
+}
+"""Operations whose result is on the host, or whose shape depends on values."""
+WAITING_CALLS = {"tolist", "numpy", "cpu", "__array__"}
 
 
 class WorkRecorder(TorchDispatchMode):
-    """Records operations and kernel launches with the shapes of their arguments, and the addresses of inputs."""
+    """Records what a device would have to do, and what the host would wait for.
+
+    A tensor counts as one of the host if it was created from host data or without a device while work was recorded, or
+    if it is pinned. All other tensors are on the device.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.steps: list[tuple[Any, ...]] = []
+        """Operations and kernel launches with the shapes of their arguments, and the addresses of inputs."""
+        self.launches: list[str] = []
+        """Kernels and operations of torch that compute on the device, without views and allocations."""
+        self.copies: list[str] = []
+        """Copies between host and device."""
+        self.waits: list[str] = []
+        """Calls that wait for the device: reads, results of unknown shape, and copies of memory that is not pinned."""
         self._created: set[int] = set()
+        self._host: dict[int, Tensor] = {}
+        """Address of its storage -> tensor of the host."""
 
     def __torch_dispatch__(
         self,
@@ -31,12 +59,69 @@ class WorkRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         self.steps.append((str(func), *map(self._describe, tree_leaves((args, kwargs)))))
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not self._is_view(leaf, args):
-                self._created.add(leaf.untyped_storage().data_ptr())
+        result = func(*args, **kwargs)
+        self._classify_results(func, args, kwargs, result)
+        self._count(func, args, kwargs, result)
         return result
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return address in self._host or address in PINNED
+
+    def move_to_host(self, tensor: Tensor) -> None:
+        """Count a tensor as one of the host from now on."""
+        self._host[tensor.untyped_storage().data_ptr()] = tensor
+
+    def move_to_device(self, tensor: Tensor) -> None:
+        """Count a tensor as one of the device from now on."""
+        self._host.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def _classify_results(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        device, from_host_data = kwargs.get("device"), _name(func) == "lift_fresh"
+        if device is None:
+            inputs = _tensors((args, kwargs))
+            on_host = from_host_data or all(map(self.is_on_host, inputs))
+        else:
+            on_host = torch.device(device).index is None
+        for leaf in _tensors(result):
+            is_new = from_host_data or not self._is_view(leaf, args)
+            if is_new:
+                self._created.add(leaf.untyped_storage().data_ptr())
+            if is_new and on_host:
+                self.move_to_host(leaf)
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        name, inputs = _name(func), _tensors((args, kwargs))
+        on_host = {self.is_on_host(tensor) for tensor in (*inputs, *_tensors(result))}
+        if on_host <= {True} or func.is_view or name in ALLOCATIONS:
+            return
+        if name in {"copy_", "_to_copy"} and len(on_host) == 2:
+            destination, source = (*_tensors(args), *_tensors(result))[:2]
+            is_async = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+            self._count_copy(destination, source, is_async=bool(is_async))
+            return
+        if name == "_to_copy" and kwargs.get("dtype") == inputs[0].dtype:
+            return  # a GPU returns the tensor itself, which TORCH_DEVICE copies
+        index = _tensors(args[1]) if name.lstrip("_").startswith("index") else []
+        for tensor in index:
+            if self.is_on_host(tensor):
+                self.copies.append(f"{name} by host tensor")
+                self.waits.append(self.copies[-1])
+            if tensor.dtype in {torch.bool, torch.uint8}:
+                self.waits.append(f"{name} by bool")
+        if name in WAITING_OPERATIONS and kwargs.get("output_size") is None:
+            self.waits.append(name)
+        if name != "_local_scalar_dense":
+            self.launches.append(name)
+
+    def _count_copy(self, first: Tensor, second: Tensor, *, is_async: bool) -> None:
+        """Count a copy between a host tensor and a device tensor, in either direction."""
+        pinned = any(each.untyped_storage().data_ptr() in PINNED for each in (first, second))
+        self.copies.append(f"copy of {'pinned' if pinned else 'pageable'} memory")
+        if not (pinned and is_async):
+            self.waits.append(self.copies[-1])
 
     def _describe(self, leaf: object) -> object:
         """Return shape, strides and address of a tensor. Tensors created by the work have no fixed address."""
@@ -52,7 +137,8 @@ class WorkRecorder(TorchDispatchMode):
             name = executor.fn.__name__
             leaves = tree_leaves((executor.grid, args, kwargs))
             self.steps.append((name, *map(self._describe, leaves)))
-            with _disable_current_modes():
+            self.launches.append(name)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
                 launch(executor, *args, **kwargs)
 
         return call
@@ -60,21 +146,83 @@ class WorkRecorder(TorchDispatchMode):
     @staticmethod
     def _is_view(leaf: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether a tensor is an argument or a view of one."""
-        storages = [
-            arg.untyped_storage().data_ptr()
-            for arg in tree_leaves(args)
-            if isinstance(arg, torch.Tensor)
-        ]
+        storages = [arg.untyped_storage().data_ptr() for arg in _tensors(args)]
         return leaf.untyped_storage().data_ptr() in storages
 
 
-def record_work(work: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Run `work` and return its operations and launches."""
+class _CallRecorder(TorchFunctionMode):
+    """Records waits of calls that torch dispatches to no operation if a tensor is on the host."""
+
+    def __init__(self, recorder: WorkRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        recorder, kwargs, name = self._recorder, kwargs or {}, func.__name__
+        result = func(*args, **kwargs)
+        if name in {"tensor", "as_tensor"}:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).index is not None:
+                recorder.move_to_device(result)
+                if result.numel():
+                    recorder.copies.append(name)
+                    recorder.waits.append(name)
+        elif not args or not isinstance(args[0], Tensor) or recorder.is_on_host(args[0]):
+            pass
+        elif func == torch.Tensor.device.__get__:
+            return TORCH_DEVICE
+        elif name in WAITING_CALLS or (name == "to" and _moves_to_host(args[1:], kwargs)):
+            recorder.copies.append(name)
+            recorder.waits.append(name)
+            if isinstance(result, Tensor):
+                with _disable_current_modes():
+                    result = result.clone()
+                recorder.move_to_host(result)
+        return result
+
+
+def _moves_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the arguments of `Tensor.to` name the host."""
+    targets = [torch.device(each) for each in (*args, *kwargs.values()) if _is_device(each)]
+    return any(target.index is None for target in targets)
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, (str, torch.device))
+
+
+def _name(func: Any) -> str:
+    """Return the name of an operation, without namespace and overload."""
+    name: str = func.overloadpacket.__name__
+    return name
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def record_work(work: Callable[[], object]) -> WorkRecorder:
+    """Run `work` and return what it did."""
     recorder = WorkRecorder()
     launch = recorder.wrap_launch(GridExecutor.__call__)
-    with mock.patch.object(GridExecutor, "__call__", launch), recorder:
+
+    def wait(_event: HostEvent) -> None:
+        recorder.waits.append("event")
+
+    with (
+        mock.patch.object(GridExecutor, "__call__", launch),
+        mock.patch.object(HostEvent, "synchronize", wait),
+        _CallRecorder(recorder),
+        recorder,
+    ):
         work()
-    return recorder.steps
+    return recorder
 
 
 @dataclass
@@ -93,7 +241,7 @@ class CheckedGraph:
         return rows
 
     def replay(self) -> None:
-        assert record_work(self.work) == self.steps, "the work differs from the captured work"
+        assert record_work(self.work).steps == self.steps, "the work differs from the captured work"
         self.replays += 1
 
 
@@ -101,7 +249,7 @@ class HostDevice(GpuDevice):
     """GPU whose kernels run in the interpreter, on host tensors."""
 
     name = "host"
-    torch_device = torch.device("cpu")
+    torch_device = TORCH_DEVICE
     num_multiprocessors = 1
 
     def __init__(self) -> None:
@@ -120,8 +268,9 @@ class HostDevice(GpuDevice):
         return 1 << 20
 
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return PINNED.setdefault(pinned.untyped_storage().data_ptr(), pinned)
 
     def _capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        self.graphs.append(CheckedGraph(work, record_work(work)))
+        self.graphs.append(CheckedGraph(work, record_work(work).steps))
         return self.graphs[-1].replay
