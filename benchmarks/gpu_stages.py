@@ -165,8 +165,6 @@ def engine_core(
             )
         core = EngineCore(EngineConfig(**settings), time.monotonic, lambda _activity, _done: None)
     try:
-        while core.has_work:  # graphs that are captured when the core is idle
-            core.step()
         yield core
     finally:
         core.close()

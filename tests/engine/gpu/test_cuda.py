@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.gpu.device import create_cuda_device
+from argosy.engine.execution.kernels.gpu.device import GpuDevice, create_cuda_device
 from tests.engine.gpu.device import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="no GPU is visible")
@@ -61,3 +63,16 @@ def test_free_memory_falls_by_what_is_allocated(device: Device) -> None:
     before = device.free_bytes()
     held = torch.empty(64 << 20, dtype=torch.uint8, device=device.torch_device)
     assert before - device.free_bytes() >= held.nbytes
+
+
+def test_measured_memory_includes_graphs(device: Device) -> None:
+    assert isinstance(device, GpuDevice)
+    assert device.capture_graph is not None
+    x = torch.ones(4 << 20, device=device.torch_device)
+
+    def work() -> None:
+        (x + 1).sum()
+
+    work()
+    assert device.measure_peak_bytes(partial(device.capture_graph, work)) >= x.nbytes
+    assert device.measure_peak_bytes(lambda: None) < x.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import NoReturn, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -118,24 +119,11 @@ def create_gpu_core(model: Path, **options: object) -> EngineCore:
     return create_core(model, **(settings | options))
 
 
-def prepare_graphs(core: EngineCore) -> EngineCore:
-    """Run the idle core until it has captured all its graphs."""
-    while core.has_work:
-        assert core.step().deltas == []
-    return core
-
-
-def reference_outputs(model: Path, **options: object) -> dict[str, RequestOutput]:
-    """Run each request alone, one step at a time. The core is never idle, and therefore captures no graphs."""
-    outputs: dict[str, RequestOutput] = {}
-    core = create_gpu_core(model, max_steps_in_flight=0, prefix_cache=False, **options)
-    for request in requests():
-        core.add(request)
-        output = outputs[request.id] = RequestOutput()
-        while core.scheduler.has_work:
-            for delta in core.step().deltas:
-                output.add(delta)
-    return outputs
+def reference_outputs(model: Path, gpu: HostDevice, **options: object) -> dict[str, RequestOutput]:
+    """Run each request alone, one step at a time, without graphs."""
+    with mock.patch.object(gpu, "capture_graph", None):
+        core = create_gpu_core(model, max_steps_in_flight=0, prefix_cache=False, **options)
+    return {request.id: run_requests(core, [request])[request.id] for request in requests()}
 
 
 def assert_outputs_equal(
@@ -151,11 +139,12 @@ def assert_outputs_equal(
 def test_graphs_caching_and_preemption_do_not_change_output(
     model: Path, gpu: HostDevice, options: dict[str, object]
 ) -> None:
-    expected = reference_outputs(model, **options)
+    expected = reference_outputs(model, gpu, **options)
     assert expected["4"].tokens[2:4] == [9, 10], "the budget closes the reasoning block"
-    assert not any(graph.replays for graph in gpu.graphs)
-    core = prepare_graphs(create_gpu_core(model, **options))
-    assert [graph.size for graph in gpu.graphs] == [4, 2, 1], "the largest graph is captured first"
+    assert not gpu.graphs
+    core = create_gpu_core(model, **options)
+    captured = [graph.size for graph in gpu.graphs]
+    assert captured == [4, 2, 1] * 2, "the largest first, to measure their memory and to replay"
     assert_outputs_equal(run_requests(core, requests()), expected)
     assert sum(graph.replays for graph in gpu.graphs) > 3
     second_run = run_requests(core, requests())
@@ -175,7 +164,7 @@ def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None
         raise RuntimeError("operation not permitted when stream is capturing")
 
     gpu.capture_graph = fail_to_capture
-    core = prepare_graphs(create_gpu_core(model))
+    core = create_gpu_core(model)
     output = run_requests(core, requests()[:1])["0"]
     assert len(output.tokens) == 4
 
@@ -183,6 +172,7 @@ def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None
 def test_memory_is_measured_once_per_model_and_settings(
     model: Path, gpu: HostDevice, tmp_path: Path
 ) -> None:
+    gpu.capture_graph = None
     for _ in range(2):
         create_gpu_core(model, num_blocks=None, kv_memory_bytes=1 << 20)
     assert gpu.measurements == 1
@@ -197,6 +187,7 @@ def test_memory_is_measured_once_per_model_and_settings(
 
 
 def test_kv_cache_size_follows_free_memory(model: Path, gpu: HostDevice) -> None:
+    gpu.capture_graph = None
     core = create_gpu_core(model, num_blocks=None, max_seqs=2)
     max_useful_blocks = core.scheduler.limits.num_blocks
     gpu.available_bytes = (

@@ -33,7 +33,7 @@ class CapturedStep:
 
 
 class DecodeGraphs:
-    """Captured graphs of one executor. Graphs are captured one at a time, and steps without a graph run eagerly."""
+    """Captured graphs of one executor. Steps without a graph run eagerly."""
 
     def __init__(
         self,
@@ -50,30 +50,26 @@ class DecodeGraphs:
         self._captured: dict[int, CapturedStep] = {}
         self._logits: Tensor | None = None
         """[largest size, V], output shared by all graphs, since separate outputs would stay allocated."""
-        sizes = [size for size in GRAPH_BATCH_SIZES if size < max_seqs]
-        self._pending_sizes = (
-            [] if capture_graph is None else [*sizes, min(max_seqs, GRAPH_BATCH_SIZES[-1])]
+        smaller = [size for size in GRAPH_BATCH_SIZES if size < max_seqs]
+        self.sizes = (
+            [] if capture_graph is None else [*smaller, min(max_seqs, GRAPH_BATCH_SIZES[-1])]
         )
+        """Batch sizes that `capture_all` captures, ascending."""
 
-    @property
-    def num_pending(self) -> int:
-        """Number of graphs still to be captured."""
-        return len(self._pending_sizes)
+    def capture_all(self, on_captured: Callable[[int], None]) -> None:
+        """Capture a graph for each size, the largest first. If the device fails, the smaller ones have no graphs.
 
-    def capture_next(self) -> None:
-        """Capture the next graph, largest batch size first. If the device fails, disable further captures."""
-        if (
-            self._capture_graph is None
-            or not self._pending_sizes
-            or not self._persistent_batch.is_uniform_decode(StepPlan(0))
-        ):
+        `on_captured` is called with the number of graphs so far.
+        """
+        if self._capture_graph is None:
             return
-        size = self._pending_sizes.pop()
-        try:
-            self._captured[size] = self._capture(self._capture_graph, size)
-        except Exception as error:  # noqa: BLE001 - steps run without graphs too
-            log.warning("graph_capture_disabled", size=size, error=str(error))
-            self._pending_sizes = []
+        for size in reversed(self.sizes):
+            try:
+                self._captured[size] = self._capture(self._capture_graph, size)
+            except Exception as error:  # noqa: BLE001 - steps run without graphs too
+                log.warning("graph_capture_disabled", size=size, error=str(error))
+                return
+            on_captured(len(self._captured))
 
     def find_captured(self, plan: StepPlan) -> CapturedStep | None:
         """Return the smallest captured step that fits `plan`, or None."""

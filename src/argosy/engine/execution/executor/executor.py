@@ -81,14 +81,17 @@ class Executor:
         return self._attention.name
 
     @property
-    def pending_preparations(self) -> int:
-        """Number of `prepare_next` calls that still have work to do."""
-        return self._graphs.num_pending
+    def num_graphs(self) -> int:
+        """Number of graphs that `capture_graphs` captures."""
+        return len(self._graphs.sizes)
 
     @torch.inference_mode()
-    def prepare_next(self) -> None:
-        """Do one optional piece of work that makes later steps faster. Called between two steps."""
-        self._graphs.capture_next()
+    def capture_graphs(self, on_captured: Callable[[int], None] = lambda _number: None) -> None:
+        """Capture the graphs of decode steps, before the first step or after a reset.
+
+        `on_captured` is called with the number of graphs so far.
+        """
+        self._graphs.capture_all(on_captured)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:

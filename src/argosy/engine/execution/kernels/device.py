@@ -109,9 +109,10 @@ class Device(ABC):
 
     @abstractmethod
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
-        """Return the bytes to keep free for activations. May call `run_largest_step` to measure them.
+        """Return the bytes to keep free for activations and graphs. May call `run_largest_step` to measure them.
 
-        `key` names model, format and limits, on which the result depends besides the device.
+        `run_largest_step` returns the owner of the graphs. `key` names model, format and limits, on which the result
+        depends besides the device.
         """
 
     @abstractmethod

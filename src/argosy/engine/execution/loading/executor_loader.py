@@ -72,7 +72,9 @@ from argosy.protocol import ArithmeticIdentity, ModelDescription, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
-COSTLIEST_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=1)
+COSTLIEST_PARAMS = SamplingParams(
+    max_tokens=1, temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
@@ -358,9 +360,9 @@ def _prove(
         stored_format=plan.stored_format,
     )
     executor = loaded.create_executor(limits, find_grammar)
-    is_exact, step_s = True, 0.0
+    step_s = _warm_up(executor, limits, device.warmup_sizes if config.warmup else (), progress)
+    is_exact = True
     if config.warmup:
-        step_s = _warm_up(executor, limits, device.warmup_sizes, progress)
         is_exact = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
     pooling, max_steps_in_flight = None, config.max_steps_in_flight
     if plan.pooling is not None:
@@ -476,18 +478,22 @@ def _warm_up(
     sizes: tuple[int, ...],
     progress: Callable[[str, float], None],
 ) -> float:
-    """Run one prefill of each size that fits, so that compilation and first-use costs do not delay requests.
+    """Run one prefill of each size that fits and capture all graphs, so that nothing of it delays requests.
 
     Returns the seconds of another step with one token, by which requests are routed before the first one was measured.
     """
     fitting = [size for size in sizes if size <= _max_prefill_tokens(limits)]
+    total = len(fitting) + executor.num_graphs
     for number, size in enumerate(fitting):
         _run_prefill(executor, limits, [size], WARMUP_PARAMS)
-        progress(WARMING_UP, (number + 1) / len(fitting))
-    started_at = time.monotonic()
-    _run_prefill(executor, limits, [1], WARMUP_PARAMS)
-    step_s = time.monotonic() - started_at
-    executor.reset()
+        progress(WARMING_UP, (number + 1) / total)
+    step_s = 0.0
+    if fitting:
+        started_at = time.monotonic()
+        _run_prefill(executor, limits, [1], WARMUP_PARAMS)
+        step_s = time.monotonic() - started_at
+        executor.reset()
+    executor.capture_graphs(lambda number: progress(WARMING_UP, (len(fitting) + number) / total))
     return step_s
 
 
@@ -527,13 +533,18 @@ def _max_prefill_tokens(limits: SchedulerLimits) -> int:
     return min(limits.max_model_len - 1, limits.max_step_tokens)
 
 
-def _run_largest_step(executor: Executor, limits: SchedulerLimits) -> None:
-    """Fill the token budget with the maximum number of sequences, sampled with the most expensive parameters."""
+def _run_largest_step(executor: Executor, limits: SchedulerLimits) -> Executor:
+    """Capture all graphs, then fill the token budget with the maximum number of sequences.
+
+    They are sampled with the most expensive parameters. Returns the executor, which owns the graphs.
+    """
+    executor.capture_graphs()
     remaining, counts = limits.max_step_tokens, []
     for sequences_left in reversed(range(limits.max_seqs)):
         counts.append(min(_max_prefill_tokens(limits), remaining - sequences_left))
         remaining -= counts[-1]
     _run_prefill(executor, limits, counts, COSTLIEST_PARAMS)
+    return executor
 
 
 def _run_prefill(

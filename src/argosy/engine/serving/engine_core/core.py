@@ -76,8 +76,6 @@ TOO_MUCH_MEMORY = SequenceFailure(
     "send fewer different grammars at a time, or simpler ones",
     "grammar_failed",
 )
-PREPARE_INTERVAL_STEPS = 32
-"""While the engine computes, one optional preparation (such as a graph capture) runs every this many steps."""
 
 
 class EngineCore:
@@ -127,10 +125,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        requests = (
+        return bool(
             self.scheduler.has_work or self._held or self._pending_deltas or self._steps_in_flight
         )
-        return bool(requests) or self.executor.pending_preparations > 0
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request, after its grammar is compiled.
@@ -244,10 +241,6 @@ class EngineCore:
             for seq in self.scheduler.expire(started_at)
         ]
         plan = self.scheduler.schedule(started_at)
-        if self.executor.pending_preparations and not (
-            plan.total_tokens and plan.step % PREPARE_INTERVAL_STEPS
-        ):
-            self.executor.prepare_next()
         planned_at = self._clock()
         self._phase_s["plan"] += planned_at - started_at
         max_in_flight = self._max_steps_in_flight if plan.total_tokens else 0

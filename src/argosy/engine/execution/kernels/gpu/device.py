@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pac
 from argosy.folders import cache_folder, replace_file
 
 MEMORY_MARGIN_BYTES = 512 << 20
-"""Memory kept free beside the largest step, because captured decode steps have their own pool."""
+"""Memory kept free beside the largest step and the graphs, for tables that grow and kernels that are loaded later."""
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first generation with bfloat16 in its matrix unit."""
 MIN_FLOAT8_CAPABILITY = (8, 9)
@@ -63,7 +64,10 @@ class GpuDevice(Device):
 
     @abstractmethod
     def measure_peak_bytes(self, work: Callable[[], object]) -> int:
-        """Run `work`, wait for it, and return the largest number of bytes that it had allocated at once."""
+        """Run `work`, wait for it, and return the largest number of bytes that it needed at once.
+
+        These include graphs that what it returns owns, which is dropped afterwards.
+        """
 
     @abstractmethod
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
@@ -84,8 +88,9 @@ class GpuDevice(Device):
         return f"sm_{major}{minor}"
 
     def working_bytes(self, key: str, run_largest_step: Callable[[], object]) -> int:
-        """Return the bytes for activations. They are measured once per key, and later starts read them from disk."""
-        full_key = f"{key} {self.name} torch {torch.__version__}"
+        """Return the bytes for activations and graphs. They are measured once per key, and later read from disk."""
+        graphs = "without graphs" if self.capture_graph is None else "with graphs"
+        full_key = f"{key} {self.name} torch {torch.__version__} {graphs}"
         peak = read_memory_profile(full_key)
         if peak is None:
             peak = self.measure_peak_bytes(run_largest_step)
@@ -227,18 +232,29 @@ class CudaDevice(GpuDevice):
     def free_bytes(self) -> int:
         """Return the free bytes, including memory that torch has reserved but does not use."""
         free, _ = torch.cuda.mem_get_info(self.index)
-        idle = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        idle = self._reserved_bytes() - torch.cuda.memory_allocated(self.index)
         return free + idle
 
     def measure_peak_bytes(self, work: Callable[[], object]) -> int:
+        gc.collect()
         torch.cuda.synchronize(self.index)
-        torch.cuda.reset_peak_memory_stats(self.index)
-        before = torch.cuda.memory_allocated(self.index)
-        work()
-        torch.cuda.synchronize(self.index)
-        peak = torch.cuda.max_memory_allocated(self.index) - before
         torch.cuda.empty_cache()
-        return peak
+        torch.cuda.reset_peak_memory_stats(self.index)
+        free, reserved = torch.cuda.mem_get_info(self.index)[0], self._reserved_bytes()
+        result = work()
+        torch.cuda.synchronize(self.index)
+        peak = torch.cuda.max_memory_reserved(self.index) - reserved
+        # What the driver allocated for graphs and kernels is not in the allocator's statistics.
+        taken = free - torch.cuda.mem_get_info(self.index)[0]
+        outside = taken - (self._reserved_bytes() - reserved)
+        del result
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._graph_pool = torch.cuda.graph_pool_handle()  # the graphs of the old pool are gone
+        return peak + max(0, outside)
+
+    def _reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.index)
 
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
