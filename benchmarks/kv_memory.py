@@ -62,7 +62,7 @@ def create_scheduler(kv_windows: tuple[int | None, ...], block_size: int) -> Sch
 def run_step(scheduler: Scheduler) -> None:
     """Compute one step."""
     plan = scheduler.schedule(0.0)
-    scheduler.commit(StepResult([5 if samples else -1 for samples in plan.sample_flags]))
+    scheduler.commit(StepResult([5 if samples else -1 for samples in plan.sample_counts]))
 
 
 def measure_context(name: str, context: int) -> dict[str, object]:

@@ -48,7 +48,7 @@ def step_times_us(sequences: int, kv_windows: tuple[int | None, ...]) -> list[fl
         begin = time.perf_counter()
         plan = scheduler.schedule(float(step))
         middle = time.perf_counter()
-        result = StepResult([5 if sampled else -1 for sampled in plan.sample_flags])
+        result = StepResult([5 if sampled else -1 for sampled in plan.sample_counts])
         resume = time.perf_counter()
         scheduler.commit(result)
         end = time.perf_counter()

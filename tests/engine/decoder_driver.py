@@ -119,7 +119,7 @@ class DecoderDriver:
 
     def batch(self, chunks: Sequence[tuple[str, list[int]]]) -> Batch:
         """Append the chunks to their sequences and return the batch."""
-        plan = StepPlan(0, sample_flags=[False] * len(chunks))
+        plan = StepPlan(0, sample_counts=[0] * len(chunks))
         for name, new_tokens in chunks:
             if name not in self._rows:
                 self._rows[name] = self._free_rows.pop()

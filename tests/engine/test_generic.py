@@ -245,9 +245,12 @@ def test_self_test_finds_dependence_on_the_batch(
         tested = LeakyDecoder(decoder, leak)
         return run_self_test(tested, create_cpu_device(1), max_model_len=64)
 
-    assert test(0.0) == SelfTestResult(is_exact=True, failed_cases=[], median_difference=0.0)
+    assert test(0.0) == SelfTestResult(
+        is_exact=True, failed_cases=[], failed_draft_cases=[], median_difference=0.0
+    )
     inexact, wrong = test(1e-6), test(1.0)
     assert inexact.failed_cases == ["batched", "chunked", "prefix hit"]
+    assert inexact.failed_draft_cases == ["verify 1", "verify 4", "verify 15"]
     assert 0 < inexact.median_difference < MAX_MEDIAN_DIFFERENCE < wrong.median_difference
 
 
@@ -255,7 +258,12 @@ def test_self_test_runs_once_for_each_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    result = SelfTestResult(is_exact=False, failed_cases=["chunked"], median_difference=0.25)
+    result = SelfTestResult(
+        is_exact=False,
+        failed_cases=["chunked"],
+        failed_draft_cases=["verify 4"],
+        median_difference=0.25,
+    )
     calls: list[str] = []
     for identity in ("a", "b", "a", "b", "a"):
 

@@ -49,18 +49,27 @@ class RowModel:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[AdmittedSequence], StepPlan]:
-    """Draw admitted sequences, and a plan that computes chunks of them."""
+    """Draw admitted sequences, and a plan that computes chunks of them, some with drafts."""
     rows = draw(st.lists(st.integers(0, ROWS - 1), min_size=1, unique=True))
-    admitted, starts, counts, samples = [], [], [], []
+    admitted = []
+    plan = StepPlan(1, rows=rows)
     free = iter(draw(st.permutations(range(GROUPS * ROWS * LENGTH // BLOCK))))
-    for row in rows:
+    for chunk, row in enumerate(rows):
         tokens = draw(st.lists(st.integers(0, 99), min_size=1, max_size=LENGTH - 1))
-        tables = [[next(free) for _ in range(-(-len(tokens) // BLOCK))] for _ in range(GROUPS)]
+        drafts = draw(st.lists(st.integers(0, 99), max_size=LENGTH - len(tokens)))
+        blocks = -(-(len(tokens) + len(drafts)) // BLOCK)
+        tables = [[next(free) for _ in range(blocks)] for _ in range(GROUPS)]
         admitted.append(AdmittedSequence(row, tokens, len(tokens), SamplingParams(), tables))
-        starts.append(draw(st.integers(0, len(tokens) - 1)))
-        counts.append(draw(st.integers(1, len(tokens) - starts[-1])))
-        samples.append(starts[-1] + counts[-1] == len(tokens))
-    return admitted, StepPlan(1, rows=rows, starts=starts, counts=counts, sample_flags=samples)
+        start = draw(st.integers(0, len(tokens) - 1))
+        count = draw(st.integers(1, len(tokens) - start))
+        samples = int(start + count == len(tokens))
+        if samples and drafts:
+            plan.draft_tokens[chunk] = drafts
+            count, samples = count + len(drafts), samples + len(drafts)
+        plan.starts.append(start)
+        plan.counts.append(count)
+        plan.sample_counts.append(samples)
+    return admitted, plan
 
 
 def admit_all(admitted: list[AdmittedSequence]) -> tuple[PersistentBatch, RowModel]:
@@ -86,8 +95,11 @@ def assert_batch_matches_model(
         for position in range(start, start + count)
     ]
     total, used = len(flat), len(plan.rows)
+    known = [
+        model.tokens[row] + plan.draft_tokens.get(chunk, []) for chunk, row in enumerate(plan.rows)
+    ]
     assert batch.token_ids[:total].tolist() == [
-        model.tokens[row][position] for _, row, position in flat
+        known[chunk][position] for chunk, _, position in flat
     ]
     assert batch.positions[:total].tolist() == [position for _, _, position in flat]
     for group, slots in enumerate(batch.slot_mappings):
@@ -105,11 +117,17 @@ def assert_batch_matches_model(
         for blocks, row, end in zip(blocks_of_group, plan.rows, ends, strict=False):
             count = -(-end // BLOCK)
             assert blocks[:count].tolist() == model.block_tables[row][group][:count]
-    sampled = [chunk for chunk, samples in enumerate(plan.sample_flags) if samples]
-    assert packed.sample_rows.tolist() == [plan.rows[chunk] for chunk in sampled]
-    assert packed.sample_positions.tolist() == [ends[chunk] for chunk in sampled]
-    last = [int(batch.query_start_loc[chunk + 1]) - 1 for chunk in sampled]
-    assert set(last) <= set(batch.logit_index.tolist())
+    sampled = [
+        (row, end - offset, flat_end - offset - 1)
+        for row, end, flat_end, samples in zip(
+            plan.rows, ends, np.cumsum(plan.counts), plan.sample_counts, strict=True
+        )
+        for offset in reversed(range(samples))
+    ]
+    assert packed.sample_rows.tolist() == [row for row, _, _ in sampled]
+    assert packed.sample_positions.tolist() == [position for _, position, _ in sampled]
+    assert packed.sample_index.tolist() == [flat for _, _, flat in sampled]
+    assert set(packed.sample_index.tolist()) <= set(batch.logit_index.tolist())
     wanted = packed.logit_index.tolist()
     assert batch.logit_index[: len(wanted)].tolist() == wanted
 
@@ -136,8 +154,8 @@ def test_padded_decode_contains_sampled_tokens_and_new_blocks(
     admitted, _ = step
     table, model = admit_all(admitted)
     rows = sorted(model.tokens)
-    ends, all_sampled = [len(model.tokens[row]) for row in rows], [True] * len(rows)
-    prefill = StepPlan(1, rows=rows, starts=[0] * len(rows), counts=ends, sample_flags=all_sampled)
+    ends, all_sampled = [len(model.tokens[row]) for row in rows], [1] * len(rows)
+    prefill = StepPlan(1, rows=rows, starts=[0] * len(rows), counts=ends, sample_counts=all_sampled)
     assert not table.is_uniform_decode(StepPlan(0)), "the device does not have the tokens yet"
     packed = table.pack_step(prefill)
     _, sample_index = table.gather_batch(packed.buffer, packed.shape)
@@ -147,12 +165,12 @@ def test_padded_decode_contains_sampled_tokens_and_new_blocks(
     new_blocks = []
     for row, end, token in zip(rows, ends, sampled, strict=True):
         model.tokens[row].append(token)
-        if end % BLOCK == 0:
+        if end == BLOCK * len(model.block_tables[row][0]):
             for group in range(GROUPS):
                 model.block_tables[row][group].append(1000 * group + row)
                 new_blocks.append((row, group, end // BLOCK, 1000 * group + row))
     table.append_blocks(new_blocks)
-    plan = StepPlan(2, rows=rows, starts=ends, counts=[1] * len(rows), sample_flags=all_sampled)
+    plan = StepPlan(2, rows=rows, starts=ends, counts=[1] * len(rows), sample_counts=all_sampled)
     size = data.draw(st.integers(len(rows), ROWS))
     if table.is_uniform_decode(plan) and data.draw(st.booleans()):
         packed = table.pack_padded_step(plan, size)

@@ -50,6 +50,8 @@ class FakeExecutor:
     """Host slots with corrupt content."""
     memory_tokens: int | None = None
     """Number of tokens above which a step runs out of memory before it has any effect. None means never."""
+    max_window: int = 1 << 30
+    """Largest number of tokens that a chunk with drafts gives, as if no later token could be sampled."""
 
     def __post_init__(self) -> None:
         self.kv = [[(-1, -1)] * self.block_size for _ in range(self.num_blocks)]
@@ -84,17 +86,24 @@ class FakeExecutor:
             assert len(self.rows[row][1][group]) == index
             self.rows[row][1][group].append(block)
         corrupt_blocks = set(corrupt_list)
-        tokens = [
-            self._compute(row, start, count, samples=samples, corrupt_blocks=corrupt_blocks)
-            for row, start, count, samples in zip(
-                plan.rows, plan.starts, plan.counts, plan.sample_flags, strict=True
+        tokens, windows = [], {}
+        for chunk, (row, start, count) in enumerate(
+            zip(plan.rows, plan.starts, plan.counts, strict=True)
+        ):
+            drafts = plan.draft_tokens.get(chunk, [])
+            samples = plan.sample_counts[chunk]
+            assert not samples or samples == 1 + len(drafts)
+            new_tokens = self._compute(
+                row, start, count, drafts, samples=samples > 0, corrupt_blocks=corrupt_blocks
             )
-        ]
+            if drafts:
+                windows[chunk] = new_tokens
+            tokens.append(new_tokens[0] if samples == 1 else -1)
         for chunk, length, snapshot in plan.snapshot_saves:
             start, count = plan.starts[chunk], plan.counts[chunk]
             assert start < length <= start + count, "a snapshot of tokens outside of the step"
             self.snapshots[snapshot] = self.states[plan.rows[chunk]][:length]
-        return StepResult(tokens, corrupt_blocks=corrupt_list)
+        return StepResult(tokens, windows, corrupt_blocks=corrupt_list)
 
     def _admit(self, admission: AdmittedSequence) -> None:
         tables = [list(table) for table in admission.block_tables]
@@ -102,9 +111,17 @@ class FakeExecutor:
         self.rows[admission.row] = (list(admission.tokens), tables)
 
     def _compute(
-        self, row: int, start: int, count: int, *, samples: bool, corrupt_blocks: set[int]
-    ) -> int:
-        tokens, tables = self.rows[row]
+        self,
+        row: int,
+        start: int,
+        count: int,
+        drafts: list[int],
+        *,
+        samples: bool,
+        corrupt_blocks: set[int],
+    ) -> list[int]:
+        known, tables = self.rows[row]
+        tokens = known + drafts
         size = self.block_size
         assert start + count <= len(tokens), "the plan computes an unknown token"
         assert samples == (start + count == len(tokens))
@@ -124,7 +141,10 @@ class FakeExecutor:
                 assert blocks[position // size] >= 0
                 self.kv[blocks[position // size]][position % size] = (position, tokens[position])
         if not samples:
-            return -1
-        token = next_token(tokens)
-        tokens.append(token)
-        return token
+            return []
+        new_tokens: list[int] = []
+        while not new_tokens or drafts[: len(new_tokens)] == new_tokens:
+            new_tokens.append(next_token(known + new_tokens))
+        new_tokens = new_tokens[: self.max_window] if drafts else new_tokens
+        known += new_tokens
+        return new_tokens

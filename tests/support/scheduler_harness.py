@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from argosy.engine import EngineRequest
 from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence, StepPlan
 from argosy.protocol import SamplingParams
-from tests.support.fake_executor import FakeExecutor, reference_output
+from tests.support.fake_executor import VOCAB, FakeExecutor, reference_output
 
 WORKLOAD_STEPS = 41
 KV_WINDOWS = [(None,), (None,), (None, 5), (None, 9, 1), (None, None, 6, 6, 6), (7,), (12, 4)]
@@ -26,6 +27,8 @@ class SchedulerHarness:
     scheduler: Scheduler = field(init=False)
     executor: FakeExecutor = field(init=False)
     now: float = 0.0
+    draft_rng: random.Random | None = None
+    """Draws the drafts of each sequence, of which the first ones are right. Without it, there are no drafts."""
     outputs: dict[str, list[int]] = field(default_factory=dict)
     finish_reasons: dict[str, str] = field(default_factory=dict)
     """Finish reason by request, in the order in which the requests ended."""
@@ -63,7 +66,7 @@ class SchedulerHarness:
         self.now += 0.01
         for seq in self.scheduler.expire(self.now):
             self.finish(seq.id, "timeout")
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, self._draft())
         assert len(self.scheduler.running) <= self.limits.max_seqs
         try:
             result = self.executor.execute(plan)
@@ -72,13 +75,24 @@ class SchedulerHarness:
                 self.finish(seq.id, "error")
             self.scheduler.check_invariants()
             return plan
-        for seq, _, token, finish in self.scheduler.commit(result):
-            if token >= 0:
-                self.outputs[seq.id].append(token)
+        for seq, _, tokens, finish in self.scheduler.commit(result):
+            self.outputs[seq.id] += tokens
             if finish:
                 self.finish(seq.id, finish)
         self.scheduler.check_invariants()
         return plan
+
+    def _draft(self) -> dict[Sequence, list[int]]:
+        rng = self.draft_rng
+        if rng is None:
+            return {}
+        self.executor.max_window = rng.choice([0, 1, 1 << 30, 1 << 30, 1 << 30])
+        return {
+            seq: reference_output(seq.tokens, rng.randint(0, 6))
+            + rng.choices(range(VOCAB), k=rng.randint(0, 3))
+            for seq in self.scheduler.running
+            if seq.is_prefilled
+        }
 
     def finish(self, name: str, reason: str) -> None:
         """Record the end of a request."""
@@ -158,6 +172,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         host_blocks=draw(st.sampled_from([0, 3, 20])),
         prefix_cache=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.1])),
+        ridge_tokens=draw(st.sampled_from([2, 24])),
         kv_windows=windows,
         state_snapshots=draw(st.sampled_from([None, 0, 1, 3, 9])) if windows == (None,) else None,
     )

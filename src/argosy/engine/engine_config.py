@@ -193,6 +193,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: Annotated[
         bool, option("Reuse the KV blocks of prompts with a common prefix.", "Advanced")
     ] = True
+    speculation: Annotated[
+        Literal["auto", "off"],
+        option(
+            "Draft tokens and verify several in a step, which is faster and changes no output. auto does so where the"
+            " test at start shows that it is exact.",
+            "Advanced",
+        ),
+    ] = "auto"
     request_timeout_s: (
         Annotated[float, option("Timeout of one request in seconds.", "Advanced", ge=0.001)] | None
     ) = None

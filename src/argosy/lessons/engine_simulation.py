@@ -106,6 +106,6 @@ class EngineSimulation:
 
     def commit_step(self, step: SimulatedStep) -> list[int]:
         """Commit a planned step, and return the numbers of the requests that end with it."""
-        tokens = [SAMPLED_TOKEN if is_sampled else -1 for is_sampled in step.plan.sample_flags]
+        tokens = [SAMPLED_TOKEN if is_sampled else -1 for is_sampled in step.plan.sample_counts]
         updates = self.scheduler.commit(StepResult(tokens))
         return [int(update.seq.id) for update in updates if update.finish_reason]

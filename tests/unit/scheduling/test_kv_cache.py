@@ -43,9 +43,8 @@ def run_ahead(harness: SchedulerHarness, lookahead: int) -> None:
             break
         results.append(harness.executor.execute(harness.scheduler.schedule(harness.now)))
         if len(results) > lookahead:
-            for seq, _, token, _ in harness.scheduler.commit(results.pop(0)):
-                if token >= 0:
-                    harness.outputs[seq.id].append(token)
+            for seq, _, tokens, _ in harness.scheduler.commit(results.pop(0)):
+                harness.outputs[seq.id] += tokens
             harness.scheduler.check_invariants()
 
 

@@ -26,10 +26,14 @@ from tests.support.scheduler_harness import (
 
 
 @settings(max_examples=80)
-@given(workloads())
-def test_random_workload_gives_every_request_exactly_its_own_tokens(workload: Workload) -> None:
+@given(workloads(), st.none() | st.randoms(use_true_random=False))
+def test_random_workload_gives_every_request_exactly_its_own_tokens(
+    workload: Workload, draft_rng: random.Random | None
+) -> None:
     """Invariants hold after every step, and every request ends once, although large steps run out of memory."""
-    harness = SchedulerHarness(workload.limits)
+    if workload.limits.state_snapshots is not None:
+        draft_rng = None  # a recurrent state cannot go back to the last accepted draft
+    harness = SchedulerHarness(workload.limits, draft_rng=draft_rng)
     harness.executor.memory_tokens = workload.memory_tokens
     for step in range(WORKLOAD_STEPS):
         for event in workload.events:
@@ -310,8 +314,8 @@ def test_failed_step_fails_only_the_request_that_causes_it() -> None:
                 harness.finish(seq.id, "error")
             harness.scheduler.check_invariants()
         else:
-            for seq, _, token, finish in harness.scheduler.commit(harness.executor.execute(plan)):
-                harness.outputs[seq.id].append(token)
+            for seq, _, tokens, finish in harness.scheduler.commit(harness.executor.execute(plan)):
+                harness.outputs[seq.id] += tokens
                 if finish:
                     harness.finish(seq.id, finish)
     harness.run()
@@ -367,7 +371,7 @@ def test_every_prompt_is_computed_once_in_one_step(lengths: list[int]) -> None:
     for now in range(2 * len(lengths) + 1):
         plan = scheduler.schedule(float(now))
         assert plan.starts == [0] * len(plan.rows)
-        assert all(plan.sample_flags)
+        assert all(plan.sample_counts)
         assert plan.total_tokens <= 20
         updates = scheduler.commit(StepResult([-1] * len(plan.rows)))
         scheduler.check_invariants()

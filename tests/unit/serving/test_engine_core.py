@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.engine import EngineRequest
-from argosy.engine.scheduling import StepDurations, StepPlan
+from argosy.engine.scheduling import StepDurations, StepPlan, StepResult
 from argosy.engine.serving.core_messages import Delta, Heartbeat, KvChange
 from argosy.engine.serving.engine_core.heartbeat_monitor import (
     LOAD_PROGRESS_TIMEOUT_S,
@@ -220,14 +220,21 @@ def step(*counts: int) -> StepPlan:
 
 
 def test_prefill_and_decode_speeds_are_estimated_separately() -> None:
+    """A decode with drafts that gives two tokens may take twice as long."""
     speed = SpeedEstimator()
     assert speed.prefill_tokens_per_s == speed.inter_token_s(1) == 0.0
+
+    def record(plan: StepPlan, *, new_tokens: int = 1, **durations: float) -> None:
+        windows = dict.fromkeys(plan.draft_tokens, [7] * new_tokens)
+        speed.record_step(plan, StepResult([], windows, durations=StepDurations(**durations)))
+
     for running in (1, 4, 16, 4, 1) * 20:
-        speed.record_step(step(*[1] * running), StepDurations(compute_s=0.01 + 0.001 * running))
-        speed.record_step(
-            step(*[1] * running, 500), StepDurations(launch_s=0.05, compute_s=0.15, sample_s=0.05)
-        )
-        speed.record_step(step(*[1] * running, 10), StepDurations(compute_s=9.0))
+        record(step(*[1] * running), compute_s=0.01 + 0.001 * running)
+        record(step(*[1] * running, 500), launch_s=0.05, compute_s=0.15, sample_s=0.05)
+        record(step(*[1] * running, 10), compute_s=9.0)
+        drafted = step(*[5] * running)
+        drafted.draft_tokens.update(dict.fromkeys(range(running), [7] * 4))
+        record(drafted, new_tokens=2, compute_s=2 * (0.01 + 0.001 * running))
     assert speed.prefill_tokens_per_s == pytest.approx(2000)
     assert speed.inter_token_s(1) == pytest.approx(0.011)
     assert speed.inter_token_s(17) == pytest.approx(0.027)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from argosy.engine.grammar.compiler import CompiledGrammar
 from argosy.engine.grammar.token_constraint import TokenConstraint, is_constrained
-from argosy.engine.grammar.token_mask import count_mask_words
+from argosy.engine.grammar.token_mask import count_mask_words, has_bit
 from argosy.engine.scheduling import AdmittedSequence
 
 
@@ -38,11 +39,19 @@ class MaskBatch:
     """Seconds that the thread spent, without waiting for the previous step."""
 
 
+class ConstrainedSample(NamedTuple):
+    """Sample of a constrained sequence, and the drafts after which the step samples more tokens for it."""
+
+    sample_index: int
+    """Index into the step's samples. Those after the drafts follow it."""
+    constraint: TokenConstraint
+    drafts: Sequence[int] = ()
+
+
 class _SampledTokens(NamedTuple):
     """Tokens that a step samples for constrained sequences."""
 
-    constraints: list[tuple[int, TokenConstraint]]
-    """(index into the tokens, constraint)."""
+    samples: list[ConstrainedSample]
     get_tokens: Callable[[], Sequence[int]]
     """Waits for the step, and returns its tokens."""
 
@@ -51,8 +60,7 @@ class _SampledTokens(NamedTuple):
 class PendingMasks:
     """Masks of one step that are being filled."""
 
-    constraints: list[tuple[int, TokenConstraint]]
-    """(index into the step's samples, constraint)."""
+    samples: list[ConstrainedSample]
     _job: Future[MaskBatch]
     wait_s: float = field(default=0.0, init=False)
     """Seconds that `result` waited."""
@@ -114,24 +122,42 @@ class RowMasks:
         if output:
             self._replays.append((constraint, output))
 
-    def start(self, rows: Sequence[int]) -> PendingMasks | None:
-        """Start to fill the masks of the step that samples a token for each of `rows`. None if no row has a mask."""
+    def start(
+        self, rows: Sequence[int], drafts: Sequence[list[int]] | None = None
+    ) -> PendingMasks | None:
+        """Start to fill the masks of the step that samples a token for each of `rows`. None if no row has a mask.
+
+        For `rows[i]`, the step also samples a token after each of `drafts[i]`.
+        """
         if not self._constraints:
             return None
-        constraints = [
-            (index, constraint)
-            for index, row in enumerate(rows)
+        firsts: Sequence[int] = range(len(rows))
+        if drafts is not None:
+            firsts = list(accumulate((1 + len(each) for each in drafts), initial=0))
+        samples = [
+            ConstrainedSample(firsts[number], constraint, () if drafts is None else drafts[number])
+            for number, row in enumerate(rows)
             if (constraint := self._constraints.get(row)) is not None
         ]
-        if not constraints:
+        if not samples:
             return None
-        self._job = self._worker.submit(self._fill, self._replays, self._sampled, constraints)
+        self._job = self._worker.submit(self._fill, self._replays, self._sampled, samples)
         self._replays, self._sampled = [], []
-        return PendingMasks(constraints, self._job)
+        return PendingMasks(samples, self._job)
 
     def record_sampled(self, masks: PendingMasks, get_tokens: Callable[[], Sequence[int]]) -> None:
         """Record the tokens that a step with `masks` samples. `get_tokens` waits for the step, in another thread."""
-        self._sampled.append(_SampledTokens(masks.constraints, get_tokens))
+        self._sampled.append(_SampledTokens(masks.samples, get_tokens))
+
+    def record_windows(self, masks: PendingMasks, tokens: Sequence[int]) -> None:
+        """Record the tokens of a step with drafts and `masks`. A negative one, and those after it, are not valid.
+
+        Without drafts, it ends the sequence. Otherwise the sequence goes on after the token before it.
+        """
+        for index, constraint, drafts in masks.samples:
+            window = tokens[index : index + 1 + len(drafts)]
+            valid = [token for token in window if token >= 0 or not drafts]
+            self._replays.append((constraint, valid))
 
     def keep_rows(self, rows: set[int]) -> None:
         """Remove the constraints of all other rows, whose sequences have ended. Call it between two steps."""
@@ -139,7 +165,7 @@ class RowMasks:
         kept = set(map(id, self._constraints.values()))
         self._replays = [replay for replay in self._replays if id(replay[0]) in kept]
         self._sampled = [
-            step._replace(constraints=[pair for pair in step.constraints if id(pair[1]) in kept])
+            step._replace(samples=[each for each in step.samples if id(each.constraint) in kept])
             for step in self._sampled
         ]
 
@@ -154,7 +180,7 @@ class RowMasks:
         self,
         replays: list[tuple[TokenConstraint, list[int]]],
         sampled: list[_SampledTokens],
-        constraints: list[tuple[int, TokenConstraint]],
+        samples: list[ConstrainedSample],
     ) -> MaskBatch:
         """Advance the constraints by the sampled tokens, and fill the masks. Runs in the worker thread."""
         known_tokens = [step.get_tokens() for step in sampled]
@@ -162,29 +188,60 @@ class RowMasks:
         for constraint, output in replays:
             constraint.accept(output)
         for step, tokens in zip(sampled, known_tokens, strict=True):
-            for index, constraint in step.constraints:
-                constraint.accept([tokens[index]])
-        words = np.zeros((len(constraints), count_mask_words(self._vocab_size)), np.int32)
+            for sample in step.samples:
+                sample.constraint.accept([tokens[sample.sample_index]])
+        index = [
+            sample.sample_index + offset
+            for sample in samples
+            for offset in range(1 + len(sample.drafts))
+        ]
+        words = np.zeros((len(index), count_mask_words(self._vocab_size)), np.int32)
+        failures: dict[int, str] = {}
+        positions = {sample_index: position for position, sample_index in enumerate(index)}
+        while samples:
+            self._fill_words(
+                words, [(sample.constraint, positions[sample.sample_index]) for sample in samples]
+            )
+            failures |= {i: c.failure for i, c, _ in samples if c.failure is not None}
+            samples = [
+                _accept_draft(sample)
+                for sample in samples
+                if sample.drafts
+                and sample.constraint.failure is None
+                and has_bit(words[positions[sample.sample_index]], sample.drafts[0])
+            ]
+        return MaskBatch(
+            np.array(index, np.int64), words, failures, time.perf_counter() - started_at
+        )
+
+    def _fill_words(
+        self, words: NDArray[np.int32], constraints: list[tuple[TokenConstraint, int]]
+    ) -> None:
+        """Fill the mask of each constraint, in the row of `words` with the given position."""
         matchers = [
             (matcher, position)
-            for position, (_, constraint) in enumerate(constraints)
+            for constraint, position in constraints
             if (matcher := constraint.active_matcher) is not None
         ]
         if matchers:
             if self._mask_executor is None:
                 self._mask_executor = LLExecutor(self._threads)
             fill_next_token_bitmask_par(self._mask_executor, matchers, words)
-            for matcher, position in matchers:
-                if matcher.is_error():
-                    _fill_after_failure(constraints[position][1], words[position])
-        for row, (_, constraint) in zip(words, constraints, strict=True):
-            constraint.complete_row(row)
-        return MaskBatch(
-            np.array([index for index, _ in constraints], np.int64),
-            words,
-            {index: c.failure for index, c in constraints if c.failure is not None},
-            time.perf_counter() - started_at,
-        )
+        for constraint, position in constraints:
+            matcher = constraint.active_matcher
+            if matcher is not None and matcher.is_error():
+                _fill_after_failure(constraint, words[position])
+            constraint.complete_row(words[position])
+
+
+def _accept_draft(sample: ConstrainedSample) -> ConstrainedSample:
+    """Return the sample after the first draft, which the sample's mask allows.
+
+    If the mask does not allow it, no later sample is valid, and their masks stay zero without effect.
+    """
+    constraint = sample.constraint.fork()
+    constraint.accept(sample.drafts[:1])
+    return ConstrainedSample(sample.sample_index + 1, constraint, sample.drafts[1:])
 
 
 def _fill_after_failure(constraint: TokenConstraint, row: NDArray[np.int32]) -> None:

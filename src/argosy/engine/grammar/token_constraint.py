@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 from llguidance import LLMatcher
@@ -106,6 +107,16 @@ class TokenConstraint:
         if self._has_ended or self.failure is not None or self._is_off_grammar:
             return None
         return None if self._gate is not None and self._gate.is_open else self._matcher
+
+    def fork(self) -> TokenConstraint:
+        """Return a copy that advances independently, for example by drafts."""
+        forked = copy(self)
+        vars(forked).update(
+            _gate=copy(self._gate),
+            _matcher=None if self._matcher is None else self._matcher.deep_copy(),
+            _grammar_tokens=self._grammar_tokens.copy(),
+        )
+        return forked
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by output tokens. Tokens after an end token or a failed step (negative) have no effect."""

@@ -14,7 +14,13 @@ from argosy.engine.scheduling.batching_policy import (
     StaticBatching,
 )
 from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex, KvCacheGroups
-from argosy.engine.scheduling.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from argosy.engine.scheduling.scheduler import (
+    MAX_DRAFTED_STEP_TOKENS,
+    NO_DRAFTS,
+    Scheduler,
+    SchedulerLimits,
+    SequenceUpdate,
+)
 from argosy.engine.scheduling.sequence import Sequence
 from argosy.engine.scheduling.step_plan import (
     NO_BLOCK,

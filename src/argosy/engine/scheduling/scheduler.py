@@ -7,6 +7,7 @@ before `commit`, and results are committed in the order in which their steps wer
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -27,6 +28,11 @@ AGEING_TOKENS_PER_S = 256.0
 """Tokens by which a prefill counts as shorter for each second since its arrival, which prevents starvation."""
 TIER_PENALTY_TOKENS = 4096.0
 """Tokens by which a prefill counts as longer for each tier below the highest."""
+MAX_DRAFTED_STEP_TOKENS = 64
+"""Maximum tokens of a step with drafts, which bounds the memory of its logits."""
+DRAFTED_STEP_RIDGES = 2
+"""Maximum tokens of a step with drafts, in times in which the weights are read."""
+NO_DRAFTS: Mapping[Sequence, list[int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +84,8 @@ class SequenceUpdate(NamedTuple):
     seq: Sequence
     chunk_index: int
     """Index of the sequence's chunk in the plan."""
-    token: int
-    """New token, or -1 if the step sampled none for this sequence."""
+    tokens: list[int]
+    """New tokens. Empty if the step sampled none for this sequence."""
     finish_reason: SequenceFinishReason | None
 
 
@@ -119,6 +125,9 @@ class Scheduler:
         """Index of the running sequence that is first in the next step that cannot include all of them."""
         self._max_partial_prefills = batching_policy.max_partial_prefills
         self._ttft_guard = TtftGuard(limits.ridge_tokens)
+        self._max_drafted_tokens = min(
+            MAX_DRAFTED_STEP_TOKENS, DRAFTED_STEP_RIDGES * limits.ridge_tokens
+        )
         self._steps_in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
     # -- requests ---------------------------------------------------------------------------
@@ -188,8 +197,12 @@ class Scheduler:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan:
-        """Plan the next step. The token budget serves running decodes first, then running prefills, then the queue."""
+    def schedule(self, now: float, drafts: Mapping[Sequence, list[int]] = NO_DRAFTS) -> StepPlan:
+        """Plan the next step. The token budget serves running decodes first, then running prefills, then the queue.
+
+        What remains of it serves the drafts, of which a decode then computes some. A step with drafts must be committed
+        before the next one is planned.
+        """
         batch = self._batch
         plan = StepPlan(batch.last_planned_step + 1)
         rows, starts = plan.rows, plan.starts
@@ -218,7 +231,7 @@ class Scheduler:
             seq.tenant_counter.served_tokens += seq.decode_cost
         num_decodes = len(seqs)
         plan.counts.extend([1] * num_decodes)
-        plan.sample_flags.extend([True] * num_decodes)
+        plan.sample_counts.extend([1] * num_decodes)
         budget = max_tokens - num_decodes
         if num_decodes or lowest_tier != NEVER:
             budget = min(budget, max_prefill_tokens)
@@ -233,6 +246,8 @@ class Scheduler:
         for seq in sorted(prefills, key=partial(_prefill_priority, now=now)):
             budget -= self._plan_prefill(seq, budget, plan, seqs)
         self.kv_cache.complete_plan(plan, seqs)
+        if drafts and not self.token_budget.is_reduced:
+            self._plan_drafts(drafts, plan, seqs[:num_decodes])
         self._steps_in_flight.append((plan, seqs))
         batch.last_planned_step = plan.step
         return plan
@@ -242,7 +257,7 @@ class Scheduler:
         plan, seqs = self._steps_in_flight.popleft()
         if self.token_budget.is_reduced:
             self.token_budget.record_success()
-        step, tokens, samples, starts = plan.step, result.tokens, plan.sample_flags, plan.starts
+        step, tokens, samples, starts = plan.step, result.tokens, plan.sample_counts, plan.starts
         for seq in self.kv_cache.complete_restores(step, result.corrupt_blocks):
             if seq.stale_until_step < step:
                 self._batch.preempt(seq)
@@ -252,15 +267,21 @@ class Scheduler:
                 continue
             if chunk in result.failures:
                 self._end_request(seq)
-                updates.append(SequenceUpdate(seq, chunk, -1, "error"))
+                updates.append(SequenceUpdate(seq, chunk, [], "error"))
+                continue
+            num_samples = samples[chunk]
+            if num_samples > 1:
+                updates.append(self._commit_window(seq, chunk, starts[chunk], result))
                 continue
             end = starts[chunk] + plan.counts[chunk]
             if end >= seq.next_full_length:
                 self.kv_cache.update_full_blocks(seq, end)
-            token = tokens[chunk]
+            new_tokens: list[int] = []
             finish: SequenceFinishReason | None = None
-            if samples[chunk]:
+            if num_samples:
+                token = tokens[chunk]
                 seq.tokens.append(token)
+                new_tokens = [token]
                 if not seq.is_prefilled:
                     self._on_first_token(seq)
                 if token in seq.stop_token_ids:
@@ -270,12 +291,9 @@ class Scheduler:
                 if finish is not None:
                     if len(seq.tokens) > seq.max_length:  # max_tokens is 0
                         seq.tokens.pop()
-                        token = -1
-                    self.output_estimator.record_end(
-                        seq.output_len, seq.max_length - seq.prompt_len
-                    )
-                    self._end_request(seq)
-            updates.append(SequenceUpdate(seq, chunk, token, finish))
+                        new_tokens = []
+                    self._complete_request(seq)
+            updates.append(SequenceUpdate(seq, chunk, new_tokens, finish))
         self._batch.requeue_unblocked()
         return updates
 
@@ -291,6 +309,7 @@ class Scheduler:
         suspects = self._oldest_step_sequences()
         for seq in suspects:
             seq.is_suspect = True
+            seq.can_draft = False
         return self._roll_back_steps(suspects if len(suspects) == 1 else [])
 
     def recover_out_of_memory(self) -> list[Sequence]:
@@ -374,10 +393,63 @@ class Scheduler:
         seqs.append(seq)
         seq.computed_len += count
         is_complete = seq.computed_len == seq.length
-        plan.sample_flags.append(is_complete)
+        plan.sample_counts.append(int(is_complete))
         seq.length += is_complete
         seq.tenant_counter.served_tokens += count * seq.prefill_cost
         return count
+
+    def _plan_drafts(
+        self, drafts: Mapping[Sequence, list[int]], plan: StepPlan, decodes: list[Sequence]
+    ) -> None:
+        """Add drafts to the planned decodes, as far as tokens and blocks suffice. No sequence is preempted for them."""
+        pool, size = self.kv_cache.pool, self.limits.block_size
+        max_tokens = min(self._max_drafted_tokens, self.token_budget.tokens)
+        budget = max_tokens - plan.total_tokens
+        for chunk, seq in enumerate(decodes):
+            proposed = drafts.get(seq)
+            if proposed is None or budget <= 0 or not seq.can_draft:
+                continue
+            count = min(len(proposed), budget, seq.max_length - seq.length)
+            end = seq.computed_len + count
+            if end > seq.capacity:
+                num_blocks = -(-count // size) * len(seq.block_tables)
+                spare = pool.available_blocks - self.limits.watermark * pool.num_blocks
+                if num_blocks <= spare:
+                    self.kv_cache.extend_blocks(seq, end, plan)
+                count = min(count, seq.capacity - seq.computed_len)
+            if count > 0:
+                plan.draft_tokens[chunk] = proposed[:count]
+                plan.counts[chunk] += count
+                plan.sample_counts[chunk] += count
+                budget -= count
+
+    def _commit_window(
+        self, seq: Sequence, chunk: int, start: int, result: StepResult
+    ) -> SequenceUpdate:
+        """Apply the new tokens of a sequence with drafts, up to the first one that ends it.
+
+        A window without a token leaves the sequence as it was. The next step computes its last token again.
+        """
+        new_tokens: list[int] = []
+        finish: SequenceFinishReason | None = None
+        for token in result.windows[chunk]:
+            seq.tokens.append(token)
+            new_tokens.append(token)
+            if token in seq.stop_token_ids:
+                finish = "stop"
+                break
+            if len(seq.tokens) >= seq.max_length:
+                finish = "length"
+                break
+        seq.can_draft = bool(new_tokens)
+        seq.computed_len = end = start + len(new_tokens)
+        seq.length = end + 1
+        seq.tenant_counter.served_tokens += (len(new_tokens) - 1) * seq.decode_cost
+        if end >= seq.next_full_length:  # after the tokens, of which the names of blocks are hashes
+            self.kv_cache.update_full_blocks(seq, end)
+        if finish is not None:
+            self._complete_request(seq)
+        return SequenceUpdate(seq, chunk, new_tokens, finish)
 
     def _on_first_token(self, seq: Sequence) -> None:
         """Handle the first token since the sequence joined. Siblings may fork, and a suspect is cleared."""
@@ -385,6 +457,11 @@ class Scheduler:
         seq.is_suspect = False
         for sibling in self.requests.unblock(seq):
             self.queue.push(sibling)
+
+    def _complete_request(self, seq: Sequence) -> None:
+        """End a request that has reached its end."""
+        self.output_estimator.record_end(seq.output_len, seq.max_length - seq.prompt_len)
+        self._end_request(seq)
 
     def _end_request(self, seq: Sequence) -> None:
         """End a running, waiting or blocked request and release what it holds."""

@@ -31,7 +31,8 @@ class Sequence:
     """State of one choice of a request. Only the scheduler changes it.
 
     A step computes some of the tokens `computed_len .. length`. When it reaches `length`, it samples one more token,
-    and `length` grows by 1. This covers prefill, decode, prefix hits, resume, and recomputation after preemption.
+    and `length` grows by 1. This covers prefill, decode, prefix hits, resume, and recomputation after preemption. A
+    step that reaches `length` may also compute drafts. Each one that equals the sampled token adds 1 to both.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Sequence:
         "block_tables",
         "blocked_on",
         "cache_salt",
+        "can_draft",
         "capacity",
         "computed_len",
         "deadline",
@@ -121,6 +123,8 @@ class Sequence:
         self.preemptions = 0
         self.is_suspect = False
         """Whether the sequence was part of a failed step. A suspect runs alone until it has produced a token."""
+        self.can_draft = True
+        """Whether steps may compute drafts. False after a step with drafts that failed or gave no token."""
         self.blocked_on: Sequence | bytes | None = None
         """Lead, or key of the pending block, that the sequence waits for."""
         self.stale_until_step = -1

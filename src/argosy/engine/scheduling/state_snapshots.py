@@ -69,7 +69,7 @@ class StateSnapshots:
             if count == 1 and end % size:
                 continue
             # A later sequence with the same tokens computes the last one, so that it hits before that token.
-            is_prefill_end = count > 1 and plan.sample_flags[chunk]
+            is_prefill_end = count > 1 and plan.sample_counts[chunk] > 0
             newest = (end - is_prefill_end) // size * size
             lasting = (self._branches.get(seq, 0), (seq.prompt_len - 1) // size * size)
             for position in sorted({lasting[0], newest}):

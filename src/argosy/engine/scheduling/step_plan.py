@@ -45,8 +45,13 @@ class StepPlan:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    sample_flags: list[bool] = field(default_factory=list)
-    """Whether chunk i reaches its sequence's last token, so that the step samples a token for it."""
+    sample_counts: list[int] = field(default_factory=list)
+    """Number of last tokens of chunk i after each of which the step samples a token.
+
+    It is 1 if the chunk reaches its sequence's last token, 1 more for each of its drafts, and otherwise 0.
+    """
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Chunk -> drafts, which it computes after its sequence's last token, to verify them."""
     admissions: list[AdmittedSequence] = field(default_factory=list)
     block_appends: list[tuple[int, int, int, int]] = field(default_factory=list)
     """(row, group, index, block), which makes `block` the row's block number `index` in a KV cache group."""
@@ -66,6 +71,11 @@ class StepPlan:
     def total_tokens(self) -> int:
         """Number of tokens that this step computes."""
         return sum(self.counts)
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of these tokens that are drafts."""
+        return sum(map(len, self.draft_tokens.values()))
 
 
 class Logprob(NamedTuple):
@@ -107,12 +117,19 @@ class StepResult:
     """Result of one step, by chunk index of its plan."""
 
     tokens: list[int]
-    """Sampled token of each chunk, or -1 where none was sampled."""
-    logprobs: dict[int, Logprob] = field(default_factory=dict)
+    """Sampled token of each chunk without drafts, or -1 where none was sampled."""
+    windows: dict[int, list[int]] = field(default_factory=dict)
+    """Chunk with drafts -> its new tokens: the drafts that equal the sampled tokens, and the token after them.
+
+    A token that cannot be sampled, for example from logits that are not finite, ends the window before it. The window
+    may then be empty.
+    """
+    logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
+    """Chunk -> log-probability of each new token."""
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
     """Chunk -> log-probabilities of the prompt tokens at positions start + 1 .. start + count, in order."""
     failures: dict[int, SequenceFailure] = field(default_factory=dict)
-    """Chunk -> failure, for chunks without finite logits or allowed token. Only their sequences end."""
+    """Chunk -> failure, for chunks without drafts, finite logits or allowed token. Only their sequences end."""
     corrupt_blocks: list[int] = field(default_factory=list)
     """Blocks of `block_restores` with a wrong checksum. Results computed on them are invalid."""
     durations: StepDurations = ZERO_DURATIONS

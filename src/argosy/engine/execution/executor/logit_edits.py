@@ -93,15 +93,30 @@ class Penalties:
             self._tokens[row, : len(tokens)] = tokens
             self._lengths[row] = len(tokens)
 
-    def apply(self, edits: LogitEdits, batch_rows: NDArray[np.int64]) -> None:
-        """Apply the penalties of row `batch_rows[i]` to the i-th row of logits. Rows without penalties are skipped."""
+    def apply(
+        self,
+        edits: LogitEdits,
+        batch_rows: NDArray[np.int64],
+        earlier_drafts: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Apply the penalties of row `batch_rows[i]` to the i-th row of logits. Rows without penalties are skipped.
+
+        The drafts `earlier_drafts[i]` [K], padded with negative numbers, count as output before the i-th row.
+        """
         active = np.flatnonzero(self.active_rows[batch_rows])
         if not active.size:
             return
         rows = batch_rows[active]
         index, row_index = self._tensor(active)[:, None], self._tensor(rows)[:, None]
         ids = self._tokens[row_index[:, 0], : int(self._lengths[rows].max())]
-        counts, old_logits = self._output_counts[row_index, ids], edits.logits[index, ids]
+        if earlier_drafts is None:
+            counts = self._output_counts[row_index, ids]
+        else:
+            drafts = self._tensor(earlier_drafts[active])
+            ids = torch.cat((ids, torch.where(drafts < 0, ids[:, :1], drafts)), 1)
+            counts = self._output_counts[row_index, ids]
+            counts += (ids[:, :, None] == drafts[:, None, :]).sum(-1, dtype=torch.int32)
+        old_logits = edits.logits[index, ids]
         repetition = self._tensor(self._repetition[rows])[:, None]
         new_logits = torch.where(old_logits > 0, old_logits / repetition, old_logits * repetition)
         new_logits -= self._tensor(self._frequency[rows])[:, None] * counts

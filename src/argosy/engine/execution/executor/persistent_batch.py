@@ -120,7 +120,7 @@ class PersistentBatch:
         self._blocks[:, rows] = NO_BLOCK
         self._arange = np.arange(rows + 1)
         self._unsent_tokens: dict[int, list[int]] = {}
-        """Row -> its tokens, if they are not on the device yet."""
+        """Flat index into `tokens` -> the tokens from there on that are not on the device yet."""
         self._unsent_blocks: dict[int, int] = {}
         """Flat index into the block tables -> block that is not on the device yet."""
         self.tokens = torch.zeros(rows + 1, self._stride, dtype=torch.int64, device=device)
@@ -131,7 +131,7 @@ class PersistentBatch:
     def admit(self, admission: AdmittedSequence) -> None:
         """Fill a row for a sequence that joins the batch."""
         row = admission.row
-        self._unsent_tokens[row] = admission.tokens
+        self._unsent_tokens[row * self._stride] = admission.tokens
         for group, table in enumerate(admission.block_tables):
             first = table.count(NO_BLOCK)
             blocks = table[first:]
@@ -164,7 +164,7 @@ class PersistentBatch:
             plan.total_tokens == sequences
             and not self._unsent_tokens
             and len(self._unsent_blocks) <= sequences * self._num_groups
-            and all(plan.sample_flags)
+            and all(plan.sample_counts)
         )
 
     def pack_step(
@@ -174,17 +174,22 @@ class PersistentBatch:
         size = len(plan.rows)
         rows = np.fromiter(plan.rows, np.int64, size)
         starts = np.fromiter(plan.starts, np.int64, size)
-        if extra_logit_index is None and plan.total_tokens == size and all(plan.sample_flags):
+        if extra_logit_index is None and plan.total_tokens == size and all(plan.sample_counts):
             seq_lens = starts + 1
             return self._pack_single_tokens(
                 rows, starts, seq_lens, size, self._max_blocks(seq_lens)
             )
         counts = np.fromiter(plan.counts, np.int64, size)
-        sample_flags = np.fromiter(plan.sample_flags, np.bool_, size)
+        sample_counts = np.fromiter(plan.sample_counts, np.int64, size)
+        for chunk, drafts in plan.draft_tokens.items():
+            end = plan.starts[chunk] + plan.counts[chunk]
+            self._unsent_tokens[plan.rows[chunk] * self._stride + end - len(drafts)] = drafts
         ends, seq_lens = counts.cumsum(), starts + counts
         row_of = rows.repeat(counts)
         positions = np.arange(len(row_of)) + (seq_lens - ends).repeat(counts)
-        sample_index = ends[sample_flags] - 1
+        sample_ends = sample_counts.cumsum()
+        sample_index = np.arange(sample_ends[-1]) + (ends - sample_ends).repeat(sample_counts)
+        sample_rows, sample_positions = row_of[sample_index], positions[sample_index] + 1
         logit_index = (
             sample_index
             if extra_logit_index is None
@@ -195,7 +200,7 @@ class PersistentBatch:
                 *self._locate_tokens(row_of, positions),
                 rows,
                 logit_index,
-                (rows * self._stride + seq_lens)[sample_flags],
+                sample_rows * self._stride + sample_positions,
                 *self._take_unsent(),
             ),
             (np.concatenate(((0,), ends)), seq_lens),
@@ -206,8 +211,8 @@ class PersistentBatch:
             shape,
             logit_index,
             sample_index,
-            rows[sample_flags],
-            seq_lens[sample_flags],
+            sample_rows,
+            sample_positions,
         )
 
     def pack_padded_step(self, plan: StepPlan, size: int) -> PackedStep:
@@ -275,9 +280,8 @@ class PersistentBatch:
         self.clear()
         token_index = token_ids = block_index = block_ids = np.empty(0, dtype=np.int64)
         if tokens:
-            starts = [(row * self._stride, len(ids)) for row, ids in tokens.items()]
             token_index = np.concatenate(
-                [np.arange(start, start + count) for start, count in starts]
+                [np.arange(start, start + len(ids)) for start, ids in tokens.items()]
             )
             token_ids = np.concatenate([np.array(ids) for ids in tokens.values()])
         num_padding = max(0, min_blocks - len(blocks))
@@ -334,7 +338,8 @@ class PersistentBatch:
     def append_tokens(self, sample_index: Tensor, tokens: Tensor) -> None:
         """Append sampled tokens to their rows, in the order in which the rows were packed, without padding rows.
 
-        A negative token belongs to a failed row, whose next step may be in flight already. It is stored as token 0.
+        A negative token belongs to a failed row, whose next step may be in flight already. It is stored as token 0. In
+        a row with drafts, the tokens after the first one that differs from its draft are overwritten later.
         """
         self._flat_tokens.index_copy_(0, sample_index[: len(tokens)], tokens.clamp(min=0))
 
@@ -349,7 +354,9 @@ class RaggedTable:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._lists: dict[int, tuple[list[int], list[float]]] = {}
-        self._index = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self._starts = np.zeros(rows, np.int64)
+        """First pair of each row that has any."""
+        self._counts = np.zeros(rows, np.int64)
         self._device = device
         self._pack()
 
@@ -361,22 +368,30 @@ class RaggedTable:
             return
         self._pack()
 
-    def select_rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the pairs of a batch of rows [S].
+    def select_rows(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the pairs of a batch of rows [S], in which a row may occur several times.
 
         Returns:
             Indices into the batch [N], token ids [N] and values [N].
         """
-        self._index[rows] = torch.arange(len(rows), device=self._device)
-        index = self._index[self._rows]
-        self._index[rows] = -1
-        selected = index >= 0
-        return index[selected], self._ids[selected], self._values[selected]
+        counts = self._counts[rows]
+        firsts = counts.cumsum() - counts
+        pairs = np.arange(counts.sum()) + (self._starts[rows] - firsts).repeat(counts)
+        index = np.arange(len(rows)).repeat(counts)
+        selected = torch.from_numpy(pairs).to(self._device)
+        return (
+            torch.from_numpy(index).to(self._device),
+            self._ids[selected],
+            self._values[selected],
+        )
 
     def _pack(self) -> None:
-        rows = [row for row, (ids, _) in self._lists.items() for _ in ids]
+        self._counts[:] = 0
+        start = 0
+        for row, (row_ids, _) in self._lists.items():
+            self._starts[row], self._counts[row] = start, len(row_ids)
+            start += len(row_ids)
         ids = [i for ids, _ in self._lists.values() for i in ids]
         values = [v for _, values in self._lists.values() for v in values]
-        self._rows = torch.tensor(rows, dtype=torch.int64, device=self._device)
         self._ids = torch.tensor(ids, dtype=torch.int64, device=self._device)
         self._values = torch.tensor(values, dtype=torch.float32, device=self._device)

@@ -118,7 +118,7 @@ class PoolingStage:
         sequences: list[Tensor] = []
         position = 0
         for chunk, (row, count, is_last) in enumerate(
-            zip(plan.rows, plan.counts, plan.sample_flags, strict=True)
+            zip(plan.rows, plan.counts, plan.sample_counts, strict=True)
         ):
             num_read = count if self._params[row].reads_all_tokens else int(is_last)
             part = states[position : position + num_read]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from argosy.engine.execution.executor.draft_windows import DraftWindows
 from argosy.engine.execution.executor.logit_edits import LogitEdits, Penalties, TokenMasks
 from argosy.engine.execution.executor.persistent_batch import RaggedTable
 from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
@@ -80,24 +82,33 @@ class Sampler:
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         masks: TokenMasks | None = None,
+        windows: DraftWindows | None = None,
+        failed_samples: Iterable[int] = (),
     ) -> tuple[Tensor, dict[int, Logprob]]:
         """Sample the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
         Logits [S, V] float32 are edited in place, because a copy would cost more than sampling. They are restored,
         except for rows with a mask whose log-probabilities are not requested. Rows and positions are in host memory,
-        which avoids waiting for the device.
+        which avoids waiting for the device. In a step with drafts, a row occurs once for each sample of its `windows`.
 
         Returns:
-            Tokens [S] int64 on the device, -1 for rows whose logits were not finite, and the log-probabilities under
-            the unmodified logits, by batch index, for valid rows that requested them.
+            Tokens [S] int64 on the device, and the log-probabilities under the unmodified logits, by batch index, for
+            valid rows that requested them. A token is -1 if the logits were not finite, or if `DraftWindows.reject`
+            rejects it.
         """
         edits = LogitEdits(logits)
         if masks is not None:
             self._apply_masks(edits, masks, rows)
-        self._apply_edits(edits, rows, positions)
+        self._apply_edits(
+            edits, rows, positions, None if windows is None else windows.earlier_drafts
+        )
         tokens = self._ops.sample(logits, self._build_metadata(rows, positions))
         edits.undo()
-        self._penalties.record_output(rows, tokens)
+        if windows is None:
+            self._penalties.record_output(rows, tokens)
+        else:
+            tokens = windows.reject(tokens, failed_samples)
+            self._record_windows(rows, tokens, windows.offsets)
         return tokens, self._sampled_logprobs(logits, rows, tokens)
 
     def compute_logprobs(
@@ -128,6 +139,17 @@ class Sampler:
             for token, logprob, rank, top_ids, top_logprobs, count in rows
         ]
 
+    def _record_windows(
+        self, rows: NDArray[np.int64], tokens: Tensor, offsets: NDArray[np.int64]
+    ) -> None:
+        """Count the valid tokens of a step with drafts, those at the same offset in their windows together."""
+        if not self._penalties.active_rows[rows].any():
+            return
+        is_valid = tokens.cpu().numpy() >= 0
+        for offset in range(int(offsets.max()) + 1):
+            samples = np.flatnonzero(is_valid & (offsets == offset))
+            self._penalties.record_output(rows[samples], tokens[self._to_device(samples)])
+
     def _build_metadata(
         self, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> SamplingMetadata:
@@ -140,17 +162,21 @@ class Sampler:
         )
 
     def _apply_edits(
-        self, edits: LogitEdits, batch_rows: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        edits: LogitEdits,
+        batch_rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        earlier_drafts: NDArray[np.int64] | None,
     ) -> None:
         """Apply bias, allowed tokens, `min_tokens` and penalties of row `batch_rows[i]` at `positions[i]`."""
         if self._has_token_limits[batch_rows].any():
-            self._apply_token_limits(edits, self._to_device(batch_rows))
+            self._apply_token_limits(edits, batch_rows)
         is_early = positions < self._min_positions[batch_rows]
         if is_early.any():
-            index, ids, _ = self._early_stop_tokens.select_rows(self._to_device(batch_rows))
+            index, ids, _ = self._early_stop_tokens.select_rows(batch_rows)
             early_pairs = self._to_device(is_early)[index]
             edits.mask_out((index[early_pairs], ids[early_pairs]))
-        self._penalties.apply(edits, batch_rows)
+        self._penalties.apply(edits, batch_rows, earlier_drafts)
 
     def _apply_masks(
         self, edits: LogitEdits, masks: TokenMasks, batch_rows: NDArray[np.int64]
@@ -163,7 +189,7 @@ class Sampler:
             self._to_device(masks.index[has_logprobs]),
         )
 
-    def _apply_token_limits(self, edits: LogitEdits, rows: Tensor) -> None:
+    def _apply_token_limits(self, edits: LogitEdits, rows: NDArray[np.int64]) -> None:
         """Apply the logit bias, the allowed tokens and the banned tokens."""
         index, ids, values = self._bias.select_rows(rows)
         edits.set_values((index, ids), edits.logits[index, ids] + values)

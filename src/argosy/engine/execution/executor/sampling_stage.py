@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from argosy.engine.execution.executor.draft_windows import DraftWindows
 from argosy.engine.execution.executor.logit_edits import TokenMasks
 from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
@@ -64,6 +65,8 @@ class SamplingStage:
         )
         self._mask_job: PendingMasks | None = None
         """Masks of the step between `begin` and `finish`."""
+        self._windows: DraftWindows | None = None
+        """Windows of that step, if it has drafts."""
         self._prompt_logprob_counts: dict[int, int] = {}
         """Row -> number of likeliest tokens to return for each prompt position."""
         self._spans: dict[int, tuple[int, int, int]] = {}
@@ -90,8 +93,10 @@ class SamplingStage:
 
     def begin(self, plan: StepPlan) -> tuple[NDArray[np.int64] | None, None]:
         """Start to fill the masks, and return the flat tokens whose logits predict prompt tokens."""
+        self._windows = windows = DraftWindows(plan) if plan.draft_tokens else None
         self._mask_job = self._masks.start(
-            [row for row, samples in zip(plan.rows, plan.sample_flags, strict=True) if samples]
+            [row for row, samples in zip(plan.rows, plan.sample_counts, strict=True) if samples],
+            None if windows is None else windows.drafts,
         )
         self._spans = spans = self._prompt_spans(plan) if self._prompt_logprob_counts else {}
         if not spans:
@@ -102,6 +107,7 @@ class SamplingStage:
     def finish(self, step: LaunchedStep) -> StepHandle:
         prompt_logprobs = self._prompt_logprobs(step)
         job, self._mask_job = self._mask_job, None
+        windows, self._windows = self._windows, None
         token_masks = None
         masks = None if job is None else job.result()
         if masks is not None:
@@ -110,11 +116,15 @@ class SamplingStage:
         tokens: Tensor | None = None
         logprobs: dict[int, Logprob] = {}
         if len(step.packed.sample_index):
-            device_tokens, logprobs = self._sample(step, token_masks)
+            failed_samples = () if masks is None else masks.failures
+            device_tokens, logprobs = self._sample(step, token_masks, windows, failed_samples)
             tokens = self._device.to_host(device_tokens)
         done = self._device.record_event()
         if job is not None and tokens is not None:
-            self._masks.record_sampled(job, partial(_wait_for_tokens, tokens, done))
+            if windows is None:
+                self._masks.record_sampled(job, partial(_wait_for_tokens, tokens, done))
+            else:
+                self._masks.record_windows(job, _wait_for_tokens(tokens, done))
         return _PendingStep(
             step=step,
             tokens=tokens,
@@ -122,11 +132,16 @@ class SamplingStage:
             prompt_logprobs=prompt_logprobs,
             done=done,
             masks=masks,
+            windows=windows,
             mask_wait_s=0.0 if job is None else job.wait_s,
         )
 
     def _sample(
-        self, step: LaunchedStep, masks: TokenMasks | None
+        self,
+        step: LaunchedStep,
+        masks: TokenMasks | None,
+        windows: DraftWindows | None,
+        failed_samples: Iterable[int],
     ) -> tuple[Tensor, dict[int, Logprob]]:
         """Sample tokens for the chunks that need one, and append them to the persistent batch."""
         packed, logits = step.packed, step.outputs
@@ -135,7 +150,12 @@ class SamplingStage:
             selected = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sample_index))
             logits = logits[self._device.to_device(selected)]
         tokens, logprobs = self._sampler(
-            logits[:count], packed.sample_rows, packed.sample_positions, masks
+            logits[:count],
+            packed.sample_rows,
+            packed.sample_positions,
+            masks,
+            windows,
+            failed_samples,
         )
         self._persistent_batch.append_tokens(step.sample_index, tokens)
         return tokens, logprobs
@@ -172,26 +192,29 @@ class _PendingStep:
 
     step: LaunchedStep
     tokens: Tensor | None
-    """[C] int64, in host memory, complete after `done`. Negative where logits were not finite."""
+    """[C] int64, in host memory, complete after `done`. Negative where a sample is not valid."""
     logprobs: dict[int, Logprob]
     """Index into `tokens` -> log-probabilities."""
     prompt_logprobs: dict[int, list[Logprob]]
     done: DeviceEvent
     """Event after sampling and the copy of the tokens."""
     masks: MaskBatch | None
+    windows: DraftWindows | None
     mask_wait_s: float
 
     def result(self) -> StepResult:
         step, masks = self.step, self.masks
         self.done.synchronize()
-        sampled = [] if self.tokens is None else self.tokens.tolist()
-        sample_flags = step.plan.sample_flags
-        chunks: Sequence[int] = range(len(sample_flags))
+        sampled: list[int] = [] if self.tokens is None else self.tokens.tolist()
+        if self.windows is not None:
+            return self._result_of_windows(self.windows, sampled)
+        sample_counts = step.plan.sample_counts
+        chunks: Sequence[int] = range(len(sample_counts))
         tokens = sampled
-        if len(sampled) < len(sample_flags):
-            chunks = [chunk for chunk in chunks if sample_flags[chunk]]
+        if len(sampled) < len(sample_counts):
+            chunks = [chunk for chunk in chunks if sample_counts[chunk]]
             token_by_chunk = dict(zip(chunks, sampled, strict=True))
-            tokens = [token_by_chunk.get(chunk, -1) for chunk in range(len(sample_flags))]
+            tokens = [token_by_chunk.get(chunk, -1) for chunk in range(len(sample_counts))]
         failed = {}
         if sampled and min(sampled) < 0:
             failed = {
@@ -204,18 +227,52 @@ class _PendingStep:
                 failed[chunks[index]] = SequenceFailure(reason, DEAD_END_CODE)
         return StepResult(
             tokens,
-            {chunks[i]: logprob for i, logprob in self.logprobs.items()},
+            logprobs={chunks[i]: [logprob] for i, logprob in self.logprobs.items()},
+            prompt_logprobs=self.prompt_logprobs,
+            failures=failed,
+            corrupt_blocks=step.corrupt_blocks,
+            durations=self._durations(),
+            masked_rows=0 if masks is None else len(masks.index),
+        )
+
+    def _result_of_windows(self, windows: DraftWindows, sampled: list[int]) -> StepResult:
+        """Return the result of a step with drafts. Only a chunk without drafts can fail."""
+        plan, masks = self.step.plan, self.masks
+        tokens = [-1] * len(plan.rows)
+        accepted: dict[int, list[int]] = {}
+        logprobs: dict[int, list[Logprob]] = {}
+        failed: dict[int, SequenceFailure] = {}
+        for chunk, samples in windows.samples_by_chunk().items():
+            valid = [sample for sample in samples if sampled[sample] >= 0]
+            if chunk in plan.draft_tokens:
+                accepted[chunk] = [sampled[sample] for sample in valid]
+            elif valid:
+                tokens[chunk] = sampled[valid[0]]
+            elif masks is not None and samples[0] in masks.failures:
+                failed[chunk] = SequenceFailure(masks.failures[samples[0]], DEAD_END_CODE)
+            else:
+                failed[chunk] = NON_FINITE_LOGITS
+            if valid and valid[0] in self.logprobs:
+                logprobs[chunk] = [self.logprobs[sample] for sample in valid]
+        return StepResult(
+            tokens,
+            accepted,
+            logprobs,
             self.prompt_logprobs,
             failed,
-            step.corrupt_blocks,
-            StepDurations(
-                step.launch_s,
-                step.computed.seconds_since(step.ready),
-                self.done.seconds_since(step.computed),
-                0.0 if masks is None else masks.fill_s,
-                self.mask_wait_s,
-            ),
-            0 if masks is None else len(masks.index),
+            self.step.corrupt_blocks,
+            self._durations(),
+            0 if masks is None else sum(sampled[sample] >= 0 for sample in masks.index.tolist()),
+        )
+
+    def _durations(self) -> StepDurations:
+        step, masks = self.step, self.masks
+        return StepDurations(
+            step.launch_s,
+            step.computed.seconds_since(step.ready),
+            self.done.seconds_since(step.computed),
+            0.0 if masks is None else masks.fill_s,
+            self.mask_wait_s,
         )
 
 

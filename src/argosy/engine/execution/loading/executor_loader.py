@@ -60,6 +60,7 @@ from argosy.engine.execution.loading.model_selection import (
 )
 from argosy.engine.execution.loading.self_test import (
     MAX_MEDIAN_DIFFERENCE,
+    SelfTestResult,
     find_or_run,
     run_self_test,
 )
@@ -94,6 +95,8 @@ class LoadedExecutor:
     """Identity of everything that decides the bytes of outputs."""
     is_exact: bool
     """Whether the self-test found that results depend only on their own sequence, bit for bit."""
+    can_verify_drafts: bool
+    """Whether steps with drafts are wanted, and give the tokens of steps without. No step is then planned ahead."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
     reserved_bytes: int
@@ -361,10 +364,12 @@ def _prove(
     )
     executor = loaded.create_executor(limits, find_grammar)
     step_s = _warm_up(executor, limits, device.warmup_sizes if config.warmup else (), progress)
-    is_exact = True
+    self_test: SelfTestResult | None = None
     if config.warmup:
-        is_exact = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
+        self_test = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
     pooling, max_steps_in_flight = None, config.max_steps_in_flight
+    if max_steps_in_flight is None:
+        max_steps_in_flight = device.max_steps_in_flight
     if plan.pooling is not None:
         pooling = describe_pooling(plan.pooling, architecture.hidden_size, limits.max_model_len)
         max_steps_in_flight = 0  # the executor waits for its results
@@ -377,10 +382,9 @@ def _prove(
         backend=f"{device.name} {plan.format_name} {executor.attention_name}",
         fingerprint=f"{plan.fingerprint} {arithmetic.id}",
         arithmetic=arithmetic,
-        is_exact=is_exact,
-        max_steps_in_flight=device.max_steps_in_flight
-        if max_steps_in_flight is None
-        else max_steps_in_flight,
+        is_exact=self_test is None or self_test.is_exact,
+        can_verify_drafts=_can_verify_drafts(config, plan, limits, self_test, max_steps_in_flight),
+        max_steps_in_flight=max_steps_in_flight,
         reserved_bytes=_count_reserved_bytes(config, loaded, limits),
         pooling=pooling,
         model=_describe_model(plan),
@@ -417,8 +421,32 @@ def _count_reserved_bytes(
     return limits.host_blocks * block_bytes + needs.working_bytes + is_cpu * on_device
 
 
-def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str) -> bool:
-    """Run the self-test unless its result for `arithmetic_id` is stored, and return whether the model is exact.
+def _can_verify_drafts(
+    config: EngineConfig,
+    plan: _LoadPlan,
+    limits: SchedulerLimits,
+    self_test: SelfTestResult | None,
+    max_steps_in_flight: int,
+) -> bool:
+    """Return whether steps may have drafts. If the settings want them and they cannot, log why."""
+    if config.speculation == "off" or plan.pooling is not None:
+        return False
+    reason = None
+    if limits.state_snapshots is not None:
+        reason = "the recurrent states of the model cannot go back to the last token that was right"
+    elif max_steps_in_flight:
+        reason = "the device plans steps ahead, before it is known how many drafts are right"
+    elif self_test is None:
+        reason = "the test at start does not run without a warm-up"
+    elif failed_cases := [*self_test.failed_cases, *self_test.failed_draft_cases]:
+        reason = f"the test at start failed: {', '.join(failed_cases)}"
+    if reason is not None:
+        log.info("speculation_disabled", reason=reason)
+    return reason is None
+
+
+def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str) -> SelfTestResult:
+    """Run the self-test unless its result for `arithmetic_id` is stored, and return the result.
 
     Raises:
         ValueError: The results of a sequence depend on other sequences, so that the model cannot be served.
@@ -440,7 +468,7 @@ def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str
         log.info("self_test_passed", seconds=fields["seconds"])
     else:
         log.warning("self_test_failed", median_difference=result.median_difference, **fields)
-    return result.is_exact
+    return result
 
 
 def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> SchedulerLimits:
@@ -561,7 +589,7 @@ def _run_prefill(
         rows=rows,
         starts=[0] * len(rows),
         counts=counts,
-        sample_flags=[True] * len(rows),
+        sample_counts=[1] * len(rows),
         admissions=[
             AdmittedSequence(row, [0] * count, count, params, block_tables)
             for row, count, block_tables in zip(rows, counts, tables, strict=True)

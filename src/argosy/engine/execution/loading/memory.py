@@ -12,7 +12,11 @@ from argosy.engine.engine_config import EngineConfig, WeightFormat
 from argosy.engine.execution.architectures.architecture import GenericArchitecture
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.loading.model_selection import AnyArchitecture
-from argosy.engine.scheduling import KvCacheGroups, SchedulerLimits
+from argosy.engine.scheduling import (
+    MAX_DRAFTED_STEP_TOKENS,
+    KvCacheGroups,
+    SchedulerLimits,
+)
 
 if TYPE_CHECKING:
     from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
@@ -140,7 +144,8 @@ class MemoryNeeds:
             rows = max(rows, architecture.max_model_len)
         activations = rows * width * _ACTIVATION_BYTES
         vocab_size = architecture.vocab_size if architecture.has_head else 0
-        logits = config.max_seqs * vocab_size * _ACTIVATION_BYTES * _LOGIT_COPIES
+        samples = max(config.max_seqs, MAX_DRAFTED_STEP_TOKENS)
+        logits = samples * vocab_size * _ACTIVATION_BYTES * _LOGIT_COPIES
         tables = architecture.max_model_len * rotary_dims * 4
         return activations + logits + tables
 

@@ -1,7 +1,8 @@
 """Test at start that a sequence's results depend on nothing but the sequence, bit for bit.
 
 A few sequences are computed alone, together, in chunks and after a prefix that is in the KV cache already. All ways
-must give the same logits. A model that fails is served, but marked, because its streams cannot be resumed exactly.
+must give the same logits. A model that fails is served, but marked, because its streams cannot be resumed exactly. The
+last tokens of a sequence are also computed as drafts, and again one by one. If they differ, there are no drafts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ CHUNK_ENDS = (1, 4, 17, 20, 34, 52, 53, 54)
 """Positions at which sequences are cut into chunks."""
 NUM_WATCHED = 3
 """Number of last positions of each sequence whose logits are compared."""
+DRAFT_COUNTS = (1, 4, 15)
+"""Numbers of drafts that are computed after a token."""
 MAX_MEDIAN_DIFFERENCE = 0.5
 """Median difference of log-probabilities above which a model is wrong, not only inexact."""
 MAX_STORED_RESULTS = 256
@@ -44,8 +47,10 @@ class SelfTestResult(msgspec.Struct, frozen=True):
     """Whether all logits were equal bit for bit."""
     failed_cases: list[str]
     """Cases whose logits differ from those of a sequence alone."""
+    failed_draft_cases: list[str]
+    """Cases in which logits after drafts differ from those of single tokens."""
     median_difference: float
-    """Median difference of log-probabilities in the worst case. 0 if the model is exact."""
+    """Median difference of log-probabilities in the worst case of `failed_cases`. 0 if the model is exact."""
 
 
 def run_self_test(
@@ -72,7 +77,26 @@ def run_self_test(
         if differing:
             failed.append(case)
             worst = max(worst, *(_median_difference(actual[n], expected[n]) for n in differing))
-    return SelfTestResult(not failed, failed, worst)
+    return SelfTestResult(not failed, failed, _find_failed_draft_cases(probe, names), worst)
+
+
+def _find_failed_draft_cases(probe: _Probe, names: list[str]) -> list[str]:
+    """Compute the last tokens of the longest sequence one by one, and as drafts beside the other sequences."""
+    longest = max(names, key=lambda name: len(probe.tokens[name]))
+    others = [name for name in names if name != longest]
+    num_single = min(max(DRAFT_COUNTS) + 1, len(probe.tokens[longest]) - 1)
+    if not probe.can_reject_tokens or num_single < 2:
+        return []
+    expected = probe.compute_singly(longest, num_single)
+    failed = []
+    for count in DRAFT_COUNTS:
+        actual = probe.compute_drafts(longest, others, num_single, count)
+        if not torch.equal(actual, expected[: len(actual)]):
+            failed.append(f"verify {count}")
+    actual = probe.compute_after_rejected_drafts(longest, num_single)
+    if not torch.equal(actual, expected[-len(actual) :]):
+        failed.append("verify after rejected drafts")
+    return failed
 
 
 def _median_difference(actual: Tensor, expected: Tensor) -> float:
@@ -148,6 +172,46 @@ class _Probe:
             [(name, len(prefixes[name]) * BLOCK_SIZE, len(self.tokens[name])) for name in names]
         )
 
+    @property
+    def can_reject_tokens(self) -> bool:
+        """Whether the decoder can compute other tokens in place of the last ones."""
+        return self._num_groups > 0 and self._states is None
+
+    def compute_singly(self, name: str, num_last: int) -> Tensor:
+        """Compute a sequence alone, its `num_last` last tokens one by one. Returns the logits of these."""
+        self._allocate([name])
+        length = len(self.tokens[name])
+        start = length - num_last
+        self._run([(name, 0, start)])
+        parts = [
+            self._run([(name, end - 1, end)], num_last) for end in range(start + 1, length + 1)
+        ]
+        return torch.cat([part[name] for part in parts])
+
+    def compute_drafts(
+        self, name: str, others: list[str], num_last: int, num_drafts: int
+    ) -> Tensor:
+        """Compute the first of the `num_last` last tokens and up to `num_drafts` drafts after it, beside `others`."""
+        self._allocate([name, *others])
+        length = len(self.tokens[name])
+        start = length - num_last
+        self._run([(name, 0, start)])
+        chunks = [(other, 0, len(self.tokens[other])) for other in others]
+        chunks.insert(1, (name, start, min(length, start + 1 + num_drafts)))
+        return self._run(chunks, num_last)[name]
+
+    def compute_after_rejected_drafts(self, name: str, num_last: int) -> Tensor:
+        """Compute the last tokens as drafts that are wrong from the second half on, and that half again."""
+        self._allocate([name])
+        tokens = self.tokens[name]
+        length, vocab_size = len(tokens), self._decoder.architecture.vocab_size
+        start, middle = length - num_last, length - num_last // 2
+        self._run([(name, 0, start)])
+        self.tokens[name] = tokens[:middle] + [(t + 1) % vocab_size for t in tokens[middle:]]
+        self._run([(name, start, length)])
+        self.tokens[name] = tokens
+        return self._run([(name, middle, length)], num_last)[name]
+
     def _prefix_len(self, name: str) -> int:
         """Return the number of a sequence's first tokens whose blocks are the prefix of a hit."""
         return max(0, len(self.tokens[name]) - NUM_WATCHED) // BLOCK_SIZE * BLOCK_SIZE
@@ -166,8 +230,8 @@ class _Probe:
                 blocks.append([self._free.pop(0) for _ in range(self._num_groups)])
             self._blocks[name] = blocks
 
-    def _run(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-        """Compute chunks in one batch, and return the logits of the watched positions in each."""
+    def _run(self, chunks: Sequence[Chunk], num_watched: int = NUM_WATCHED) -> dict[str, Tensor]:
+        """Compute chunks in one batch, and return the logits of the `num_watched` last positions in each."""
         watched: list[int] = []
         counts: list[int] = []
         flat = 0
@@ -177,7 +241,7 @@ class _Probe:
             self._batch.admit(
                 AdmittedSequence(self._rows[name], tokens, len(tokens), SamplingParams(), tables)
             )
-            first_watched = max(start, len(tokens) - NUM_WATCHED)
+            first_watched = max(start, len(tokens) - num_watched)
             watched += range(flat + first_watched - start, flat + end - start)
             counts.append(max(0, end - first_watched))
             flat += end - start
@@ -199,7 +263,7 @@ class _Probe:
             rows=[self._rows[name] for name, _, _ in chunks],
             starts=[start for _, start, _ in chunks],
             counts=[end - start for _, start, end in chunks],
-            sample_flags=[False] * len(chunks),
+            sample_counts=[0] * len(chunks),
             snapshot_saves=[
                 (index, self._prefix_len(name), self._rows[name])
                 for index, (name, start, end) in enumerate(chunks)

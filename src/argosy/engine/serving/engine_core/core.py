@@ -17,6 +17,7 @@ import structlog
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
+from argosy.engine.execution.drafting import PromptLookupDrafter
 from argosy.engine.execution.executor.output_stage import StepHandle
 from argosy.engine.execution.loading.executor_loader import LoadedExecutor, load_executor
 from argosy.engine.grammar import (
@@ -27,6 +28,7 @@ from argosy.engine.grammar import (
     end_token_ids,
 )
 from argosy.engine.scheduling import (
+    NO_DRAFTS,
     Scheduler,
     Sequence,
     SequenceFailure,
@@ -48,6 +50,7 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
 from argosy.engine.serving.engine_core.held_requests import HeldRequests
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
+from argosy.engine.serving.engine_core.speculation import Speculation
 from argosy.engine.serving.engine_core.step_stats import (
     ConstraintStats,
     SpeedEstimator,
@@ -107,6 +110,9 @@ class EngineCore:
         self._delta_builder = DeltaBuilder(loaded.limits.block_size)
         self._pending_deltas: list[Delta] = []
         """Deltas that arose between steps."""
+        self.speculation: Speculation | None = None
+        if loaded.can_verify_drafts:
+            self.speculation = Speculation([PromptLookupDrafter()], self.info.vocab_size)
         self._max_steps_in_flight = loaded.max_steps_in_flight
         self._steps_in_flight: deque[tuple[StepPlan, StepHandle | Future[StepResult]]] = deque()
         """Launched steps that are not committed yet, oldest first."""
@@ -240,7 +246,10 @@ class EngineCore:
             self._delta_builder.build_full_delta(seq, "timeout")
             for seq in self.scheduler.expire(started_at)
         ]
-        plan = self.scheduler.schedule(started_at)
+        drafts = NO_DRAFTS
+        if self.speculation is not None:
+            drafts = self.speculation.propose(self.scheduler.running)
+        plan = self.scheduler.schedule(started_at, drafts)
         planned_at = self._clock()
         self._phase_s["plan"] += planned_at - started_at
         max_in_flight = self._max_steps_in_flight if plan.total_tokens else 0
@@ -253,15 +262,21 @@ class EngineCore:
         self._steps_in_flight.append((plan, step_handle))
         while len(self._steps_in_flight) > max_in_flight:
             deltas += self._collect_step()
-        if self._grammars_in_use:
+        if self._grammars_in_use or self.speculation is not None:
             for delta in deltas:
                 if delta.finish_reason is not None:
-                    self._grammars_in_use.pop(delta.id, None)
+                    self._release(delta.id)
         return StepOutputs(
             deltas,
             self._build_stats(plan, started_at, planned_at),
             self._build_kv_change(started_at),
         )
+
+    def _release(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._grammars_in_use.pop(request_id, None)
+        if self.speculation is not None:
+            self.speculation.release(request_id)
 
     def _rejection_reason(self, request: EngineRequest) -> str | None:
         """Return why a request cannot run, or None if it can."""
@@ -316,7 +331,9 @@ class EngineCore:
         phase_s["sample"] += durations.sample_s
         phase_s["commit"] += self._clock() - collected_at
         self._constraint_stats.record_step(result, deltas)
-        self._speed.record_step(plan, durations)
+        self._speed.record_step(plan, result)
+        if self.speculation is not None:
+            self.speculation.record_step(plan, result)
         return deltas
 
     def _recover_from_failure(self, error: Exception) -> list[Delta]:

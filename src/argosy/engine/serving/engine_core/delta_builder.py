@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from argosy.engine.scheduling import (
     Logprob,
     Sequence,
@@ -42,27 +45,27 @@ class DeltaBuilder:
         self, plan: StepPlan, result: StepResult, update: SequenceUpdate
     ) -> Delta | None:
         """Build the delta for one chunk of a step. Returns None if the chunk has nothing to report."""
-        seq, chunk, token, finish_reason = update
+        seq, chunk, tokens, finish_reason = update
         if plan.starts[chunk] < seq.prompt_len:
             self.prompt_tokens_total += plan.counts[chunk]
         needs_full_delta = (
             finish_reason is not None
-            or token < 0
+            or not tokens
             or result.logprobs
             or self._reported_prompt_logprobs
         )
-        # fast path for a token and nothing else
+        # fast path for tokens and nothing else
         if not needs_full_delta and seq.id not in self._without_delta:
-            self.generated_tokens_total += 1
-            return Delta(id=seq.id, tokens=[token])
+            self.generated_tokens_total += len(tokens)
+            return Delta(id=seq.id, tokens=tokens)
         prompt_logprobs = self._new_prompt_logprobs(plan, result, seq, chunk)
-        if token < 0 and finish_reason is None and not prompt_logprobs:
+        if not tokens and finish_reason is None and not prompt_logprobs:
             return None
         return self.build_full_delta(
             seq,
             finish_reason,
-            token,
-            result.logprobs.get(chunk),
+            tokens,
+            result.logprobs.get(chunk, ()),
             prompt_logprobs=prompt_logprobs,
             failure=result.failures.get(chunk),
             pooled=result.pooled.get(chunk, b""),
@@ -72,25 +75,29 @@ class DeltaBuilder:
         self,
         seq: Sequence,
         finish_reason: EngineFinishReason | None,
-        token: int = -1,
-        logprob: Logprob | None = None,
+        tokens: list[int] | None = None,
+        logprobs: Iterable[Logprob] = (),
         *,
         prompt_logprobs: list[Logprob] | None = None,
         failure: SequenceFailure | None = None,
         pooled: bytes = b"",
     ) -> Delta:
-        """Build a delta that has more than a token, such as the first one of a request and the one that ends it."""
-        self.generated_tokens_total += token >= 0
+        """Build a delta that has more than tokens, such as the first one of a request and the one that ends it.
+
+        Of `logprobs`, those of `tokens` are used. The step may have sampled more tokens.
+        """
+        tokens = tokens or []
+        self.generated_tokens_total += len(tokens)
         is_first = self._mark_started(seq)
         if finish_reason is not None:
             self._reported_prompt_logprobs.pop(seq.id, None)
         return Delta(
             id=seq.id,
-            tokens=[token] if token >= 0 else [],
-            logprobs=[] if logprob is None or token < 0 else [logprob],
+            tokens=tokens,
+            logprobs=list(islice(logprobs, len(tokens))),
             prompt_logprobs=prompt_logprobs or [],
             finish_reason=finish_reason,
-            stop_token=token if finish_reason == "stop" else None,
+            stop_token=tokens[-1] if finish_reason == "stop" else None,
             error=None if failure is None else failure.message,
             cached_tokens=seq.hit_tokens if is_first else None,
             queue_s=_queue_s(seq) if is_first else None,

@@ -9,7 +9,7 @@ from argosy.engine.grammar import DEAD_END_CODE
 from argosy.policy import EwmaRate, OnlineLinearFit
 
 if TYPE_CHECKING:
-    from argosy.engine.scheduling import StepDurations, StepPlan, StepResult
+    from argosy.engine.scheduling import StepPlan, StepResult
     from argosy.engine.serving.core_messages import Delta
 
 MIN_PREFILL_TOKENS = 64
@@ -47,15 +47,19 @@ class SpeedEstimator:
         self._prefill_rate = EwmaRate(PREFILL_HALF_LIFE_TOKENS)
         self._decode_fit = OnlineLinearFit(DECODE_HALF_LIFE_STEPS)
 
-    def record_step(self, plan: StepPlan, durations: StepDurations) -> None:
-        """Add the measurement of one step."""
-        seconds = sum(durations)
-        decode_tokens = plan.counts.count(1)
-        prefill_tokens = plan.total_tokens - decode_tokens
+    def record_step(self, plan: StepPlan, result: StepResult) -> None:
+        """Add the measurement of one step.
+
+        If it has drafts, the seconds between tokens are those of the step per new token of a sequence.
+        """
+        seconds = sum(result.durations)
+        sequences = plan.counts.count(1) + len(plan.draft_tokens)
+        prefill_tokens = plan.total_tokens - plan.num_drafts - sequences
         if prefill_tokens >= MIN_PREFILL_TOKENS:
             self._prefill_rate.add(prefill_tokens, seconds)
-        elif decode_tokens and not prefill_tokens:
-            self._decode_fit.add(decode_tokens, seconds)
+        elif sequences and not prefill_tokens:
+            accepted = sum(len(tokens) - 1 for tokens in result.windows.values())
+            self._decode_fit.add(sequences, seconds * sequences / max(1, sequences + accepted))
 
     @property
     def prefill_tokens_per_s(self) -> float:
