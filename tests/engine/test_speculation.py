@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from argosy.engine.execution.drafting import Draft
 from argosy.engine.scheduling import Sequence
 from argosy.engine.serving.engine_core.core import EngineCore
 from tests.engine.core_driver import run_requests
@@ -32,8 +33,10 @@ class ScriptedDrafter:
 
     def propose(
         self, sequences: collections.abc.Sequence[Sequence], limits: collections.abc.Sequence[int]
-    ) -> list[list[int]]:
-        return [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
+    ) -> list[Draft]:
+        return [
+            Draft(self._draft(seq, limit)) for seq, limit in zip(sequences, limits, strict=True)
+        ]
 
     def _draft(self, seq: Sequence, limit: int) -> list[int]:
         output, length = self.outputs[seq.id], seq.output_len

@@ -24,8 +24,9 @@ def build_native(
     try:
         libraries = {"fast path": prebuild_fast_path(folder)}
         if find_spec("torch") is not None:
-            from argosy.engine import prebuild_kernels
+            from argosy.engine import prebuild_kernels, prebuild_token_index
 
+            libraries["token index"] = prebuild_token_index(folder)
             kernels = prebuild_kernels(folder)
             libraries |= {f"kernels for {name}": path for name, path in kernels.items()}
     except NativeUnavailableError as error:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         weight_files,
     )
     from argosy.engine.execution.checkpoint_formats.reader import StoredIntegers
+    from argosy.engine.execution.drafting.token_index import prebuild_token_index
     from argosy.engine.execution.kernels.cpu.native_kernels import prebuild_kernels
     from argosy.engine.execution.loading.model_selection import (
         AnyArchitecture,
@@ -61,6 +62,7 @@ __all__ = [
     "build_replica_settings",
     "find_stored_integers",
     "prebuild_kernels",
+    "prebuild_token_index",
     "read_any_architecture",
     "read_pooling_layout",
     "resolve_model_path",
@@ -89,6 +91,7 @@ _MODULE_BY_NAME = {
     "TemplateCapabilities": "serving.text",
     "find_stored_integers": "execution.loading.model_selection",
     "prebuild_kernels": "execution.kernels.cpu.native_kernels",
+    "prebuild_token_index": "execution.drafting.token_index",
     "read_any_architecture": "execution.loading.model_selection",
     "read_pooling_layout": "execution.architectures.pooling",
     "weight_files": "execution.checkpoint_formats.checkpoint",

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import collections.abc
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from argosy.engine.scheduling import Sequence
+
+
+class Draft(NamedTuple):
+    """Guess of the tokens that follow a sequence."""
+
+    tokens: list[int]
+    match_size: int = 1
+    """Number of the sequence's last tokens on which the guess relies. Drafts after long matches are accepted more."""
+
+
+NO_DRAFT = Draft([])
 
 
 class Drafter(Protocol):
@@ -16,11 +27,11 @@ class Drafter(Protocol):
 
     def propose(
         self, sequences: collections.abc.Sequence[Sequence], limits: collections.abc.Sequence[int]
-    ) -> list[list[int]]:
+    ) -> list[Draft]:
         """Return drafts of the tokens that follow `tokens` of each sequence, up to `limits[i]` of the i-th one.
 
-        An empty list proposes nothing. Tokens are only appended to a sequence from one call to the next, except that
-        a request id can be used again after `release`.
+        A draft without tokens proposes nothing. Tokens are only appended to a sequence from one call to the next,
+        except that a request id can be used again after `release`.
         """
         ...
 

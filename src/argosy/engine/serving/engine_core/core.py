@@ -17,7 +17,7 @@ import structlog
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
-from argosy.engine.execution.drafting import PromptLookupDrafter
+from argosy.engine.execution.drafting import create_drafters
 from argosy.engine.execution.executor.output_stage import StepHandle
 from argosy.engine.execution.loading.executor_loader import LoadedExecutor, load_executor
 from argosy.engine.grammar import (
@@ -112,7 +112,11 @@ class EngineCore:
         """Deltas that arose between steps."""
         self.speculation: Speculation | None = None
         if loaded.can_verify_drafts:
-            self.speculation = Speculation([PromptLookupDrafter()], self.info.vocab_size)
+            self.speculation = Speculation(
+                create_drafters(),
+                vocab_size=self.info.vocab_size,
+                ridge_tokens=loaded.limits.ridge_tokens,
+            )
         self._max_steps_in_flight = loaded.max_steps_in_flight
         self._steps_in_flight: deque[tuple[StepPlan, StepHandle | Future[StepResult]]] = deque()
         """Launched steps that are not committed yet, oldest first."""

@@ -7,11 +7,17 @@ from collections import Counter
 
 import structlog
 
-from argosy.engine.execution.drafting import Drafter
-from argosy.engine.scheduling import Sequence, StepPlan, StepResult
-
-MAX_DRAFT_TOKENS = 4
-"""Maximum number of drafts of a sequence in one step."""
+from argosy.engine.execution.drafting import Draft, Drafter
+from argosy.engine.scheduling import (
+    MAX_DRAFT_TOKENS,
+    DraftCandidate,
+    DraftHistory,
+    DraftLengthPolicy,
+    DraftSource,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +25,13 @@ log = structlog.get_logger(__name__)
 class Speculation:
     """Drafters in the order in which they are asked, and counters since the start by the drafter's name."""
 
-    def __init__(self, drafters: collections.abc.Iterable[Drafter], vocab_size: int) -> None:
+    def __init__(
+        self,
+        drafters: collections.abc.Iterable[Drafter],
+        *,
+        vocab_size: int,
+        ridge_tokens: int,
+    ) -> None:
         self.drafters = list(drafters)
         self.drafts: Counter[str] = Counter()
         """Steps of a sequence with drafts."""
@@ -28,57 +40,85 @@ class Speculation:
         self.accepted_by_position: Counter[int] = Counter()
         """Accepted drafts by their position among the drafts of a step, from 0."""
         self._vocab_size = vocab_size
-        self._drafter_by_row: dict[int, str] = {}
-        """Row -> name of the drafter of its latest drafts."""
+        self._policy = DraftLengthPolicy(ridge_tokens)
+        self._histories: dict[str, DraftHistory] = {}
+        """Request id -> its earlier drafts."""
+        self._proposed_by_row: dict[int, DraftCandidate] = {}
+        """Row -> its latest drafts."""
 
-    def propose(self, running: collections.abc.Iterable[Sequence]) -> dict[Sequence, list[int]]:
-        """Return drafts of the running sequences. The first drafter that has any for a sequence gives all of them.
+    def propose(self, running: collections.abc.Collection[Sequence]) -> dict[Sequence, list[int]]:
+        """Return drafts of the running sequences, as many as make the next step faster.
 
-        A drafter that raises is not asked again.
+        The first drafter that has any for a sequence gives all of them. A drafter that raises is not asked again.
         """
-        candidates = [seq for seq in running if seq.is_prefilled and seq.can_draft]
-        proposed: dict[Sequence, list[int]] = {}
+        decoding = [seq for seq in running if seq.is_prefilled]
+        drafts: dict[Sequence, list[int]] = {}
+        candidates: list[DraftCandidate] = []
+        waiting = [seq for seq in decoding if seq.can_draft]
         for drafter in tuple(self.drafters):
-            if not candidates:
+            if not waiting:
                 break
+            limits = [min(MAX_DRAFT_TOKENS, seq.max_length - seq.length) for seq in waiting]
             try:
-                drafts = drafter.propose(candidates, [MAX_DRAFT_TOKENS] * len(candidates))
-                self._add_drafts(proposed, drafter.name, candidates, drafts)
+                proposed = drafter.propose(waiting, limits)
+                for seq, draft in zip(waiting, proposed, strict=True):
+                    tokens = self._find_valid(draft)
+                    if tokens:
+                        drafts[seq] = tokens
+                        candidates.append(self._build_candidate(seq, drafter.name, draft))
             except Exception:
                 log.exception("drafter_failed", drafter=drafter.name)
                 self.drafters.remove(drafter)
-            candidates = [seq for seq in candidates if seq not in proposed]
-        return proposed
+            waiting = [seq for seq in waiting if seq not in drafts]
+        if not drafts:
+            return drafts
+        prefill_tokens = sum(
+            seq.length - seq.computed_len for seq in running if not seq.is_prefilled
+        )
+        lengths = self._policy.select_lengths(candidates, len(decoding), prefill_tokens)
+        for seq, candidate, length in zip(tuple(drafts), candidates, lengths, strict=True):
+            if length:
+                drafts[seq] = drafts[seq][:length]
+                self._proposed_by_row[seq.row] = candidate
+            else:
+                del drafts[seq]
+        return drafts
 
-    def _add_drafts(
-        self,
-        proposed: dict[Sequence, list[int]],
-        name: str,
-        candidates: list[Sequence],
-        drafts: list[list[int]],
-    ) -> None:
-        """Add drafts up to the first one that is no token of the model."""
-        for seq, tokens in zip(candidates, drafts, strict=True):
-            valid = tokens[:MAX_DRAFT_TOKENS]
-            for index, token in enumerate(valid):
-                if not 0 <= token < self._vocab_size:
-                    valid = valid[:index]
-                    break
-            if valid:
-                proposed[seq] = valid
-                self._drafter_by_row[seq.row] = name
+    def _find_valid(self, draft: Draft) -> list[int]:
+        """Return the drafts up to the first one that is no token of the model."""
+        tokens = draft.tokens[:MAX_DRAFT_TOKENS]
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self._vocab_size:
+                return tokens[:index]
+        return tokens
+
+    def _build_candidate(self, seq: Sequence, drafter: str, draft: Draft) -> DraftCandidate:
+        history = self._histories.get(seq.id)
+        if history is None:
+            history = self._histories[seq.id] = DraftHistory()
+        source = DraftSource(drafter, 1 << (draft.match_size.bit_length() - 1))
+        return DraftCandidate(history, source, len(draft.tokens))
 
     def record_step(self, plan: StepPlan, result: StepResult) -> None:
         """Count the drafts of a step, and those among them that were accepted."""
         for chunk, drafts in plan.draft_tokens.items():
-            name = self._drafter_by_row[plan.rows[chunk]]
+            history, source, _ = self._proposed_by_row[plan.rows[chunk]]
             num_accepted = max(0, len(result.windows[chunk]) - 1)
+            self._policy.record_drafts(history, source, len(drafts), num_accepted)
+            name = source.drafter
             self.drafts[name] += 1
             self.draft_tokens[name] += len(drafts)
             self.accepted_tokens[name] += num_accepted
             self.accepted_by_position.update(range(num_accepted))
+        num_decodes = plan.counts.count(1) + len(plan.draft_tokens)
+        if num_decodes + plan.num_drafts == plan.total_tokens:
+            durations = result.durations
+            self._policy.record_step(
+                num_decodes, plan.num_drafts, sum(durations) - durations.mask_fill_s
+            )
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
+        self._histories.pop(request_id, None)
         for drafter in self.drafters:
             drafter.release(request_id)

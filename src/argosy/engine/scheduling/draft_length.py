@@ -1,0 +1,251 @@
+"""Policy for the number of drafts in a step: as many as make the step deliver more tokens per second.
+
+A step with drafts takes longer than one without, and delivers a draft only if it equals the sampled token. The policy
+estimates both from earlier steps. The output does not depend on its decisions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from argosy.engine.scheduling.sequence import NEVER
+from argosy.policy import OnlineLinearFit
+
+MAX_DRAFT_TOKENS = 16
+"""Maximum number of drafts of a sequence in one step."""
+MAX_SLOWDOWN = 1.15
+"""Maximum duration of a step relative to the same step without drafts, if one of its sequences has none."""
+MIN_GAIN = 1.02
+"""Minimum tokens per second with drafts relative to those without, below which only probes are drafted."""
+MIN_ACCEPTANCE = 0.01
+"""Minimum chance that a draft is accepted."""
+FIRST_PROBE_WAIT = 8
+MAX_PROBE_WAIT = 4096
+"""Drafts that a sequence skips between two probes, which doubles with each probe that fails."""
+MAX_RIDGES = 2
+"""Maximum number of tokens of a step with drafts, in times in which the weights are read."""
+
+_SEQUENCE_WEIGHT = 1 / 8
+_POOL_WEIGHT = 1 / 128
+_COST_WEIGHT = 1 / 8
+"""Weight of a new measurement in the averages."""
+_DECODE_HALF_LIFE_STEPS = 64.0
+_COST_ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 1024)
+"""Numbers of tokens whose relative duration is estimated. Others are interpolated."""
+
+
+class DraftSource(NamedTuple):
+    """Drafts that are equally likely to be accepted: those of one drafter after matches of similar size."""
+
+    drafter: str
+    match_size: int
+    """Number of earlier tokens on which the drafts rely, rounded down to a power of two."""
+
+
+class DraftCandidate(NamedTuple):
+    """Drafts that a step may compute for one of its sequences."""
+
+    history: DraftHistory
+    source: DraftSource
+    size: int
+
+
+class _SourceHistory:
+    """Acceptance of the drafts of one source in one sequence."""
+
+    __slots__ = ("acceptance", "skipped", "wait")
+
+    def __init__(self, acceptance: float) -> None:
+        self.acceptance = acceptance
+        """Mean fraction of drafts that were accepted, given that those before them were."""
+        self.wait = FIRST_PROBE_WAIT
+        self.skipped = 0
+        """Drafts since the last probe."""
+
+
+class DraftHistory:
+    """Acceptance of earlier drafts of one sequence, by source."""
+
+    __slots__ = ("sources",)
+
+    def __init__(self) -> None:
+        self.sources: dict[DraftSource, _SourceHistory] = {}
+
+
+class DraftLengthPolicy:
+    """Chooses the number of drafts of each sequence in a step. Deterministic."""
+
+    def __init__(self, ridge_tokens: int) -> None:
+        """Create a policy. Computing `ridge_tokens` tokens takes as long as one pass over the weights."""
+        self._ridge_tokens = ridge_tokens
+        self._acceptance: dict[DraftSource, float] = {}
+        """Mean of all sequences, from which new ones start."""
+        self._costs = [_initial_cost(rows, ridge_tokens) for rows in _COST_ROWS]
+        """Duration of a step of `_COST_ROWS` tokens relative to that of one token. Never decreases."""
+        self._decode_s = OnlineLinearFit(_DECODE_HALF_LIFE_STEPS)
+        """Duration of a step without drafts by its number of sequences."""
+
+    def select_lengths(
+        self, candidates: Sequence[DraftCandidate], num_decodes: int, prefill_tokens: int = 0
+    ) -> list[int]:
+        """Return the number of drafts to compute of each candidate, which may be 0.
+
+        Args:
+            candidates: Drafts of different sequences.
+            num_decodes: Number of sequences that decode in the step, with or without drafts.
+            prefill_tokens: Other tokens of the step.
+        """
+        rows = num_decodes + prefill_tokens
+        max_rows = MAX_RIDGES * self._ridge_tokens
+        if prefill_tokens >= self._ridge_tokens or rows >= max_rows:
+            return [0] * len(candidates)
+        estimates = [self._find_history(c.history, c.source).acceptance for c in candidates]
+        lengths = self._maximize_rate(candidates, estimates, num_decodes, rows, max_rows)
+        if 0 in lengths or num_decodes > len(candidates):
+            max_rows = self._max_rows_beside_others(rows, max_rows)
+            lengths = self._maximize_rate(candidates, estimates, num_decodes, rows, max_rows)
+            self._add_probes(candidates, lengths, max_rows - rows - sum(lengths))
+        return lengths
+
+    def record_drafts(
+        self, history: DraftHistory, source: DraftSource, drafted: int, accepted: int
+    ) -> None:
+        """Record that the first `accepted` of `drafted` drafts were accepted."""
+        entry = self._find_history(history, source)
+        pooled = self._acceptance[source]
+        for index in range(min(accepted + 1, drafted)):
+            outcome = float(index < accepted)
+            entry.acceptance += _SEQUENCE_WEIGHT * (outcome - entry.acceptance)
+            pooled += _POOL_WEIGHT * (outcome - pooled)
+        self._acceptance[source] = pooled
+        if accepted:
+            entry.wait = FIRST_PROBE_WAIT
+
+    def record_step(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
+        """Record the duration of a step that computed nothing but decodes and their drafts."""
+        if not num_drafts:
+            self._decode_s.add(num_decodes, seconds)
+            return
+        expected_s = self._decode_s.predict(num_decodes)
+        if expected_s <= 0:
+            return
+        rows = num_decodes + num_drafts
+        measured = self.step_cost(num_decodes) * seconds / expected_s
+        correction = min(2.0, max(0.5, measured / self.step_cost(rows))) - 1.0
+        index, fraction = _locate(rows)
+        costs = self._costs
+        for knot, weight in ((index, 1.0 - fraction), (index + 1, fraction)):
+            if knot and weight:
+                cost = costs[knot] * (1.0 + _COST_WEIGHT * weight * correction)
+                costs[knot] = max(costs[knot - 1], cost)
+        for knot in range(index + 1, len(costs)):
+            costs[knot] = max(costs[knot], costs[knot - 1])
+
+    def _find_history(self, history: DraftHistory, source: DraftSource) -> _SourceHistory:
+        entry = history.sources.get(source)
+        if entry is None:
+            pooled = self._acceptance.setdefault(source, 1.0 - 1.0 / (1.0 + source.match_size / 4))
+            entry = history.sources[source] = _SourceHistory(pooled)
+        return entry
+
+    def _maximize_rate(
+        self,
+        candidates: Sequence[DraftCandidate],
+        estimates: list[float],
+        num_decodes: int,
+        rows: int,
+        max_rows: int,
+    ) -> list[int]:
+        """Return the lengths with the most expected tokens per second.
+
+        Each further draft is the one that is most likely to be accepted.
+        """
+        lengths = [0] * len(candidates)
+        heap = [
+            (-estimate, index)
+            for index, estimate in enumerate(estimates)
+            if candidates[index].size > 0
+        ]
+        heapq.heapify(heap)
+        order: list[int] = []
+        tokens = float(num_decodes)
+        cost = self.step_cost(rows)
+        best_rate = MIN_GAIN * tokens / cost
+        best_count = 0
+        knot_rows = rows  # up to which each row adds `row_cost`
+        row_cost = 0.0
+        while heap and rows < max_rows:
+            negative_gain, index = heap[0]
+            if negative_gain > -MIN_ACCEPTANCE:
+                break
+            if rows >= knot_rows:
+                knot_rows, row_cost = self._find_row_cost(rows)
+            rows += 1
+            cost += row_cost
+            tokens -= negative_gain
+            order.append(index)
+            lengths[index] += 1
+            rate = tokens / cost
+            if rate > best_rate:
+                best_rate, best_count = rate, len(order)
+            if lengths[index] < min(candidates[index].size, MAX_DRAFT_TOKENS):
+                heapq.heapreplace(heap, (negative_gain * estimates[index], index))
+            else:
+                heapq.heappop(heap)
+        for index in order[best_count:]:
+            lengths[index] -= 1
+        return lengths
+
+    def _add_probes(
+        self, candidates: Sequence[DraftCandidate], lengths: list[int], max_probes: int
+    ) -> None:
+        """Draft one token of a candidate that has been without drafts for long enough."""
+        for index, (history, source, size) in enumerate(candidates):
+            if lengths[index] or size <= 0:
+                continue
+            entry = history.sources[source]
+            entry.skipped += 1
+            if entry.skipped > entry.wait and max_probes > 0:
+                lengths[index] = 1
+                max_probes -= 1
+                entry.skipped = 0
+                entry.wait = min(2 * entry.wait, MAX_PROBE_WAIT)
+
+    def _max_rows_beside_others(self, rows: int, max_rows: int) -> int:
+        """Return the maximum tokens of a step in which some sequences have no drafts."""
+        limit = MAX_SLOWDOWN * self.step_cost(rows)
+        while max_rows > rows and self.step_cost(max_rows) > limit:
+            max_rows -= 1
+        return max_rows
+
+    def _find_row_cost(self, rows: int) -> tuple[int, float]:
+        """Return the next number of tokens whose cost is estimated, and the cost of each token up to it."""
+        index, _ = _locate(rows)
+        lower, upper = _COST_ROWS[index], _COST_ROWS[index + 1]
+        if rows >= upper:
+            return NEVER, 0.0
+        return upper, (self._costs[index + 1] - self._costs[index]) / (upper - lower)
+
+    def step_cost(self, rows: int) -> float:
+        """Return the estimated duration of a step of `rows` tokens relative to that of one token."""
+        index, fraction = _locate(rows)
+        lower, upper = self._costs[index], self._costs[index + 1]
+        return lower + fraction * (upper - lower)
+
+
+def _locate(rows: int) -> tuple[int, float]:
+    """Return the index of the largest of `_COST_ROWS` up to `rows`, and the fraction of the way to the next one."""
+    rows = min(rows, _COST_ROWS[-1])
+    index = min(bisect_right(_COST_ROWS, rows), len(_COST_ROWS) - 1) - 1
+    lower, upper = _COST_ROWS[index], _COST_ROWS[index + 1]
+    return index, (rows - lower) / (upper - lower)
+
+
+def _initial_cost(rows: int, ridge_tokens: int) -> float:
+    """Return the assumed cost before any measurement: one half more at the ridge, and then proportional."""
+    if rows <= ridge_tokens:
+        return 1.0 + 0.5 * (rows - 1) / ridge_tokens
+    return 0.5 + rows / ridge_tokens

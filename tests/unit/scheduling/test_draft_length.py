@@ -1,0 +1,132 @@
+"""Properties of the policy for the number of drafts in a step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.engine.scheduling.draft_length import (
+    FIRST_PROBE_WAIT,
+    MAX_DRAFT_TOKENS,
+    MAX_RIDGES,
+    MAX_SLOWDOWN,
+    DraftCandidate,
+    DraftHistory,
+    DraftLengthPolicy,
+    DraftSource,
+)
+
+RIDGE = 24
+LOOKUP = DraftSource("prompt_lookup", 4)
+
+step_seconds = st.floats(1e-4, 10.0)
+step_records = st.lists(
+    st.tuples(st.integers(1, 64), st.integers(0, 64), step_seconds), max_size=20
+)
+acceptances = st.lists(st.tuples(st.integers(0, 40), st.floats(0.0, 1.0)), min_size=1, max_size=6)
+
+
+def train(policy: DraftLengthPolicy, acceptance: float) -> DraftHistory:
+    """Return the history of a sequence with a given fraction of accepted drafts."""
+    history = DraftHistory()
+    accepted = 0.0
+    for _ in range(40):
+        accepted += acceptance
+        policy.record_drafts(history, LOOKUP, 1, int(accepted))
+        accepted -= int(accepted)
+    return history
+
+
+@given(step_records, acceptances, st.integers(0, 20), st.integers(0, 30), st.integers(4, 300))
+def test_lengths_are_within_all_bounds(
+    steps: list[tuple[int, int, float]],
+    sequences: list[tuple[int, float]],
+    others: int,
+    prefill_tokens: int,
+    ridge: int,
+) -> None:
+    policy = DraftLengthPolicy(ridge)
+    for step in steps:
+        policy.record_step(*step)
+    candidates = [
+        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
+    ]
+    num_decodes = len(candidates) + others
+    for _ in range(FIRST_PROBE_WAIT + 2):
+        lengths = policy.select_lengths(candidates, num_decodes, prefill_tokens)
+        assert len(lengths) == len(candidates)
+        for length, candidate in zip(lengths, candidates, strict=True):
+            assert 0 <= length <= min(candidate.size, MAX_DRAFT_TOKENS)
+        rows = num_decodes + prefill_tokens
+        if sum(lengths):
+            assert prefill_tokens < ridge
+            assert rows + sum(lengths) <= MAX_RIDGES * ridge
+            if others or 0 in lengths:
+                cost = policy.step_cost(rows + sum(lengths)) / policy.step_cost(rows)
+                assert cost <= MAX_SLOWDOWN * (1 + 1e-9)
+
+
+@given(step_records, acceptances, st.integers(0, 20))
+def test_drafts_never_lower_the_expected_rate(
+    steps: list[tuple[int, int, float]], sequences: list[tuple[int, float]], others: int
+) -> None:
+    policy = DraftLengthPolicy(RIDGE)
+    for step in steps:
+        policy.record_step(*step)
+    candidates = [
+        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
+    ]
+    num_decodes = len(candidates) + others
+    lengths = policy.select_lengths(candidates, num_decodes)
+    tokens = float(num_decodes)
+    for length, candidate in zip(lengths, candidates, strict=True):
+        chance = 1.0
+        for _ in range(length):
+            chance *= candidate.history.sources[LOOKUP].acceptance
+            tokens += chance
+    rate = tokens / policy.step_cost(num_decodes + sum(lengths))
+    assert rate >= num_decodes / policy.step_cost(num_decodes)
+
+
+@pytest.mark.parametrize(("size", "sequences"), [(1, 1), (16, 1), (5, 4)])
+def test_a_sequence_whose_drafts_fail_probes_ever_more_rarely(size: int, sequences: int) -> None:
+    policy = DraftLengthPolicy(RIDGE)
+    histories = [DraftHistory() for _ in range(sequences)]
+    drafted_by_period = []
+    for steps in (100, 1000, 5000):
+        drafted = 0
+        for _ in range(steps):
+            candidates = [DraftCandidate(history, LOOKUP, size) for history in histories]
+            lengths = policy.select_lengths(candidates, sequences)
+            for history, length in zip(histories, lengths, strict=True):
+                policy.record_drafts(history, LOOKUP, length, 0)
+                drafted += length
+        drafted_by_period.append(drafted / sequences)
+    assert drafted_by_period[1] <= 8
+    assert drafted_by_period[2] <= 4
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_a_failed_sequence_recovers_when_its_drafts_are_accepted(sequences: int) -> None:
+    policy = DraftLengthPolicy(RIDGE)
+    histories = [train(policy, 0.0) for _ in range(sequences)]
+    lengths = [0] * sequences
+    for _ in range(400):
+        candidates = [DraftCandidate(history, LOOKUP, 8) for history in histories]
+        lengths = policy.select_lengths(candidates, sequences)
+        for history, length in zip(histories, lengths, strict=True):
+            policy.record_drafts(history, LOOKUP, length, length)
+    assert min(lengths) >= 2
+
+
+def test_measured_durations_decide() -> None:
+    for slowdown, is_worthwhile in ((1.01, True), (3.0, False)):
+        policy = DraftLengthPolicy(RIDGE)
+        history = train(policy, 0.5)
+        for _ in range(100):
+            policy.record_step(1, 0, 0.02)
+            for drafts in (1, 3, 7, 15):
+                policy.record_step(1, drafts, 0.02 * slowdown)
+        lengths = policy.select_lengths([DraftCandidate(history, LOOKUP, 8)], 1)
+        assert (lengths[0] > 0) == is_worthwhile
