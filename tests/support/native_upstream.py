@@ -111,9 +111,13 @@ class EventEncoder:
             "total_tokens": PROMPT_TOKENS + script.num_tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
         }
-        reasoning_tokens = (script.report or {}).get("reasoning_tokens")
-        if reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        if script.report is not None and "reasoning_tokens" in script.report:
+            accepted, rejected = script.report["prediction"]
+            usage["completion_tokens_details"] = {
+                "reasoning_tokens": script.report["reasoning_tokens"],
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
         return self._encode({"choices": [], "usage": usage})
 
     def _encode_report(self, script: NativeScript) -> bytes:

@@ -31,6 +31,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     weight: float = 1.0
     timeout_s: float | None = None
     """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
+    prediction: list[int] = []
+    """Tokens that the output probably repeats in large parts."""
     pooling: PoolingParams | None = None
     """Parameters of a sequence that is pooled to a vector. None generates tokens."""
 

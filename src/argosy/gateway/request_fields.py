@@ -80,6 +80,7 @@ class _LargeFields(msgspec.Struct, gc=False):
 
     prompt: Raw = Raw()
     messages: Raw = Raw()
+    prediction: Raw = Raw()
     tokens: Raw = Raw()
     input: Raw = Raw()
     documents: Raw = Raw()

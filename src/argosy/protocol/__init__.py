@@ -19,6 +19,7 @@ from argosy.protocol.openai_requests import (
     DrainRequest,
     GenerationRequest,
     JsonObject,
+    Prediction,
     StreamOptions,
     TokenizeRequest,
 )
@@ -39,6 +40,7 @@ from argosy.protocol.openai_responses import (
     FinishReason,
     ModelCard,
     ModelList,
+    PredictionUsage,
     PromptLogprob,
     PromptLogprobs,
     ResponseWarning,

@@ -152,6 +152,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     resume: ResumeInput | None = None
 
 
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text that the output probably repeats in large parts, such as a file of which the output is a new version."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`, with the 36 fields of the OpenAI SDK and the extensions."""
 
@@ -166,7 +173,7 @@ class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     modalities: list[str] | None = None
     moderation: JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    prediction: JsonObject | None = None
+    prediction: Prediction | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None

@@ -5,7 +5,7 @@ Fields that are `UNSET` are omitted from the JSON; `None` is encoded as null.
 
 from __future__ import annotations
 
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,8 +39,12 @@ class PromptTokenUsageInfo(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionTokenUsageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the output by purpose."""
 
-    reasoning_tokens: int
-    """Output tokens inside reasoning blocks, without the markers around them."""
+    reasoning_tokens: int | UnsetType = UNSET
+    """Output tokens inside reasoning blocks, without the markers around them. Absent for models without them."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Tokens of the request's `prediction` that the output has where they were expected."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """All other tokens of the `prediction`. They are not billed."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +55,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokenUsageInfo
     completion_tokens_details: CompletionTokenUsageInfo | UnsetType = UNSET
-    """Present if the model's output has a reasoning block."""
+    """Present if the model's output has a reasoning block, or the request a prediction."""
 
 
 class ToolCallFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +283,15 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
+class PredictionUsage(NamedTuple):
+    """Tokens of a predicted output, of all choices."""
+
+    accepted: int
+    """Tokens that the output has where they were expected."""
+    rejected: int
+    """All others."""
+
+
 class TokenUsage(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Tokens of a request: each prompt once, and the output of all choices."""
 
@@ -288,6 +301,8 @@ class TokenUsage(msgspec.Struct, frozen=True, gc=False, array_like=True):
     output_tokens: int = 0
     reasoning_tokens: int | None = None
     """Part of `output_tokens` inside reasoning blocks. None if the server reports none."""
+    prediction: PredictionUsage | None = None
+    """None if the request predicts no output, or the server reports nothing about it."""
 
     @property
     def uncached_tokens(self) -> int:
@@ -296,17 +311,20 @@ class TokenUsage(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def to_wire(self) -> Usage:
         """Convert to the `usage` object of the OpenAI API."""
-        reasoning = self.reasoning_tokens
+        reasoning, prediction = self.reasoning_tokens, self.prediction
+        details: CompletionTokenUsageInfo | UnsetType = UNSET
+        if reasoning is not None or prediction is not None:
+            details = CompletionTokenUsageInfo(
+                reasoning_tokens=UNSET if reasoning is None else min(reasoning, self.output_tokens),
+                accepted_prediction_tokens=UNSET if prediction is None else prediction.accepted,
+                rejected_prediction_tokens=UNSET if prediction is None else prediction.rejected,
+            )
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.output_tokens,
             total_tokens=self.prompt_tokens + self.output_tokens,
             prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=self.cached_tokens),
-            completion_tokens_details=(
-                UNSET
-                if reasoning is None
-                else CompletionTokenUsageInfo(reasoning_tokens=min(reasoning, self.output_tokens))
-            ),
+            completion_tokens_details=details,
         )
 
 

@@ -93,7 +93,6 @@ IGNORED_PARAMETERS: dict[str, Callable[[Any], bool]] = {
     "store": _is_empty,  # no completions are stored
     "service_tier": _is_one_of("auto", "default"),
     "verbosity": _is_one_of("medium"),
-    "prediction": _is_never_supported,
     "web_search_options": _is_never_supported,
     "moderation": _is_never_supported,
     "stream_interval": _is_one_of(1),  # each token is sent as soon as it is generated

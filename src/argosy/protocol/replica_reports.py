@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.protocol.openai_responses import MAX_COUNT
+from argosy.protocol.openai_responses import MAX_COUNT, PredictionUsage
 
 ARITHMETIC_ID_CHARS = 32
 """Length of `ArithmeticIdentity.id` in hexadecimal digits."""
@@ -198,6 +198,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Tokens that were sampled under a grammar's mask."""
     reasoning_tokens: Count | None = None
     """Output tokens inside reasoning blocks, including resumed ones. None if the output has no reasoning block."""
+    prediction: PredictionUsage | None = None
+    """Tokens of the predicted output. None if the request predicts none."""
     tool_calls: Count = 0
     malformed_calls: Count = 0
     """Tool calls that could not be parsed and became text."""

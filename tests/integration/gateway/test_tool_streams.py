@@ -37,6 +37,7 @@ REPORT = {
     "grammar_compile_ms": 1.5,
     "masked_steps": 5,
     "reasoning_tokens": 2,
+    "prediction": (3, 1),
     "tool_calls": 1,
     "parser_events": {"call_start": 1},
     "a later field": 1,
@@ -132,7 +133,11 @@ async def test_whole_response_has_calls_and_reasoning(kind: str, tmp_path: Path)
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     if script.report is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": 2}
+        usage["completion_tokens_details"] = {
+            "reasoning_tokens": 2,
+            "accepted_prediction_tokens": 3,
+            "rejected_prediction_tokens": 1,
+        }
     assert response["usage"] == usage
     assert (record.status, record.output_tokens) == ("completed", script.num_tokens)
     assert trace["tokens"].get("reasoning") == (2 if script.report else None)

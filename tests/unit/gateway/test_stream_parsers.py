@@ -289,7 +289,7 @@ DONE = b"data: [DONE]\n\n"
 def make_stream(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
     """Return a stream of (choice, number of ids, has comment) pieces, its events, and the ids of each choice."""
     stream, events = b": argosy prompt 7 3 AAAA\n\n", b""
-    report = b': argosy report {"reasoning_tokens":2,"later":{}}\n\n'
+    report = b': argosy report {"reasoning_tokens":2,"prediction":[3,1],"later":{}}\n\n'
     ids: list[list[bytes]] = [[], []]
     for number, (choice, count, commented) in enumerate(pieces):
         event = EVENT % (choice, number)
@@ -329,6 +329,7 @@ def test_segmentation_does_not_change_result(
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
     assert delivered.prompt_blocks == b"AAAA"
     assert delivered.reasoning_tokens == (2 if pieces else None)
+    assert delivered.prediction == ((3, 1) if pieces else None)
 
 
 def test_choice_that_ended_without_token_is_not_repeated() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
 from argosy.engine import EngineConfig, EngineRequest
-from argosy.engine.serving.core_messages import CoreReady
+from argosy.engine.serving.core_messages import CoreReady, Delta
 from argosy.engine.serving.preprocessing.request_processor import (
     GatewayHeaders,
     RequestProcessor,
@@ -48,6 +48,7 @@ from argosy.protocol import (
     ignored_parameters,
     parse_body,
 )
+from argosy.protocol.openai_responses import CompletionTokenUsageInfo
 from argosy.protocol.parameter_rules import (
     IGNORED_PARAMETERS,
     RESTRICTED_PARAMETERS,
@@ -520,6 +521,40 @@ def prepare_with(name: str, value: object) -> ResponseSpec:
         return PROCESSOR.prepare_chat(msgspec.structs.replace(chat_body, **{name: value}), HEADERS)
     body = CompletionRequest(model="m", prompt=IDS, seed=1)
     return PROCESSOR.prepare_completion(msgspec.structs.replace(body, **{name: value}), HEADERS)
+
+
+def test_a_prediction_is_encoded_and_counted() -> None:
+    text = "the cat and the dog"
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    parts = [{"type": "text", "text": text[:7]}, {"type": "text", "text": text[7:]}]
+    for content in (text, parts):
+        prepared = chat(prediction={"type": "content", "content": content}, n=2)
+        assert [request.prediction for request in prepared.requests] == [tokens] * 2
+    for choice, output in zip(prepared.choices, (tokens[:3], tokens), strict=True):
+        choice.push(Delta(id="r", tokens=output))
+    usage = prepared.usage()
+    assert usage.completion_tokens == len(tokens) + 3
+    assert usage.completion_tokens_details == CompletionTokenUsageInfo(
+        accepted_prediction_tokens=len(tokens) + 3, rejected_prediction_tokens=len(tokens) - 3
+    )
+    assert chat().usage().completion_tokens_details is msgspec.UNSET
+
+
+@pytest.mark.parametrize(
+    ("prediction", "code"),
+    [
+        ("text", "invalid_type"),
+        ({"type": "other", "content": ""}, "invalid_type"),
+        (
+            {"type": "content", "content": [{"type": "image_url", "image_url": "x"}]},
+            "invalid_value",
+        ),
+        ({"type": "content", "content": "a b " * MAX_LEN}, "context_length_exceeded"),
+    ],
+)
+def test_a_wrong_prediction_is_rejected(prediction: object, code: str) -> None:
+    error = rejection(chat, prediction=prediction)
+    assert (error.code, (error.param or "").partition(".")[0]) == (code, "prediction")
 
 
 @pytest.mark.parametrize("name", RESTRICTED_PARAMETERS)

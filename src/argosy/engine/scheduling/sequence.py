@@ -58,6 +58,7 @@ class Sequence:
         "params",
         "parent",
         "pooling",
+        "prediction",
         "preemptions",
         "prefill_cost",
         "priority_order",
@@ -87,6 +88,7 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.params = request.params
         self.pooling = request.pooling
+        self.prediction = request.prediction
         self.stop_token_ids = stop_token_ids
         self.cache_salt = hashlib.sha256(request.cache_domain.encode()).digest()
         self.tier = request.tier

@@ -168,6 +168,7 @@ class NativeStreamParser(StreamParser):
         if report is not None:
             self._delivered.report = report
             self._delivered.reasoning_tokens = report.reasoning_tokens
+            self._delivered.prediction = report.prediction
 
 
 def _join_events(events: list[bytes]) -> bytes:

@@ -7,7 +7,13 @@ from array import array
 
 import msgspec
 
-from argosy.protocol import EarlyStopReason, RequestReport, TokenUsage, find_early_stop
+from argosy.protocol import (
+    EarlyStopReason,
+    PredictionUsage,
+    RequestReport,
+    TokenUsage,
+    find_early_stop,
+)
 
 
 class DeliveredOutput(msgspec.Struct, eq=False):
@@ -31,6 +37,8 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     output_tokens: int = 0
     reasoning_tokens: int | None = None
     """Output tokens inside reasoning blocks; None if the replica reports none."""
+    prediction: PredictionUsage | None = None
+    """Tokens of the predicted output; None if the replica reports none."""
     false_usage: tuple[int, int] | None = None
     """Prompt and output tokens that a server reported and that cannot be true. The counts above are our own."""
     report: RequestReport | None = None
@@ -44,13 +52,17 @@ class DeliveredOutput(msgspec.Struct, eq=False):
     def usage(self) -> TokenUsage:
         """The token counts."""
         return TokenUsage(
-            self.prompt_tokens, self.cached_tokens, self.output_tokens, self.reasoning_tokens
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.output_tokens,
+            self.reasoning_tokens,
+            self.prediction,
         )
 
     def reset(self) -> None:
         """Forget the output of an attempt that never reached the client."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.reasoning_tokens = self.report = self.false_usage = None
+        self.reasoning_tokens = self.prediction = self.report = self.false_usage = None
         self.arithmetic_id = ""
         self.is_exact = True
         self.token_id_pieces.clear()

@@ -7,6 +7,7 @@ draft that differs costs only time.
 import structlog
 
 from argosy.engine.execution.drafting.drafter import Draft, Drafter
+from argosy.engine.execution.drafting.prediction import PredictionDrafter
 from argosy.engine.execution.drafting.prompt_lookup import PromptLookupDrafter
 from argosy.native import NativeUnavailableError
 
@@ -15,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 def create_drafters() -> list[Drafter]:
     """Return the drafters of a core, the most reliable ones first."""
-    drafters: list[Drafter] = []
+    drafters: list[Drafter] = [PredictionDrafter()]
     try:
         drafters.append(PromptLookupDrafter())
     except NativeUnavailableError as error:

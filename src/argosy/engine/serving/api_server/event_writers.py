@@ -356,6 +356,7 @@ class ReportWriter:
             grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
             masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,
             reasoning_tokens=spec.reasoning_tokens,
+            prediction=spec.prediction_usage,
             tool_calls=sum(choice.ended_calls for choice in parsed),
             malformed_calls=sum(choice.started_calls - choice.ended_calls for choice in parsed),
             parser_events=dict(events),

@@ -25,6 +25,7 @@ from argosy.protocol import (
     ChatMessageParam,
     CompletionRequest,
     GenerationRequest,
+    Prediction,
     TokenizeRequest,
     invalid_request,
 )
@@ -192,6 +193,29 @@ class PromptTokenizer:
         return self._encode_bounded(
             text, "logit_bias", self.max_context_tokens, add_special_tokens=False
         )
+
+    def encode_prediction(self, prediction: Prediction | None) -> list[int]:
+        """Return the tokens of a predicted output, which may be as long as the context."""
+        if prediction is None:
+            return []
+        content, param = prediction.content, "prediction"
+        if not isinstance(content, str):
+            texts = [part.text for part in content if part.type == "text" and part.text is not None]
+            if len(texts) < len(content):
+                raise invalid_request(
+                    "'prediction.content' has a part that is no text. Send texts only.", param
+                )
+            content = "".join(texts)
+        ids = self._encode_bounded(
+            content, param, self.max_context_tokens, add_special_tokens=False
+        )
+        if len(ids) > self.max_context_tokens:
+            message = (
+                f"'prediction' has {len(ids)} tokens, which is more than the model's context of "
+                f"{self.max_context_tokens}. Shorten it."
+            )
+            raise invalid_request(message, param, "context_length_exceeded")
+        return ids
 
     def remaining_tokens(self, prompts: list[PromptState], param: str) -> int:
         """Return the number of context tokens left after the longest prompt, at least 1.

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,10 @@ class RequestProcessor:
             body, tools, answer, variables=variables, prompt_text=prompt.text
         )
         params = self._sampling_params(body, plan, max_tokens, logprobs, body.prompt_logprobs)
-        spec = self._build_spec(body, fields, headers, [prompt], plan, params)
+        prediction = self._prompt_tokenizer.encode_prediction(body.prediction)
+        spec = self._build_spec(
+            body, fields, headers, [prompt], plan, params, prediction=prediction
+        )
         if body.echo:
             content = body.messages[-1].content or ""
             parts = [content] if isinstance(content, str) else [each.text for each in content]
@@ -315,6 +318,7 @@ class RequestProcessor:
         plan: OutputPlan,
         params: SamplingParams,
         *,
+        prediction: Sequence[int] = (),
         is_scoring: bool = False,
     ) -> ResponseSpec:
         """Build the engine requests and the choices of a valid body.
@@ -322,7 +326,7 @@ class RequestProcessor:
         If `is_scoring`, `max_tokens` is 0, and the one token that the engine samples is dropped.
         """
         n = body.n or 1
-        requests = self._build_engine_requests(body, headers, prompts, params)
+        requests = self._build_engine_requests(body, headers, prompts, params, prediction)
         completed = self._completed_choices(requests, headers)
         requests = _reassign_parents(requests, completed, n)
         delivered = [
@@ -402,6 +406,7 @@ class RequestProcessor:
         headers: GatewayHeaders,
         prompts: list[PromptState],
         params: SamplingParams,
+        prediction: Sequence[int],
     ) -> list[EngineRequest]:
         n = body.n or 1
         seed = sampling_params.request_seed(body)
@@ -426,6 +431,7 @@ class RequestProcessor:
                 tier=headers.tier + (body.priority or 0),
                 weight=headers.weight,
                 timeout_s=body.timeout_s or self._timeout_s,
+                prediction=list(prediction),
             )
             requests.append(request)
         return requests

@@ -9,6 +9,7 @@ from argosy.engine.engine_request import EngineRequest
 from argosy.engine.serving.text.choice import Choice, OutputPlan, ParsedChoice, PromptState
 from argosy.engine.serving.text.logprob_formatter import LogprobFormatter
 from argosy.protocol import (
+    PredictionUsage,
     ResponseWarning,
     TokenUsage,
     Usage,
@@ -70,7 +71,19 @@ class ResponseSpec:
             self.cached_tokens,
             sum(choice.output_tokens for choice in self.choices) - unsent_tokens,
             self.reasoning_tokens,
+            self.prediction_usage,
         ).to_wire()
+
+    @property
+    def prediction_usage(self) -> PredictionUsage | None:
+        """Tokens of the predicted output, once for each choice. None if the request predicts none."""
+        cursors = [c.prediction for c in self.choices if c.prediction is not None]
+        if not cursors:
+            return None
+        accepted = [min(cursor.accepted, len(cursor.tokens)) for cursor in cursors]
+        return PredictionUsage(
+            sum(accepted), sum(len(cursor.tokens) for cursor in cursors) - sum(accepted)
+        )
 
     @property
     def reasoning_tokens(self) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from argosy.constraints import OutputConstraint, Relaxation, Tool, validate_document
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.execution.drafting.prediction import PredictionCursor
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import Delta, check_success
 from argosy.engine.serving.output_parsing import OutputFormat, OutputParser, Piece
@@ -128,6 +129,11 @@ class Choice:
             request.params.stop_token_ids
         )
         self._detokenizer = self._create_detokenizer(tokenizer)
+        self.prediction: PredictionCursor | None = None
+        """Position of the output in the text that the request predicts, if it does."""
+        if request.prediction:
+            self.prediction = PredictionCursor(request.prediction)
+            self.prediction.advance(request.resumed_tokens)
         self._text: list[str] = []
         self.new_tokens: list[int] = []
         """Tokens since the last `clear_output`."""
@@ -204,6 +210,8 @@ class Choice:
         self.new_tokens += delta.tokens[:used_tokens]
         self.new_logprobs += delta.logprobs[:used_tokens]
         self.generated_tokens += used_tokens
+        if self.prediction is not None:
+            self.prediction.advance(delta.tokens[:used_tokens])
 
     def clear_output(self) -> None:
         """Forget the new output, which was encoded."""
