@@ -323,6 +323,9 @@ class SimulatedLauncher:
         self._check(epoch)
         self.cluster.start(spec)
 
+    async def prepare_pool(self, spec: LaunchSpec, epoch: int) -> None:
+        self._check(epoch)
+
     async def drain(self, name: str, epoch: int) -> None:
         self._check(epoch)
         self.cluster.drain(name)

@@ -288,7 +288,7 @@ async def test_clock_of_a_node_decides_nothing() -> None:
     [
         ("start", "POST deployments"),
         ("start", "PUT deployments"),
-        ("start", "POST poddisruptionbudgets"),
+        ("prepare_pool", "POST poddisruptionbudgets"),
         ("drain", "PATCH deployments"),
         ("stop", "PATCH deployments"),
         ("remove", "DELETE deployments"),
@@ -299,7 +299,7 @@ async def test_refused_action_costs_three_requests(action: str, request_: str) -
     """With the back-off of refused actions, at most 20 tries in ten minutes, that is 60 requests."""
     async with connected() as (api, launcher):
         subject: Any = "a-1-0"
-        if action == "start":
+        if action in {"start", "prepare_pool"}:
             subject = spec(name="b-1-0", address="{host}:{port}", image="replica:1")
         elif action == "remove":
             await launcher.drain(subject, 1)

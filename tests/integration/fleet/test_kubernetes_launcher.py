@@ -168,6 +168,8 @@ async def test_replica_gets_its_secrets_and_pool_its_objects(
     for each in (secret, literal):
         await launcher.start(each, 1)
         await read_pid(await wait_for(launcher, is_placed, each.name))
+    for _ in range(2):
+        await launcher.prepare_pool(secret, 1)
     assert await launcher.read_log("a-1-0", 100) == b"TOKEN=hunter2\nlistening\n"
     assert environment.api.requests["PUT deployments"] == 2  # none conflicts
     objects = environment.api.objects
@@ -295,7 +297,7 @@ async def test_each_missing_right_is_named_and_the_rest_goes_on(
     """Rights whose absence is shown by nothing are too wide."""
     api = environment.api
     settings = KubernetesSettings(pre_pull_images=True)
-    await launcher.start(pod_spec(kubernetes=settings), 1)
+    await launcher.start(pod_spec(), 1)
     pid = await read_pid(await wait_for(launcher, is_placed))
     rights = [
         (verb, resource)
@@ -314,8 +316,11 @@ async def test_each_missing_right_is_named_and_the_rest_goes_on(
         errors = []
         for action in (
             other.list_replicas(),
-            other.start(pod_spec(name=names[0], kubernetes=settings), number),
-            other.start(pod_spec(name=names[1], kubernetes=settings, max_unavailable=2), number),
+            *(other.start(pod_spec(name=name), number) for name in names),
+            *(
+                other.prepare_pool(pod_spec(kubernetes=settings, max_unavailable=count), number)
+                for count in (1, 2)
+            ),
             other.read_log("a-1-0", 100),
             other.drain(names[0], number),
             *(other.stop(name, number) for name in names),

@@ -33,7 +33,23 @@ from argosy.policy.reconciliation import (
 )
 from argosy.store import DeposedError, FleetLease, StoreError
 
-_NOUNS: dict[type[Action], str] = {Drain: "drain", Stop: "stop", Remove: "removal"}
+PREPARATION_INTERVAL_S = 600.0
+"""Time after which `Launcher.prepare_pool` is called again, since others may delete what it has created."""
+
+
+class _PreparePool(Action, frozen=True, kw_only=True):
+    """Call `Launcher.prepare_pool` with the specification of the replica."""
+
+    generation: int
+    ordinal: int
+
+
+_NOUNS: dict[type[Action], str] = {
+    _PreparePool: "disruption budget",
+    Drain: "drain",
+    Stop: "stop",
+    Remove: "removal",
+}
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -57,7 +73,9 @@ class ReplicaActions:
         """Running actions of each pool. Until they end, the pool gets no others, since it is not as it was observed."""
         self._warm_ups: dict[str, asyncio.Task[None]] = {}
         self._refusals: dict[tuple[str, type[Action]], tuple[int, float, str]] = {}
-        """Refused drains, stops and removals: how often in a row, when to try again, and why."""
+        """Refused preparations, drains, stops and removals: how often in a row, when to try again, and why."""
+        self._prepared: dict[str, tuple[int, float]] = {}
+        """Pools that this term has prepared, each with the revision and the time."""
 
     async def close(self) -> None:
         """End the running actions."""
@@ -79,9 +97,10 @@ class ReplicaActions:
         `busy_pools` are those before the observation. It may miss what their actions have done since. Refused actions
         wait 1 s, 2 s, 4 s and so on.
         """
+        now = self._journal.clock()
+        actions = [*self._list_unprepared(declared.number, now), *actions]
         wanted = {(action.replica, type(action)) for action in actions}
         self._refusals = {key: each for key, each in self._refusals.items() if key in wanted}
-        now = self._journal.clock()
         by_pool: dict[str, list[Action]] = {}
         for action in actions:
             if isinstance(action, Warm):
@@ -102,6 +121,26 @@ class ReplicaActions:
             for (name, kind), (tries, _, reason) in self._refusals.items()
             if name == replica
         )
+
+    def _list_unprepared(self, revision: int, now: float) -> list[_PreparePool]:
+        """Return the preparations that are due, each by the latest replica of its pool."""
+        latest = dict[str, ReplicaRecord]()
+        for record in self._records.replicas.values():
+            if latest.get(record.pool, record).generation <= record.generation:
+                latest[record.pool] = record
+        return [
+            _PreparePool(
+                pool=pool,
+                replica=record.name,
+                launcher=record.launcher,
+                reason="others may have deleted it",
+                generation=record.generation,
+                ordinal=record.ordinal,
+            )
+            for pool, record in latest.items()
+            for prepared, at in [self._prepared.get(pool, (0, now))]
+            if prepared != revision or now - at >= PREPARATION_INTERVAL_S
+        ]
 
     def _retry_at(self, action: Action) -> float:
         refusal = self._refusals.get((action.replica, type(action)))
@@ -129,7 +168,10 @@ class ReplicaActions:
                     if outcome == last_reason:
                         continue  # the event is in the log
             else:
-                if self._refusals.pop(key, None):
+                if not self._refusals.pop(key, None):
+                    if isinstance(action, _PreparePool):
+                        continue  # usually nothing was missing
+                else:
                     outcome = f"ok after {tries} refusal{'s' * (tries > 1)}"
             kind = f"replica_{type(action).__name__.lower()}"
             self._journal.record_event(
@@ -144,7 +186,12 @@ class ReplicaActions:
             DeposedError, StaleEpochError: Another controller leads by now.
         """
         lease = self._journal.leadership.lease
+        launcher = self._observer.launcher(action.launcher)
         match action:
+            case _PreparePool(pool=pool, generation=generation, ordinal=ordinal):
+                spec = declared.launch_spec(pool, generation, ordinal)
+                await launcher.prepare_pool(spec, lease.epoch)
+                self._prepared[pool] = declared.number, self._journal.clock()
             case Start():
                 await self._start_replica(action, declared, lease)
             case Admit():
@@ -152,13 +199,13 @@ class ReplicaActions:
             case Withdraw():
                 self._update(action.replica, in_rotation=False)
             case Drain():
-                await self._observer.launcher(action.launcher).drain(action.replica, lease.epoch)
+                await launcher.drain(action.replica, lease.epoch)
             case Stop():
                 self._update(action.replica, stop_reason=action.reason)
-                await self._observer.launcher(action.launcher).stop(action.replica, lease.epoch)
+                await launcher.stop(action.replica, lease.epoch)
             case Remove():
                 await self._logs.wait_for_end(action.replica)
-                await self._observer.launcher(action.launcher).remove(action.replica, lease.epoch)
+                await launcher.remove(action.replica, lease.epoch)
                 self._records.replicas.pop(action.replica, None)
                 self._observer.forget(action.launcher, action.replica)
 

@@ -55,7 +55,6 @@ STOP_TIMEOUT_S = 30.0
 """Time after which a pod is forgotten although its node does not confirm that it was killed."""
 START_REQUEST_TIMEOUT_S = 60.0
 """Age of a Deployment from which its start, which is two requests, counts as given up half-way."""
-POOL_OBJECTS_INTERVAL_S = 600.0
 """Time after which a start makes the objects of its pool again, because another program may have deleted them."""
 RECORD_RETRY_S = 30.0
 """Time after which a refused change of a run record is tried again."""
@@ -98,8 +97,6 @@ class KubernetesLauncher:
             "DaemonSet": f"/apis/apps/v1/namespaces/{self._namespace}/daemonsets",
         }
         """Collections of the objects that the replicas of a pool share, by their kind."""
-        self._pool_objects: dict[str, tuple[list[KubernetesObject], float]] = {}
-        """Applied objects of each pool, and when."""
         self._zones: dict[str, str] = {}
         self._unrecorded: dict[str, tuple[str | None, ReplicaRunRecord, float]] = {}
         """Runs that could not be recorded, by UID of the Deployment: its annotation, the run, and when to try again."""
@@ -129,6 +126,11 @@ class KubernetesLauncher:
         await self._sync()
         await self._fence.enter(epoch)
         await self._repeat_on_conflict(spec.name, lambda: self._start(spec, epoch))
+
+    async def prepare_pool(self, spec: LaunchSpec, epoch: int) -> None:
+        await self._fence.enter(epoch)
+        for each in build_pool_objects(spec, self._fleet):
+            await self._apply(each)
 
     async def drain(self, name: str, epoch: int) -> None:
         await self._fence.enter(epoch)
@@ -194,7 +196,6 @@ class KubernetesLauncher:
         replica = await self._describe(deployment, self._pods_of(spec.name))
         if replica.state is not LaunchState.EXITED:
             return
-        await self._apply_pool_objects(spec)
         attempt = replica.attempt + (not is_unfinished(deployment))
         body = build_deployment(spec, self._fleet, attempt=attempt)
         body["metadata"] |= {
@@ -285,7 +286,6 @@ class KubernetesLauncher:
         pool = replica.pool
         replicas = map(parse_replica_name, self._deployments.objects)
         if all(other is None or other[0] != pool for other in replicas):
-            self._pool_objects.pop(pool, None)
             for collection, prefix in zip(
                 self._pool_collections.values(), ("pool", "pre-pull"), strict=True
             ):
@@ -302,15 +302,6 @@ class KubernetesLauncher:
         }
         await self._api.delete(f"{self._deployments_path}/{metadata['name']}", options)
         self._deployments.remove(deployment)
-
-    async def _apply_pool_objects(self, spec: LaunchSpec) -> None:
-        """Create or update what the replicas of a pool share, unless that was done lately."""
-        objects, now = build_pool_objects(spec, self._fleet), self._clock()
-        known, applied_at = self._pool_objects.get(spec.pool, ([], 0.0))
-        if known != objects or now - applied_at >= POOL_OBJECTS_INTERVAL_S:
-            for each in objects:
-                await self._apply(each)
-            self._pool_objects[spec.pool] = objects, now
 
     async def _apply(self, each: KubernetesObject) -> None:
         """Create an object of a pool, or give the existing one the same specification."""

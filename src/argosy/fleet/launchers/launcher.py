@@ -154,6 +154,15 @@ class Launcher(Protocol):
         """
         ...
 
+    async def prepare_pool(self, spec: LaunchSpec, epoch: int) -> None:
+        """Create or restore what the environment keeps for all replicas of the spec's pool.
+
+        Raises:
+            LaunchError: The environment refuses it. Replicas can run without it.
+            StaleEpochError: The epoch is outdated.
+        """
+        ...
+
     async def drain(self, name: str, epoch: int) -> None:
         """Ask the replica to exit once its requests have ended, or after its drain deadline. Does not wait for it."""
         ...

@@ -206,6 +206,9 @@ class LocalProcessLauncher:
         self._wake.set()
         self.changed.set()
 
+    async def prepare_pool(self, spec: LaunchSpec, epoch: int) -> None:
+        """Do nothing: processes share nothing."""
+
     async def drain(self, name: str, epoch: int) -> None:
         async with self._folder.locked(epoch):
             record = self._cancel_waiting(name)

@@ -71,6 +71,9 @@ class RayLauncher:
         request = RayRequest(method="start", name=spec.name, spec=spec, epoch=epoch)
         await self._call(request, START_TIMEOUT_S)
 
+    async def prepare_pool(self, spec: LaunchSpec, epoch: int) -> None:
+        """Do nothing: actors share nothing."""
+
     async def drain(self, name: str, epoch: int) -> None:
         await self._call(RayRequest(method="drain", name=name, epoch=epoch))
 
