@@ -409,13 +409,17 @@ def _in_turns(linears: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Calla
 def _measure_attention(setting: Setting) -> None:
     heads = Heads(2, 1, 32) if setting.toy else Heads(32, 8, 128)
     lengths = setting.choose([1024, 8192, 102_400], [20])
-    cases = [(n, 1, length) for n in setting.choose([1, 8, 64], [1, 2]) for length in lengths]
-    cases += [(1, length, length) for length in setting.choose([2048, 8192], [20])]
-    for sequences, new, length in cases:
-        cache_bytes = 4 * sequences * length * heads.kv_heads * heads.head_dim
-        row = {"attention": f"{sequences} x {new} of {length}", "cache_bytes": cache_bytes}
+    cases = [{(1, length): n} for n in setting.choose([1, 8, 64], [1, 2]) for length in lengths]
+    cases += [{(length, length): 1} for length in setting.choose([2048, 8192], [20])]
+    cases += [{(new, length): 8} for new in setting.choose([5, 16], [3]) for length in lengths[:2]]
+    cases += [{(1, lengths[0]): n, (1, lengths[-1]): 1} for n in setting.choose([7, 63], [1])]
+    for case in cases:
+        chunks = [chunk for chunk, sequences in case.items() for _ in range(sequences)]
+        cache_bytes = 4 * sum(length for _, length in chunks) * heads.kv_heads * heads.head_dim
+        name = " and ".join(f"{n} x {new} of {length}" for (new, length), n in case.items())
+        row = {"attention": name, "cache_bytes": cache_bytes}
         try:
-            _measure_attention_case(setting, heads, [(new, length)] * sequences, row)
+            _measure_attention_case(setting, heads, chunks, row)
         except torch.OutOfMemoryError as error:
             emit(**row, error=str(error).splitlines()[0])
 
@@ -441,7 +445,7 @@ def _measure_attention_case(
     params = AttentionParams(0, heads.head_dim**-0.5)
     seconds = setting.seconds(lambda: attention(q, k, v, batch, params, None))
     emit(**row, seconds=seconds)
-    if len(chunks) * chunks[0][1] <= 1 << 20:  # the peer copies its keys for four layers
+    if sum(length for _, length in chunks) <= 1 << 20:  # the peer copies its keys for four layers
         with torch.device(setting.device.torch_device):
             peer = sdpa(heads, chunks, torch.bfloat16)
         emit(**row, torch_seconds_of_4_layers=setting.seconds(peer))

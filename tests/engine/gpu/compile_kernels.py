@@ -41,6 +41,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"
 POINTERS = {
     "query_start_loc": "*i32",
+    "work": "*i32",
     "seq_lens": "*i32",
     "block_table": "*i32",
     "slot_mapping": "*i64",
@@ -66,8 +67,9 @@ POINTERS = {
 ALL_SHAPES = "all" in sys.argv[1:]
 """Whether to compile every shape."""
 REPRESENTATIVES = {
-    "attend 128 decode, split",
+    "attend 128 decode",
     "attend 128 prefill, float8 cache",
+    "list_work",
     f"store {FLOAT8}",
     "merge_ranges",
     "matmul bfloat16 128x256",
@@ -133,19 +135,17 @@ LLAMA, LLAMA_70B, QWEN, PHI = (128, 32, 8), (128, 64, 8), (64, 14, 2), (96, 32, 
 GPT_OSS, GEMMA = (64, 64, 8), (256, 8, 4)
 """Sizes of heads, and numbers of heads and of KV heads."""
 ATTENTION: dict[str, tuple[tuple[int, int, int], str]] = {
-    "128 decode, split": (LLAMA, BFLOAT16),
     "128 decode": (LLAMA, BFLOAT16),
     "128 prefill": (LLAMA, BFLOAT16),
-    "128 prefill, split": (LLAMA, BFLOAT16),
     "128 decode, float8 cache": (LLAMA_70B, FLOAT8),
     "128 prefill, float8 cache": (LLAMA_70B, FLOAT8),
-    "64 decode, split": (QWEN, BFLOAT16),
+    "64 decode": (QWEN, BFLOAT16),
     "64 prefill": (QWEN, BFLOAT16),
-    "64 decode, split, gpt-oss": (GPT_OSS, BFLOAT16),
+    "64 decode, gpt-oss": (GPT_OSS, BFLOAT16),
     "64 prefill, gpt-oss": (GPT_OSS, BFLOAT16),
     "80 prefill": ((80, 32, 32), BFLOAT16),
     "96 decode": (PHI, BFLOAT16),
-    "256 decode, split, Gemma": (GEMMA, BFLOAT16),
+    "256 decode, Gemma": (GEMMA, BFLOAT16),
     "256 prefill, Gemma": (GEMMA, BFLOAT16),
     "128 prefill, float32": (LLAMA, FLOAT32),
 }
@@ -156,10 +156,10 @@ def report_attention_kernels() -> None:
     """Report the attention kernels for the shapes of Llama, Qwen, Gemma, Phi and gpt-oss."""
     for label, ((head_dim, heads, kv_heads), cache) in ATTENTION.items():
         dtype = FLOAT32 if cache == FLOAT32 else BFLOAT16
-        single, has_sinks, softcap = ("decode" in label, "gpt-oss" in label, "Gemma" in label)
+        is_short, has_sinks, softcap = ("decode" in label, "gpt-oss" in label, "Gemma" in label)
         width = attention._padded_head_dim(head_dim)
         group = heads // kv_heads
-        tile = attention._tile(group, width * (4 if dtype == FLOAT32 else 2), single=single)
+        tile = attention._tile(group, width * (4 if dtype == FLOAT32 else 2), is_short=is_short)
         constants = {
             "HEADS": heads,
             "GROUP": group,
@@ -167,17 +167,15 @@ def report_attention_kernels() -> None:
             "WIDTH": width,
             "WINDOWED": softcap or has_sinks,
             "SINKS": has_sinks,
-            "SINGLE": single,
             "TOKENS": tile.tokens,
             "ROWS": tile.rows,
             "BLOCK": 16,
             "ROTARY": head_dim,
             "SOFTCAP": softcap,
-            "SINGLE_PROGRAM": "split" not in label,
             "PRECISION": "tf32x3",
         }
         types = {"q": dtype, "out": dtype, "keys": cache, "values": cache}
-        types |= {"scale": "fp32", "softcap": "fp32", "tokens": "i32"}
+        types |= {"scale": "fp32", "softcap": "fp32"}
         report(
             f"attend {label}",
             attention_kernels.attend,
@@ -200,9 +198,10 @@ def report_attention_kernels() -> None:
         }
         types = {"keys": cache, "values": cache, "tokens": "i32"}
         report(f"store {cache}", attention_kernels.store_kv, constants, types, num_warps=4)
-    constants = {**shared, "ROWS": 4, "WINDOWED": False, "SINKS": False}
-    types = {"tokens": "i32"}
-    report("merge_ranges", attention_kernels.merge_ranges, constants, types, num_warps=4)
+    constants = {**shared, "TOKENS": 16, "ROWS": 8, "SINKS": False}
+    report("merge_ranges", attention_kernels.merge_ranges, constants, num_warps=4)
+    constants = {"TOKENS": 16, "WINDOWED": True, "LANES": attention.WORK_LANES}
+    report("list_work", attention_kernels.list_work, constants, num_warps=4)
 
 
 EXPERT_TYPES = {

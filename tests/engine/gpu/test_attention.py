@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from argosy.engine.execution.architectures.architecture import AttentionParams
-from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.gpu import attention as gpu_attention
 from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8, TritonAttention
+from argosy.engine.execution.kernels.gpu.attention_kernels import (
+    RANGE_SIZE,
+    WORK_FIELDS,
+    list_work,
+)
 from argosy.engine.execution.kernels.rope import RopeRotation
 from tests.engine.attention_cases import (
     TORCH_DTYPES,
@@ -25,6 +34,7 @@ from tests.engine.attention_cases import (
     assert_views_give_same_bits,
 )
 from tests.engine.gpu.device import DEVICE
+from tests.engine.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
 
@@ -67,12 +77,6 @@ class GpuAttentionCase(AttentionCase):
         )
         self.fill_cache_with_nan(attention)
         return attention
-
-    def store_prefixes(self, attention: Attention, prefixes: list[Chunk]) -> None:
-        assert isinstance(attention, HostTensorAttention)
-        number, attention._num_multiprocessors = attention._num_multiprocessors, 1  # merges nothing
-        super().store_prefixes(attention, prefixes)
-        attention._num_multiprocessors = number
 
 
 MANY_MULTIPROCESSORS = 1000
@@ -159,10 +163,136 @@ def test_chunking_does_not_change_bits(window: int | None, dtype: str, start: in
     unbatched = [[chunk] for chunk in one_step[0]]
     steps: list[list[Chunk]] = [[(0, 480, 20), (2, 0, 3)], [(1, 0, 32), (0, 500, 17)]]
     steps += [[(2, 3, 1), (0, 517, 1)], [(0, 518, 1)], [(2, 4, 3), (1, 32, 1), (0, 519, 11)]]
-    runs = [(unbatched, MANY_MULTIPROCESSORS), (steps, 1), (steps, MANY_MULTIPROCESSORS)]
-    for run, num_multiprocessors in runs:
-        first, *others = case.run(run, num_multiprocessors)
+    runs = [(unbatched, MANY_MULTIPROCESSORS, 60), (steps, 1, 60), (steps, MANY_MULTIPROCESSORS, 9)]
+    for run, num_multiprocessors, scratch_rows in runs:
+        max_bytes = scratch_rows * 4 * case.heads * (case.head_dim + 2)
+        with mock.patch.object(gpu_attention, "MAX_SCRATCH_BYTES", max_bytes):
+            first, *others = case.run(run, num_multiprocessors)
         assert_same_bits([first[480:], *others], [expected[0][480:], *expected[1:]])
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"window": 6, "softcap": 3.0},
+    "sinks": {"window": 514, "has_sinks": True},
+}
+
+
+@pairwise(
+    group=(
+        1,
+        3,
+        7,
+        8,
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 4, 5, 6)),
+    ),
+    head_dim=(64, 96, 128, 256),
+    start=(20, 508),
+    scores=tuple(SCORES),
+)
+def test_chunks_of_drafts_have_the_bits_of_decode(
+    group: int, head_dim: int, start: int, scores: str
+) -> None:
+    """Few tokens of a sequence are computed together as the CPU computes them, and as each alone bit for bit."""
+    options: dict[str, Any] = {
+        "lengths": [start + 9, 21],
+        "heads": group,
+        "kv_heads": 1,
+        "head_dim": head_dim,
+        "dtype": "bfloat16",
+        **SCORES[scores],
+    }
+    case = GpuAttentionCase(**options)
+    chunks = [(0, start, 9), (1, 19, 2)]
+    outputs = case.run([chunks], MANY_MULTIPROCESSORS)
+    rows = [out[first:] for out, (_, first, _) in zip(outputs, chunks, strict=True)]
+    on_cpu = AttentionCase(**options).run([chunks])
+    for row, expected, (_, first, _) in zip(rows, on_cpu, chunks, strict=True):
+        torch.testing.assert_close(row, expected[first:], atol=2e-2, rtol=2e-2)
+    steps: list[list[Chunk]] = [[(0, start, 1), (1, 19, 1)], [(1, 20, 1)]]
+    steps += [[(0, start + i, 1)] for i in range(1, 9)]
+    alone = case.run(steps, threads=1)
+    assert_same_bits(rows, [out[first:] for out, (_, first, _) in zip(alone, chunks, strict=True)])
+
+
+TILE_TOKENS = 4
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6000)), min_size=1, max_size=6),
+    window=st.sampled_from([0, 1, 700]),
+    target=st.integers(1, 40),
+    scratch_rows=st.integers(0, 100),
+)
+@settings(max_examples=25)
+def test_work_list_has_each_range_once_in_items_of_similar_size(
+    chunks: list[tuple[int, int]], window: int, target: int, scratch_rows: int
+) -> None:
+    """Chunks are given as tokens, and tokens before them. One of length 0 is the padding of a captured graph."""
+    ends = torch.tensor([0, *(count for count, _ in chunks)]).cumsum(0).int()
+    tokens, sequences = int(ends[-1]), len(chunks)
+    padding = chunks[-1][1] == 0
+    lengths = [start + count for count, start in chunks]
+    if padding:
+        lengths[-1] = 0
+    tiles: dict[tuple[int, int], tuple[int, range]] = {}
+    for sequence, (count, start) in enumerate(chunks):
+        for offset in range(0, count, TILE_TOKENS):
+            size = min(TILE_TOKENS, count - offset)
+            first = start + offset
+            is_padding = padding and sequence == sequences - 1
+            newest = first + size - 1 - (count if is_padding else 0)
+            oldest = max(first - window + 1, 0) if window and not is_padding else 0
+            ranges = range(
+                oldest // RANGE_SIZE, max(newest // RANGE_SIZE, oldest // RANGE_SIZE) + 1
+            )
+            tiles[sequence, int(ends[sequence]) + offset] = (size, ranges)
+    total = sum(len(ranges) for _, ranges in tiles.values())
+    max_items = len(tiles) + target
+    records = torch.full((1 + 2 * max_items, WORK_FIELDS), -9, dtype=torch.int32, device=DEVICE)
+    list_work[(1,)](
+        records,
+        ends.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        tokens // TILE_TOKENS + sequences,
+        sequences,
+        window,
+        target,
+        scratch_rows,
+        1 + max_items,
+        TOKENS=TILE_TOKENS,
+        WINDOWED=window > 0,
+        LANES=4,
+    )
+    num_items, num_merges = records[0, :2].tolist()
+    assert num_items <= max_items
+    assert num_merges <= min(len(tiles), target)
+    listed: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for sequence, begin, *part in records[1 : 1 + num_items].tolist():
+        listed[sequence, begin].append((part[0], part[1], part[2]))
+    merges = {(a, b): part for a, b, *part in records[1 + max_items :][:num_merges].tolist()}
+    used: list[int] = []
+    fits = sum(len(ranges) * size for size, ranges in tiles.values()) <= scratch_rows
+    for tile, (size, ranges) in tiles.items():
+        parts = listed.pop(tile)
+        assert [each for first, stop, _ in parts for each in range(first, stop)] == [*ranges]
+        if len(parts) == 1:
+            assert parts[0][2] == -1
+            assert tile not in merges
+        else:
+            rows = {first: row for first, _, row in parts}
+            assert merges.pop(tile) == [ranges.start, ranges.stop, rows[ranges.start]]
+            assert all(
+                row == rows[ranges.start] + (first - ranges.start) * size
+                for first, row in rows.items()
+            )
+            used += range(rows[ranges.start], rows[ranges.start] + len(ranges) * size)
+        if fits:
+            assert max(stop - first for first, stop, _ in parts) <= -(-total // target)
+    assert not listed
+    assert not merges
+    assert sorted(used) == [*range(len(used))]
+    assert len(used) <= scratch_rows
 
 
 @pytest.mark.parametrize("cache_dtype", [None, KV_FLOAT8])
@@ -178,12 +308,11 @@ def test_strided_views_of_fused_projection_give_same_bits() -> None:
 
 def test_unused_row_changes_no_other_row() -> None:
     """Unused rows of captured graphs have slot -1 and a sequence of length 0."""
-    case = GpuAttentionCase([80, 30])
-    expected = case.run(threads=1)
-    attention = case.create_attention()
-    q, k, v = (torch.cat([a[:-1], b[:-1]]) for a, b in zip(*case.qkv, strict=True))
-    attention(q, k, v, case.batch([(0, 0, 79), (1, 0, 29)]), case.params, None)
-    batch = case.batch([(0, 79, 1), (1, 0, 1), (1, 29, 1)])
+    case = GpuAttentionCase([530, 30], heads=1, kv_heads=1)
+    expected = case.run([[(0, 529, 1), (1, 29, 1)]], threads=1)
+    attention = case.create_attention(MANY_MULTIPROCESSORS)
+    case.store_prefixes(attention, [(0, 0, 529), (1, 0, 29)])
+    batch = case.batch([(0, 529, 1), (1, 0, 1), (1, 29, 1)])
     batch.slot_mappings[0, 1], batch.seq_lens[1] = -1, 0
     q, k, v = (
         torch.cat([a[-1:], torch.full_like(a[-1:], torch.nan), b[-1:]])

@@ -14,7 +14,9 @@ from argosy.engine.execution.kernels.attention import Attention, contiguous_head
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.gpu.attention_kernels import (
     RANGE_SIZE,
+    WORK_FIELDS,
     attend,
+    list_work,
     merge_ranges,
     store_kv,
 )
@@ -28,7 +30,15 @@ STORE_TILE_ROWS = 16
 MAX_HEAD_BYTES = 512
 """Maximum bytes of a head's padded row."""
 MAX_SCRATCH_BYTES = 128 << 20
-"""Maximum memory for unmerged sums of ranges. If they need more, each program processes all ranges of its rows."""
+"""Maximum memory for unmerged sums of ranges. If they need more, fewer tiles are divided among programs."""
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Number of programs that a multiprocessor should have, so that it is busy until the last of them ends."""
+SHORT_CHUNK_TOKENS = 16
+"""Average tokens of a sequence up to which a step decodes or verifies drafts."""
+MERGE_TILE_ELEMENTS = 1024
+"""Number of elements that one program merges. Each of 128 threads has eight, and loads 16 bytes at a time."""
+WORK_LANES = 256
+"""Number of tiles that the work list is made of at a time."""
 
 
 class TritonAttention(Attention):
@@ -36,8 +46,9 @@ class TritonAttention(Attention):
 
     A program takes a tile of neighbouring tokens of one sequence, with all query heads of one KV head, and processes
     their keys in tiles at absolute positions. The sums restart every RANGE_SIZE keys and are merged in order, by the
-    same program, or by a second kernel if there are few programs. A row's result therefore depends only on its own
-    sequence. See docs/decisions/0006-gpu-kernels.md.
+    same program, or by a second kernel if several programs share the ranges of a tile. A row's result therefore depends
+    only on its own sequence. In each step, the device lists which programs process which ranges. See
+    docs/decisions/0006-gpu-kernels.md.
 
     Captured graphs may have unused rows. A token with a negative slot is not stored. A token of a sequence with length
     0 attends to no key, and its result is undefined.
@@ -81,6 +92,9 @@ class TritonAttention(Attention):
         self._block_size = shape.block_size
         self._num_multiprocessors = num_multiprocessors
         self._float8 = dtype == KV_FLOAT8
+        self._listed_batch: Batch | None = None
+        self._work_lists: dict[tuple[int, int], _WorkList] = {}
+        """Work lists of `_listed_batch` by the tokens of a tile and the window."""
         self.name = "triton, float8 cache" if self._float8 else "triton"
 
     def __call__(
@@ -136,33 +150,31 @@ class TritonAttention(Attention):
         rope: RopeRotation | None,
     ) -> None:
         tokens, heads, head_dim = q.shape
-        sequences, kv_heads = len(batch.seq_lens), self._keys.shape[2]
-        single = tokens == sequences
-        tile = _tile(
-            heads // kv_heads, _padded_head_dim(head_dim) * q.element_size(), single=single
-        )
-        units = tokens if single else tokens // tile.tokens + sequences
+        kv_heads = self._keys.shape[2]
+        group, width = heads // kv_heads, _padded_head_dim(head_dim)
+        is_short = tokens <= SHORT_CHUNK_TOKENS * len(batch.seq_lens)
+        tile = _tile(group, width * q.element_size(), is_short=is_short)
         window = params.sliding_window or 0
+        work = self._list_work(batch, tile.tokens, window, heads, head_dim)
         block_table = batch.block_tables[params.group]
-        ranges = triton.cdiv(block_table.shape[1] * self._block_size, RANGE_SIZE)
-        splits = self._num_splits(units * kv_heads, ranges, window, q.numel())
-        scratch = _scratch(ranges if splits > 1 else 0, out)
+        scratch = _allocate_scratch(work.scratch_rows, heads, head_dim, q.device)
         log2e = math.log2(math.e)
         shared = {
             "HEADS": heads,
-            "GROUP": heads // kv_heads,
+            "GROUP": group,
             "HEAD_DIM": head_dim,
-            "WIDTH": _padded_head_dim(head_dim),
-            "WINDOWED": window > 0,
+            "WIDTH": width,
+            "TOKENS": tile.tokens,
             "SINKS": params.sinks is not None,
         }
         sinks = self._scales if params.sinks is None else params.sinks
-        attend[(units, kv_heads, splits)](
+        attend[(work.max_items, kv_heads)](
             q,
             self._keys[params.layer],
             self._values[params.layer],
             out,
             *scratch,
+            work.records,
             batch.query_start_loc,
             batch.seq_lens,
             block_table,
@@ -171,43 +183,106 @@ class TritonAttention(Attention):
             self._scales[params.layer],
             q.stride(0),
             block_table.stride(0),
-            tokens,
-            sequences,
             window,
             params.scale * log2e,
             (params.softcap or 0.0) * log2e,
             **shared,
-            SINGLE=single,
-            TOKENS=tile.tokens,
             ROWS=tile.rows,
             BLOCK=self._block_size,
             ROTARY=0 if rope is None else rope[0].shape[-1],
+            WINDOWED=window > 0,
             SOFTCAP=params.softcap is not None,
-            SINGLE_PROGRAM=splits == 1,
             PRECISION="tf32x3",  # for float32: three products with 22 bits in total
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if splits > 1:
-            merge_ranges[(tokens, kv_heads)](
+        if work.max_merges:
+            rows = max(1, MERGE_TILE_ELEMENTS // width)
+            max_tokens = 1 if tokens == len(batch.seq_lens) else tile.tokens
+            row_tiles = triton.cdiv(max_tokens * group, rows)
+            merge_ranges[(work.max_merges * row_tiles, kv_heads)](
                 out,
                 *scratch,
-                batch.positions,
+                work.records,
+                batch.query_start_loc,
                 sinks,
                 self._scales[params.layer],
-                tokens,
-                window,
+                1 + work.max_items,
+                row_tiles,
                 **shared,
-                ROWS=triton.next_power_of_2(heads // kv_heads),
+                ROWS=rows,
                 num_warps=4,
             )
 
-    def _num_splits(self, programs: int, ranges: int, window: int, numel: int) -> int:
-        """Return how many programs share the ranges of a tile, so that every multiprocessor has four programs."""
-        visible_ranges = min(ranges, triton.cdiv(window, RANGE_SIZE) + 1) if window else ranges
-        if visible_ranges == 1 or 4 * ranges * numel > MAX_SCRATCH_BYTES:
-            return 1
-        return int(min(visible_ranges, triton.cdiv(4 * self._num_multiprocessors, programs)))
+    def _list_work(
+        self, batch: Batch, tile_tokens: int, window: int, heads: int, head_dim: int
+    ) -> _WorkList:
+        """Return the division of the batch's work, which all layers with the same window share.
+
+        The device makes it from the lengths of the sequences. The host knows only the shapes of the batch, from which
+        all sizes follow, so that a captured graph divides the work anew in each step.
+        """
+        if self._listed_batch is not batch:
+            self._listed_batch, self._work_lists = batch, {}
+        key = tile_tokens, window
+        if key not in self._work_lists:
+            self._work_lists[key] = self._create_work_list(
+                batch, tile_tokens, window, heads, head_dim
+            )
+        return self._work_lists[key]
+
+    def _create_work_list(
+        self, batch: Batch, tile_tokens: int, window: int, heads: int, head_dim: int
+    ) -> _WorkList:
+        tokens, sequences = len(batch.positions), len(batch.seq_lens)
+        tile_numbers = tokens // tile_tokens + sequences
+        max_tiles = min(tokens, tile_numbers)
+        ranges = triton.cdiv(batch.block_tables.shape[2] * self._block_size, RANGE_SIZE)
+        target = triton.cdiv(
+            PROGRAMS_PER_MULTIPROCESSOR * self._num_multiprocessors, self._keys.shape[2]
+        )
+        # Every tile has a range, so no item has fewer than its share of them.
+        min_grain = triton.cdiv(max(sequences, triton.cdiv(tokens, tile_tokens)), target)
+        max_items, max_merges, scratch_rows = max_tiles, 0, 0
+        if ranges > min_grain and not 0 < window <= RANGE_SIZE:
+            max_items += target
+            max_merges = min(max_tiles, target)
+            max_rows = MAX_SCRATCH_BYTES // (4 * heads * (head_dim + 2))
+            scratch_rows = min(tokens * ranges, max_rows)
+        records = torch.empty(
+            (1 + max_items + max_merges, WORK_FIELDS),
+            dtype=torch.int32,
+            device=batch.seq_lens.device,
+        )
+        list_work[(1,)](
+            records,
+            batch.query_start_loc,
+            batch.seq_lens,
+            tile_numbers,
+            sequences,
+            window,
+            target,
+            scratch_rows,
+            1 + max_items,
+            TOKENS=tile_tokens,
+            WINDOWED=window > 0,
+            LANES=WORK_LANES,
+            num_warps=4,
+        )
+        return _WorkList(records, max_items, max_merges, scratch_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkList:
+    """Division of the attention of a batch among programs, see `list_work`."""
+
+    records: Tensor
+    """int32 [1 + max_items + max_merges, WORK_FIELDS]."""
+    max_items: int
+    max_merges: int
+    """Maximum number of tiles that several programs share. 0 if there cannot be any."""
+    scratch_rows: int
+    """Tokens times ranges whose sums wait for a merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,25 +295,27 @@ class _Tile:
     stages: int
 
 
-def _tile(group: int, head_bytes: int, *, single: bool) -> _Tile:
-    """Return the tile for `group` query heads per KV head, and for one token per sequence (decode) or several.
+def _tile(group: int, head_bytes: int, *, is_short: bool) -> _Tile:
+    """Return the tile for `group` query heads per KV head, and for short chunks of sequences (decode) or long ones.
 
     Hopper's matrix unit takes at least 64 rows. Decode, which waits for memory, is padded to 64, so that decode and
-    prefill sum with the same instruction. 128 rows halve the cache reads of prefill. A head above 256 bytes leaves room
-    for 64 rows only. Three stages keep about 64 KiB of keys and values in flight to a multiprocessor, twice what its
-    share of the bandwidth needs.
+    prefill sum with the same instruction. Several tokens of a sequence, as in the verification of drafts, fill the same
+    tile. 128 rows halve the cache reads of prefill. A head above 256 bytes leaves room for 64 rows only. Three stages
+    keep about 64 KiB of keys and values in flight to a multiprocessor, twice what its share of the bandwidth needs.
     """
     min_rows = max(64, triton.next_power_of_2(group))
     if head_bytes > 256:
-        return _Tile(min_rows, 1 if single else min_rows // group, warps=8, stages=2)
-    rows = min_rows if single else max(128, min_rows)
-    return _Tile(rows, 1 if single else rows // group, warps=rows // 16, stages=3)
+        return _Tile(min_rows, min_rows // group, warps=8, stages=2)
+    rows = min_rows if is_short else max(128, min_rows)
+    return _Tile(rows, rows // group, warps=rows // 16, stages=3)
 
 
-def _scratch(ranges: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate sums, peaks and totals for each range and row. They are empty if `ranges` is 0."""
-    sums = torch.empty((ranges, *out.shape), dtype=torch.float32, device=out.device)
-    peaks, totals = torch.empty((2, *sums.shape[:3]), dtype=torch.float32, device=out.device)
+def _allocate_scratch(
+    rows: int, heads: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate sums [rows, heads, head_dim], and peaks and totals [rows, heads], of ranges that wait for a merge."""
+    sums = torch.empty((rows, heads, head_dim), dtype=torch.float32, device=device)
+    peaks, totals = torch.empty((2, rows, heads), dtype=torch.float32, device=device)
     return sums, peaks, totals
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: store keys and values, attend, and merge ranges in order.
+"""Triton kernels of paged attention: store keys and values, list the work, attend, and merge ranges in order.
 
 The kernels use online softmax (Milakov & Gimelshein 2018) and the tiling of FlashAttention (Dao et al. 2022). Programs
 share ranges of keys as in Flash-Decoding (Dao et al. 2023), but at absolute positions. Two kernels that must compute
@@ -16,6 +16,9 @@ KEY_TILE = tl.constexpr(64)
 RANGE_KEYS = tl.constexpr(RANGE_SIZE)
 RANGE_TILES = tl.constexpr(RANGE_SIZE // 64)
 LOG2E = tl.constexpr(1.4426950408889634)
+WORK_FIELDS = 5
+"""Numbers of a record of the work list, see `list_work`."""
+RECORD_SIZE = tl.constexpr(WORK_FIELDS)
 
 
 # Numbers that change from step to step are not specialized, because each value would compile a new kernel.
@@ -63,7 +66,145 @@ def store_kv(
     tl.store(values + offset, value.to(values.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["block_table_stride", "tokens", "sequences", "window"])
+@triton.jit(
+    do_not_specialize=[
+        *("units", "sequences", "window", "target", "scratch_rows", "first_merge"),
+    ]
+)
+def list_work(
+    work,
+    query_start_loc,
+    seq_lens,
+    units,
+    sequences,
+    window,
+    target,
+    scratch_rows,
+    first_merge,
+    TOKENS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Divide the ranges of all tiles among about `target` items of nearly equal size. One program does all.
+
+    Record 0 of `work` has the numbers of items and of merges. The items are the records from 1 on. The merges are the
+    records from `first_merge` on, one for each tile with several items.
+
+    A record has the sequence, the first token of the tile, the first range, the end of the ranges, and a scratch row. A
+    tile with several items has a row for each token of each range, and the record has that of its first range. Row -1
+    is that of a tile with a single item.
+
+    An item has at most `grain` ranges, which grows until the rows of all tiles with several items fit.
+    """
+    total = 0
+    for start in range(0, units, LANES):
+        _, _, _, first, stop = _locate_tiles(
+            start, query_start_loc, seq_lens, sequences, window, TOKENS, WINDOWED, LANES
+        )
+        total += tl.sum(stop - first)
+    grain = tl.maximum((total + target - 1) // target, 1)
+    rows = scratch_rows + 1
+    while rows > scratch_rows:
+        rows = 0
+        for start in range(0, units, LANES):
+            _, _, tokens, first, stop = _locate_tiles(
+                start, query_start_loc, seq_lens, sequences, window, TOKENS, WINDOWED, LANES
+            )
+            ranges = stop - first
+            rows += tl.sum(tl.where(ranges > grain, ranges * tokens, 0))
+        grain = tl.where(rows > scratch_rows, 2 * grain, grain)
+    items, merges, rows = 0, 0, 0
+    for start in range(0, units, LANES):
+        sequence, begin, tokens, first, stop = _locate_tiles(
+            start, query_start_loc, seq_lens, sequences, window, TOKENS, WINDOWED, LANES
+        )
+        ranges = stop - first
+        is_split = ranges > grain
+        parts = (ranges + grain - 1) // grain
+        size = tl.maximum((ranges + parts - 1) // tl.maximum(parts, 1), 1)
+        parts = (ranges + size - 1) // size
+        used_rows = tl.where(is_split, ranges * tokens, 0)
+        row = rows + tl.cumsum(used_rows) - used_rows
+        item = items + tl.cumsum(parts) - parts
+        for part in range(tl.max(parts)):
+            from_range = first + part * size
+            item_row = tl.where(is_split, row + part * size * tokens, -1)
+            to_range = tl.minimum(from_range + size, stop)
+            mask = part < parts
+            _store_record(
+                work, 1 + item + part, sequence, begin, from_range, to_range, item_row, mask
+            )
+        merge = first_merge + merges + tl.cumsum(is_split.to(tl.int32)) - is_split.to(tl.int32)
+        _store_record(work, merge, sequence, begin, first, stop, row, is_split)
+        items += tl.sum(parts)
+        merges += tl.sum(is_split.to(tl.int32))
+        rows += tl.sum(used_rows)
+    tl.store(work, items)
+    tl.store(work + 1, merges)
+
+
+@triton.jit
+def _locate_tiles(
+    start,
+    query_start_loc,
+    seq_lens,
+    sequences,
+    window,
+    TOKENS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Return the sequences, first tokens, numbers of tokens, and first and last ranges of LANES tiles.
+
+    Tiles of sequence i start at number query_start_loc[i] // TOKENS + i. Every sequence thereby has enough, and they
+    need not be counted. A number that is not in use has no tokens and no ranges. Any other tile has a range, even if
+    its sequence has length 0.
+    """
+    tile = start + tl.arange(0, LANES)
+    sequence = tl.zeros((LANES,), tl.int32)
+    upper = tl.zeros((LANES,), tl.int32) + sequences
+    size = sequences
+    while size > 1:
+        middle = (sequence + upper) // 2
+        is_below = tl.load(query_start_loc + middle) // TOKENS + middle <= tile
+        sequence = tl.where(is_below, middle, sequence)
+        upper = tl.where(is_below, upper, middle)
+        size = (size + 1) // 2
+    first_token = tl.load(query_start_loc + sequence)
+    end = tl.load(query_start_loc + sequence + 1)
+    begin = first_token + (tile - first_token // TOKENS - sequence) * TOKENS
+    tokens = tl.minimum(tl.maximum(end - begin, 0), TOKENS)
+    position = tl.load(seq_lens + sequence) - end + begin
+    first = tl.zeros((LANES,), tl.int32)
+    if WINDOWED:
+        first = tl.maximum(position - window + 1, 0) // RANGE_KEYS
+    stop = tl.maximum((position + tokens + RANGE_KEYS - 1) // RANGE_KEYS, first + 1)
+    return sequence, begin, tokens, first, tl.where(tokens > 0, stop, first)
+
+
+@triton.jit
+def _store_record(work, index, sequence, begin, first, stop, row, mask):
+    """Store records of a work list."""
+    record = work + index * RECORD_SIZE
+    tl.store(record, sequence, mask=mask)
+    tl.store(record + 1, begin, mask=mask)
+    tl.store(record + 2, first, mask=mask)
+    tl.store(record + 3, stop, mask=mask)
+    tl.store(record + 4, row, mask=mask)
+
+
+@triton.jit
+def _load_record(work, index, query_start_loc, TOKENS: tl.constexpr):
+    """Return a record of a work list, with the end of the sequence and the tile's number of tokens after its first."""
+    record = work + index * RECORD_SIZE
+    sequence, begin = tl.load(record), tl.load(record + 1)
+    end = tl.load(query_start_loc + sequence + 1)
+    tokens = tl.minimum(end - begin, TOKENS)
+    first, stop, row = tl.load(record + 2), tl.load(record + 3), tl.load(record + 4)
+    return sequence, begin, end, tokens, first, stop, row
+
+
+@triton.jit(do_not_specialize=["block_table_stride", "window"])
 def attend(
     q,
     keys,
@@ -72,6 +213,7 @@ def attend(
     sums,
     peaks,
     totals,
+    work,
     query_start_loc,
     seq_lens,
     block_table,
@@ -81,8 +223,6 @@ def attend(
     scales,
     q_stride,
     block_table_stride,
-    tokens,
-    sequences,
     window,
     scale,
     softcap,
@@ -90,7 +230,6 @@ def attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    SINGLE: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,43 +237,43 @@ def attend(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
-    SINGLE_PROGRAM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend TOKENS tokens and one KV head to all ranges (SINGLE_PROGRAM) or to every num_programs(2)-th range.
+    """Attend the tokens of one item of the work list, and one KV head, to the item's ranges.
 
-    `scale` and `softcap` include the factor log2(e). The last tiles, which attend to the most keys, start first.
+    `scale` and `softcap` include the factor log2(e). The last items, which attend to the most keys, start first.
     """
-    unit = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence, begin, end = _locate_unit(unit, query_start_loc, sequences, SINGLE, TOKENS)
-    if begin >= end:
+    item = tl.load(work) - tl.program_id(0)
+    if item <= 0:
         return
+    kv_head = tl.program_id(1)
+    sequence, begin, end, tokens, first, stop, scratch_row = _load_record(
+        work, item, query_start_loc, TOKENS
+    )
     length = tl.load(seq_lens + sequence)
     row = tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
     token = begin + row // GROUP
-    row_mask = (row < TOKENS * GROUP) & (token < end)
+    head = kv_head * GROUP + row % GROUP
+    row_mask = row < tokens * GROUP
     position = tl.where(row_mask, length - end + token, -1)
-    # Index of a row's results in [T, heads], and the start of its query.
-    out_row = token.to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
-    origin = token.to(tl.int64) * q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
     mask = row_mask[:, None] & (col < HEAD_DIM)[None, :]
+    origin = token.to(tl.int64) * q_stride + head * HEAD_DIM
     query = _load_rotated(q, origin, token, col, mask, cos, sin, ROTARY)
 
     key_scale = tl.load(scales + kv_head) * scale
-    value_scale = tl.load(scales + HEADS // GROUP + kv_head)
     block_row = block_table + sequence.to(tl.int64) * block_table_stride
-    newest = length - end + tl.minimum(begin + TOKENS, end) - 1
     oldest = 0
     if WINDOWED:
         oldest = tl.maximum(length - end + begin - window + 1, 0)
-    stop = (newest + KEY_TILE) // KEY_TILE  # newest is -1 if the sequence has length 0
-
+    first_tile = tl.maximum(oldest // KEY_TILE, first * RANGE_TILES)
+    # The position after the tile's newest token is 0 or less if the sequence has length 0.
+    stop_tile = (length - end + begin + tokens + KEY_TILE - 1) // KEY_TILE
+    stop_tile = tl.minimum(stop_tile, stop * RANGE_TILES)
     acc, peak, total = _empty_sums(ROWS, WIDTH)
-    if SINGLE_PROGRAM:
+    if scratch_row < 0:
         merged, merged_peak, merged_total = _empty_sums(ROWS, WIDTH)
-        for tile in range(oldest // KEY_TILE, stop):
+        for tile in range(first_tile, stop_tile):
             start = tile * KEY_TILE
             if start % RANGE_KEYS == 0:
                 merged, merged_peak, merged_total = _merge_sums(
@@ -150,100 +289,78 @@ def attend(
             merged, merged_peak, merged_total, acc, peak, total
         )
         if SINKS:
-            merged_total = _add_sinks(
-                sinks, kv_head * GROUP + row % GROUP, merged_peak, merged_total
-            )
-        offset = out_row[:, None] * HEAD_DIM + col[None, :]
+            merged_total = _add_sinks(sinks, head, merged_peak, merged_total)
+        value_scale = tl.load(scales + HEADS // GROUP + kv_head)
+        offset = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + col[None, :]
         tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
     else:
-        range_stop = (stop + RANGE_TILES - 1) // RANGE_TILES
-        for index in range(oldest // RANGE_KEYS + tl.program_id(2), range_stop, tl.num_programs(2)):
+        # Index of a row's sums in [rows, heads].
+        index = (scratch_row + row // GROUP).to(tl.int64) * HEADS + head
+        while first_tile < stop_tile:
             acc, peak, total = _empty_sums(ROWS, WIDTH)
-            from_tile = tl.maximum(oldest // KEY_TILE, index * RANGE_TILES)
-            for tile in range(from_tile, tl.minimum(stop, (index + 1) * RANGE_TILES)):
-                start = tile * KEY_TILE
+            next_tile = (first_tile // RANGE_TILES + 1) * RANGE_TILES
+            for tile in range(first_tile, tl.minimum(next_tile, stop_tile)):
                 acc, peak, total = _attend_tile(
-                    query, acc, peak, total, start, position, oldest, length, block_row, keys, values, kv_head,
-                    window, key_scale, softcap, col,
+                    query, acc, peak, total, tile * KEY_TILE, position, oldest, length, block_row, keys, values,
+                    kv_head, window, key_scale, softcap, col,
                     HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
                 )  # fmt: skip
-            range_row = index * tokens * HEADS + out_row
-            tl.store(sums + range_row[:, None] * HEAD_DIM + col[None, :], acc, mask=mask)
-            tl.store(peaks + range_row, peak, mask=row_mask)
-            tl.store(totals + range_row, total, mask=row_mask)
+            tl.store(sums + index[:, None] * HEAD_DIM + col[None, :], acc, mask=mask)
+            tl.store(peaks + index, peak, mask=row_mask)
+            tl.store(totals + index, total, mask=row_mask)
+            index += tokens * HEADS
+            first_tile = next_tile
 
 
-@triton.jit(do_not_specialize=["tokens", "window"])
+@triton.jit(do_not_specialize=["first_merge", "row_tiles"])
 def merge_ranges(
     out,
     sums,
     peaks,
     totals,
-    positions,
+    work,
+    query_start_loc,
     sinks,
     scales,
-    tokens,
-    window,
+    first_merge,
+    row_tiles,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merge the sums of `attend` in order, for the ranges that one token attends to and one KV head."""
-    token = tl.program_id(0).to(tl.int64)
+    """Merge the sums of `attend` in order, for ROWS of the heads of a tile, and one KV head."""
+    index = tl.program_id(0) // row_tiles
+    if index >= tl.load(work + 1):
+        return
     kv_head = tl.program_id(1)
-    position = tl.load(positions + token).to(tl.int32)
-    oldest = 0
-    if WINDOWED:
-        oldest = tl.maximum(position - window + 1, 0)
-    row = tl.arange(0, ROWS)
+    _, begin, _, tokens, first, stop, scratch_row = _load_record(
+        work, first_merge + index, query_start_loc, TOKENS
+    )
+    row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
-    row_mask = row < GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_mask = row < tokens * GROUP
     mask = row_mask[:, None] & (col < HEAD_DIM)[None, :]
-    out_row = token * HEADS + kv_head * GROUP + row
+    scratch = (scratch_row + row // GROUP).to(tl.int64) * HEADS + head
     merged, merged_peak, merged_total = _empty_sums(ROWS, WIDTH)
     # The loop is unrolled so that the loads of the next ranges do not wait for the sums of this one.
-    for index in tl.range(oldest // RANGE_KEYS, position // RANGE_KEYS + 1, loop_unroll_factor=4):
-        range_row = index * tokens * HEADS + out_row
-        acc = tl.load(sums + range_row[:, None] * HEAD_DIM + col[None, :], mask=mask, other=0.0)
-        peak = tl.load(peaks + range_row, mask=row_mask, other=0.0)
-        total = tl.load(totals + range_row, mask=row_mask, other=1.0)
+    for number in tl.range(0, stop - first, loop_unroll_factor=8):
+        source = scratch + number * tokens * HEADS
+        acc = tl.load(sums + source[:, None] * HEAD_DIM + col[None, :], mask=mask, other=0.0)
+        peak = tl.load(peaks + source, mask=row_mask, other=0.0)
+        total = tl.load(totals + source, mask=row_mask, other=1.0)
         merged, merged_peak, merged_total = _merge_sums(
             merged, merged_peak, merged_total, acc, peak, total
         )
     if SINKS:
-        merged_total = _add_sinks(sinks, kv_head * GROUP + row % GROUP, merged_peak, merged_total)
+        merged_total = _add_sinks(sinks, head, merged_peak, merged_total)
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
-    offset = out_row[:, None] * HEAD_DIM + col[None, :]
+    offset = ((begin + row // GROUP).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + col[None, :]
     tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
-
-
-@triton.jit
-def _locate_unit(unit, query_start_loc, sequences, SINGLE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the sequence of a unit of TOKENS flat tokens, the unit's first token, and the sequence's end.
-
-    Units of sequence i start at number query_start_loc[i] // TOKENS + i. Every sequence thereby has enough units, and
-    tiles need not be counted. A unit without tokens begins at or after the end.
-    """
-    if SINGLE:
-        sequence = unit
-        begin = unit
-        end = unit + 1
-    else:
-        sequence = unit * 0
-        upper = sequences
-        while upper - sequence > 1:
-            middle = (sequence + upper) // 2
-            is_below = tl.load(query_start_loc + middle) // TOKENS + middle <= unit
-            sequence = tl.where(is_below, middle, sequence)
-            upper = tl.where(is_below, upper, middle)
-        first = tl.load(query_start_loc + sequence)
-        begin = first + (unit - first // TOKENS - sequence) * TOKENS
-        end = tl.load(query_start_loc + sequence + 1)
-    return sequence, begin, end
 
 
 @triton.jit
