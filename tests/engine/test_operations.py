@@ -156,16 +156,23 @@ NETS = {
 }
 Chunk = tuple[int, int, int]
 """Sequence, start and end."""
+CreateDeltaRule = Callable[[DeltaNetArchitecture, DeltaRuleWeights], DeltaRule]
 
 
 class DeltaRuleCase:
     """Random inputs of sequences, each with a slot of its own, and free slots after them."""
 
-    def __init__(self, net: DeltaNetArchitecture, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        net: DeltaNetArchitecture,
+        dtype: torch.dtype,
+        create_rule: CreateDeltaRule,
+        device: torch.device = CPU,
+    ) -> None:
         generator = torch.Generator().manual_seed(net.value_size)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator).to(device)
 
         self.net = net
         self.weights = DeltaRuleWeights(
@@ -175,9 +182,9 @@ class DeltaRuleCase:
         )
         self.qkv = [random(length, net.channels).to(dtype) for length in LENGTHS]
         self.factors = [random(length, 2 * net.value_heads).to(dtype) for length in LENGTHS]
-        self.rule: DeltaRule = create_cpu_device(2).create_delta_rule(net, self.weights)
+        self.rule = create_rule(net, self.weights)
         # states of earlier sequences, which must not be read
-        table = torch.full((2 * len(LENGTHS), 2 * net.state_elements), torch.nan)
+        table = torch.full((2 * len(LENGTHS), 2 * net.state_elements), torch.nan, device=device)
         self.states = BatchStates(table, net.state_elements)
 
     def run(self, chunks: list[Chunk], saved: dict[int, int] | None = None) -> list[torch.Tensor]:
@@ -187,14 +194,16 @@ class DeltaRuleCase:
         save_slots = torch.full_like(positions, -1)
         for token, slot in (saved or {}).items():
             save_slots[token] = slot
+        device = self.states.table.device
+        positions, save_slots = positions.to(device), save_slots.to(device)
         batch = Batch(
             token_ids=positions,
             positions=positions,
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor([end for _, _, end in chunks]).int(),
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int().to(device),
+            seq_lens=torch.tensor([end for _, _, end in chunks]).int().to(device),
             block_tables=torch.empty(0, len(chunks), 0, dtype=torch.int32),
             slot_mappings=torch.empty(0, len(positions), dtype=torch.int64),
-            rows=torch.tensor([sequence for sequence, _, _ in chunks]),
+            rows=torch.tensor([sequence for sequence, _, _ in chunks]).to(device),
             logit_index=positions,
         )
         out = self.rule(
@@ -233,7 +242,13 @@ class DeltaRuleCase:
 def test_result_is_that_of_transformers_in_any_batch_and_chunks(
     size: str, dtype: torch.dtype
 ) -> None:
-    case = DeltaRuleCase(NETS[size], dtype)
+    create_rule = create_cpu_device(2).create_delta_rule
+    assert_delta_rule_is_exact(DeltaRuleCase(NETS[size], dtype, create_rule))
+
+
+def assert_delta_rule_is_exact(case: DeltaRuleCase) -> None:
+    """Check the results against transformers, and that batches, chunks and saved states do not change a bit."""
+    dtype = case.qkv[0].dtype
     sequences = range(len(LENGTHS))
     alone = [case.run([(n, 0, LENGTHS[n])])[0] for n in sequences]
     tolerance = 2e-5 if dtype == torch.float32 else 1 / 64

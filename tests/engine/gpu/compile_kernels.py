@@ -21,11 +21,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupFormat
 from argosy.engine.execution.kernels.gpu import (
     attention,
     attention_kernels,
+    delta_rule,
     elementwise,
     linear,
     sampling,
@@ -45,6 +47,7 @@ POINTERS = {
     "seq_lens": "*i32",
     "block_table": "*i32",
     "slot_mapping": "*i64",
+    "save_slots": "*i64",
     "positions": "*i64",
     "tokens": "*i64",
     "weight_sums": "*i64",
@@ -55,11 +58,13 @@ POINTERS = {
         (
             *("sums", "peaks", "totals", "cos", "sin", "sinks", "scales", "scale"),
             *("x_scales", "weight_scales", "weight_offsets", "logits"),
+            *("conv", "decay_rate", "decay_bias", "states", "mixed", "gates"),
         ),
         FLOAT32,
     ),
     **dict.fromkeys(
-        ("q", "k", "v", "keys", "values", "out", "x", "delta", "weight", "bias"), BFLOAT16
+        ("q", "k", "v", "keys", "values", "out", "x", "delta", "weight", "bias", "qkv", "factors"),
+        BFLOAT16,
     ),
 }
 """Types of kernel parameters. All others are constants or int32."""
@@ -85,6 +90,8 @@ REPRESENTATIVES = {
     "sample: find peaks",
     "sample: sum weights",
     "sample: select token",
+    "delta rule: convolve",
+    "delta rule: recurrence",
 }
 """Labels of one or two variants of each kernel."""
 
@@ -299,7 +306,34 @@ def report_row_kernels() -> None:
     report("sample: select token", sampling._select_token, constants, {}, **sampling.KERNEL_OPTIONS)
 
 
+def report_delta_rule_kernels() -> None:
+    """Report the kernels of gated delta nets for the shape of Qwen3-Next."""
+    net = DeltaNetArchitecture(16, 32, 128, 128, 4)
+    constants: dict[str, Any] = dict(delta_rule.delta_rule_constants(net))
+    types, options = {"rows": "*i64"}, {"enable_fp_fusion": False}
+    tile = {"TOKENS": delta_rule.CONV_TILE_TOKENS, "SIZE": 128, "MAX_SOFTPLUS_INPUT": 20.0}
+    report(
+        "delta rule: convolve",
+        delta_rule._convolve,
+        constants | tile | {"EPS": 1e-6},
+        types,
+        num_warps=4,
+        **options,
+    )
+    tile = {"ROWS": 128, "COLUMNS": delta_rule.COLUMNS, "PARTS": 16, "INPUTS": 16}
+    for saves in (False, True):
+        report(
+            "delta rule: recurrence" + ", saves" * saves,
+            delta_rule._run_recurrence,
+            constants | tile | {"SAVES": saves},
+            types,
+            num_warps=1,
+            **options,
+        )
+
+
 if __name__ == "__main__":
     report_row_kernels()
+    report_delta_rule_kernels()
     report_linear_kernels()
     report_attention_kernels()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 from unittest import mock
 
 import pytest
@@ -59,6 +59,15 @@ WINDOWED = {
 
 
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+RECURRENT = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 @pytest.fixture(
@@ -67,12 +76,13 @@ EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
         pytest.param(("Llama", {}), id="full"),
         pytest.param(("Qwen2", WINDOWED), id="windowed", marks=pytest.mark.exhaustive),
         pytest.param(("Mixtral", EXPERTS), id="experts", marks=pytest.mark.exhaustive),
+        pytest.param(("Qwen3_5Text", RECURRENT), id="recurrent", marks=pytest.mark.exhaustive),
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     family, options = request.param
-    make_reference(path, family, SMALL | options)
+    make_reference(path, family, SMALL | options, model=MODELS.get(family, ""))
     return path
 
 
@@ -224,7 +234,7 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
         create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
 
 
-REFUSED = ("deepseek", "glm 4 moe lite", "qwen 3.5", "qwen 3 next")
+REFUSED = ("deepseek", "glm 4 moe lite")
 """First words of the families that have no GPU kernels."""
 DEFAULT_TIER = {"deepseek 3", "qwen 3.5", "gpt-oss in MXFP4", "fp8 block"}
 CASES = [
@@ -238,13 +248,16 @@ CASES = [
 
 def write_model(path: Path, case: str) -> Path:
     """Write the checkpoint of a case, in one layer if the family allows it, and return the path of the model."""
-    sizes = {"intermediate_size": 64, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"intermediate_size": 64, "num_hidden_layers": 1}
     if case == "gpt-oss in MXFP4":
         experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
         quantize_experts_to_mxfp4(make_reference(path, "GptOss", sizes | experts))
     elif case in FAMILIES:
         family, options = FAMILIES[case]
-        sizes = sizes if case == "mixtral" else {}
+        if case.startswith(("qwen 3.5", "qwen 3 next")):
+            sizes = {"num_hidden_layers": 2, "layer_types": RECURRENT["layer_types"]}
+        elif case != "mixtral":
+            sizes = {}
         make_reference(path, family, options | sizes, model=MODELS.get(family, ""))
     elif case.startswith("GGUF"):
         experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 256}

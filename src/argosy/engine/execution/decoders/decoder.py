@@ -13,7 +13,7 @@ from argosy.engine.execution.architectures.decoder import LayerArchitecture, Mod
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.operations import RecurrentStates
+from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
 from argosy.engine.execution.layers.gated_delta_net import GatedDeltaNet
 from argosy.engine.execution.layers.latent_attention import LatentAttention
@@ -102,7 +102,7 @@ class Decoder(nn.Module, Model):
     def create_states(self, num_rows: int, num_snapshots: int) -> RecurrentStates | None:
         if self.architecture.delta_net is None:
             return None
-        return RecurrentStates(self.architecture, num_rows, num_snapshots)
+        return RecurrentStates(self.architecture, num_rows, num_snapshots, self._device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:

@@ -21,7 +21,7 @@ from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device, GraphCapture
-from argosy.engine.execution.kernels.operations import RecurrentStates
+from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import SchedulerLimits, StepPlan, StepResult
 
@@ -111,15 +111,15 @@ class Executor:
             batch, sample_index = self._persistent_batch.gather_batch(
                 buffer, packed.shape, token_types
             )
-            if self._states is not None:
-                batch = self._states.attach(batch, plan)
             launched_at, ready = time.perf_counter(), self._device.record_event()
-            outputs = self._compute(batch)
+            outputs = self._compute(batch, plan)
         else:
             packed = self._persistent_batch.pack_padded_step(plan, captured.size)
             sample_index = captured.sample_index
             launched_at, ready = time.perf_counter(), self._device.record_event()
             outputs = self._graphs.replay(captured, packed)
+            if self._states is not None:
+                self._states.save_snapshots(plan)
         computed = self._device.record_event()
         launch_s = launched_at - started_at
         return self._stage.finish(
@@ -156,7 +156,10 @@ class Executor:
                 self._attention.write_block(block, data)
         return corrupt_blocks
 
-    def _compute(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: Batch, plan: StepPlan | None = None) -> Tensor:
+        """Launch the model. Without a plan, it saves no snapshots."""
+        if self._states is not None:
+            batch = self._states.attach(batch, plan)
         return self._model.forward(batch, self._attention)
 
 

@@ -193,11 +193,7 @@ class Device(ABC):
     def create_delta_rule(
         self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
     ) -> DeltaRule:
-        """Create the gated delta rule of a layer.
-
-        Raises:
-            ValueError: The device has no kernel for it.
-        """
+        """Create the gated delta rule of a layer."""
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Launch a copy of a host tensor to the device, into `out` if given. May return the tensor itself."""

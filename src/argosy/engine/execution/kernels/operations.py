@@ -1,23 +1,13 @@
-"""Interfaces of the operations that a device creates, beside attention and linears, and the recurrent states.
-
-All recurrent states are in one table. Its first slots are those of the rows of the persistent batch, and the others
-hold snapshots. A snapshot is a copy of the state that a sequence had after some number of tokens, from which another
-one with the same tokens can start.
-"""
+"""Interfaces of the operations that a device creates, beside attention and linears."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from argosy.engine.execution.architectures.decoder import Activation, ModelArchitecture, NormKind
+from argosy.engine.execution.architectures.decoder import Activation, NormKind
 from argosy.engine.execution.kernels.batch import Batch, BatchStates
-from argosy.engine.execution.kernels.huge_pages import huge_zeros
-from argosy.engine.scheduling import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,34 +85,3 @@ def norm_scale(kind: NormKind, weight: Tensor) -> Tensor:
     """Return the float32 factor of a norm, which is the weight, or 1 + weight for kind "offset"."""
     scale = weight.detach().float()
     return scale + 1.0 if kind == "offset" else scale.contiguous()
-
-
-class RecurrentStates:
-    """Table of the states of `num_rows` rows and of `num_snapshots` snapshots of a model with recurrent layers."""
-
-    def __init__(self, architecture: ModelArchitecture, num_rows: int, num_snapshots: int) -> None:
-        if architecture.delta_net is None:
-            raise ValueError(f"{architecture.architecture} has no recurrent layers")
-        layer_size = architecture.delta_net.state_elements
-        size = architecture.num_recurrent_layers * layer_size
-        self._num_rows = num_rows
-        self._states = BatchStates(
-            huge_zeros((num_rows + num_snapshots, size), torch.float32), layer_size
-        )
-
-    def load_snapshots(self, loads: list[tuple[int, int]]) -> None:
-        """Copy snapshots to rows, given as (snapshot, row) pairs."""
-        table = self._states.table
-        for snapshot, row in loads:
-            table[row].copy_(table[self._num_rows + snapshot])
-
-    def attach(self, batch: Batch, plan: StepPlan | None = None) -> Batch:
-        """Return the batch with the states of its sequences, and the snapshots that the plan saves."""
-        if plan is None or not plan.snapshot_saves:
-            return replace(batch, states=self._states)
-        save_slots = torch.full_like(batch.positions, -1)
-        ends = [0, *accumulate(plan.counts)]
-        for chunk, position, snapshot in plan.snapshot_saves:
-            flat_token = ends[chunk] + position - 1 - plan.starts[chunk]
-            save_slots[flat_token] = self._num_rows + snapshot
-        return replace(batch, states=replace(self._states, save_slots=save_slots))

@@ -11,7 +11,7 @@ from argosy.engine.execution.architectures.architecture import Architecture
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.device import Device
-from argosy.engine.execution.kernels.operations import RecurrentStates
+from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.kernels.torch.attention import BidirectionalAttention
 
 

@@ -526,11 +526,8 @@ def _warm_up(
 
 
 def _is_capturable(architecture: AnyArchitecture) -> bool:
-    """Return whether a graph can include the model.
-
-    The code of transformers may wait for the device. Recurrent states are attached to a batch outside of graphs.
-    """
-    return isinstance(architecture, ModelArchitecture) and architecture.delta_net is None
+    """Return whether a graph can include the model, as the code of transformers may wait for the device."""
+    return isinstance(architecture, ModelArchitecture)
 
 
 def choose_device(config: EngineConfig) -> Device:

@@ -26,6 +26,7 @@ from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import KvCacheShape
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
+from argosy.engine.execution.kernels.gpu.delta_rule import TritonDeltaRule
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
@@ -150,10 +151,7 @@ class GpuDevice(Device):
     def create_delta_rule(
         self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
     ) -> DeltaRule:
-        del architecture, weights
-        raise ValueError(
-            "there are no GPU kernels for gated delta nets (Qwen3-Next, Qwen3.5); set device to cpu"
-        )
+        return TritonDeltaRule(architecture, weights)
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Copy through pinned memory, which the allocator keeps until the copy is done."""
