@@ -481,7 +481,7 @@ def _measure_sampling(setting: Setting) -> None:
                 np.full(rows, -np.inf, np.float32),
                 np.linspace(0, 0.999, rows),
             )
-            ops = TritonSamplingOps()
+            ops = TritonSamplingOps(setting.device)
             timings = setting.seconds(lambda: ops.sample(logits, metadata))  # noqa: B023
             emit(sampling=name, rows=rows, vocab=vocab, seconds=timings)
 

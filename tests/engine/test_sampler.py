@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from argosy.engine.execution.executor.sampler import Sampler, uniform_random
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
-from argosy.engine.execution.kernels.cpu.sampling_ops import NativeSamplingOps
+from argosy.engine.execution.kernels.cpu.sampling_ops import (
+    NativeSamplingOps,
+    create_cpu_sampling_ops,
+)
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     LOG2E,
     SamplingMetadata,
@@ -32,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def create_sampler(*params: SamplingParams, tokens: list[int] | None = None) -> Sampler:
-    sampler = Sampler(len(params), VOCAB, CPU)
+    sampler = Sampler(len(params), VOCAB, CPU, create_cpu_sampling_ops(1))
     tokens = tokens or [1, 2, 3]
     for row, row_params in enumerate(params):
         sampler.admit(AdmittedSequence(row, tokens, min(3, len(tokens)), row_params, []), [0])

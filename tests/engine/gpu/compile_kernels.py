@@ -33,11 +33,6 @@ from argosy.engine.execution.kernels.gpu import (
     sampling,
 )
 from argosy.engine.execution.kernels.gpu import experts as expert_kernels
-from argosy.engine.execution.kernels.torch.sampling_ops import (
-    EXP2_COEFFICIENTS,
-    FRACTION_BITS,
-    MIN_EXPONENT,
-)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"
@@ -51,7 +46,8 @@ POINTERS = {
     "positions": "*i64",
     "tokens": "*i64",
     "weight_sums": "*i64",
-    "best_tokens": "*i32",
+    **dict.fromkeys(("digit_sums", "states"), "*i64"),
+    **dict.fromkeys(("best_tokens", "tie_counts"), "*i32"),
     "row_options": "*fp64",
     "narrow": FLOAT8,
     **dict.fromkeys(
@@ -88,6 +84,7 @@ REPRESENTATIVES = {
     "norm 4096",
     "gated activation gelu_tanh",
     "sample: find peaks",
+    "sample: sum digits",
     "sample: sum weights",
     "sample: select token",
     "delta rule: convolve",
@@ -295,15 +292,13 @@ def report_row_kernels() -> None:
         )
     constants = {"TILE": sampling.VOCAB_TILE}
     report("sample: find peaks", sampling._find_peaks, constants, {}, **sampling.KERNEL_OPTIONS)
-    constants |= {
-        "WIDTH": 64,
-        "COEFFICIENTS": EXP2_COEFFICIENTS,
-        "FRACTION_BITS": FRACTION_BITS,
-        "MIN_EXPONENT": MIN_EXPONENT,
-    }
-    report("sample: sum weights", sampling._sum_weights, constants, {}, **sampling.KERNEL_OPTIONS)
-    constants |= {"TILES": 63}
-    report("sample: select token", sampling._select_token, constants, {}, **sampling.KERNEL_OPTIONS)
+    constants = sampling.CONSTANTS | {"TILES": 63, "WIDTH": 64}
+    for name, kernel in (
+        ("sum digits", sampling._sum_digits),
+        ("sum weights", sampling._sum_weights),
+        ("select token", sampling._select_token),
+    ):
+        report(f"sample: {name}", kernel, constants, {}, **sampling.KERNEL_OPTIONS)
 
 
 def report_delta_rule_kernels() -> None:

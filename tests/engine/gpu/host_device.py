@@ -113,7 +113,7 @@ class WorkRecorder(TorchDispatchMode):
                 self.waits.append(f"{name} by bool")
         if name in WAITING_OPERATIONS and kwargs.get("output_size") is None:
             self.waits.append(name)
-        if name != "_local_scalar_dense":
+        if name != "_local_scalar_dense" and any(each.numel() for each in _tensors(result)):
             self.launches.append(name)
 
     def _count_copy(self, first: Tensor, second: Tensor, *, is_async: bool) -> None:

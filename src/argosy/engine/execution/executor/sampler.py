@@ -13,7 +13,6 @@ from torch import Tensor
 from argosy.engine.execution.executor.draft_windows import DraftWindows
 from argosy.engine.execution.executor.logit_edits import LogitEdits, Penalties, TokenMasks
 from argosy.engine.execution.executor.persistent_batch import RaggedTable
-from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
 from argosy.engine.execution.kernels.torch.sampling_ops import LOG2E, SamplingMetadata, SamplingOps
 from argosy.engine.grammar import is_constrained
 from argosy.engine.scheduling import AdmittedSequence, Logprob
@@ -25,12 +24,10 @@ MAX_LOGIT_SCALE = float(np.finfo(np.float32).max)
 class Sampler:
     """Sampling parameters of R rows, and the token counts for their penalties."""
 
-    def __init__(
-        self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps | None = None
-    ) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._ops = ops or create_sampling_ops(device)
+        self._ops = ops
         self._logit_scale = np.zeros(rows, np.float32)
         self._top_k = np.full(rows, vocab_size, np.int64)
         self._top_p = np.ones(rows, np.float32)
@@ -219,15 +216,6 @@ class Sampler:
 
     def _to_device(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
-
-
-def create_sampling_ops(device: torch.device) -> SamplingOps:
-    """Create the sampling operations of a device. On the CPU, they use the calling thread's torch thread count."""
-    if device.type == "cpu":
-        return create_cpu_sampling_ops(torch.get_num_threads())
-    from argosy.engine.execution.kernels.gpu.sampling import TritonSamplingOps
-
-    return TritonSamplingOps()
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -15,7 +15,7 @@ from argosy.engine.execution.executor.draft_windows import DraftWindows
 from argosy.engine.execution.executor.logit_edits import TokenMasks
 from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
-from argosy.engine.execution.executor.sampler import Sampler, create_sampling_ops
+from argosy.engine.execution.executor.sampler import Sampler
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.grammar import (
     DEAD_END_CODE,
@@ -56,7 +56,7 @@ class SamplingStage:
         self._max_seqs = max_seqs
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._sampling_ops = create_sampling_ops(device.torch_device)
+        self._sampling_ops = device.create_sampling_ops()
         self._masks = RowMasks(
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,

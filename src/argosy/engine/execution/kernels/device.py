@@ -23,6 +23,7 @@ from argosy.engine.execution.kernels.operations import (
 )
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.engine.execution.kernels.torch.operations import select_experts
+from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps
 
 GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
 
@@ -194,6 +195,10 @@ class Device(ABC):
         self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
     ) -> DeltaRule:
         """Create the gated delta rule of a layer."""
+
+    @abstractmethod
+    def create_sampling_ops(self) -> SamplingOps:
+        """Create the sampling operations."""
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Launch a copy of a host tensor to the device, into `out` if given. May return the tensor itself."""

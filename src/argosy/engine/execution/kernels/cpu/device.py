@@ -30,9 +30,11 @@ from argosy.engine.execution.kernels.cpu.operations import (
     create_cpu_delta_rule,
     create_cpu_elementwise_ops,
 )
+from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
+from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps
 from argosy.native import NativeUnavailableError, compiler_version
 
 ONEDNN_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -96,6 +98,10 @@ class CpuDevice(Device):
             return load_kernels().path.parent.name if dtype == torch.bfloat16 else ""
         except NativeUnavailableError:
             return ""
+
+    def create_sampling_ops(self) -> SamplingOps:
+        """Create operations that use the calling thread's torch thread count."""
+        return create_cpu_sampling_ops(torch.get_num_threads())
 
     def create_linear(
         self,
