@@ -105,9 +105,9 @@ class AttentionCase:
 
     def fill_cache_with_nan(self, attention: Attention) -> None:
         """Fill all blocks with NaN, because the values of earlier owners must not affect results."""
-        data = torch.full(attention.read_block(0).shape, 0xFF, dtype=torch.uint8)
-        for block in range(self.num_blocks):
-            attention.write_block(block, data)
+        shape = (self.num_blocks, attention.block_bytes)
+        data = torch.full(shape, 0xFF, dtype=torch.uint8)
+        attention.write_blocks(torch.arange(self.num_blocks), data)
 
     def batch(self, chunks: list[Chunk]) -> Batch:
         counts = torch.tensor([0, *(count for _, _, count in chunks)])
@@ -225,14 +225,13 @@ def assert_blocks_can_be_moved(case: AttentionCase) -> None:
     expected = case.run()[0]
     attention, other_attention = case.create_attention(), case.create_attention()
     case.attend(attention, [(0, 0, 39)], case.params)
-    source, target = case.block_table[0].tolist(), case.block_table[1].tolist()
+    source, target = case.block_table[:2].to(torch.int64)
 
-    attention.copy_blocks(list(zip(source, target, strict=True)))
-    for block in target:
-        other_attention.write_block(block, attention.read_block(block))
-    zeros = torch.zeros_like(attention.read_block(0))
-    for block in source:  # the copies must not depend on the original
-        attention.write_block(block, zeros)
+    attention.copy_blocks(list(zip(source.tolist(), target.tolist(), strict=True)))
+    data = torch.empty(len(target), attention.block_bytes, dtype=torch.uint8)
+    attention.read_blocks(target, data)
+    other_attention.write_blocks(target, data)
+    attention.write_blocks(source, torch.zeros_like(data))  # the copies do not depend on it
 
     for copy in (attention, other_attention):
         outputs = case.attend(copy, [(1, 39, 1)], case.params)

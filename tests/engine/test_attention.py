@@ -216,11 +216,13 @@ def test_block_data_contains_every_layer_and_nothing_else(backend: BackendName) 
     case = AttentionCase([10], backend=backend)
     attention = case.create_attention()
     num_bytes = LAYERS * 2 * case.block_size * case.kv_heads * case.head_dim * 4
-    pattern = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
-    attention.write_block(0, pattern)
-    assert torch.equal(attention.read_block(0), pattern)
+    pattern = torch.arange(2 * num_bytes, dtype=torch.int64).to(torch.uint8).view(2, num_bytes)
+    blocks, data = torch.tensor([1, 0]), torch.empty_like(pattern)
+    attention.write_blocks(blocks, pattern)
+    attention.read_blocks(blocks, data)
+    assert torch.equal(data, pattern)
     with pytest.raises(ValueError, match="uint8 bytes"):
-        attention.write_block(0, pattern[1:])
+        attention.write_blocks(blocks, pattern[:, 1:])
 
 
 def create_small_attention(

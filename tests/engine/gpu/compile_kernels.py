@@ -27,6 +27,7 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupForma
 from argosy.engine.execution.kernels.gpu import (
     attention,
     attention_kernels,
+    block_copies,
     delta_rule,
     elementwise,
     linear,
@@ -73,6 +74,7 @@ REPRESENTATIVES = {
     "list_work",
     f"store {FLOAT8}",
     "merge_ranges",
+    "gather blocks",
     "matmul bfloat16 128x256",
     "matmul float8 64x16",
     "matmul int4 per 32 128x256",
@@ -206,6 +208,11 @@ def report_attention_kernels() -> None:
     report("merge_ranges", attention_kernels.merge_ranges, constants, num_warps=4)
     constants = {"TOKENS": 16, "WINDOWED": True, "LANES": attention.WORK_LANES}
     report("list_work", attention_kernels.list_work, constants, num_warps=4)
+    for gather in (True, False):
+        constants = {"GATHER": gather, "TILE": block_copies.TILE_BYTES}
+        types = {"cache": "*u8", "staged": "*u8", "blocks": "*i64", "layer_stride": "i64"}
+        label = "gather blocks" if gather else "scatter blocks"
+        report(label, block_copies.move_blocks, constants, types, num_warps=4)
 
 
 EXPERT_TYPES = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -211,9 +214,11 @@ def record_work(work: Callable[[], object]) -> WorkRecorder:
     """Run `work` and return what it did."""
     recorder = WorkRecorder()
     launch = recorder.wrap_launch(GridExecutor.__call__)
+    thread = threading.get_ident()
 
     def wait(_event: HostEvent) -> None:
-        recorder.waits.append("event")
+        if threading.get_ident() == thread:
+            recorder.waits.append("event")
 
     with (
         mock.patch.object(GridExecutor, "__call__", launch),
@@ -245,6 +250,84 @@ class CheckedGraph:
         self.replays += 1
 
 
+COPY_TIMEOUT_S = 60.0
+"""Maximum wait of another thread for copies, which the thread of the steps executes."""
+
+
+class CopyStream(TorchDispatchMode):
+    """Stream for copies, which are executed as late as events allow."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.is_current = False
+        self.has_waited = False
+        """Whether the current copies follow an event of the other stream."""
+        self.num_launched = 0
+        self._num_executed = 0
+        self._pending: list[Callable[[], object]] = []
+        self._executed = threading.Condition()
+
+    def __enter__(self) -> Self:
+        self.is_current, self.has_waited = True, False
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.is_current = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
+        assert func == torch.ops.aten.copy_.default, f"{func} in the stream for copies"
+        assert self.has_waited, "a copy without an event before it"
+        self._pending.append(partial(func, *args, **(kwargs or {})))
+        self.num_launched += 1
+        return args[0]
+
+    def execute(self, number: int) -> None:
+        """Execute the first `number` copies, if they are not yet."""
+        with self._executed:
+            while self._num_executed < number:
+                self._pending.pop(0)()
+                self._num_executed += 1
+            self._executed.notify_all()
+
+    def wait_for(self, number: int) -> None:
+        """Wait until the first `number` copies are executed."""
+        with self._executed:
+            assert self._executed.wait_for(lambda: self._num_executed >= number, COPY_TIMEOUT_S)
+
+
+class StreamEvent(HostEvent):
+    """Event in the stream for copies, or in the stream of steps, whose work is done at once."""
+
+    def __init__(self, copies: CopyStream) -> None:
+        super().__init__()
+        self._copies = copies
+        self._num_copies = copies.num_launched if copies.is_current else 0
+        self._thread = threading.get_ident()
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        if threading.get_ident() == self._thread:
+            self._copies.execute(self._copies.num_launched)  # meanwhile
+        else:
+            self._copies.wait_for(self._num_copies)
+
+    def wait(self) -> None:
+        if self._copies.is_current:
+            self._copies.has_waited = True
+        else:
+            self._copies.execute(self._num_copies)
+
+
 class HostDevice(GpuDevice):
     """GPU whose kernels run in the interpreter, on host tensors."""
 
@@ -258,6 +341,7 @@ class HostDevice(GpuDevice):
         self.graphs: list[CheckedGraph] = []
         self.measurements = 0
         self.capture_graph = self._capture
+        self._copy_stream = CopyStream()
 
     def free_bytes(self) -> int:
         return self.available_bytes
@@ -268,9 +352,21 @@ class HostDevice(GpuDevice):
         return 1 << 20
 
     def empty_pinned_like(self, tensor: Tensor) -> Tensor:
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return PINNED.setdefault(pinned.untyped_storage().data_ptr(), pinned)
+        return _pin(torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def allocate_host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        return _pin(super().allocate_host_memory(shape))
+
+    def copy_stream(self) -> AbstractContextManager[object]:
+        return self._copy_stream
+
+    def record_event(self) -> StreamEvent:
+        return StreamEvent(self._copy_stream)
 
     def _capture(self, work: Callable[[], object]) -> Callable[[], object]:
         self.graphs.append(CheckedGraph(work, record_work(work).steps))
         return self.graphs[-1].replay
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    return PINNED.setdefault(tensor.untyped_storage().data_ptr(), tensor)

@@ -62,6 +62,14 @@ class HostTensorAttention(TritonAttention):
             params = replace(params, sinks=params.sinks.to(DEVICE))
         return super().__call__(q, k, v, replace(batch, **on_device), params, rope).cpu()
 
+    def read_blocks(self, blocks: Tensor, out: Tensor) -> None:
+        staged = out.to(DEVICE)
+        super().read_blocks(blocks.to(DEVICE), staged)
+        out.copy_(staged)
+
+    def write_blocks(self, blocks: Tensor, data: Tensor) -> None:
+        super().write_blocks(blocks.to(DEVICE), data.to(DEVICE))
+
 
 @dataclass
 class GpuAttentionCase(AttentionCase):

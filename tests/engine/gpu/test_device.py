@@ -163,10 +163,15 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     if options:
         return
     small_pool = KvCacheGroups(core.scheduler.limits.kv_windows, block_size=4).count_blocks(36)
-    small_core = create_gpu_core(model, block_size=4, num_blocks=small_pool, max_step_tokens=7)
+    small_core = create_gpu_core(
+        model, block_size=4, num_blocks=small_pool, max_step_tokens=7, host_kv_bytes=1 << 20
+    )
     small_core.scheduler.output_estimator.fraction = 0.0
     assert_outputs_equal(run_requests(small_core, requests()), expected)
     assert small_core.scheduler.preemptions > 0
+    (evicted,) = requests()[1:2]
+    assert_outputs_equal(run_requests(small_core, [evicted]), {"1": expected["1"]})
+    assert small_core.scheduler.kv_cache.host_hit_tokens > 0
 
 
 def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.executor.block_copies import HostBlockStore
 from argosy.engine.execution.executor.decode_graphs import DecodeGraphs
 from argosy.engine.execution.executor.output_stage import (
     CompletedStep,
     LaunchedStep,
     OutputStage,
     StepHandle,
+    find_corrupt_blocks,
 )
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.attention import Attention
@@ -49,7 +51,7 @@ class Executor:
         self._attention = attention
         self._states = states
         self._device = device
-        self.host_store = HostBlockStore()
+        self.host_store = HostBlockStore(limits.host_blocks, attention, device)
         self._persistent_batch = PersistentBatch(
             limits.max_seqs,
             limits.max_model_len,
@@ -68,6 +70,7 @@ class Executor:
         The scheduler admits every running sequence again.
         """
         self._device.record_event().synchronize()
+        self.host_store.drain()
         self._persistent_batch.clear()
         self._stage.clear()
 
@@ -100,9 +103,9 @@ class Executor:
         If it raises, all results of the step are invalid.
         """
         started_at = time.perf_counter()
-        corrupt_blocks = self._apply_changes(plan)
+        restores = self._apply_changes(plan)
         if not plan.rows:
-            return CompletedStep(StepResult([], corrupt_blocks=corrupt_blocks))
+            return CompletedStep(StepResult([], corrupt_blocks=find_corrupt_blocks(restores)))
         extra_logit_index, token_types = self._stage.begin(plan)
         captured = None if extra_logit_index is not None else self._graphs.find_captured(plan)
         if captured is None:
@@ -123,14 +126,12 @@ class Executor:
         computed = self._device.record_event()
         launch_s = launched_at - started_at
         return self._stage.finish(
-            LaunchedStep(
-                plan, packed, sample_index, outputs, corrupt_blocks, launch_s, ready, computed
-            )
+            LaunchedStep(plan, packed, sample_index, outputs, restores, launch_s, ready, computed)
         )
 
-    def _apply_changes(self, plan: StepPlan) -> list[int]:
-        """Move blocks and admit sequences. Returns the blocks whose restored data is corrupt."""
-        corrupt_blocks = self._move_blocks(plan)
+    def _apply_changes(self, plan: StepPlan) -> dict[int, Future[bool]]:
+        """Move blocks and admit sequences. Returns for each restored block whether its data is intact."""
+        restores = self._move_blocks(plan)
         for admission in plan.admissions:
             self._persistent_batch.admit(admission)
             self._stage.admit(admission)
@@ -139,22 +140,14 @@ class Executor:
         self._persistent_batch.append_blocks(plan.block_appends)
         if plan.admissions or plan.block_appends:
             self._attention.ensure_block(_highest_block(plan))
-        return corrupt_blocks
+        return restores
 
-    def _move_blocks(self, plan: StepPlan) -> list[int]:
-        """Offload, copy and restore blocks, and return the blocks whose restored data is corrupt."""
-        for block, slot in plan.block_offloads:
-            self.host_store.save(slot, self._attention.read_block(block))
+    def _move_blocks(self, plan: StepPlan) -> dict[int, Future[bool]]:
+        """Offload, copy and restore blocks, and return for each restored one whether its data is intact."""
+        self.host_store.save(plan.block_offloads)
         if plan.block_copies:
             self._attention.copy_blocks(plan.block_copies)
-        corrupt_blocks = []
-        for slot, block in plan.block_restores:
-            data = self.host_store.pop(slot)
-            if data is None:
-                corrupt_blocks.append(block)
-            else:
-                self._attention.write_block(block, data)
-        return corrupt_blocks
+        return self.host_store.restore(plan.block_restores)
 
     def _compute(self, batch: Batch, plan: StepPlan | None = None) -> Tensor:
         """Launch the model. Without a plan, it saves no snapshots."""
@@ -172,27 +165,3 @@ def _highest_block(plan: StepPlan) -> int:
         for block in table
     )
     return max(chain(admitted, (block for *_, block in plan.block_appends)), default=0)
-
-
-class HostBlockStore:
-    """Store that maps a host slot to the bytes of one KV block, all layers together."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, Tensor] = {}
-        self._checksums: dict[int, int] = {}
-
-    def save(self, slot: int, data: Tensor) -> None:
-        """Save a block (flat uint8) and take ownership of it. The slot's previous content is replaced."""
-        self.blocks[slot] = data
-        self._checksums[slot] = _checksum(data)
-
-    def pop(self, slot: int) -> Tensor | None:
-        """Remove and return the slot's block, or None if it is missing or its checksum is wrong."""
-        data = self.blocks.pop(slot, None)
-        if data is None or _checksum(data) != self._checksums.pop(slot):
-            return None
-        return data
-
-
-def _checksum(data: Tensor) -> int:
-    return zlib.crc32(data.numpy().data)

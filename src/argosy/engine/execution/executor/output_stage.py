@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from argosy.engine.scheduling import AdmittedSequence, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from torch import Tensor
 
     from argosy.engine.execution.executor.persistent_batch import PackedStep
@@ -48,12 +50,18 @@ class LaunchedStep:
     """[C] int64 on the device, where `PersistentBatch.append_tokens` stores sampled tokens."""
     outputs: Tensor
     """[L, ...], what the model returned for `packed.logit_index`, and rows of padding."""
-    corrupt_blocks: list[int]
+    restores: dict[int, Future[bool]]
+    """Restored KV block -> whether its data is intact."""
     launch_s: float
     ready: DeviceEvent
     """Event after the copy of the inputs."""
     computed: DeviceEvent
     """Event after the model."""
+
+
+def find_corrupt_blocks(restores: dict[int, Future[bool]]) -> list[int]:
+    """Wait for the checksums of restored blocks, and return the blocks whose data is corrupt."""
+    return [block for block, intact in restores.items() if not intact.result()]
 
 
 class OutputStage(Protocol):

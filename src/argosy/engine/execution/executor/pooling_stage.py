@@ -22,7 +22,12 @@ from argosy.engine.execution.config.sentence_transformers import (
 )
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.encoders.encoder import Encoder
-from argosy.engine.execution.executor.output_stage import CompletedStep, LaunchedStep, StepHandle
+from argosy.engine.execution.executor.output_stage import (
+    CompletedStep,
+    LaunchedStep,
+    StepHandle,
+    find_corrupt_blocks,
+)
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.torch.rowwise_ops import gelu, silu
 from argosy.engine.pooling import PoolingParams
@@ -76,7 +81,7 @@ class PoolingStage:
             StepResult(
                 [-1] * len(step.plan.rows),
                 failures=failed,
-                corrupt_blocks=step.corrupt_blocks,
+                corrupt_blocks=find_corrupt_blocks(step.restores),
                 durations=StepDurations(
                     step.launch_s,
                     step.computed.seconds_since(step.ready),

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from argosy.engine.execution.executor.draft_windows import DraftWindows
 from argosy.engine.execution.executor.logit_edits import TokenMasks
-from argosy.engine.execution.executor.output_stage import LaunchedStep, StepHandle
+from argosy.engine.execution.executor.output_stage import (
+    LaunchedStep,
+    StepHandle,
+    find_corrupt_blocks,
+)
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.executor.sampler import Sampler
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
@@ -230,7 +234,7 @@ class _PendingStep:
             logprobs={chunks[i]: [logprob] for i, logprob in self.logprobs.items()},
             prompt_logprobs=self.prompt_logprobs,
             failures=failed,
-            corrupt_blocks=step.corrupt_blocks,
+            corrupt_blocks=find_corrupt_blocks(step.restores),
             durations=self._durations(),
             masked_rows=0 if masks is None else len(masks.index),
         )
@@ -260,7 +264,7 @@ class _PendingStep:
             logprobs,
             self.prompt_logprobs,
             failed,
-            self.step.corrupt_blocks,
+            find_corrupt_blocks(self.step.restores),
             self._durations(),
             0 if masks is None else sum(sampled[sample] >= 0 for sample in masks.index.tolist()),
         )

@@ -68,32 +68,44 @@ class Attention(ABC):
             for part in self._parts:
                 part[:, destination].copy_(part[:, source])
 
-    def read_block(self, block: int) -> Tensor:
-        """Return a copy of a block's keys and then values, as one flat uint8 tensor in host memory."""
-        parts = self._block_parts(block)
-        return torch.stack(parts).flatten().view(torch.uint8).cpu()
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's keys and values in all layers. 0 without a cache."""
+        return sum(part.nbytes // part.shape[1] for part in self._parts)
 
-    def write_block(self, block: int, data: Tensor) -> None:
-        """Write the data that `read_block` returned into a block.
+    def read_blocks(self, blocks: Tensor, out: Tensor) -> None:
+        """Copy each block's keys and then values into a row of `out`.
+
+        Args:
+            blocks: Blocks, int64 [n], on the device of the cache.
+            out: uint8 [n, block_bytes], contiguous, on the same device.
 
         Raises:
-            ValueError: The data has another size or dtype.
+            ValueError: `out` has another size or dtype.
         """
-        parts = self._block_parts(block)
-        expected = sum(part.numel() * part.element_size() for part in parts)
-        if data.numel() != expected or data.dtype != torch.uint8:
-            raise ValueError(
-                f"a block is {expected} uint8 bytes, got {data.numel()} of {data.dtype}; "
-                "write only data from read_block of the same model and settings"
-            )
-        stored = data.clone().view(parts[0].dtype).view(len(parts), *parts[0].shape)
-        for part, content in zip(parts, stored, strict=True):
-            part.copy_(content)
+        self._check_data(out)
+        for block, data in zip(blocks.tolist(), out, strict=True):
+            for part, content in zip(self._parts, self._split_data(data), strict=True):
+                content.copy_(part[:, block])
 
-    def _block_parts(self, block: int) -> list[Tensor]:
-        if not self._parts:
-            raise IndexError(f"there is no block {block}, because there is no KV cache")
-        return [part[:, block] for part in self._parts]
+    def write_blocks(self, blocks: Tensor, data: Tensor) -> None:
+        """Write data of `read_blocks` into blocks. Arguments and errors are those of `read_blocks`."""
+        self._check_data(data)
+        for block, row in zip(blocks.tolist(), data, strict=True):
+            for part, content in zip(self._parts, self._split_data(row), strict=True):
+                part[:, block].copy_(content)
+
+    def _check_data(self, data: Tensor) -> None:
+        if data.shape[1:] != (self.block_bytes,) or data.dtype != torch.uint8:
+            raise ValueError(
+                f"a block is {self.block_bytes} uint8 bytes, got {tuple(data.shape)} of {data.dtype}; "
+                "use only data of the same model and settings"
+            )
+
+    def _split_data(self, data: Tensor) -> Tensor:
+        """Return the parts of a block's data, each [layers, ...]."""
+        layers, _, *inner = self._parts[0].shape
+        return data.view(self._parts[0].dtype).view(len(self._parts), layers, *inner)
 
 
 def contiguous_heads(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, Self
 
 import torch
@@ -35,6 +36,10 @@ class DeviceEvent(Protocol):
         """Wait until all work launched before the event is done."""
         ...
 
+    def wait(self) -> None:
+        """Let work launched later in the current stream wait for the event. The host does not wait."""
+        ...
+
     def seconds_since(self, earlier: Self) -> float:
         """Return the seconds of device time between two completed events."""
         ...
@@ -47,6 +52,9 @@ class HostEvent:
         self._time_s = time.perf_counter()
 
     def synchronize(self) -> None:
+        """Return at once."""
+
+    def wait(self) -> None:
         """Return at once."""
 
     def seconds_since(self, earlier: Self) -> float:
@@ -209,5 +217,13 @@ class Device(ABC):
         return tensor
 
     def record_event(self) -> DeviceEvent:
-        """Record an event after the work launched so far, which is already done on a CPU."""
+        """Record an event after the work launched so far in the current stream, which is already done on a CPU."""
         return HostEvent()
+
+    def copy_stream(self) -> AbstractContextManager[object]:
+        """Return a context that launches copies beside the stream of steps, whose order they follow only by events."""
+        return nullcontext()
+
+    def allocate_host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Return uninitialised uint8 memory of the host, which the device reads and writes itself."""
+        return torch.empty(shape, dtype=torch.uint8)

@@ -37,6 +37,7 @@ from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, GenericModel
 from argosy.engine.execution.encoders.encoder import Encoder
+from argosy.engine.execution.executor.block_copies import staging_bytes
 from argosy.engine.execution.executor.executor import Executor
 from argosy.engine.execution.executor.output_stage import OutputStage
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
@@ -490,10 +491,13 @@ def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> Sch
     working_bytes = device.working_bytes(
         f"{key} {limits}", lambda: _run_largest_step(loaded.create_executor(limits), limits)
     )
+    block_bytes = loaded.block_bytes(config.block_size)
+    if block_bytes:
+        working_bytes += staging_bytes(config.host_kv_bytes // block_bytes, block_bytes)
     return resolve_limits(
         config,
         limits,
-        block_bytes=loaded.block_bytes(config.block_size),
+        block_bytes=block_bytes,
         state_bytes=architecture.state_bytes,
         free_bytes=max(0, device.free_bytes() - loaded.mapped_bytes - working_bytes),
         kv_memory_fraction=device.kv_memory_fraction / (1 + config.colocated_replicas),

@@ -20,6 +20,7 @@ from argosy.engine.execution.kernels.gpu.attention_kernels import (
     merge_ranges,
     store_kv,
 )
+from argosy.engine.execution.kernels.gpu.block_copies import copy_staged_blocks
 from argosy.engine.execution.kernels.rope import RopeRotation
 
 KV_FLOAT8 = torch.float8_e4m3fn
@@ -114,6 +115,20 @@ class TritonAttention(Attention):
             self._store(k, v, batch, params, rope)
             self._attend(q, out, batch, params, rope)
         return out
+
+    def read_blocks(self, blocks: Tensor, out: Tensor) -> None:
+        self._copy_staged(blocks, out, gather=True)
+
+    def write_blocks(self, blocks: Tensor, data: Tensor) -> None:
+        self._copy_staged(blocks, data, gather=False)
+
+    def _copy_staged(self, blocks: Tensor, staged: Tensor, *, gather: bool) -> None:
+        self._check_data(staged)
+        offset = 0
+        for part in self._parts:
+            octets = part.view(torch.uint8).view(*part.shape[:2], -1)
+            copy_staged_blocks(octets, blocks, staged, offset, gather=gather)
+            offset += octets.shape[0] * octets.shape[2]
 
     def _store(
         self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams, rope: RopeRotation | None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
@@ -45,7 +47,7 @@ MIN_FLOAT8_CAPABILITY = (8, 9)
 
 
 class GpuDevice(Device):
-    """Device of one GPU. All work runs in one stream, in the order of its launch."""
+    """Device of one GPU. Steps run in one stream, in the order of their launch, and copies of KV blocks in another."""
 
     default_dtype = torch.bfloat16
     elementwise_ops = TritonElementwiseOps()
@@ -220,7 +222,7 @@ def _is_driver_installed() -> bool:
 
 
 class CudaDevice(GpuDevice):
-    """Device of one GPU, on torch's current stream."""
+    """Device of one GPU, on torch's current stream and a stream for copies."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -231,6 +233,7 @@ class CudaDevice(GpuDevice):
         self.capture_graph = self._capture
         self._graph_pool = torch.cuda.graph_pool_handle()
         """Memory pool that all captured graphs share."""
+        self._copy_stream = torch.cuda.Stream(index)
 
     def free_bytes(self) -> int:
         """Return the free bytes, including memory that torch has reserved but does not use."""
@@ -265,6 +268,18 @@ class CudaDevice(GpuDevice):
     def record_event(self) -> DeviceEvent:
         return CudaEvent()
 
+    def copy_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._copy_stream)
+
+    def allocate_host_memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Pin pageable memory, since the allocator of pinned memory rounds sizes up to a power of two."""
+        memory = torch.empty(shape, dtype=torch.uint8)
+        if memory.nbytes:
+            runtime, address = torch.cuda.cudart(), memory.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+            weakref.finalize(memory, runtime.cudaHostUnregister, address)
+        return memory
+
     def _capture(self, work: Callable[[], object]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
@@ -273,7 +288,7 @@ class CudaDevice(GpuDevice):
 
 
 class CudaEvent:
-    """CUDA event in the current stream, with timing."""
+    """CUDA event in the stream that is current when it is made, with timing."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -281,6 +296,9 @@ class CudaEvent:
 
     def synchronize(self) -> None:
         self._event.synchronize()
+
+    def wait(self) -> None:
+        self._event.wait()
 
     def seconds_since(self, earlier: Self) -> float:
         return float(earlier._event.elapsed_time(self._event)) / 1000.0
