@@ -63,6 +63,10 @@ class WorkRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        with self:  # in inference mode, torch passes operations that consist of others
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         self.steps.append((str(func), *map(self._describe, tree_leaves((args, kwargs)))))
         result = func(*args, **kwargs)
         self._classify_results(func, args, kwargs, result)

@@ -16,6 +16,7 @@ from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_na
 from argosy.engine.execution.kernels.gpu.device import read_memory_profile, write_memory_profile
 from argosy.engine.execution.loading import executor_loader
 from argosy.engine.scheduling import KvCacheGroups
+from argosy.engine.serving.core_messages import StepOutputs
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
@@ -23,7 +24,7 @@ from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.gguf_reference import write_gguf
 from tests.engine.gpu.device import INTERPRETED
-from tests.engine.gpu.host_device import HostDevice
+from tests.engine.gpu.host_device import HostDevice, record_work
 from tests.engine.stored_formats import FORMATS as STORED_FORMATS
 from tests.engine.stored_formats import quantize_checkpoint, quantize_experts_to_mxfp4
 from tests.engine.test_families import FAMILIES, MODELS
@@ -172,6 +173,31 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     (evicted,) = requests()[1:2]
     assert_outputs_equal(run_requests(small_core, [evicted]), {"1": expected["1"]})
     assert small_core.scheduler.kv_cache.host_hit_tokens > 0
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_steps_wait_for_nothing_but_sampled_tokens(
+    model: Path, gpu: HostDevice, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for one event at most, with admissions, decodes, evicted blocks and hits in host memory."""
+    if not captures:
+        gpu.capture_graph = None
+    core = create_gpu_core(model, block_size=4, num_blocks=9, max_seqs=2, host_kv_bytes=1 << 20)
+    step, waits = core.step, []
+
+    def record_step() -> StepOutputs:
+        outputs = []
+        waits.append(record_work(lambda: outputs.append(step())).waits)
+        return outputs[0]
+
+    monkeypatch.setattr(core, "step", record_step)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for name in ("first", "other", "again"):
+        prompt = [3 + len(name)] * 19 if name == "other" else [*range(3, 22)]
+        run_requests(core, [EngineRequest(id=name, prompt=prompt, params=params)])
+    assert core.scheduler.kv_cache.host_hit_tokens > 0
+    assert sum(graph.replays for graph in gpu.graphs) >= 9 * captures
+    assert all(each in ([], ["event"]) for each in waits), waits
 
 
 def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None:

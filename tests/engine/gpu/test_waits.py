@@ -50,10 +50,12 @@ WORK: dict[str, tuple[Call, int, int, int]] = {
 """Launches, copies and waits of each work."""
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", WORK)
-def test_recorder_counts_launches_copies_and_waits(name: str) -> None:
+def test_recorder_counts_launches_copies_and_waits(name: str, inference: bool) -> None:
     work, *counts = WORK[name]
     x = torch.tensor([1, 0, 1], device=TORCH_DEVICE)
-    recorder = record_work(lambda: work(HostDevice(), x))
+    with torch.inference_mode(inference):
+        recorder = record_work(lambda: work(HostDevice(), x))
     counted = (recorder.launches, recorder.copies, recorder.waits)
     assert [*map(len, counted)] == counts, counted
