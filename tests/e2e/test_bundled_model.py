@@ -52,6 +52,31 @@ def test_draft_model_has_same_tokenizer_and_stops() -> None:
     assert output.outputs[0].finish_reason == "stop"
 
 
+def test_drafts_are_accepted_and_change_nothing(llm: LLM) -> None:
+    sentence = "the quick brown fox jumps over the lazy dog. "
+    prompts = [f"Repeat: {sentence * 3}", "Count to ten: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3,"]
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=60, logprobs=2),
+        SamplingParams(temperature=0.7, max_tokens=60, seed=3, ignore_eos=True),
+    ]
+    accepted_before = read_accepted_drafts(llm)
+    outputs = [llm.generate(prompts, params) for params in sampling]
+    assert read_accepted_drafts(llm) > accepted_before
+    without = LLM(BUNDLED_MODEL, threads=1, progress="off", speculation="off")
+    for expected, params in zip(outputs, sampling, strict=True):
+        actual = without.generate(prompts, params)
+        assert [output.outputs for output in actual] == [output.outputs for output in expected]
+    assert read_accepted_drafts(without) == 0
+
+
+def read_accepted_drafts(llm: LLM) -> float:
+    return sum(
+        metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "argosy_accepted_draft_tokens_total"
+    )
+
+
 def generate_answers(llm: LLM, seeds: range) -> Counter[str]:
     """Generate `CHOICES` answers under one schema for each seed, and count how they ended."""
     outcomes: Counter[str] = Counter()

@@ -54,3 +54,9 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Maximum number of tokens in one step, which is reduced for a while after memory ran out."""
     compute_threads: int = 0
     """CPU threads that compute. 0 on a GPU."""
+    drafts_total: dict[str, int] = {}
+    """Steps of a sequence with drafts, by drafter."""
+    draft_tokens_total: dict[str, int] = {}
+    accepted_draft_tokens_total: dict[str, int] = {}
+    accepted_by_position_total: dict[str, list[int]] = {}
+    """Accepted drafts by drafter, and by their position among the drafts of a step."""

@@ -5,8 +5,9 @@ The number of label values is bounded. They are the served model, route template
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 
 from prometheus_client import generate_latest
@@ -49,6 +50,12 @@ _CORE_COUNTERS = {
     "out_of_memory_steps": "Steps that ran out of memory and were repeated in smaller steps.",
 }
 """Help text of each counter that the engine core keeps, in the field `*_total` of `CoreStats`."""
+_DRAFT_COUNTERS = {
+    "drafts": "Steps of a sequence that verified drafts.",
+    "draft_tokens": "Drafts that steps verified.",
+    "accepted_draft_tokens": "Drafts that equalled the sampled tokens, so that a step had more than one token.",
+}
+"""Help text of each counter that the engine core keeps by drafter, in the field `*_total` of `CoreStats`."""
 
 
 @dataclass(slots=True)
@@ -84,6 +91,15 @@ class ReplicaMetrics(Collector):
             name: self._add_counter(f"argosy_{name}", help_text)
             for name, help_text in _CORE_COUNTERS.items()
         }
+        self._draft_counters = {
+            name: self._add_counter(f"argosy_{name}", help_text, "drafter")
+            for name, help_text in _DRAFT_COUNTERS.items()
+        }
+        self._accepted_by_position = self._add_counter(
+            "argosy_accepted_draft_tokens_per_position",
+            "Accepted drafts by their position among the drafts of a step, from 0.",
+            *("drafter", "position"),
+        )
         self._stats: CoreStats | None = None
         self._ready = False
         self._memory_bytes = self._memory_bound_bytes = 0
@@ -233,14 +249,26 @@ class ReplicaMetrics(Collector):
     ) -> None:
         """Update the metrics from the engine core's statistics and its memory; call it before `exposition`."""
         self._memory_bytes, self._memory_bound_bytes = memory_bytes, memory_bound_bytes
-        previous, self._stats, self._ready = self._stats, stats, ready
+        previous, self._stats, self._ready = self._stats or CoreStats(), stats, ready
         for name, counter in self._core_counters.items():
             total = attrgetter(name.replace("_seconds", "_s") + "_total")
-            previous_total = 0 if previous is None else total(previous)
-            counter.add(self.model_label, _increase(previous_total, total(stats)))
-        phases = {} if previous is None else previous.phase_s_total
-        for phase, seconds in stats.phase_s_total.items():
-            self._phases.add((*self.model_label, phase), _increase(phases.get(phase, 0.0), seconds))
+            counter.add(self.model_label, _increase(total(previous), total(stats)))
+        self._add_increases(self._phases, previous.phase_s_total, stats.phase_s_total)
+        for name, counter in self._draft_counters.items():
+            totals = attrgetter(f"{name}_total")
+            self._add_increases(counter, totals(previous), totals(stats))
+        for drafter, counts in stats.accepted_by_position_total.items():
+            earlier = previous.accepted_by_position_total.get(drafter) or repeat(0)
+            for position, (before, count) in enumerate(zip(earlier, counts, strict=False)):
+                self._accepted_by_position.add(
+                    (*self.model_label, drafter, str(position)), _increase(before, count)
+                )
+
+    def _add_increases(
+        self, counter: Counter, previous: Mapping[str, float], current: Mapping[str, float]
+    ) -> None:
+        for label, total in current.items():
+            counter.add((*self.model_label, label), _increase(previous.get(label, 0), total))
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format under Argosy's names."""

@@ -178,6 +178,32 @@ def test_step_phases_are_counters() -> None:
     assert values['argosy_step_seconds_total{model="m",phase="compute"}'] == 2.0
 
 
+def test_drafts_are_counted_by_drafter_and_position() -> None:
+    metrics = ReplicaMetrics("m")
+    for drafts, accepted in ((2, [2, 1]), (5, [4, 1]), (1, [1, 0])):  # the core restarts at last
+        stats = CoreStats(
+            drafts_total={"lookup": drafts},
+            draft_tokens_total={"lookup": 2 * drafts},
+            accepted_draft_tokens_total={"lookup": sum(accepted)},
+            accepted_by_position_total={"lookup": accepted},
+        )
+        metrics.update_stats(stats, ready=True)
+    values = exported_values(metrics.vllm_exposition())
+    counts = {
+        name.removeprefix("vllm:spec_decode_num_"): value
+        for name, value in values.items()
+        if "spec_decode" in name
+    }
+    labels = 'drafter="lookup",engine="0",model_name="m"'
+    assert counts == {
+        f"drafts_total{{{labels}}}": 6,
+        f"draft_tokens_total{{{labels}}}": 12,
+        f"accepted_tokens_total{{{labels}}}": 6,
+        f'accepted_tokens_per_pos_total{{{labels},position="0"}}': 5,
+        f'accepted_tokens_per_pos_total{{{labels},position="1"}}': 1,
+    }
+
+
 def test_names_have_the_vllm_prefix_only_in_the_vllm_exposition() -> None:
     metrics = ReplicaMetrics("m")
     assert not any(":" in name.split("{")[0] for name in exported_values(metrics.exposition()))

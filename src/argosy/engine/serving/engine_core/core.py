@@ -437,6 +437,7 @@ class EngineCore:
             out_of_memory_steps_total=self._out_of_memory_steps,
             step_token_budget=scheduler.token_budget.tokens,
             compute_threads=self._device.num_compute_threads,
+            **({} if self.speculation is None else self.speculation.totals),
         )
 
 

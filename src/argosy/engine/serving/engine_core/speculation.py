@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 from collections import Counter
+from typing import Any
 
 import structlog
 
@@ -37,8 +38,8 @@ class Speculation:
         """Steps of a sequence with drafts."""
         self.draft_tokens: Counter[str] = Counter()
         self.accepted_tokens: Counter[str] = Counter()
-        self.accepted_by_position: Counter[int] = Counter()
-        """Accepted drafts by their position among the drafts of a step, from 0."""
+        self.accepted_by_position: dict[str, list[int]] = {}
+        """Accepted drafts by the drafter's name and by their position among the drafts of a step."""
         self._vocab_size = vocab_size
         self._policy = DraftLengthPolicy(ridge_tokens)
         self._histories: dict[str, DraftHistory] = {}
@@ -109,13 +110,27 @@ class Speculation:
             self.drafts[name] += 1
             self.draft_tokens[name] += len(drafts)
             self.accepted_tokens[name] += num_accepted
-            self.accepted_by_position.update(range(num_accepted))
+            by_position = self.accepted_by_position.setdefault(name, [0] * MAX_DRAFT_TOKENS)
+            for position in range(num_accepted):
+                by_position[position] += 1
         num_decodes = plan.counts.count(1) + len(plan.draft_tokens)
         if num_decodes + plan.num_drafts == plan.total_tokens:
             durations = result.durations
             self._policy.record_step(
                 num_decodes, plan.num_drafts, sum(durations) - durations.mask_fill_s
             )
+
+    @property
+    def totals(self) -> dict[str, dict[str, Any]]:
+        """Copies of the counters, by their fields of `CoreStats`."""
+        return {
+            "drafts_total": self.drafts.copy(),
+            "draft_tokens_total": self.draft_tokens.copy(),
+            "accepted_draft_tokens_total": self.accepted_tokens.copy(),
+            "accepted_by_position_total": {
+                name: counts.copy() for name, counts in self.accepted_by_position.items()
+            },
+        }
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
