@@ -276,9 +276,10 @@ class Scheduler:
             end = starts[chunk] + plan.counts[chunk]
             if end >= seq.next_full_length:
                 self.kv_cache.update_full_blocks(seq, end)
-            new_tokens: list[int] = []
             finish: SequenceFinishReason | None = None
-            if num_samples:
+            if not num_samples:
+                new_tokens = []
+            else:
                 token = tokens[chunk]
                 seq.tokens.append(token)
                 new_tokens = [token]
