@@ -54,13 +54,16 @@ POINTERS = {
     **dict.fromkeys(
         (
             *("sums", "peaks", "totals", "cos", "sin", "sinks", "scales", "scale"),
-            *("x_scales", "weight_scales", "weight_offsets", "logits"),
+            *("x_scales", "weight_scales", "weight_offsets", "logits", "q_weight", "k_weight"),
             *("conv", "decay_rate", "decay_bias", "states", "mixed", "gates"),
         ),
         FLOAT32,
     ),
     **dict.fromkeys(
-        ("q", "k", "v", "keys", "values", "out", "x", "delta", "weight", "bias", "qkv", "factors"),
+        (
+            *("q", "k", "v", "queries", "keys", "values", "out", "x", "delta", "weight", "bias"),
+            *("qkv", "factors"),
+        ),
         BFLOAT16,
     ),
 }
@@ -176,7 +179,6 @@ def report_attention_kernels() -> None:
             "TOKENS": tile.tokens,
             "ROWS": tile.rows,
             "BLOCK": 16,
-            "ROTARY": head_dim,
             "SOFTCAP": softcap,
             "PRECISION": "tf32x3",
         }
@@ -193,17 +195,20 @@ def report_attention_kernels() -> None:
     shared = {"HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "WIDTH": 128}
     for cache in (BFLOAT16, FLOAT8):
         constants = {
+            "HEADS": 32,
             "KV_HEADS": 8,
-            "ROWS": attention.STORE_TILE_ROWS,
+            "ROWS": attention.ROTATE_TILE_ROWS,
             "HEAD_DIM": 128,
             "WIDTH": 128,
             "BLOCK": 16,
             "ROTARY": 128,
+            "NORMED": cache == FLOAT8,
+            "ROUND_BEFORE_WEIGHT": True,
             "FLOAT8": cache == FLOAT8,
             "MAX_VALUE": 448.0,
         }
-        types = {"keys": cache, "values": cache, "tokens": "i32"}
-        report(f"store {cache}", attention_kernels.store_kv, constants, types, num_warps=4)
+        types = {"keys": cache, "values": cache, "tokens": "i32", "eps": "fp32"}
+        report(f"store {cache}", attention_kernels.rotate_and_store, constants, types, num_warps=4)
     constants = {**shared, "TOKENS": 16, "ROWS": 8, "SINKS": False}
     report("merge_ranges", attention_kernels.merge_ranges, constants, num_warps=4)
     constants = {"TOKENS": 16, "WINDOWED": True, "LANES": attention.WORK_LANES}

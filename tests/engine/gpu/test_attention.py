@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from argosy.engine.execution.architectures.architecture import AttentionParams
+from argosy.engine.execution.architectures.architecture import AttentionParams, HeadNorm
+from argosy.engine.execution.architectures.decoder import NormKind
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.gpu import attention as gpu_attention
 from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8, TritonAttention
@@ -22,6 +23,7 @@ from argosy.engine.execution.kernels.gpu.attention_kernels import (
     WORK_FIELDS,
     list_work,
 )
+from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.rope import RopeRotation
 from tests.engine.attention_cases import (
     TORCH_DTYPES,
@@ -33,7 +35,7 @@ from tests.engine.attention_cases import (
     assert_same_bits,
     assert_views_give_same_bits,
 )
-from tests.engine.gpu.device import DEVICE
+from tests.engine.gpu.device import DEVICE, INTERPRETED
 from tests.engine.pairwise import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy replaces the GPU here
@@ -60,6 +62,9 @@ class HostTensorAttention(TritonAttention):
             rope = rope[0].to(DEVICE), rope[1].to(DEVICE)
         if params.sinks is not None:
             params = replace(params, sinks=params.sinks.to(DEVICE))
+        if (norm := params.head_norm) is not None:
+            weights = norm.q_weight.to(DEVICE), norm.k_weight.to(DEVICE)
+            params = replace(params, head_norm=HeadNorm(*weights, *norm[2:]))
         return super().__call__(q, k, v, replace(batch, **on_device), params, rope).cpu()
 
     def read_blocks(self, blocks: Tensor, out: Tensor) -> None:
@@ -77,6 +82,11 @@ class GpuAttentionCase(AttentionCase):
 
     cache_dtype: torch.dtype | None = None
     scales: Tensor | None = None
+    head_norm: HeadNorm | None = None
+
+    @property
+    def params(self) -> AttentionParams:
+        return replace(super().params, head_norm=self.head_norm)
 
     def create_attention(self, threads: int = 1) -> HostTensorAttention:
         shape = self.kv_cache_shape(self.cache_dtype or TORCH_DTYPES[self.dtype])
@@ -308,6 +318,34 @@ def test_work_list_has_each_range_once_in_items_of_similar_size(
 def test_nan_affects_own_row_only(operand: int, cache_dtype: torch.dtype | None) -> None:
     case = GpuAttentionCase([80, 30], dtype="bfloat16", cache_dtype=cache_dtype)
     assert_nan_affects_own_row_only(case, operand)
+
+
+@pairwise(
+    kind=get_args(NormKind),
+    head_dim=(24, 64),
+    rotary=(0, 8, "all"),
+    dtype=("bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)),
+)
+def test_attention_normalizes_heads_as_the_norm_does(
+    kind: NormKind, head_dim: int, rotary: int | str, dtype: str
+) -> None:
+    rotary_dim = head_dim if isinstance(rotary, str) else rotary
+    case = GpuAttentionCase([17, 3], head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(2, head_dim, generator=generator).to(TORCH_DTYPES[dtype])
+    norms = [TritonElementwiseOps().create_norm(kind, each.to(DEVICE), 1e-5) for each in weights]
+    head_norm = HeadNorm(norms[0].scale, norms[1].scale, 1e-5, kind == "narrow")
+    actual = replace(case, head_norm=head_norm)
+    actual.qkv = case.qkv
+    outputs = actual.run()
+    case.qkv = [
+        (norms[0](q.to(DEVICE)).cpu(), norms[1](k.to(DEVICE)).cpu(), v) for q, k, v in case.qkv
+    ]
+    expected = case.run()
+    if INTERPRETED:  # elsewhere the elements of a row may be added in another order
+        assert_same_bits(outputs, expected)
+    for output, each in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, each, atol=2e-2, rtol=2e-2)
 
 
 def test_strided_views_of_fused_projection_give_same_bits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 from unittest import mock
@@ -263,6 +264,21 @@ def test_missing_gpu_is_reported_with_remedy() -> None:
         create_core(BUNDLED_MODEL, device="cuda")
     with pytest.raises(ValueError, match="leave kv_dtype at auto"):
         create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
+
+
+DENSE_LAYER = {"_norm": 2, "_matmul": 4, "rotate_and_store": 1, "attend": 1, "_gated_activation": 1}
+"""Launches of a decoder layer, with norms of queries and keys or without."""
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_dense_layer_launches_each_kernel_once(tmp_path: Path, family: str) -> None:
+    launches = []
+    for layers in (1, 2):
+        make_reference(tmp_path, family, SMALL | {"num_hidden_layers": layers, "head_dim": 16})
+        driver = DecoderDriver(load_checkpoint(tmp_path, torch.bfloat16, device=HostDevice()))
+        work = record_work(lambda: driver.forward([("decode", [5])]))  # noqa: B023 - runs at once
+        launches.append(Counter(work.launches))
+    assert launches[1] - launches[0] == DENSE_LAYER
 
 
 REFUSED = ("deepseek", "glm 4 moe lite")

@@ -88,6 +88,18 @@ def _arrange(windows: tuple[int | None, ...], layers_per_block: int) -> KvCacheL
     return KvCacheLayout(tuple(group_windows), layers_per_block, tuple(places))
 
 
+class HeadNorm(NamedTuple):
+    """RMS norm of each head of queries and keys, before their rotation."""
+
+    q_weight: Tensor
+    """Factors of the elements of a query, float32 [head_dim]."""
+    k_weight: Tensor
+    """Factors of the elements of a key, float32 [head_dim]."""
+    eps: float
+    rounds_before_weight: bool
+    """Whether the normalized values are rounded before they are multiplied by the factors, as well as after."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
     """Attention parameters of one layer."""
@@ -103,6 +115,8 @@ class AttentionParams:
     """Attention sinks, float32 [heads]: scores of a key without value that every token attends to."""
     group: int = 0
     """KV cache group of the layer."""
+    head_norm: HeadNorm | None = field(default=None, compare=False)
+    """Norm that the attention computes, if the device says `normalizes_heads`. None if queries and keys need none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

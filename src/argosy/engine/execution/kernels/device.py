@@ -84,6 +84,8 @@ class Device(ABC):
     """Default fraction of the free memory for the KV cache."""
     computes_float8: bool = False
     """Whether the device computes with weights in e4m3."""
+    normalizes_heads: bool = False
+    """Whether attention computes `AttentionParams.head_norm`, so that the norm needs no pass of its own."""
     capture_graph: GraphCapture | None = None
     """Captures what a function launches, and returns a function that launches it again with the current inputs.
 

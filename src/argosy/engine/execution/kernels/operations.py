@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Norm(Protocol):
     """RMS norm (Zhang & Sennrich 2019) over the last dimension, in float32."""
 
+    scale: Tensor
+    """Factors of the elements, float32 [size]."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize x, [T, size] or [T, heads, size] with its last two dimensions contiguous."""
         ...

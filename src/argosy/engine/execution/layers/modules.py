@@ -118,6 +118,11 @@ class RmsNorm(LoadableModule):
         self._norm = device.elementwise_ops.create_norm(self._kind, self.weight, self._eps)
         self.weight = None
 
+    @property
+    def scale(self) -> Tensor:
+        """Factors of the elements, float32 [size]."""
+        return self._norm.scale
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize over the last dimension, which has `size` elements."""
         return self._norm(x)

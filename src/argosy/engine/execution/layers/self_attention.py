@@ -7,7 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from argosy.engine.execution.architectures.architecture import AttentionParams, LayerPlace
+from argosy.engine.execution.architectures.architecture import (
+    AttentionParams,
+    HeadNorm,
+    LayerPlace,
+)
 from argosy.engine.execution.architectures.decoder import LayerArchitecture, ModelArchitecture
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
@@ -21,25 +25,38 @@ from argosy.engine.execution.layers.modules import (
 )
 
 
-class QueryKeyNorm(nn.Module):
-    """Norm of queries and keys over each head, over all heads together, or none, as the family has it."""
+class QueryKeyNorm(LoadableModule):
+    """Norm of queries and keys over each head, over all heads together, or none, as the family has it.
+
+    The attention computes the norm over each head, if the device says so.
+    """
 
     def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
+        self._kind, self._eps = architecture.norm_kind, architecture.norm_eps
         self._is_full = architecture.qk_norm == "full"
         head_counts = (
             (architecture.num_heads, architecture.num_kv_heads) if self._is_full else (1, 1)
         )
         self.q_norm, self.k_norm = (
-            RmsNorm(count * architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+            RmsNorm(count * architecture.head_dim, self._kind, self._eps)
             if architecture.qk_norm
             else None
             for count in head_counts
         )
+        self.head_norm: HeadNorm | None = None
+        """Norm that the attention computes."""
+
+    def process_weights_after_loading(self, device: Device) -> None:
+        """Leave the norm to the attention, if it computes norms over each head."""
+        if device.normalizes_heads and self.q_norm and self.k_norm and not self._is_full:
+            self.head_norm = HeadNorm(
+                self.q_norm.scale, self.k_norm.scale, self._eps, self._kind == "narrow"
+            )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Map queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or self.head_norm is not None:
             return q, k
         if not self._is_full:
             return self.q_norm.forward(q), self.k_norm.forward(k)
@@ -79,11 +96,11 @@ class SelfAttention(LoadableModule):
         )
 
     def process_weights_after_loading(self, device: Device) -> None:
-        """Convert the sinks to float32."""
+        """Convert the sinks to float32, and pass the norm that the attention computes."""
         del device
-        if self.sinks is not None:
-            self._params = replace(self._params, sinks=self.sinks.detach().float())
-            self.sinks = None
+        sinks = None if self.sinks is None else self.sinks.detach().float()
+        self._params = replace(self._params, sinks=sinks, head_norm=self.qk.head_norm)
+        self.sinks = None
 
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""

@@ -80,9 +80,9 @@ class _NativeNorm:
         self, ops: NativeElementwiseOps, kind: NormKind, weight: Tensor, eps: float
     ) -> None:
         self._run = ops.kernels.norm[weight.dtype]
-        self._scale = norm_scale(kind, weight)
+        self.scale = norm_scale(kind, weight)
         self._call = NormCall(
-            weight=self._scale.data_ptr(),
+            weight=self.scale.data_ptr(),
             size=len(weight),
             round_before_weight=kind == "narrow",
             threads=ops.threads,

@@ -18,7 +18,7 @@ from argosy.engine.execution.kernels.gpu.attention_kernels import (
     attend,
     list_work,
     merge_ranges,
-    store_kv,
+    rotate_and_store,
 )
 from argosy.engine.execution.kernels.gpu.block_copies import copy_staged_blocks
 from argosy.engine.execution.kernels.rope import RopeRotation
@@ -26,8 +26,8 @@ from argosy.engine.execution.kernels.rope import RopeRotation
 KV_FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 """Largest number of e4m3. Larger keys and values are stored as this."""
-STORE_TILE_ROWS = 16
-"""Number of token heads that one program stores. Its 128 threads copy 16 bytes of a key and of a value at a time."""
+ROTATE_TILE_ROWS = 16
+"""Number of token heads that one program rotates. Its 128 threads copy 16 bytes of a key and of a value at a time."""
 MAX_HEAD_BYTES = 512
 """Maximum bytes of a head's padded row."""
 MAX_SCRATCH_BYTES = 128 << 20
@@ -112,8 +112,7 @@ class TritonAttention(Attention):
         q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(q):
-            self._store(k, v, batch, params, rope)
-            self._attend(q, out, batch, params, rope)
+            self._attend(self._rotate_and_store(q, k, v, batch, params, rope), out, batch, params)
         return out
 
     def read_blocks(self, blocks: Tensor, out: Tensor) -> None:
@@ -130,40 +129,58 @@ class TritonAttention(Attention):
             copy_staged_blocks(octets, blocks, staged, offset, gather=gather)
             offset += octets.shape[0] * octets.shape[2]
 
-    def _store(
-        self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams, rope: RopeRotation | None
-    ) -> None:
-        tokens, kv_heads, head_dim = k.shape
-        store_kv[(triton.cdiv(tokens * kv_heads, STORE_TILE_ROWS),)](
+    def _rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        params: AttentionParams,
+        rope: RopeRotation | None,
+    ) -> Tensor:
+        """Store keys and values, and return the queries, all normalized and rotated as the layer needs it."""
+        tokens, heads, head_dim = q.shape
+        kv_heads, norm = k.shape[1], params.head_norm
+        queries = (
+            q
+            if rope is None and norm is None
+            else torch.empty_like(q, memory_format=torch.contiguous_format)
+        )
+        query_tiles = 0 if queries is q else triton.cdiv(tokens * heads, ROTATE_TILE_ROWS)
+        key_tiles = triton.cdiv(tokens * kv_heads, ROTATE_TILE_ROWS)
+        rotate_and_store[(query_tiles + key_tiles,)](
+            q,
             k,
             v,
+            queries,
             self._keys[params.layer],
             self._values[params.layer],
             batch.slot_mappings[params.group],
             *(rope or (k, k)),
+            *((self._scales, self._scales) if norm is None else (norm.q_weight, norm.k_weight)),
             self._scales[params.layer],
+            q.stride(0),
             k.stride(0),
             v.stride(0),
             tokens,
+            query_tiles,
+            0.0 if norm is None else norm.eps,
+            HEADS=heads,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
             WIDTH=_padded_head_dim(head_dim),
-            ROWS=STORE_TILE_ROWS,
+            ROWS=ROTATE_TILE_ROWS,
             BLOCK=self._block_size,
             ROTARY=0 if rope is None else rope[0].shape[-1],
+            NORMED=norm is not None,
+            ROUND_BEFORE_WEIGHT=norm is not None and norm.rounds_before_weight,
             FLOAT8=self._float8,
             MAX_VALUE=FLOAT8_MAX,
             num_warps=4,
         )
+        return queries
 
-    def _attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        batch: Batch,
-        params: AttentionParams,
-        rope: RopeRotation | None,
-    ) -> None:
+    def _attend(self, q: Tensor, out: Tensor, batch: Batch, params: AttentionParams) -> None:
         tokens, heads, head_dim = q.shape
         kv_heads = self._keys.shape[2]
         group, width = heads // kv_heads, _padded_head_dim(head_dim)
@@ -193,7 +210,6 @@ class TritonAttention(Attention):
             batch.query_start_loc,
             batch.seq_lens,
             block_table,
-            *(rope or (q, q)),
             sinks,
             self._scales[params.layer],
             q.stride(0),
@@ -204,7 +220,6 @@ class TritonAttention(Attention):
             **shared,
             ROWS=tile.rows,
             BLOCK=self._block_size,
-            ROTARY=0 if rope is None else rope[0].shape[-1],
             WINDOWED=window > 0,
             SOFTCAP=params.softcap is not None,
             PRECISION="tf32x3",  # for float32: three products with 22 bits in total

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention: store keys and values, list the work, attend, and merge ranges in order.
+"""Triton kernels of paged attention: rotate and store, list the work, attend, and merge ranges in order.
 
 The kernels use online softmax (Milakov & Gimelshein 2018) and the tiling of FlashAttention (Dao et al. 2022). Programs
 share ranges of keys as in Flash-Decoding (Dao et al. 2023), but at absolute positions. Two kernels that must compute
@@ -22,48 +22,122 @@ RECORD_SIZE = tl.constexpr(WORK_FIELDS)
 
 
 # Numbers that change from step to step are not specialized, because each value would compile a new kernel.
-@triton.jit(do_not_specialize=["tokens"])
-def store_kv(
+@triton.jit(do_not_specialize=["tokens", "query_tiles"])
+def rotate_and_store(
+    q,
     k,
     v,
+    queries,
     keys,
     values,
     slot_mapping,
     cos,
     sin,
+    q_weight,
+    k_weight,
     scales,
+    q_stride,
     k_stride,
     v_stride,
     tokens,
+    query_tiles,
+    eps,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUND_BEFORE_WEIGHT: tl.constexpr,
     FLOAT8: tl.constexpr,
     MAX_VALUE: tl.constexpr,
 ):
-    """Store rotated keys, and values, of ROWS heads of one or more tokens in the cache."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = (row // KV_HEADS).to(tl.int64)
-    head = row % KV_HEADS
+    """Normalize (NORMED) and rotate ROWS heads of tokens, and store them.
+
+    The first `query_tiles` programs write queries to `queries` [tokens, HEADS, HEAD_DIM]. The others store keys, and
+    values as they are, in the cache.
+    """
+    tile = tl.program_id(0)
     col = tl.arange(0, WIDTH)
-    slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1)
-    mask = (slot >= 0)[:, None] & (col < HEAD_DIM)[None, :]
-    origin = token * k_stride + head * HEAD_DIM
-    key = _load_rotated(k, origin, token, col, mask, cos, sin, ROTARY)
-    offset = (token * v_stride + head * HEAD_DIM)[:, None] + col[None, :]
-    value = tl.load(v + offset, mask=mask, other=0.0)
-    if FLOAT8:
-        key = key.to(tl.float32) / tl.load(scales + head)[:, None]
-        value = value.to(tl.float32) / tl.load(scales + KV_HEADS + head)[:, None]
-        key = tl.clamp(key, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
-        value = tl.clamp(value, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
-    offset = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
-    offset += col[None, :]
-    tl.store(keys + offset, key.to(keys.dtype.element_ty), mask=mask)
-    tl.store(values + offset, value.to(values.dtype.element_ty), mask=mask)
+    if tile < query_tiles:
+        query_row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        token = query_row // HEADS
+        mask = (token < tokens)[:, None] & (col < HEAD_DIM)[None, :]
+        query = _load_heads(
+            q, token * q_stride + query_row % HEADS * HEAD_DIM, token, col, mask, cos, sin, q_weight, eps,
+            HEAD_DIM, ROTARY, NORMED, ROUND_BEFORE_WEIGHT,
+        )  # fmt: skip
+        tl.store(queries + query_row[:, None] * HEAD_DIM + col[None, :], query, mask=mask)
+    else:
+        row = (tile - query_tiles) * ROWS + tl.arange(0, ROWS)
+        token = (row // KV_HEADS).to(tl.int64)
+        head = row % KV_HEADS
+        slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1)
+        mask = (slot >= 0)[:, None] & (col < HEAD_DIM)[None, :]
+        key = _load_heads(
+            k, token * k_stride + head * HEAD_DIM, token, col, mask, cos, sin, k_weight, eps,
+            HEAD_DIM, ROTARY, NORMED, ROUND_BEFORE_WEIGHT,
+        )  # fmt: skip
+        offset = (token * v_stride + head * HEAD_DIM)[:, None] + col[None, :]
+        value = tl.load(v + offset, mask=mask, other=0.0)
+        if FLOAT8:
+            key = key.to(tl.float32) / tl.load(scales + head)[:, None]
+            value = value.to(tl.float32) / tl.load(scales + KV_HEADS + head)[:, None]
+            key = tl.clamp(key, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
+            value = tl.clamp(value, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
+        offset = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
+        offset += col[None, :]
+        tl.store(keys + offset, key.to(keys.dtype.element_ty), mask=mask)
+        tl.store(values + offset, value.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_heads(
+    x,
+    start,
+    token,
+    col,
+    mask,
+    cos,
+    sin,
+    weight,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUND_BEFORE_WEIGHT: tl.constexpr,
+):
+    """Load rows x[start + col]. Their RMS norm is rounded, and so is the rotation of the first ROTARY elements."""
+    rows = tl.load(x + start[:, None] + col[None, :], mask=mask, other=0.0)
+    factor = tl.full((rows.shape[0],), 1.0, tl.float32)
+    if NORMED:
+        squares = rows.to(tl.float32) * rows.to(tl.float32)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / HEAD_DIM + eps)
+        rows = _scale_rows(rows, factor, weight + col, col < HEAD_DIM, ROUND_BEFORE_WEIGHT)
+    if ROTARY > 0:
+        partner = tl.where(col < ROTARY // 2, col + ROTARY // 2, col - ROTARY // 2)
+        is_rotary = col < ROTARY
+        rotary_mask = mask & is_rotary[None, :]
+        swapped = tl.load(x + start[:, None] + partner[None, :], mask=rotary_mask, other=0.0)
+        if NORMED:
+            swapped = _scale_rows(swapped, factor, weight + partner, is_rotary, ROUND_BEFORE_WEIGHT)
+        offset = token.to(tl.int64)[:, None] * ROTARY + col[None, :]
+        cosine = tl.load(cos + offset, mask=rotary_mask, other=1.0)
+        sine = tl.load(sin + offset, mask=rotary_mask, other=0.0)
+        result = tl.fma(rows.to(tl.float32), cosine, swapped.to(tl.float32) * sine)
+        rows = result.to(rows.dtype)
+    return rows
+
+
+@triton.jit
+def _scale_rows(rows, factor, weight, mask, ROUND_BEFORE_WEIGHT: tl.constexpr):
+    """Multiply rows by their factors and by the weights of the columns, and round to the dtype of the rows."""
+    normed = rows.to(tl.float32) * factor[:, None]
+    if ROUND_BEFORE_WEIGHT:
+        normed = normed.to(rows.dtype).to(tl.float32)
+    return (normed * tl.load(weight, mask=mask, other=0.0)[None, :]).to(rows.dtype)
 
 
 @triton.jit(
@@ -217,8 +291,6 @@ def attend(
     query_start_loc,
     seq_lens,
     block_table,
-    cos,
-    sin,
     sinks,
     scales,
     q_stride,
@@ -233,7 +305,6 @@ def attend(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -259,7 +330,7 @@ def attend(
     position = tl.where(row_mask, length - end + token, -1)
     mask = row_mask[:, None] & (col < HEAD_DIM)[None, :]
     origin = token.to(tl.int64) * q_stride + head * HEAD_DIM
-    query = _load_rotated(q, origin, token, col, mask, cos, sin, ROTARY)
+    query = tl.load(q + origin[:, None] + col[None, :], mask=mask, other=0.0)
 
     key_scale = tl.load(scales + kv_head) * scale
     block_row = block_table + sequence.to(tl.int64) * block_table_stride
@@ -361,22 +432,6 @@ def merge_ranges(
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
     offset = ((begin + row // GROUP).to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + col[None, :]
     tl.store(out + offset, _normalize(merged, merged_total, value_scale, out), mask=mask)
-
-
-@triton.jit
-def _load_rotated(x, start, token, col, mask, cos, sin, ROTARY: tl.constexpr):
-    """Load rows x[start + col], with the first ROTARY elements rotated in float32 and rounded once."""
-    rows = tl.load(x + start[:, None] + col[None, :], mask=mask, other=0.0)
-    if ROTARY > 0:
-        partner = tl.where(col < ROTARY // 2, col + ROTARY // 2, col - ROTARY // 2)
-        rotary_mask = mask & (col < ROTARY)[None, :]
-        swapped = tl.load(x + start[:, None] + partner[None, :], mask=rotary_mask, other=0.0)
-        offset = token.to(tl.int64)[:, None] * ROTARY + col[None, :]
-        cosine = tl.load(cos + offset, mask=rotary_mask, other=1.0)
-        sine = tl.load(sin + offset, mask=rotary_mask, other=0.0)
-        result = tl.fma(rows.to(tl.float32), cosine, swapped.to(tl.float32) * sine)
-        rows = result.to(rows.dtype)
-    return rows
 
 
 @triton.jit

@@ -51,6 +51,7 @@ class GpuDevice(Device):
 
     default_dtype = torch.bfloat16
     elementwise_ops = TritonElementwiseOps()
+    normalizes_heads = True
     max_steps_in_flight = 1
     ridge_tokens = 256
     """Hopper computes 206 (H200) to 295 (H100) bfloat16 multiplications while it reads one weight."""

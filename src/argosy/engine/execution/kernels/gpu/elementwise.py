@@ -46,7 +46,7 @@ class _TritonNorm:
     """RMS norm of rows of one size."""
 
     def __init__(self, kind: NormKind, weight: Tensor, eps: float) -> None:
-        self._scale = norm_scale(kind, weight)
+        self.scale = norm_scale(kind, weight)
         self._round_before_weight = kind == "narrow"
         self._eps = eps
         self._width = triton.next_power_of_2(len(weight))
@@ -70,7 +70,7 @@ class _TritonNorm:
             _norm[(triton.cdiv(rows, self._rows),)](
                 x,
                 delta,
-                self._scale,
+                self.scale,
                 out,
                 rows,
                 inner,

@@ -55,14 +55,14 @@ class TorchNorm:
 
     def __init__(self, kind: NormKind, weight: Tensor, eps: float) -> None:
         self._rounded_weight = weight.detach() if kind == "narrow" else None
-        self._scale = norm_scale(kind, weight)
+        self.scale = norm_scale(kind, weight)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = (x.shape[-1],)
         if self._rounded_weight is not None:
             return F.rms_norm(x, shape, None, self._eps).mul_(self._rounded_weight)
-        return F.rms_norm(x.float(), shape, None, self._eps).mul_(self._scale).to(x.dtype)
+        return F.rms_norm(x.float(), shape, None, self._eps).mul_(self.scale).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         return self(x.add_(delta))
