@@ -47,7 +47,7 @@ POINTERS = {
     "positions": "*i64",
     "tokens": "*i64",
     "weight_sums": "*i64",
-    **dict.fromkeys(("digit_sums", "states"), "*i64"),
+    "digit_sums": "*i64",
     **dict.fromkeys(("best_tokens", "tie_counts"), "*i32"),
     "row_options": "*fp64",
     "narrow": FLOAT8,
@@ -310,7 +310,7 @@ def report_row_kernels() -> None:
         ("sum weights", sampling._sum_weights),
         ("select token", sampling._select_token),
     ):
-        report(f"sample: {name}", kernel, constants, {}, **sampling.KERNEL_OPTIONS)
+        report(f"sample: {name}", kernel, constants, {"states": "*i64"}, **sampling.KERNEL_OPTIONS)
 
 
 def report_delta_rule_kernels() -> None:
