@@ -28,8 +28,8 @@ MAX_PROBE_WAIT = 4096
 MAX_RIDGES = 2
 """Maximum number of tokens of a step with drafts, in times in which the weights are read."""
 
-_SEQUENCE_WEIGHT = 1 / 8
-_POOL_WEIGHT = 1 / 128
+_SEQUENCE_WEIGHT = 1 / 4
+_POOL_WEIGHT = 1 / 64
 _COST_WEIGHT = 1 / 8
 """Weight of a new measurement in the averages."""
 _DECODE_HALF_LIFE_STEPS = 64.0

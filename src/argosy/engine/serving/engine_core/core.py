@@ -266,6 +266,8 @@ class EngineCore:
         self._steps_in_flight.append((plan, step_handle))
         while len(self._steps_in_flight) > max_in_flight:
             deltas += self._collect_step()
+        if self.speculation is not None:
+            self.speculation.record_duration(plan, self._clock() - started_at)
         if self._grammars_in_use or self.speculation is not None:
             for delta in deltas:
                 if delta.finish_reason is not None:

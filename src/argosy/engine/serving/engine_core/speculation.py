@@ -20,6 +20,9 @@ from argosy.engine.scheduling import (
     StepResult,
 )
 
+MAX_PAUSE_STEPS = 4
+"""Maximum number of steps for which no drafter is asked, after they had no drafts for any sequence."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -46,12 +49,28 @@ class Speculation:
         """Request id -> its earlier drafts."""
         self._proposed_by_row: dict[int, DraftCandidate] = {}
         """Row -> its latest drafts."""
+        self._pause_steps = 0
+        """Number of steps of the latest pause. 0 while there are drafts."""
+        self._pause_steps_left = 0
 
     def propose(self, running: collections.abc.Collection[Sequence]) -> dict[Sequence, list[int]]:
         """Return drafts of the running sequences, as many as make the next step faster.
 
-        The first drafter that has any for a sequence gives all of them. A drafter that raises is not asked again.
+        The first drafter that has any for a sequence gives all of them. A drafter that raises is not asked again. While
+        there are no drafts for any sequence, the drafters are only asked in some steps.
         """
+        if self._pause_steps_left:
+            self._pause_steps_left -= 1
+            return {}
+        drafts = self._select_drafts(running)
+        self._pause_steps = 0 if drafts else min(self._pause_steps + 1, MAX_PAUSE_STEPS)
+        self._pause_steps_left = self._pause_steps
+        return drafts
+
+    def _select_drafts(
+        self, running: collections.abc.Collection[Sequence]
+    ) -> dict[Sequence, list[int]]:
+        """Ask the drafters, and return as many of their drafts as make the next step faster."""
         decoding = [seq for seq in running if seq.is_prefilled]
         drafts: dict[Sequence, list[int]] = {}
         candidates: list[DraftCandidate] = []
@@ -66,7 +85,10 @@ class Speculation:
                     tokens = self._find_valid(draft)
                     if tokens:
                         drafts[seq] = tokens
-                        candidates.append(self._build_candidate(seq, drafter.name, draft))
+                        source = DraftSource(drafter.name, 1 << (draft.match_size.bit_length() - 1))
+                        candidates.append(
+                            DraftCandidate(self._find_history(seq.id), source, len(tokens))
+                        )
             except Exception:
                 log.exception("drafter_failed", drafter=drafter.name)
                 self.drafters.remove(drafter)
@@ -93,12 +115,11 @@ class Speculation:
                 return tokens[:index]
         return tokens
 
-    def _build_candidate(self, seq: Sequence, drafter: str, draft: Draft) -> DraftCandidate:
-        history = self._histories.get(seq.id)
+    def _find_history(self, request_id: str) -> DraftHistory:
+        history = self._histories.get(request_id)
         if history is None:
-            history = self._histories[seq.id] = DraftHistory()
-        source = DraftSource(drafter, 1 << (draft.match_size.bit_length() - 1))
-        return DraftCandidate(history, source, len(draft.tokens))
+            history = self._histories[request_id] = DraftHistory()
+        return history
 
     def record_step(self, plan: StepPlan, result: StepResult) -> None:
         """Count the drafts of a step, and those among them that were accepted."""
@@ -113,12 +134,12 @@ class Speculation:
             by_position = self.accepted_by_position.setdefault(name, [0] * MAX_DRAFT_TOKENS)
             for position in range(num_accepted):
                 by_position[position] += 1
+
+    def record_duration(self, plan: StepPlan, seconds: float) -> None:
+        """Record the duration of a whole step, of which the work for its drafts is a part."""
         num_decodes = plan.counts.count(1) + len(plan.draft_tokens)
-        if num_decodes + plan.num_drafts == plan.total_tokens:
-            durations = result.durations
-            self._policy.record_step(
-                num_decodes, plan.num_drafts, sum(durations) - durations.mask_fill_s
-            )
+        if num_decodes and num_decodes + plan.num_drafts == plan.total_tokens:
+            self._policy.record_step(num_decodes, plan.num_drafts, seconds)
 
     @property
     def totals(self) -> dict[str, dict[str, Any]]:
