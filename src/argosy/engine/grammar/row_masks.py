@@ -159,6 +159,15 @@ class RowMasks:
             valid = [token for token in window if token >= 0 or not drafts]
             self._replays.append((constraint, valid))
 
+    def find_forced_tokens(self, row: int) -> list[int]:
+        """Return tokens that a row's grammar forces. Call it between two steps, none of which is in flight."""
+        constraint = self._constraints.get(row)
+        if constraint is None:
+            return []
+        _advance(self._replays, self._sampled)
+        self._replays, self._sampled = [], []
+        return constraint.find_forced_tokens()
+
     def keep_rows(self, rows: set[int]) -> None:
         """Remove the constraints of all other rows, whose sequences have ended. Call it between two steps."""
         self._constraints = {row: c for row, c in self._constraints.items() if row in rows}
@@ -183,13 +192,7 @@ class RowMasks:
         samples: list[ConstrainedSample],
     ) -> MaskBatch:
         """Advance the constraints by the sampled tokens, and fill the masks. Runs in the worker thread."""
-        known_tokens = [step.get_tokens() for step in sampled]
-        started_at = time.perf_counter()
-        for constraint, output in replays:
-            constraint.accept(output)
-        for step, tokens in zip(sampled, known_tokens, strict=True):
-            for sample in step.samples:
-                sample.constraint.accept([tokens[sample.sample_index]])
+        started_at = _advance(replays, sampled)
         index = [
             sample.sample_index + offset
             for sample in samples
@@ -232,6 +235,20 @@ class RowMasks:
             if matcher is not None and matcher.is_error():
                 _fill_after_failure(constraint, words[position])
             constraint.complete_row(words[position])
+
+
+def _advance(
+    replays: list[tuple[TokenConstraint, list[int]]], sampled: list[_SampledTokens]
+) -> float:
+    """Wait for sampled tokens, and advance the constraints. Returns the time after the wait."""
+    known_tokens = [step.get_tokens() for step in sampled]
+    started_at = time.perf_counter()
+    for constraint, output in replays:
+        constraint.accept(output)
+    for step, tokens in zip(sampled, known_tokens, strict=True):
+        for sample in step.samples:
+            sample.constraint.accept([tokens[sample.sample_index]])
+    return started_at
 
 
 def _accept_draft(sample: ConstrainedSample) -> ConstrainedSample:

@@ -108,6 +108,11 @@ class TokenConstraint:
             return None
         return None if self._gate is not None and self._gate.is_open else self._matcher
 
+    def find_forced_tokens(self) -> list[int]:
+        """Return tokens of the only text that can follow in the grammar. Other tokens of that text are allowed, too."""
+        matcher = self.active_matcher
+        return [] if matcher is None else matcher.compute_ff_tokens()
+
     def fork(self) -> TokenConstraint:
         """Return a copy that advances independently, for example by drafts."""
         forked = copy(self)

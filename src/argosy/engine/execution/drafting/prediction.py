@@ -9,6 +9,8 @@ from argosy.engine.execution.drafting.token_index import MAX_MATCH, TokenIndex, 
 from argosy.engine.scheduling import Sequence
 from argosy.native import NativeUnavailableError
 
+EXPECTED_MATCH = 8
+"""Size of a match after which drafts are as likely to be accepted as those from a prediction's start."""
 _NOWHERE = -1
 
 
@@ -104,7 +106,7 @@ class PredictionDrafter:
         if cursor is None:
             cursor = self._cursors[seq.id] = PredictionCursor(seq.prediction)
         cursor.advance(seq.tokens[seq.prompt_len + cursor.length :])
-        return Draft(cursor.propose(limit), min(MAX_MATCH, 1 + cursor.matched))
+        return Draft(cursor.propose(limit), min(MAX_MATCH, EXPECTED_MATCH + cursor.matched))
 
     def release(self, request_id: str) -> None:
         self._cursors.pop(request_id, None)

@@ -78,6 +78,13 @@ class Executor:
         """Release the memory that all other rows still have of sequences that have ended."""
         self._stage.keep_rows(rows)
 
+    def find_forced_tokens(self, row: int) -> list[int]:
+        """Return tokens that probably follow, because a row's grammar allows one text only.
+
+        Call it while no step is in flight.
+        """
+        return self._stage.find_forced_tokens(row)
+
     @property
     def attention_name(self) -> str:
         """Name of the attention backend, for the log."""

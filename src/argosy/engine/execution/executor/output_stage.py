@@ -79,6 +79,10 @@ class OutputStage(Protocol):
         """Fill a row for a sequence that joins the batch."""
         ...
 
+    def find_forced_tokens(self, row: int) -> list[int]:
+        """Return tokens that probably follow, because a row's grammar allows one text only."""
+        ...
+
     def begin(self, plan: StepPlan) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         """Start what can run beside the model.
 

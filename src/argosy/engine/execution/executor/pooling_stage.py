@@ -69,6 +69,9 @@ class PoolingStage:
         self._params[admission.row] = admission.pooling or self._default_params
         self._states[admission.row] = []
 
+    def find_forced_tokens(self, row: int) -> list[int]:  # noqa: ARG002 - of the interface
+        return []
+
     def begin(self, plan: StepPlan) -> tuple[NDArray[np.int64] | None, Tensor | None]:
         return self._read_tokens(plan), self._token_types(plan)
 

@@ -87,6 +87,9 @@ class SamplingStage:
     def keep_rows(self, rows: set[int]) -> None:
         self._masks.keep_rows(rows)
 
+    def find_forced_tokens(self, row: int) -> list[int]:
+        return self._masks.find_forced_tokens(row)
+
     def admit(self, admission: AdmittedSequence) -> None:
         params = admission.params
         self._sampler.admit(admission, sorted(end_token_ids(params, self._eos_token_ids)))

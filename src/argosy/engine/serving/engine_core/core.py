@@ -113,7 +113,7 @@ class EngineCore:
         self.speculation: Speculation | None = None
         if loaded.can_verify_drafts:
             self.speculation = Speculation(
-                create_drafters(),
+                create_drafters(self.executor.find_forced_tokens),
                 vocab_size=self.info.vocab_size,
                 ridge_tokens=loaded.limits.ridge_tokens,
             )
