@@ -18,6 +18,7 @@ import torch
 from argosy.engine.execution.executor.sampler import Sampler
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
 from argosy.engine.execution.kernels.cpu.sampling_ops import NativeSamplingOps
+from argosy.engine.execution.kernels.torch.logit_edits import TorchLogitSampler
 from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps, TorchSamplingOps
 from argosy.engine.scheduling import AdmittedSequence
 from argosy.protocol import SamplingParams
@@ -43,7 +44,8 @@ def milliseconds(
     ops: SamplingOps, params: list[SamplingParams], logits: Tensor, seconds: float
 ) -> float:
     """Return the minimum time of the calls during `seconds`. Each row has 256 tokens."""
-    sampler = Sampler(len(params), logits.shape[1], torch.device("cpu"), ops)
+    size = (len(params), logits.shape[1])
+    sampler = Sampler(*size, TorchLogitSampler(ops, *size))
     for row, row_params in enumerate(params):
         sampler.admit(AdmittedSequence(row, list(range(256)), 200, row_params, []), [0])
     rows, positions = np.arange(len(params)), np.full(len(params), 256)

@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.executor.logit_edits import TokenMasks
+from argosy.engine.execution.kernels.torch.logit_edits import TokenMasks
 from argosy.engine.grammar import (
     GrammarCompiler,
     GrammarError,

@@ -19,6 +19,7 @@ from argosy.engine.execution.kernels.cpu.sampling_ops import (
     NativeSamplingOps,
     create_cpu_sampling_ops,
 )
+from argosy.engine.execution.kernels.torch.logit_edits import TorchLogitSampler
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     LOG2E,
     SamplingMetadata,
@@ -31,11 +32,11 @@ from argosy.native import NativeUnavailableError
 from argosy.protocol import SamplingParams
 
 VOCAB = 40
-CPU = torch.device("cpu")
 
 
 def create_sampler(*params: SamplingParams, tokens: list[int] | None = None) -> Sampler:
-    sampler = Sampler(len(params), VOCAB, CPU, create_cpu_sampling_ops(1))
+    size = (len(params), VOCAB)
+    sampler = Sampler(*size, TorchLogitSampler(create_cpu_sampling_ops(1), *size))
     tokens = tokens or [1, 2, 3]
     for row, row_params in enumerate(params):
         sampler.admit(AdmittedSequence(row, tokens, min(3, len(tokens)), row_params, []), [0])
@@ -152,7 +153,8 @@ def test_logprobs_use_unedited_logits() -> None:
     sampler = create_sampler(
         SamplingParams(temperature=0.0, logprobs=3, logit_bias={4: 100.0}), SamplingParams(seed=1)
     )
-    _, logprobs = sampler(logits.clone(), np.arange(2), np.array([3, 3]))
+    tokens, read_logprobs = sampler(logits.clone(), np.arange(2), np.array([3, 3]))
+    logprobs = read_logprobs(tokens.tolist())
     raw = torch.log_softmax(logits[0], -1)
     assert list(logprobs) == [0]
     logprob = logprobs[0]
@@ -177,9 +179,9 @@ def test_reused_row_forgets_previous_params() -> None:
     )
     sampler.admit(AdmittedSequence(0, [1], 1, SamplingParams(temperature=0.0), []), [0])
     logits = random_logits(8)
-    sampled, logprobs = sampler(logits.clone(), np.array([0]), np.array([1]))
+    sampled, read_logprobs = sampler(logits.clone(), np.array([0]), np.array([1]))
     assert sampled.tolist() == logits.argmax(-1).tolist()
-    assert not logprobs
+    assert not read_logprobs(sampled.tolist())
 
 
 EDITING_PARAMS = (
@@ -338,15 +340,16 @@ def test_invalid_logits_give_no_token(create_ops: Callable[[], SamplingOps], val
 )
 def test_logprobs_match_log_softmax(seed: int, vocab: int, dtype: torch.dtype) -> None:
     logits = random_wide_logits(seed, 4, vocab, 3.0, dtype)
-    logit_rows = np.array([2, 0, 3])
-    tokens = torch.tensor([0, vocab - 1, vocab // 2])
+    rows = np.array([2, 0, 3])
+    tokens = torch.tensor([vocab - 1, -1, 0, vocab // 2])
     counts = np.array([min(5, vocab), 0, min(20, vocab)])
-    exact = torch.log_softmax(logits[torch.from_numpy(logit_rows)].double(), -1)
+    exact = torch.log_softmax(logits[torch.from_numpy(rows)].double(), -1)
     for ops in torch_and_native_ops():
-        result = ops.compute_logprobs(logits, logit_rows, tokens, counts)
+        result = ops.launch_logprobs(logits, tokens, rows, counts)()
+        assert result.tokens.tolist() == tokens[rows].tolist()
         for i, row in enumerate(exact):
-            assert result.token_logprobs[i] == pytest.approx(float(row[tokens[i]]), abs=2e-6)
-            assert result.ranks[i] == int((row > row[tokens[i]]).sum()) + 1
+            assert result.token_logprobs[i] == pytest.approx(float(row[result.tokens[i]]), abs=2e-6)
+            assert result.ranks[i] == int((row > row[result.tokens[i]]).sum()) + 1
             order = torch.sort(row, descending=True, stable=True).indices[: counts[i]].tolist()
             assert result.top_ids[i, : counts[i]].tolist() == order
             assert result.top_logprobs[i, : counts[i]] == pytest.approx(

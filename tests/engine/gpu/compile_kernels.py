@@ -31,6 +31,7 @@ from argosy.engine.execution.kernels.gpu import (
     delta_rule,
     elementwise,
     linear,
+    logit_edits,
     sampling,
 )
 from argosy.engine.execution.kernels.gpu import experts as expert_kernels
@@ -47,7 +48,7 @@ POINTERS = {
     "positions": "*i64",
     "tokens": "*i64",
     "weight_sums": "*i64",
-    "digit_sums": "*i64",
+    **dict.fromkeys(("digit_sums", "cut_states"), "*i64"),
     **dict.fromkeys(("best_tokens", "tie_counts"), "*i32"),
     "row_options": "*fp64",
     "narrow": FLOAT8,
@@ -88,6 +89,9 @@ REPRESENTATIVES = {
     "quantize",
     "norm 4096",
     "gated activation gelu_tanh",
+    "edit: add values",
+    "edit: penalties and masks",
+    "edit: count tokens",
     "sample: find peaks",
     "sample: sum digits",
     "sample: sum weights",
@@ -310,7 +314,14 @@ def report_row_kernels() -> None:
         ("sum weights", sampling._sum_weights),
         ("select token", sampling._select_token),
     ):
-        report(f"sample: {name}", kernel, constants, {"states": "*i64"}, **sampling.KERNEL_OPTIONS)
+        report(f"sample: {name}", kernel, constants, {}, **sampling.KERNEL_OPTIONS)
+    tables = dict.fromkeys(("pairs", "counts", "masks", "allowed"), "*i32")
+    for name, kernel, tile in (
+        ("add values", logit_edits._add_values, logit_edits.PAIR_TILE),
+        ("penalties and masks", logit_edits._edit_logits, sampling.VOCAB_TILE),
+        ("count tokens", logit_edits._count_tokens, logit_edits.COUNT_TILE),
+    ):
+        report(f"edit: {name}", kernel, {"TILE": tile}, tables, **sampling.KERNEL_OPTIONS)
 
 
 def report_delta_rule_kernels() -> None:

@@ -1,4 +1,4 @@
-"""Sampling on the GPU: exactly the tokens of torch's reference implementation."""
+"""Sampling on the GPU: exactly the tokens of the CPU, with every parameter and edit of logits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.engine.execution.executor.draft_windows import DraftWindows
+from argosy.engine.execution.executor.sampler import Sampler
 from argosy.engine.execution.kernels.gpu.device import create_cuda_device
-from argosy.engine.execution.kernels.gpu.sampling import VOCAB_TILE
+from argosy.engine.execution.kernels.gpu.sampling import VOCAB_TILE, TritonSamplingOps
+from argosy.engine.execution.kernels.torch.logit_edits import TokenMasks, TorchLogitSampler
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     LOG2E,
     SamplingMetadata,
     TorchSamplingOps,
 )
+from argosy.engine.grammar.token_mask import build_mask
+from argosy.engine.scheduling import AdmittedSequence, StepPlan
+from argosy.protocol import SamplingParams
 from tests.engine.gpu.device import DEVICE, INTERPRETED
 from tests.engine.gpu.host_device import HostDevice
 from tests.engine.pairwise import pairwise
@@ -39,7 +45,7 @@ def random_metadata(rows: int, vocab: int, scale: float | None = None) -> Sampli
 
 
 def sample_on_gpu(logits: torch.Tensor, metadata: SamplingMetadata) -> list[int]:
-    tokens = GPU.create_sampling_ops().sample(logits.to(DEVICE), metadata)
+    tokens = TritonSamplingOps(GPU).sample(logits.to(DEVICE), metadata)
     assert tokens.dtype == torch.int64
     return [int(token) for token in tokens]
 
@@ -98,3 +104,92 @@ def test_batch_does_not_change_sampled_token() -> None:
     ]
     assert unbatched == sample_on_gpu(logits, metadata)
     assert sample_on_gpu(logits[:0], metadata.select_rows(np.arange(0))) == []
+
+
+EDIT_VOCAB = VOCAB_TILE + 77
+EDITS: dict[str, dict[str, object]] = {
+    "none": {},
+    "bias": {"logit_bias": {4: 3.0, EDIT_VOCAB - 1: 9.0}},
+    "allowed": {"allowed_token_ids": (5, 2, EDIT_VOCAB - 1), "logit_bias": {5: 1.0, 9: 50.0}},
+    "banned": {"banned_token_ids": (5, 7), "logit_bias": {5: 50.0, 6: 4.0, 8: 5.0}},
+    "early": {"min_tokens": 2, "logit_bias": {0: 9.0, 1: 9.0}},
+    "many": {"banned_token_ids": tuple(range(300))},
+    "repetition": {"repetition_penalty": 1.3, "logit_bias": {1: 9.0, 2: 9.0}},
+    "counts": {"frequency_penalty": 0.7, "presence_penalty": -0.4, "logit_bias": {3: 5.0, 4: 5.0}},
+    "mask": {"presence_penalty": 1.5, "logit_bias": {40: 9.0}},
+    "all": {
+        "repetition_penalty": 0.8,
+        "frequency_penalty": 0.1,
+        "logit_bias": {64: 3.0},
+        "allowed_token_ids": tuple(range(3, 99)),
+        "banned_token_ids": (64,),
+        "min_tokens": 9,
+        "top_k": 40,
+        "top_p": 0.8,
+        "min_p": 0.01,
+    },
+}
+
+
+class RecordingOps(TorchSamplingOps):
+    """Sampling operations of the CPU, which keep the edited logits."""
+
+    def sample(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        self.edited = logits.clone()
+        return super().sample(logits, metadata)
+
+
+def create_samplers() -> tuple[Sampler, RecordingOps, Sampler]:
+    """Return samplers of the CPU and the GPU, with a row for each edit. Every other one has log-probabilities."""
+    size, ops = (len(EDITS), EDIT_VOCAB), RecordingOps()
+    cpu = Sampler(*size, TorchLogitSampler(ops, *size))
+    gpu = Sampler(*size, GPU.create_logit_sampler(*size))
+    tokens = [1, 2, 3, EDIT_VOCAB - 1, 4, 4, 1]
+    for sampler in (cpu, gpu):
+        for row, edit in enumerate(EDITS.values()):
+            params = SamplingParams(seed=row, **edit, logprobs=2 if row % 2 else None)  # type: ignore[arg-type]
+            sampler.admit(AdmittedSequence(row, tokens, 4, params, []), [0, 1])
+    return cpu, ops, gpu
+
+
+def test_edited_logits_and_tokens_match_cpu() -> None:
+    """Sampled tokens count for the penalties of later steps."""
+    cpu, ops, gpu = create_samplers()
+    rows, masked = np.arange(len(EDITS)), np.array([list(EDITS).index("mask")])
+    words = torch.from_numpy(build_mask(np.arange(EDIT_VOCAB) % 8 == 0))[None]
+    for position in range(4, 8):
+        logits = random_logits(len(EDITS), EDIT_VOCAB, 0.2 * position)
+        positions = np.full(len(EDITS), position)
+        gpu_logits = logits.to(DEVICE, copy=True)
+        tokens, read = cpu(logits.clone(), rows, positions, TokenMasks(masked, words))
+        masks = TokenMasks(masked, words.to(DEVICE))
+        gpu_tokens, gpu_read = gpu(gpu_logits, rows, positions, masks)
+        sampled = tokens.tolist()
+        assert gpu_tokens.tolist() == sampled
+        assert gpu_read(sampled) == read(sampled)
+        assert torch.equal(gpu_logits[::2].cpu(), ops.edited[::2])
+        assert torch.equal(gpu_logits[1::2].cpu(), logits[1::2]), "log-probabilities need these"
+
+
+def test_drafts_count_for_penalties() -> None:
+    drafts = {0: [3, 3], 2: [1]}
+    plan = StepPlan(0, rows=[7, 0, 6], sample_counts=[3, 1, 2], draft_tokens=drafts)
+    rows, positions = np.array([7, 7, 7, 0, 6, 6]), np.array([7, 8, 9, 7, 7, 8])
+    cpu, _, gpu = create_samplers()
+    for _ in range(3):
+        logits, windows = random_logits(6, EDIT_VOCAB, 0.5), DraftWindows(plan)
+        tokens, read = cpu(logits.clone(), rows, positions, windows=windows)
+        gpu_tokens, gpu_read = gpu(logits.to(DEVICE, copy=True), rows, positions, windows=windows)
+        assert gpu_tokens.tolist() == tokens.tolist()
+        assert gpu_read(tokens.tolist()) == read(tokens.tolist())
+
+
+@pytest.mark.parametrize("token", [0, 1, 4, 5, 9])  # early, penalised, biased, allowed, and not
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_edits_do_not_hide_invalid_logits(value: float, token: int) -> None:
+    logits = random_logits(len(EDITS), EDIT_VOCAB)
+    logits[:, token] = value
+    rows = np.arange(len(EDITS))
+    tokens, read = create_samplers()[2](logits.to(DEVICE), rows, np.full_like(rows, 7))
+    assert tokens.tolist() == [-1] * len(EDITS)
+    assert not read(tokens.tolist())

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.executor.sampler import Sampler
+from argosy.engine.scheduling import AdmittedSequence
+from argosy.protocol import SamplingParams
 from tests.engine.gpu.host_device import TORCH_DEVICE, HostDevice, record_work
 
 Call = Callable[[HostDevice, Tensor], object]
@@ -59,3 +63,40 @@ def test_recorder_counts_launches_copies_and_waits(name: str, inference: bool) -
         recorder = record_work(lambda: work(HostDevice(), x))
     counted = (recorder.launches, recorder.copies, recorder.waits)
     assert [*map(len, counted)] == counts, counted
+
+
+PENALTIES: dict[str, object] = {"repetition_penalty": 1.3, "frequency_penalty": 0.2}
+PAIRS: dict[str, object] = {"logit_bias": {3: 1.0}, "banned_token_ids": (4,), "min_tokens": 9}
+SAMPLING: dict[str, tuple[dict[str, object], int, int]] = {
+    "greedy": ({"temperature": 0.0}, 3, 1),
+    "temperature and min-p": ({"min_p": 0.1}, 3, 1),
+    "top-k": ({"top_k": 5}, 8, 1),
+    "top-p": ({"top_p": 0.5}, 8, 1),
+    "top-k and top-p": ({"top_k": 5, "top_p": 0.5}, 11, 1),
+    "bias, bans and min_tokens": (PAIRS, 4, 1),
+    "allowed tokens": ({"allowed_token_ids": (4, 5)}, 4, 1),
+    "penalties": (PENALTIES, 5, 1),
+    "log-probabilities": ({"logprobs": 2}, 44, 9),
+    "all": ({"top_k": 5, "top_p": 0.5, **PENALTIES, **PAIRS, "logprobs": 2}, 58, 9),
+}
+"""Launches and copies of each set of parameters."""
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_sampling_never_waits(kind: str) -> None:
+    """Greedy rows beside the others cost no launches."""
+    options, *counts = SAMPLING[kind]
+    device, size = HostDevice(), (3, 40)
+    sampler = Sampler(*size, device.create_logit_sampler(*size))
+    logits, rows = torch.randn(*size, device=TORCH_DEVICE), np.arange(3)
+
+    def admit() -> None:
+        for row in range(3):
+            params = msgspec.convert(options if row else {"temperature": 0.0}, SamplingParams)
+            sampler.admit(AdmittedSequence(row, [1, 2, 3], 2, params, []), [0])
+
+    assert record_work(admit).waits == []
+    with torch.inference_mode():
+        work = record_work(lambda: sampler(logits, rows, np.full(3, 3)))
+    assert work.waits == []
+    assert [len(work.launches), len(work.copies)] == counts, (work.launches, work.copies)

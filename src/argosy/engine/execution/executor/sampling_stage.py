@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from argosy.engine.execution.executor.draft_windows import DraftWindows
-from argosy.engine.execution.executor.logit_edits import TokenMasks
 from argosy.engine.execution.executor.output_stage import (
     LaunchedStep,
     StepHandle,
@@ -21,6 +20,7 @@ from argosy.engine.execution.executor.output_stage import (
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.executor.sampler import Sampler
 from argosy.engine.execution.kernels.device import Device, DeviceEvent
+from argosy.engine.execution.kernels.torch.logit_edits import TokenMasks
 from argosy.engine.grammar import (
     DEAD_END_CODE,
     CompiledGrammar,
@@ -60,7 +60,6 @@ class SamplingStage:
         self._max_seqs = max_seqs
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._sampling_ops = device.create_sampling_ops()
         self._masks = RowMasks(
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
@@ -79,9 +78,8 @@ class SamplingStage:
 
     def clear(self) -> None:
         self._masks.clear()
-        self._sampler = Sampler(
-            self._max_seqs, self._vocab_size, self._device.torch_device, self._sampling_ops
-        )
+        size = (self._max_seqs, self._vocab_size)
+        self._sampler = Sampler(*size, self._device.create_logit_sampler(*size))
         self._prompt_logprob_counts.clear()
 
     def keep_rows(self, rows: set[int]) -> None:
@@ -121,10 +119,10 @@ class SamplingStage:
             words = self._device.to_device(torch.from_numpy(masks.words))
             token_masks = TokenMasks(masks.index, words)
         tokens: Tensor | None = None
-        logprobs: dict[int, Logprob] = {}
+        read_logprobs: Callable[[Sequence[int]], dict[int, Logprob]] | None = None
         if len(step.packed.sample_index):
             failed_samples = () if masks is None else masks.failures
-            device_tokens, logprobs = self._sample(step, token_masks, windows, failed_samples)
+            device_tokens, read_logprobs = self._sample(step, token_masks, windows, failed_samples)
             tokens = self._device.to_host(device_tokens)
         done = self._device.record_event()
         if job is not None and tokens is not None:
@@ -135,7 +133,7 @@ class SamplingStage:
         return _PendingStep(
             step=step,
             tokens=tokens,
-            logprobs=logprobs,
+            read_logprobs=read_logprobs,
             prompt_logprobs=prompt_logprobs,
             done=done,
             masks=masks,
@@ -149,14 +147,14 @@ class SamplingStage:
         masks: TokenMasks | None,
         windows: DraftWindows | None,
         failed_samples: Iterable[int],
-    ) -> tuple[Tensor, dict[int, Logprob]]:
+    ) -> tuple[Tensor, Callable[[Sequence[int]], dict[int, Logprob]]]:
         """Sample tokens for the chunks that need one, and append them to the persistent batch."""
         packed, logits = step.packed, step.outputs
         count = len(packed.sample_index)
         if count != len(packed.logit_index):
             selected = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sample_index))
             logits = logits[self._device.to_device(selected)]
-        tokens, logprobs = self._sampler(
+        tokens, read_logprobs = self._sampler(
             logits[:count],
             packed.sample_rows,
             packed.sample_positions,
@@ -165,7 +163,7 @@ class SamplingStage:
             failed_samples,
         )
         self._persistent_batch.append_tokens(step.sample_index, tokens)
-        return tokens, logprobs
+        return tokens, read_logprobs
 
     def _prompt_spans(self, plan: StepPlan) -> dict[int, tuple[int, int, int]]:
         spans, flat = {}, 0
@@ -178,17 +176,16 @@ class SamplingStage:
             flat += count
         return spans
 
-    def _prompt_logprobs(self, step: LaunchedStep) -> dict[int, list[Logprob]]:
-        """Compute for each span the log-probabilities of the tokens that follow its positions."""
-        logprobs: dict[int, list[Logprob]] = {}
+    def _prompt_logprobs(self, step: LaunchedStep) -> dict[int, Callable[[], list[Logprob]]]:
+        """Launch for each span the log-probabilities of the tokens that follow its positions."""
+        logprobs = {}
         for chunk, (flat, start, count) in self._spans.items():
             row = step.plan.rows[chunk]
             first = int(np.searchsorted(step.packed.logit_index, flat))
             next_tokens = self._persistent_batch.tokens[row, start + 1 : start + 1 + count]
-            logit_rows = np.arange(first, first + count)
             num_top = np.full(count, self._prompt_logprob_counts[row], np.int64)
-            logprobs[chunk] = self._sampler.compute_logprobs(
-                step.outputs, logit_rows, next_tokens, num_top
+            logprobs[chunk] = self._sampler.launch_logprobs(
+                step.outputs[first : first + count], next_tokens, np.arange(count), num_top
             )
         return logprobs
 
@@ -200,9 +197,9 @@ class _PendingStep:
     step: LaunchedStep
     tokens: Tensor | None
     """[C] int64, in host memory, complete after `done`. Negative where a sample is not valid."""
-    logprobs: dict[int, Logprob]
-    """Index into `tokens` -> log-probabilities."""
-    prompt_logprobs: dict[int, list[Logprob]]
+    read_logprobs: Callable[[Sequence[int]], dict[int, Logprob]] | None
+    """Returns index into `tokens` -> log-probabilities, for the tokens."""
+    prompt_logprobs: dict[int, Callable[[], list[Logprob]]]
     done: DeviceEvent
     """Event after sampling and the copy of the tokens."""
     masks: MaskBatch | None
@@ -213,8 +210,10 @@ class _PendingStep:
         step, masks = self.step, self.masks
         self.done.synchronize()
         sampled: list[int] = [] if self.tokens is None else self.tokens.tolist()
+        logprobs = {} if self.read_logprobs is None else self.read_logprobs(sampled)
+        prompt_logprobs = {chunk: read() for chunk, read in self.prompt_logprobs.items()}
         if self.windows is not None:
-            return self._result_of_windows(self.windows, sampled)
+            return self._result_of_windows(self.windows, sampled, logprobs, prompt_logprobs)
         sample_counts = step.plan.sample_counts
         chunks: Sequence[int] = range(len(sample_counts))
         tokens = sampled
@@ -234,15 +233,21 @@ class _PendingStep:
                 failed[chunks[index]] = SequenceFailure(reason, DEAD_END_CODE)
         return StepResult(
             tokens,
-            logprobs={chunks[i]: [logprob] for i, logprob in self.logprobs.items()},
-            prompt_logprobs=self.prompt_logprobs,
+            logprobs={chunks[i]: [logprob] for i, logprob in logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
             failures=failed,
             corrupt_blocks=find_corrupt_blocks(step.restores),
             durations=self._durations(),
             masked_rows=0 if masks is None else len(masks.index),
         )
 
-    def _result_of_windows(self, windows: DraftWindows, sampled: list[int]) -> StepResult:
+    def _result_of_windows(
+        self,
+        windows: DraftWindows,
+        sampled: list[int],
+        logprobs_by_sample: dict[int, Logprob],
+        prompt_logprobs: dict[int, list[Logprob]],
+    ) -> StepResult:
         """Return the result of a step with drafts. Only a chunk without drafts can fail."""
         plan, masks = self.step.plan, self.masks
         tokens = [-1] * len(plan.rows)
@@ -259,13 +264,13 @@ class _PendingStep:
                 failed[chunk] = SequenceFailure(masks.failures[samples[0]], DEAD_END_CODE)
             else:
                 failed[chunk] = NON_FINITE_LOGITS
-            if valid and valid[0] in self.logprobs:
-                logprobs[chunk] = [self.logprobs[sample] for sample in valid]
+            if valid and valid[0] in logprobs_by_sample:
+                logprobs[chunk] = [logprobs_by_sample[sample] for sample in valid]
         return StepResult(
             tokens,
             accepted,
             logprobs,
-            self.prompt_logprobs,
+            prompt_logprobs,
             failed,
             find_corrupt_blocks(self.step.restores),
             self._durations(),

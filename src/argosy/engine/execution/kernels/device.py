@@ -23,8 +23,8 @@ from argosy.engine.execution.kernels.operations import (
     Experts,
 )
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
+from argosy.engine.execution.kernels.torch.logit_edits import LogitSampler
 from argosy.engine.execution.kernels.torch.operations import select_experts
-from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps
 
 GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
 
@@ -207,8 +207,8 @@ class Device(ABC):
         """Create the gated delta rule of a layer."""
 
     @abstractmethod
-    def create_sampling_ops(self) -> SamplingOps:
-        """Create the sampling operations."""
+    def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:
+        """Create the sampling of R rows, without edits."""
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Launch a copy of a host tensor to the device, into `out` if given. May return the tensor itself."""

@@ -34,7 +34,7 @@ from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
-from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps
+from argosy.engine.execution.kernels.torch.logit_edits import LogitSampler, TorchLogitSampler
 from argosy.native import NativeUnavailableError, compiler_version
 
 ONEDNN_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -99,9 +99,10 @@ class CpuDevice(Device):
         except NativeUnavailableError:
             return ""
 
-    def create_sampling_ops(self) -> SamplingOps:
-        """Create operations that use the calling thread's torch thread count."""
-        return create_cpu_sampling_ops(torch.get_num_threads())
+    def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:
+        """Create a sampler that uses the calling thread's torch thread count."""
+        ops = create_cpu_sampling_ops(torch.get_num_threads())
+        return TorchLogitSampler(ops, rows, vocab_size)
 
     def create_linear(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,24 +62,25 @@ class NativeSamplingOps:
         self.kernels.sample[logits.dtype](ctypes.addressof(call))
         return tokens
 
-    def compute_logprobs(
+    def launch_logprobs(
         self,
         logits: Tensor,
-        logit_rows: NDArray[np.int64],
         tokens: Tensor,
+        rows: NDArray[np.int64],
         top_counts: NDArray[np.int64],
-    ) -> LogprobResult:
+    ) -> Callable[[], LogprobResult]:
         if logits.dtype not in self.kernels.logprobs:
-            return TorchSamplingOps().compute_logprobs(logits, logit_rows, tokens, top_counts)
-        logits, tokens = _contiguous_rows(logits), tokens.contiguous()
-        shape = (len(logit_rows), int(top_counts.max(initial=0)))
-        ranks, total_weights = np.zeros((2, len(logit_rows)), np.int64)
-        token_logits, largest = np.full((2, len(logit_rows)), np.nan, np.float32)
+            return TorchSamplingOps().launch_logprobs(logits, tokens, rows, top_counts)
+        logits = _contiguous_rows(logits)
+        row_tokens = tokens.numpy()[rows].clip(min=0)
+        shape = (len(rows), int(top_counts.max(initial=0)))
+        ranks, total_weights = np.zeros((2, len(rows)), np.int64)
+        token_logits, largest = np.full((2, len(rows)), np.nan, np.float32)
         top_ids, top_logits = np.zeros(shape, np.int64), np.full(shape, np.nan, np.float32)
         call = LogprobCall(
             logits.data_ptr(),
-            logit_rows.ctypes.data,
-            tokens.data_ptr(),
+            rows.ctypes.data,
+            row_tokens.ctypes.data,
             top_counts.ctypes.data,
             ranks.ctypes.data,
             total_weights.ctypes.data,
@@ -86,19 +88,21 @@ class NativeSamplingOps:
             largest.ctypes.data,
             top_ids.ctypes.data,
             top_logits.ctypes.data,
-            len(logit_rows),
+            len(rows),
             logits.shape[1],
             logits.stride(0),
             shape[1],
             self.threads,
         )
         self.kernels.logprobs[logits.dtype](ctypes.addressof(call))
-        return LogprobResult(
+        result = LogprobResult(
+            row_tokens,
             log_probability(token_logits, largest, total_weights),
             ranks,
             top_ids,
             log_probability(top_logits, largest[:, None], total_weights[:, None]),
         )
+        return lambda: result
 
 
 def _contiguous_rows(logits: Tensor) -> Tensor:

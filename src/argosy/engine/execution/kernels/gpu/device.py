@@ -32,10 +32,10 @@ from argosy.engine.execution.kernels.gpu.delta_rule import TritonDeltaRule
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
-from argosy.engine.execution.kernels.gpu.sampling import TritonSamplingOps
+from argosy.engine.execution.kernels.gpu.logit_edits import TritonLogitSampler
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, Experts
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
-from argosy.engine.execution.kernels.torch.sampling_ops import SamplingOps
+from argosy.engine.execution.kernels.torch.logit_edits import LogitSampler
 from argosy.folders import cache_folder, replace_file
 
 MEMORY_MARGIN_BYTES = 512 << 20
@@ -158,8 +158,8 @@ class GpuDevice(Device):
     ) -> DeltaRule:
         return TritonDeltaRule(architecture, weights)
 
-    def create_sampling_ops(self) -> SamplingOps:
-        return TritonSamplingOps(self)
+    def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:
+        return TritonLogitSampler(self, rows, vocab_size)
 
     def to_device(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Copy through pinned memory, which the allocator keeps until the copy is done."""

@@ -13,6 +13,9 @@ of the cut, those with the lowest ids are kept, which the tiles count. The host 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import triton
@@ -27,7 +30,7 @@ from argosy.engine.execution.kernels.torch.sampling_ops import (
     MIN_EXPONENT,
     LogprobResult,
     SamplingMetadata,
-    TorchSamplingOps,
+    compute_logprob_stats,
 )
 
 VOCAB_TILE = 2048
@@ -52,71 +55,85 @@ class TritonSamplingOps:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._torch = TorchSamplingOps()
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+        options = pack_options(metadata, logits.shape[1])
+        return self.launch(
+            logits, options, self._device.to_device(torch.from_numpy(options.columns))
+        )
+
+    def launch(self, logits: Tensor, options: PackedOptions, row_options: Tensor) -> Tensor:
+        """Sample with the parameters `options`, whose columns are the first of `row_options` on the device."""
         rows, vocab = logits.shape
-        device = logits.device
+        device, passes = logits.device, options.passes
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
         if not rows:
             return tokens
-        options, num_cuts, passes = _pack_options(metadata, vocab)
-        row_options = self._device.to_device(torch.from_numpy(options))
         tiles = triton.cdiv(vocab, VOCAB_TILE)
         peaks = torch.empty(rows, tiles, dtype=torch.float32, device=device)
         best_tokens = torch.empty_like(peaks, dtype=torch.int32)
         tie_counts = torch.empty_like(best_tokens)
         weight_sums = torch.empty(rows, tiles, dtype=torch.int64, device=device)
-        digit_sums = torch.zeros(num_cuts, passes, 2, DIGITS, dtype=torch.int64, device=device)
-        states = torch.empty(num_cuts, passes + 1, 3, dtype=torch.int64, device=device)
+        size = (options.num_cuts, passes)
+        digit_sums = torch.zeros(*size, 2, DIGITS, dtype=torch.int64, device=device)
+        cut_states = torch.empty(size[0], passes + 1, 3, dtype=torch.int64, device=device)
         grid, row = (rows, tiles), (vocab, logits.stride(0))
         constants = CONSTANTS | {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
         constants |= KERNEL_OPTIONS
         _find_peaks[grid](logits, peaks, best_tokens, *row, TILE=VOCAB_TILE, **KERNEL_OPTIONS)
-        inputs = (logits, row_options, peaks, digit_sums, states)
+        inputs = (logits, row_options, peaks, digit_sums, cut_states)
         for index in range(passes):
-            _sum_digits[(num_cuts, tiles)](*inputs, rows, *row, passes, index, **constants)
+            _sum_digits[(options.num_cuts, tiles)](*inputs, rows, *row, passes, index, **constants)
         tile_sums = (weight_sums, tie_counts)
         _sum_weights[grid](*inputs, *tile_sums, *row, passes, **constants)
         _select_token[(rows,)](
-            *inputs[:3], best_tokens, states, *tile_sums, tokens, *row, passes, **constants
+            *inputs[:3], best_tokens, cut_states, *tile_sums, tokens, *row, passes, **constants
         )
         return tokens
 
-    def compute_logprobs(
+    def launch_logprobs(
         self,
         logits: Tensor,
-        logit_rows: NDArray[np.int64],
         tokens: Tensor,
+        rows: NDArray[np.int64],
         top_counts: NDArray[np.int64],
-    ) -> LogprobResult:
-        return self._torch.compute_logprobs(logits, logit_rows, tokens, top_counts)
+    ) -> Callable[[], LogprobResult]:
+        index = self._device.to_device(torch.from_numpy(rows))
+        stats = compute_logprob_stats(logits, tokens, index, int(top_counts.max(initial=0)))
+        return stats.map(self._device.to_host).read
 
 
-def _pack_options(metadata: SamplingMetadata, vocab: int) -> tuple[NDArray[np.float64], int, int]:
-    """Pack the parameters of S rows into one array.
+@dataclass(frozen=True, slots=True)
+class PackedOptions:
+    """Parameters of S rows, packed by the host."""
 
-    Returns:
-        Columns [7, S]: scale, log2 of min-p, random value, top-k, top-p, index of the cut or -1, and row of the i-th
-        cut. Then the number of cuts, and of passes that find them.
-    """
+    columns: NDArray[np.float64]
+    """[7, S]: scale, log2 of min-p, random value, top-k, top-p, index of the cut or -1, and row of the i-th cut."""
+    num_cuts: int
+    """Number of rows that top-k or top-p cuts."""
+    passes: int
+    """Number of passes that find the cuts."""
+
+
+def pack_options(metadata: SamplingMetadata, vocab: int) -> PackedOptions:
+    """Pack the parameters, whose integers and float32 numbers float64 keeps exactly."""
     has_top_k, has_top_p = metadata.top_k < vocab, metadata.top_p < 1.0
     cut_rows = np.flatnonzero((has_top_k | has_top_p) & (metadata.logit_scale > 0))
-    options = np.empty((7, len(metadata.top_k)))
-    options[:5] = (
+    columns = np.zeros((7, len(metadata.top_k)))
+    columns[:5] = (
         metadata.logit_scale,
         metadata.log2_min_p,
         metadata.random_values,
         metadata.top_k,
         metadata.top_p,
     )
-    options[5] = -1
-    options[5, cut_rows] = np.arange(len(cut_rows))
-    options[6, : len(cut_rows)] = cut_rows
+    columns[5] = -1
+    columns[5, cut_rows] = np.arange(len(cut_rows))
+    columns[6, : len(cut_rows)] = cut_rows
     passes = 0
     if cut_rows.size:
         passes = NUM_PASSES_OF_BOTH if (has_top_k & has_top_p)[cut_rows].any() else NUM_PASSES
-    return options, len(cut_rows), passes
+    return PackedOptions(columns, len(cut_rows), passes)
 
 
 @triton.jit
@@ -137,7 +154,7 @@ def _sum_digits(
     row_options,
     peaks,
     digit_sums,
-    states,
+    cut_states,
     rows,
     vocab,
     stride,
@@ -163,7 +180,7 @@ def _sum_digits(
         options,
         largest,
         digit_sums + cut * (passes * 512),
-        states + cut * (3 * passes + 3),
+        cut_states + cut * (3 * passes + 3),
         rows,
         vocab,
         index,
@@ -172,7 +189,7 @@ def _sum_digits(
         MIN_EXPONENT,
     )
     if tile == 0:
-        state = states + cut * (3 * passes + 3) + 3 * index
+        state = cut_states + cut * (3 * passes + 3) + 3 * index
         tl.store(state, prefix)
         tl.store(state + 1, remaining)
         tl.store(state + 2, above)
@@ -212,7 +229,7 @@ def _find_prefix(
     options,
     largest,
     digit_sums,
-    states,
+    cut_states,
     rows,
     vocab,
     index,
@@ -235,13 +252,13 @@ def _find_prefix(
         remaining = top_k
         above = top_k * 0
     elif (index > 4) & ((has_top_k & has_top_p) == 0):
-        prefix = tl.load(states + 12)
-        remaining = tl.load(states + 13)
-        above = tl.load(states + 14)
+        prefix = tl.load(cut_states + 12)
+        remaining = tl.load(cut_states + 13)
+        above = tl.load(cut_states + 14)
     else:
-        prefix = tl.load(states + 3 * index - 3)
-        remaining = tl.load(states + 3 * index - 2)
-        above = tl.load(states + 3 * index - 1)
+        prefix = tl.load(cut_states + 3 * index - 3)
+        remaining = tl.load(cut_states + 3 * index - 2)
+        above = tl.load(cut_states + 3 * index - 1)
         value = tl.arange(0, 256)
         counts = tl.load(digit_sums + (index - 1) * 512 + value)
         weights = tl.load(digit_sums + (index - 1) * 512 + 256 + value)
@@ -316,7 +333,7 @@ def _sum_weights(
     row_options,
     peaks,
     digit_sums,
-    states,
+    cut_states,
     weight_sums,
     tie_counts,
     vocab,
@@ -346,7 +363,7 @@ def _sum_weights(
         weights = _compute_weights(exponents, log2_min_p, COEFFICIENTS, FRACTION_BITS, MIN_EXPONENT)
         cut = tl.load(options + 5 * rows).to(tl.int64)
         if cut >= 0:
-            state = states + cut * (3 * passes + 3)
+            state = cut_states + cut * (3 * passes + 3)
             key, kept, _ = _find_prefix(
                 options,
                 largest,
@@ -386,7 +403,7 @@ def _select_token(
     row_options,
     peaks,
     best_tokens,
-    states,
+    cut_states,
     weight_sums,
     tie_counts,
     tokens,
@@ -421,7 +438,7 @@ def _select_token(
         cut = tl.load(options + 5 * rows).to(tl.int64)
         key = cut
         if cut >= 0:
-            state = states + cut * (3 * passes + 3) + 3 * passes
+            state = cut_states + cut * (3 * passes + 3) + 3 * passes
             key = tl.load(state)
             kept = tl.load(state + 1)
             ties = tl.load(tie_counts + row * TILES + tile, mask=tile < TILES, other=0)

@@ -7,7 +7,8 @@ the same tokens, on any device and in any batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +67,8 @@ class SamplingMetadata:
 class LogprobResult:
     """Log-probabilities of one token in each of N rows, as host arrays. Rows with invalid logits have NaN."""
 
+    tokens: NDArray[np.int64]
+    """[N], the tokens, and 0 in place of negative ones."""
     token_logprobs: NDArray[np.float64]
     """[N], log-probability of the token."""
     ranks: NDArray[np.int64]
@@ -92,16 +95,20 @@ class SamplingOps(Protocol):
         """
         ...
 
-    def compute_logprobs(
+    def launch_logprobs(
         self,
         logits: Tensor,
-        logit_rows: NDArray[np.int64],
         tokens: Tensor,
+        rows: NDArray[np.int64],
         top_counts: NDArray[np.int64],
-    ) -> LogprobResult:
-        """Compute the log-probability and rank of `tokens[i]` under `logits[logit_rows[i]]`.
+    ) -> Callable[[], LogprobResult]:
+        """Compute the log-probability and rank of `tokens[row]` under `logits[row]` for some rows [N].
 
-        The first `top_counts[i]` columns of a row's top arrays hold the likeliest tokens. Later columns are undefined.
+        Tokens are [L] int64 on the logits' device. A negative one counts as token 0. The first `top_counts[i]` columns
+        of a row's top arrays hold the likeliest tokens. Later columns are undefined.
+
+        Returns:
+            A function that returns the result, once an event is done that was recorded after the launch.
         """
         ...
 
@@ -120,25 +127,66 @@ class TorchSamplingOps:
             )
         return torch.cat(parts)
 
-    def compute_logprobs(
+    def launch_logprobs(
         self,
         logits: Tensor,
-        logit_rows: NDArray[np.int64],
         tokens: Tensor,
+        rows: NDArray[np.int64],
         top_counts: NDArray[np.int64],
-    ) -> LogprobResult:
-        rows = logits[torch.from_numpy(logit_rows).to(logits.device)].float()
-        token_logits = rows.gather(1, tokens[:, None])
-        largest = rows.amax(-1, keepdim=True)
-        total_weights = compute_weights((rows - largest) * LOG2E).sum(-1, keepdim=True)
-        top_ids = _sort_keys(rows).topk(int(top_counts.max(initial=0)), -1).indices
-        host_largest, host_totals = largest.cpu().numpy(), total_weights.cpu().numpy()
+    ) -> Callable[[], LogprobResult]:
+        index = torch.from_numpy(rows).to(logits.device)
+        stats = compute_logprob_stats(logits, tokens, index, int(top_counts.max(initial=0)))
+        return stats.map(Tensor.cpu).read
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobStats:
+    """Numbers of N rows from which the host computes log-probabilities."""
+
+    tokens: Tensor
+    """[N] int64."""
+    token_logits: Tensor
+    """[N, 1] float32."""
+    largest: Tensor
+    """[N, 1] float32, largest logit of the row."""
+    total_weights: Tensor
+    """[N, 1] int64, sum of the row's weights at temperature 1."""
+    ranks: Tensor
+    """[N] int64."""
+    top_ids: Tensor
+    """[N, K] int64."""
+    top_logits: Tensor
+    """[N, K] float32."""
+
+    def map(self, convert: Callable[[Tensor], Tensor]) -> LogprobStats:
+        """Return the same numbers in converted tensors."""
+        return LogprobStats(*(convert(getattr(self, field.name)) for field in fields(self)))
+
+    def read(self) -> LogprobResult:
+        """Return the result, from numbers in host memory."""
+        largest, total_weights = self.largest.numpy(), self.total_weights.numpy()
         return LogprobResult(
-            log_probability(token_logits.cpu().numpy(), host_largest, host_totals)[:, 0],
-            (rows > token_logits).sum(-1).add_(1).cpu().numpy(),
-            top_ids.cpu().numpy(),
-            log_probability(rows.gather(1, top_ids).cpu().numpy(), host_largest, host_totals),
+            self.tokens.numpy(),
+            log_probability(self.token_logits.numpy(), largest, total_weights)[:, 0],
+            self.ranks.numpy(),
+            self.top_ids.numpy(),
+            log_probability(self.top_logits.numpy(), largest, total_weights),
         )
+
+
+def compute_logprob_stats(
+    logits: Tensor, tokens: Tensor, index: Tensor, num_top: int
+) -> LogprobStats:
+    """Compute the numbers of the rows at `index` [N], with their `num_top` likeliest tokens."""
+    rows, tokens = logits[index].float(), tokens[index].clamp_(min=0)
+    token_logits = rows.gather(1, tokens[:, None])
+    largest = rows.amax(-1, keepdim=True)
+    total_weights = compute_weights((rows - largest) * LOG2E).sum(-1, keepdim=True)
+    ranks = (rows > token_logits).sum(-1).add_(1)
+    top_ids = _sort_keys(rows).topk(num_top, -1).indices
+    return LogprobStats(
+        tokens, token_logits, largest, total_weights, ranks, top_ids, rows.gather(1, top_ids)
+    )
 
 
 def log_probability(
