@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.engine_config import EngineConfig, WeightFormat
+from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE, EngineConfig, WeightFormat
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.architectures.architecture import AttentionParams
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
@@ -566,10 +566,11 @@ def _measure_decode(setting: Setting, core: EngineCore, batch: int, mode: str) -
 
 
 def measure_load(setting: Setting) -> None:
-    """Measure the times between tokens of running streams while long prompts arrive, with and without top-p."""
+    """Measure streams while long prompts arrive, with and without top-p, and prompts that are in host memory."""
     with random_core(setting) as core:
         for top_p in (1.0, 0.9):
             _measure_mixed(setting, core, top_p)
+    _measure_restore(setting)
 
 
 def _measure_mixed(setting: Setting, core: EngineCore, top_p: float) -> None:
@@ -596,6 +597,22 @@ def _measure_mixed(setting: Setting, core: EngineCore, top_p: float) -> None:
             times[delta.id].append(time.perf_counter())
     gaps = [b - a for stamps in times.values() for a, b in itertools.pairwise(stamps)]
     emit(load=f"{streams} streams", top_p=top_p, steps=steps, seconds_between_tokens=gaps)
+
+
+def _measure_restore(setting: Setting) -> None:
+    """Measure the time to the first token of a prompt that is computed, evicted by another, and restored."""
+    (length,) = setting.choose([8192], [40])
+    (host_bytes,) = setting.choose([4 << 30], [1 << 20])
+    blocks = length // DEFAULT_BLOCK_SIZE + 2
+    with random_core(setting, num_blocks=blocks, host_kv_bytes=host_bytes) as core:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        first, other = (_request(core, name, length, params) for name in ("computed", "other"))
+        restored = EngineRequest(id="restored", prompt=first.prompt, params=params)
+        for request in (first, other, restored):
+            started_at = time.perf_counter()
+            run(core, [request])
+            emit(prompt=request.id, length=length, ttft_s=time.perf_counter() - started_at)
+        emit(restored_tokens=core.scheduler.kv_cache.host_hit_tokens)
 
 
 def measure_peers(setting: Setting) -> None:
