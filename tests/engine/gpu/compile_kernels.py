@@ -30,6 +30,7 @@ from argosy.engine.execution.kernels.gpu import (
     block_copies,
     delta_rule,
     elementwise,
+    latent_attention,
     linear,
     logit_edits,
     sampling,
@@ -79,6 +80,8 @@ REPRESENTATIVES = {
     f"store {FLOAT8}",
     "merge_ranges",
     "gather blocks",
+    "attend latents 16 heads",
+    "store latents",
     "matmul bfloat16 128x256",
     "matmul float8 64x16",
     "matmul int4 per 32 128x256",
@@ -224,6 +227,34 @@ def report_attention_kernels() -> None:
         report(label, block_copies.move_blocks, constants, types, num_warps=4)
 
 
+def report_latent_attention_kernels() -> None:
+    """Report the kernels of latent attention for the shapes of DeepSeek V2 Lite and V3."""
+    for heads in (16, 128):
+        tile = latent_attention.latent_tile(heads, 512)
+        constants = {
+            "HEADS": heads,
+            "ROPE_DIM": 64,
+            "ROPE_WIDTH": 64,
+            "VALUE_DIM": 512,
+            "BLOCK": 16,
+            "ROTARY": 64,
+            "PRECISION": "tf32x3",
+            **tile.constants,
+        }
+        report(
+            f"attend latents {heads} heads",
+            latent_attention.attend_latents,
+            constants,
+            {"scale": "fp32"},
+            num_warps=8,
+            num_stages=3,
+        )
+    constants = {"HEAD_DIM": 576, "WIDTH": 1024, "ROWS": latent_attention.STORE_TILE_ROWS}
+    constants |= {"ROTARY": 64}
+    types = {"tokens": "i32"}
+    report("store latents", latent_attention.store_latents, constants, types, num_warps=4)
+
+
 EXPERT_TYPES = {
     **dict.fromkeys(("weights", "total", "correction"), FLOAT32),
     **dict.fromkeys(("ids", "expert_ids"), "*i64"),
@@ -355,3 +386,4 @@ if __name__ == "__main__":
     report_delta_rule_kernels()
     report_linear_kernels()
     report_attention_kernels()
+    report_latent_attention_kernels()

@@ -75,23 +75,21 @@ class TritonAttention(Attention):
             ValueError: The heads are too large for the kernels.
         """
         head_dim, dtype = shape.head_dim, shape.dtype
-        if shape.value_dim is not None:
-            raise ValueError(
-                "there are no GPU kernels for multi-head latent attention (DeepSeek, Kimi); set device to cpu"
-            )
-        if _padded_head_dim(head_dim) * dtype.itemsize > MAX_HEAD_BYTES:
+        is_latent = shape.value_dim is not None
+        if not is_latent and _padded_head_dim(head_dim) * dtype.itemsize > MAX_HEAD_BYTES:
             raise ValueError(
                 f"a head of {head_dim} in {dtype} does not fit into a GPU's shared memory; serve it in bfloat16"
             )
         sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, head_dim)
         self._keys = torch.zeros(sizes, dtype=dtype, device=device)
-        self._values = torch.zeros(sizes, dtype=dtype, device=device)
-        super().__init__(self._keys, self._values)
+        self._values = self._keys if is_latent else torch.zeros_like(self._keys)
+        super().__init__(self._keys, None if is_latent else self._values)
         if scales is None:
             scales = torch.ones(shape.num_layers, 2, shape.num_kv_heads)
         self._scales = scales.to(device, torch.float32).contiguous()
         self._block_size = shape.block_size
         self._num_multiprocessors = num_multiprocessors
+        self._programs_per_item = shape.num_kv_heads
         self._float8 = dtype == KV_FLOAT8
         self._listed_batch: Batch | None = None
         self._work_lists: dict[tuple[int, int], _WorkList] = {}
@@ -268,9 +266,8 @@ class TritonAttention(Attention):
         tile_numbers = tokens // tile_tokens + sequences
         max_tiles = min(tokens, tile_numbers)
         ranges = triton.cdiv(batch.block_tables.shape[2] * self._block_size, RANGE_SIZE)
-        target = triton.cdiv(
-            PROGRAMS_PER_MULTIPROCESSOR * self._num_multiprocessors, self._keys.shape[2]
-        )
+        programs = PROGRAMS_PER_MULTIPROCESSOR * self._num_multiprocessors
+        target = triton.cdiv(programs, self._programs_per_item)
         # Every tile has a range, so no item has fewer than its share of them.
         min_grain = triton.cdiv(max(sequences, triton.cdiv(tokens, tile_tokens)), target)
         max_items, max_merges, scratch_rows = max_tiles, 0, 0

@@ -31,6 +31,7 @@ from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.delta_rule import TritonDeltaRule
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
+from argosy.engine.execution.kernels.gpu.latent_attention import TritonLatentAttention
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
 from argosy.engine.execution.kernels.gpu.logit_edits import TritonLogitSampler
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, Experts
@@ -149,7 +150,8 @@ class GpuDevice(Device):
     def create_attention(self, shape: KvCacheShape) -> Attention:
         if shape.dtype.itemsize == 1:
             self._require_float8("kv_dtype fp8")
-        return TritonAttention(
+        attention_type = TritonAttention if shape.value_dim is None else TritonLatentAttention
+        return attention_type(
             shape, device=self.torch_device, num_multiprocessors=self.num_multiprocessors
         )
 
