@@ -105,7 +105,7 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
     assert needs(windowed, num_blocks=10).estimate().kv_bytes == 10 * 16 * per_layer
     assert windowed.kv_bytes_per_sequence(2) == 16 * (131_072 // 16 + 128 // 16 + 2) * per_layer
 
-    def max_model_len(architecture: ModelArchitecture) -> int:
+    def max_model_len(architecture: ModelArchitecture, draft_block_bytes: int = 0) -> int:
         layout = architecture.kv_layout
         config = EngineConfig(model="m", kv_memory_bytes=GIB)
         limits = resolve_limits(
@@ -114,6 +114,7 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
                 config, max_model_len=architecture.max_model_len, kv_windows=layout.windows
             ),
             block_bytes=layout.block_bytes(architecture.kv_bytes_per_token(2), 16),
+            draft_block_bytes=draft_block_bytes,
             free_bytes=0,
             kv_memory_fraction=0.0,
         )
@@ -121,6 +122,7 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
         return limits.max_model_len
 
     assert max_model_len(large) == GIB // (32 * per_layer) * 16
+    assert max_model_len(large, 8 * per_layer) == GIB // (40 * per_layer) * 16
     assert max_model_len(windowed) == (GIB // (16 * per_layer) - 10) * 16
 
 

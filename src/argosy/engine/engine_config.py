@@ -201,6 +201,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Advanced",
         ),
     ] = "auto"
+    draft_model: (
+        Annotated[
+            str,
+            option(
+                "Smaller model with the same tokenizer that drafts tokens on CPUs, named like a model. It is loaded in"
+                " the model's formats.",
+                "Advanced",
+            ),
+        ]
+        | None
+    ) = None
     request_timeout_s: (
         Annotated[float, option("Timeout of one request in seconds.", "Advanced", ge=0.001)] | None
     ) = None

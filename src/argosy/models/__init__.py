@@ -1,7 +1,7 @@
 """Paths of the small models that ship with Argosy, as folders in Hugging Face layout.
 
-`argosy-mini` is a chat model for trying out Argosy and for tests. `argosy-mini-draft`, a smaller model with the same
-tokenizer, is only in the repository. The scripts in the repository's `models` folder train and evaluate both.
+`argosy-mini` is a chat model for trying out Argosy and for tests. `argosy-mini-draft` is a smaller model with the same
+tokenizer, which drafts for it. The scripts in the repository's `models` folder train and evaluate both.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ BUNDLED_MODEL: Path = _HERE / "argosy-mini"
 """Chat model that `argosy serve` runs by default."""
 
 DRAFT_MODEL: Path = _HERE / "argosy-mini-draft"
-"""Smaller model with the same tokenizer, for the coming speculative decoding. An installed package lacks it."""
+"""Smaller model with the same tokenizer, for speculative decoding (`--draft-model argosy-mini-draft`)."""
 
 BUNDLED_MODELS: Mapping[str, Path] = MappingProxyType(
-    {path.name: path for path in (BUNDLED_MODEL, DRAFT_MODEL) if path.is_dir()}
+    {path.name: path for path in (BUNDLED_MODEL, DRAFT_MODEL)}
 )
 """Path of each bundled model by its name."""
 

@@ -130,3 +130,15 @@ def test_measured_durations_decide() -> None:
                 policy.record_step(1, drafts, 0.02 * slowdown)
         lengths = policy.select_lengths([DraftCandidate(history, LOOKUP, 8)], 1)
         assert (lengths[0] > 0) == is_worthwhile
+
+
+def test_passes_of_a_draft_model_must_pay() -> None:
+    for pass_s, shortest, longest in ((0.0001, 8, 16), (0.005, 1, 7), (0.1, 0, 0)):
+        policy = DraftLengthPolicy(RIDGE, pass_s)
+        history = train(policy, 0.75)
+        candidates = [DraftCandidate(history, LOOKUP, 16, needs_passes=True)]
+        assert policy.select_lengths(candidates, 1) == [0], "no step was measured"
+        for _ in range(100):
+            policy.record_step(1, 0, 0.02)
+            policy.record_passes(2, 2 * pass_s)
+        assert shortest <= policy.select_lengths(candidates, 1)[0] <= longest

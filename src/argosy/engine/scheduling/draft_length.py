@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from argosy.engine.scheduling.sequence import NEVER
@@ -51,6 +52,8 @@ class DraftCandidate(NamedTuple):
     history: DraftHistory
     source: DraftSource
     size: int
+    needs_passes: bool = False
+    """Whether a draft model computes the drafts before the step, one of all candidates in each pass."""
 
 
 class _SourceHistory:
@@ -78,8 +81,12 @@ class DraftHistory:
 class DraftLengthPolicy:
     """Chooses the number of drafts of each sequence in a step. Deterministic."""
 
-    def __init__(self, ridge_tokens: int) -> None:
-        """Create a policy. Computing `ridge_tokens` tokens takes as long as one pass over the weights."""
+    def __init__(self, ridge_tokens: int, pass_s: float = 0.0) -> None:
+        """Create a policy. Computing `ridge_tokens` tokens takes as long as one pass over the weights.
+
+        `pass_s` are the seconds of a pass of the draft model, before any of its passes is recorded.
+        """
+        self._pass_s = pass_s
         self._ridge_tokens = ridge_tokens
         self._acceptance: dict[DraftSource, float] = {}
         """Mean of all sequences, from which new ones start."""
@@ -102,13 +109,17 @@ class DraftLengthPolicy:
         max_rows = MAX_RIDGES * self._ridge_tokens
         if prefill_tokens >= self._ridge_tokens or rows >= max_rows:
             return [0] * len(candidates)
-        estimates = [self._find_history(c.history, c.source).acceptance for c in candidates]
-        lengths = self._maximize_rate(candidates, estimates, num_decodes, rows, max_rows)
+        lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, inf)
         if 0 in lengths or num_decodes > len(candidates):
+            max_cost = MAX_SLOWDOWN * self.step_cost(rows)
+            lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, max_cost)
             max_rows = self._max_rows_beside_others(rows, max_rows)
-            lengths = self._maximize_rate(candidates, estimates, num_decodes, rows, max_rows)
             self._add_probes(candidates, lengths, max_rows - rows - sum(lengths))
         return lengths
+
+    def estimate(self, candidate: DraftCandidate) -> float:
+        """Return the estimated chance that a draft is accepted, given that those before it are."""
+        return self._find_history(candidate.history, candidate.source).acceptance
 
     def record_drafts(
         self, history: DraftHistory, source: DraftSource, drafted: int, accepted: int
@@ -144,6 +155,10 @@ class DraftLengthPolicy:
         for knot in range(index + 1, len(costs)):
             costs[knot] = max(costs[knot], costs[knot - 1])
 
+    def record_passes(self, num_passes: int, seconds: float) -> None:
+        """Record the duration of at least one pass of the draft model."""
+        self._pass_s += _COST_WEIGHT * (seconds / num_passes - self._pass_s)
+
     def _find_history(self, history: DraftHistory, source: DraftSource) -> _SourceHistory:
         entry = history.sources.get(source)
         if entry is None:
@@ -154,15 +169,18 @@ class DraftLengthPolicy:
     def _maximize_rate(
         self,
         candidates: Sequence[DraftCandidate],
-        estimates: list[float],
         num_decodes: int,
         rows: int,
         max_rows: int,
+        max_cost: float,
     ) -> list[int]:
         """Return the lengths with the most expected tokens per second.
 
         Each further draft is the one that is most likely to be accepted.
         """
+        estimates = list(map(self.estimate, candidates))
+        pass_cost = self._find_pass_cost(num_decodes)
+        num_passes = 0
         lengths = [0] * len(candidates)
         heap = [
             (-estimate, index)
@@ -183,8 +201,16 @@ class DraftLengthPolicy:
                 break
             if rows >= knot_rows:
                 knot_rows, row_cost = self._find_row_cost(rows)
+            added_cost = row_cost
+            adds_pass = candidates[index].needs_passes and lengths[index] == num_passes
+            if adds_pass:
+                added_cost += pass_cost
+            if cost + added_cost >= max_cost:
+                heapq.heappop(heap)
+                continue
+            num_passes += adds_pass
             rows += 1
-            cost += row_cost
+            cost += added_cost
             tokens -= negative_gain
             order.append(index)
             lengths[index] += 1
@@ -203,7 +229,7 @@ class DraftLengthPolicy:
         self, candidates: Sequence[DraftCandidate], lengths: list[int], max_probes: int
     ) -> None:
         """Draft one token of a candidate that has been without drafts for long enough."""
-        for index, (history, source, size) in enumerate(candidates):
+        for index, (history, source, size, _) in enumerate(candidates):
             if lengths[index] or size <= 0:
                 continue
             entry = history.sources[source]
@@ -213,6 +239,14 @@ class DraftLengthPolicy:
                 max_probes -= 1
                 entry.skipped = 0
                 entry.wait = min(2 * entry.wait, MAX_PROBE_WAIT)
+
+    def _find_pass_cost(self, num_decodes: int) -> float:
+        """Return the duration of a pass of the draft model relative to that of a step of one token.
+
+        It is infinite before a step without drafts was measured.
+        """
+        expected_s = self._decode_s.predict(num_decodes)
+        return self._pass_s * self.step_cost(num_decodes) / expected_s if expected_s > 0 else inf
 
     def _max_rows_beside_others(self, rows: int, max_rows: int) -> int:
         """Return the maximum tokens of a step in which some sequences have no drafts."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import structlog
 import torch
 
@@ -38,6 +39,7 @@ from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, GenericModel
 from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.executor.block_copies import staging_bytes
+from argosy.engine.execution.executor.draft_model import DraftModel, count_row_blocks
 from argosy.engine.execution.executor.executor import Executor
 from argosy.engine.execution.executor.output_stage import OutputStage
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
@@ -98,6 +100,8 @@ class LoadedExecutor:
     """Whether the self-test found that results depend only on their own sequence, bit for bit."""
     can_verify_drafts: bool
     """Whether steps with drafts are wanted, and give the tokens of steps without. No step is then planned ahead."""
+    draft_model: DraftModel | None
+    """Draft model for these drafts, if the settings name one."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
     reserved_bytes: int
@@ -130,7 +134,8 @@ def load_executor(
     path = _find_checkpoint(config, progress)
     plan = _plan_load(config, path, progress)
     loaded = _load_model(config, plan, progress)
-    return _prove(config, loaded, progress, find_grammar, started_at)
+    draft = _load_draft_model(config, plan, progress)
+    return _prove(config, loaded, draft, progress, find_grammar, started_at)
 
 
 def _find_checkpoint(config: EngineConfig, progress: Callable[[str, float], None]) -> Path:
@@ -185,13 +190,16 @@ def _select(config: EngineConfig, path: Path, layout: PoolingLayout | None) -> S
 
 
 def _plan_load(
-    config: EngineConfig, path: Path, progress: Callable[[str, float], None]
+    config: EngineConfig,
+    path: Path,
+    progress: Callable[[str, float], None],
+    device: Device | None = None,
 ) -> _LoadPlan:
-    """Choose implementation, device and data types, and check that the model fits into the memory."""
+    """Choose implementation, data types and, if it is None, the device. Check that the model fits into the memory."""
     fingerprint, layout = checkpoint_fingerprint(path), read_pooling_layout(path, config.task)
     implementation = _select(config, path, layout)
     progress("preparing the kernels", 0.0)  # compiled at the first start
-    device = choose_device(config)
+    device = device or choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
     source: CheckpointReader | GenericModel
@@ -261,6 +269,14 @@ class _LoadedModel:
         architecture = self.plan.architecture
         bytes_per_token = architecture.kv_bytes_per_token(self.plan.kv_dtype.itemsize)
         return architecture.kv_layout.block_bytes(bytes_per_token, block_size)
+
+    def position_block_bytes(self, block_size: int) -> int:
+        """Return the bytes of the KV blocks of `block_size` tokens in all groups."""
+        return len(self.plan.architecture.kv_layout.windows) * self.block_bytes(block_size)
+
+    def create_draft_model(self, limits: SchedulerLimits) -> DraftModel:
+        """Create a draft model of it, with its own KV cache, for a target with these limits."""
+        return DraftModel(self.model, self.plan.device, limits, self.plan.kv_dtype)
 
     def create_executor(
         self,
@@ -337,16 +353,48 @@ def _load_model(
     return _LoadedModel(model, pooler, plan, cache.mapped_bytes)
 
 
+def _load_draft_model(
+    config: EngineConfig, target: _LoadPlan, progress: Callable[[str, float], None]
+) -> _LoadedModel | None:
+    """Load the draft model that the settings name. None if there is none, or if it could never be used.
+
+    Raises:
+        ValueError: It cannot draft for the target. The message says what to do.
+    """
+    name = config.draft_model
+    if name is None:
+        return None
+    if target.pooling is not None:
+        raise ValueError(
+            "the model computes vectors, for which nothing is drafted; leave draft_model out"
+        )
+    if config.speculation == "off" or _find_obstacle(config, target) is not None:
+        return None
+    draft_config = msgspec.structs.replace(
+        config, model=name, revision=None, digest=None, task="generate", kv_memory_bytes=None
+    )
+    plan = _plan_load(
+        draft_config, _find_checkpoint(draft_config, progress), progress, target.device
+    )
+    if plan.architecture.state_bytes or target.architecture.kv_layout.windows[0] is not None:
+        raise ValueError(
+            f"{name} cannot draft for {config.model}, because one of them has recurrent states or no layer that "
+            "attends to all tokens; use another draft_model, or none"
+        )
+    return _load_model(draft_config, plan, progress)
+
+
 def _prove(
     config: EngineConfig,
     loaded: _LoadedModel,
+    draft: _LoadedModel | None,
     progress: Callable[[str, float], None],
     find_grammar: Callable[[str], CompiledGrammar] | None,
     started_at: float,
 ) -> LoadedExecutor:
     """Size the KV cache, warm the executor up, and test that results depend only on their own sequence."""
     plan, device, architecture = loaded.plan, loaded.plan.device, loaded.plan.architecture
-    limits = _resolve_limits(config, loaded, f"{plan.fingerprint} {plan.format_name}")
+    limits = _resolve_limits(config, loaded, draft, f"{plan.fingerprint} {plan.format_name}")
     if limits.state_snapshots is not None:
         log.info(
             "recurrent_states_allocated",
@@ -368,12 +416,15 @@ def _prove(
     self_test: SelfTestResult | None = None
     if config.warmup:
         self_test = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
-    pooling, max_steps_in_flight = None, config.max_steps_in_flight
-    if max_steps_in_flight is None:
-        max_steps_in_flight = device.max_steps_in_flight
+    pooling, max_steps_in_flight = None, _count_steps_in_flight(config, device)
     if plan.pooling is not None:
         pooling = describe_pooling(plan.pooling, architecture.hidden_size, limits.max_model_len)
         max_steps_in_flight = 0  # the executor waits for its results
+    can_verify_drafts = _can_verify_drafts(config, plan, self_test)
+    draft_model = None
+    if draft is not None and can_verify_drafts:
+        draft_model = draft.create_draft_model(limits)
+        draft_model.warm_up()
     return LoadedExecutor(
         executor=executor,
         architecture=architecture,
@@ -384,9 +435,10 @@ def _prove(
         fingerprint=f"{plan.fingerprint} {arithmetic.id}",
         arithmetic=arithmetic,
         is_exact=self_test is None or self_test.is_exact,
-        can_verify_drafts=_can_verify_drafts(config, plan, limits, self_test, max_steps_in_flight),
+        can_verify_drafts=can_verify_drafts,
+        draft_model=draft_model,
         max_steps_in_flight=max_steps_in_flight,
-        reserved_bytes=_count_reserved_bytes(config, loaded, limits),
+        reserved_bytes=_count_reserved_bytes(config, loaded, draft, limits),
         pooling=pooling,
         model=_describe_model(plan),
         step_s=step_s,
@@ -409,7 +461,10 @@ def _describe_model(plan: _LoadPlan) -> ModelDescription:
 
 
 def _count_reserved_bytes(
-    config: EngineConfig, loaded: _LoadedModel, limits: SchedulerLimits
+    config: EngineConfig,
+    loaded: _LoadedModel,
+    draft: _LoadedModel | None,
+    limits: SchedulerLimits,
 ) -> int:
     """Return the memory that is allocated when it is first used, after the model is loaded."""
     plan, block_bytes = loaded.plan, loaded.block_bytes(config.block_size)
@@ -418,29 +473,40 @@ def _count_reserved_bytes(
     ).estimate()
     on_device = limits.num_blocks * block_bytes + needs.state_bytes
     on_device += (limits.state_snapshots or 0) * plan.architecture.state_bytes
+    if draft is not None:
+        num_blocks = limits.num_blocks + limits.max_seqs * count_row_blocks(config.block_size)
+        on_device += num_blocks * draft.position_block_bytes(config.block_size)
     is_cpu = plan.device.torch_device.type == "cpu"
     return limits.host_blocks * block_bytes + needs.working_bytes + is_cpu * on_device
 
 
+def _count_steps_in_flight(config: EngineConfig, device: Device) -> int:
+    """Return the number of steps in flight while the next one is planned."""
+    if config.max_steps_in_flight is None:
+        return device.max_steps_in_flight
+    return config.max_steps_in_flight
+
+
+def _find_obstacle(config: EngineConfig, plan: _LoadPlan) -> str | None:
+    """Return why steps cannot have drafts, whatever the test at start finds, or None."""
+    if plan.architecture.state_bytes:
+        return "the recurrent states of the model cannot go back to the last token that was right"
+    if _count_steps_in_flight(config, plan.device):
+        return "the device plans steps ahead, before it is known how many drafts are right"
+    return None if config.warmup else "the test at start does not run without a warm-up"
+
+
 def _can_verify_drafts(
-    config: EngineConfig,
-    plan: _LoadPlan,
-    limits: SchedulerLimits,
-    self_test: SelfTestResult | None,
-    max_steps_in_flight: int,
+    config: EngineConfig, plan: _LoadPlan, self_test: SelfTestResult | None
 ) -> bool:
     """Return whether steps may have drafts. If the settings want them and they cannot, log why."""
     if config.speculation == "off" or plan.pooling is not None:
         return False
-    reason = None
-    if limits.state_snapshots is not None:
-        reason = "the recurrent states of the model cannot go back to the last token that was right"
-    elif max_steps_in_flight:
-        reason = "the device plans steps ahead, before it is known how many drafts are right"
-    elif self_test is None:
-        reason = "the test at start does not run without a warm-up"
-    elif failed_cases := [*self_test.failed_cases, *self_test.failed_draft_cases]:
-        reason = f"the test at start failed: {', '.join(failed_cases)}"
+    reason = _find_obstacle(config, plan)
+    if self_test is not None and reason is None:
+        failed_cases = [*self_test.failed_cases, *self_test.failed_draft_cases]
+        if failed_cases:
+            reason = f"the test at start failed: {', '.join(failed_cases)}"
     if reason is not None:
         log.info("speculation_disabled", reason=reason)
     return reason is None
@@ -472,7 +538,9 @@ def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str
     return result
 
 
-def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> SchedulerLimits:
+def _resolve_limits(
+    config: EngineConfig, loaded: _LoadedModel, draft: _LoadedModel | None, key: str
+) -> SchedulerLimits:
     """Compute the limits that fit next to the activations of the largest step and the mapped packed weights.
 
     `key` identifies the model and its formats, see `Device.working_bytes`.
@@ -494,12 +562,19 @@ def _resolve_limits(config: EngineConfig, loaded: _LoadedModel, key: str) -> Sch
     block_bytes = loaded.block_bytes(config.block_size)
     if block_bytes:
         working_bytes += staging_bytes(config.host_kv_bytes // block_bytes, block_bytes)
+    draft_block_bytes = 0
+    mapped_bytes = loaded.mapped_bytes
+    if draft is not None:
+        draft_block_bytes = draft.position_block_bytes(config.block_size)
+        mapped_bytes += draft.mapped_bytes
+        working_bytes += limits.max_seqs * count_row_blocks(config.block_size) * draft_block_bytes
     return resolve_limits(
         config,
         limits,
         block_bytes=block_bytes,
+        draft_block_bytes=draft_block_bytes,
         state_bytes=architecture.state_bytes,
-        free_bytes=max(0, device.free_bytes() - loaded.mapped_bytes - working_bytes),
+        free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
         kv_memory_fraction=device.kv_memory_fraction / (1 + config.colocated_replicas),
     )
 

@@ -273,13 +273,15 @@ def resolve_limits(
     limits: SchedulerLimits,
     *,
     block_bytes: int,
+    draft_block_bytes: int = 0,
     state_bytes: int = 0,
     free_bytes: int,
     kv_memory_fraction: float,
 ) -> SchedulerLimits:
     """Size the KV cache, given the limits of steps and the device memory that is free after loading the weights.
 
-    `state_bytes` are those of the recurrent state of a sequence.
+    `draft_block_bytes` are those that a draft model adds to each block on the device, and `state_bytes` those of the
+    recurrent state of a sequence.
 
     Raises:
         ValueError: The settings cannot be met. The message says what to change.
@@ -302,10 +304,10 @@ def resolve_limits(
     num_blocks = config.num_blocks
     if num_blocks is None:
         max_useful_blocks = groups.count_blocks(max_model_len) * config.max_seqs * 2
-        num_blocks = min(kv_bytes // block_bytes, max_useful_blocks)
+        num_blocks = min(kv_bytes // (block_bytes + draft_block_bytes), max_useful_blocks)
     max_model_len = groups.max_tokens(num_blocks, max_model_len)
     if max_model_len < 1:
-        min_bytes = len(limits.kv_windows) * block_bytes
+        min_bytes = len(limits.kv_windows) * (block_bytes + draft_block_bytes)
         raise ValueError(
             f"no memory for one KV block of {min_bytes} bytes; raise kv_memory_bytes or free some memory"
         )

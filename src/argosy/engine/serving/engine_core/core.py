@@ -93,6 +93,7 @@ class EngineCore:
         self._grammars = GrammarCompiler(
             lambda: _load_grammar_tokenizer(config, self.info.vocab_size)
         )
+        _check_draft_tokenizer(config)
         loaded = load_executor(config, progress, self._grammars.find)
         self._clock = clock
         self._request_timeout_s = (
@@ -116,6 +117,8 @@ class EngineCore:
                 create_drafters(self.executor.find_forced_tokens),
                 vocab_size=self.info.vocab_size,
                 ridge_tokens=loaded.limits.ridge_tokens,
+                clock=clock,
+                draft_model=loaded.draft_model,
             )
         self._max_steps_in_flight = loaded.max_steps_in_flight
         self._steps_in_flight: deque[tuple[StepPlan, StepHandle | Future[StepResult]]] = deque()
@@ -483,6 +486,24 @@ def _load_grammar_tokenizer(config: EngineConfig, vocab_size: int) -> GrammarTok
     """
     path = resolve_model_path(config.model, config.revision, config.digest)
     return build_grammar_tokenizer(Tokenizer.load(path), vocab_size)
+
+
+def _check_draft_tokenizer(config: EngineConfig) -> None:
+    """Check that the draft model has the tokenizer of the model.
+
+    Raises:
+        ValueError: It has another one.
+    """
+    if config.draft_model is None:
+        return
+    path = resolve_model_path(config.model, config.revision, config.digest)
+    digest = Tokenizer.load(path).digest
+    draft_digest = Tokenizer.load(resolve_model_path(config.draft_model, None)).digest
+    if digest != draft_digest:
+        raise ValueError(
+            f"{config.draft_model} cannot draft for {config.model}, because its tokenizer is another one "
+            f"({draft_digest[:12]}, not {digest[:12]}); use a draft_model with the same tokenizer"
+        )
 
 
 def _pack_block_names(keys: list[bytes]) -> bytes:

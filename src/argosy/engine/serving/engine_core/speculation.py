@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections.abc
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from argosy.engine.execution.drafting import Draft, Drafter
+from argosy.engine.execution.drafting import Drafter
 from argosy.engine.scheduling import (
     MAX_DRAFT_TOKENS,
     DraftCandidate,
@@ -20,6 +21,11 @@ from argosy.engine.scheduling import (
     StepResult,
 )
 
+if TYPE_CHECKING:
+    from argosy.engine.execution.executor.draft_model import DraftModel
+
+ASSUMED_MATCH = 16
+"""Size of a match after which drafts of texts are assumed to be accepted as often as those of a draft model."""
 MAX_PAUSE_STEPS = 4
 """Maximum number of steps for which no drafter is asked, after they had no drafts for any sequence."""
 
@@ -35,7 +41,12 @@ class Speculation:
         *,
         vocab_size: int,
         ridge_tokens: int,
+        clock: Callable[[], float],
+        draft_model: DraftModel | None = None,
     ) -> None:
+        self._clock = clock
+        self.draft_model = draft_model
+        """Drafter that is asked only for drafts that are worth the time, unlike `drafters`, which take almost none."""
         self.drafters = list(drafters)
         self.drafts: Counter[str] = Counter()
         """Steps of a sequence with drafts."""
@@ -44,7 +55,11 @@ class Speculation:
         self.accepted_by_position: dict[str, list[int]] = {}
         """Accepted drafts by the drafter's name and by their position among the drafts of a step."""
         self._vocab_size = vocab_size
-        self._policy = DraftLengthPolicy(ridge_tokens)
+        self._policy = DraftLengthPolicy(
+            ridge_tokens, 0.0 if draft_model is None else draft_model.pass_s
+        )
+        self._draft_model_s = 0.0
+        """Seconds of the draft model before the latest step. 0 if it was not asked."""
         self._histories: dict[str, DraftHistory] = {}
         """Request id -> its earlier drafts."""
         self._proposed_by_row: dict[int, DraftCandidate] = {}
@@ -56,14 +71,17 @@ class Speculation:
     def propose(self, running: collections.abc.Collection[Sequence]) -> dict[Sequence, list[int]]:
         """Return drafts of the running sequences, as many as make the next step faster.
 
-        The first drafter that has any for a sequence gives all of them. A drafter that raises is not asked again. While
-        there are no drafts for any sequence, the drafters are only asked in some steps.
+        The first drafter that has any for a sequence gives all of them, unless those of the draft model are accepted
+        more often. A drafter that raises is not asked again. While there are no drafts for any sequence, the drafters
+        are only asked in some steps.
         """
+        self._draft_model_s = 0.0
         if self._pause_steps_left:
             self._pause_steps_left -= 1
             return {}
         drafts = self._select_drafts(running)
-        self._pause_steps = 0 if drafts else min(self._pause_steps + 1, MAX_PAUSE_STEPS)
+        has_work = bool(drafts) or self._draft_model_s > 0
+        self._pause_steps = 0 if has_work else min(self._pause_steps + 1, MAX_PAUSE_STEPS)
         self._pause_steps_left = self._pause_steps
         return drafts
 
@@ -72,48 +90,99 @@ class Speculation:
     ) -> dict[Sequence, list[int]]:
         """Ask the drafters, and return as many of their drafts as make the next step faster."""
         decoding = [seq for seq in running if seq.is_prefilled]
-        drafts: dict[Sequence, list[int]] = {}
-        candidates: list[DraftCandidate] = []
         waiting = [seq for seq in decoding if seq.can_draft]
+        drafts: dict[Sequence, list[int]] = {}
+        candidates: dict[Sequence, DraftCandidate] = {}
+        self._ask_drafters(waiting, drafts, candidates)
+        if self.draft_model is not None:
+            self._add_draft_model(waiting, self.draft_model, candidates)
+        if not candidates:
+            return drafts
+        prefill_tokens = sum(
+            seq.length - seq.computed_len for seq in running if not seq.is_prefilled
+        )
+        selected = self._policy.select_lengths(
+            list(candidates.values()), len(decoding), prefill_tokens
+        )
+        lengths = {seq: length for seq, length in zip(candidates, selected, strict=True) if length}
+        if self.draft_model is not None:
+            self._ask_draft_model(self.draft_model, candidates, lengths, drafts)
+        for seq in lengths:
+            self._proposed_by_row[seq.row] = candidates[seq]
+        return {seq: drafts[seq][:length] for seq, length in lengths.items() if drafts[seq]}
+
+    def _ask_drafters(
+        self,
+        waiting: list[Sequence],
+        drafts: dict[Sequence, list[int]],
+        candidates: dict[Sequence, DraftCandidate],
+    ) -> None:
+        """Add the drafts that take almost no time."""
         for drafter in tuple(self.drafters):
             if not waiting:
                 break
-            limits = [min(MAX_DRAFT_TOKENS, seq.max_length - seq.length) for seq in waiting]
+            limits = [_max_drafts(seq) for seq in waiting]
             try:
                 proposed = drafter.propose(waiting, limits)
                 for seq, draft in zip(waiting, proposed, strict=True):
-                    tokens = self._find_valid(draft)
+                    tokens = self._find_valid(draft.tokens)
                     if tokens:
                         drafts[seq] = tokens
                         source = DraftSource(drafter.name, 1 << (draft.match_size.bit_length() - 1))
-                        candidates.append(
-                            DraftCandidate(self._find_history(seq.id), source, len(tokens))
+                        candidates[seq] = DraftCandidate(
+                            self._find_history(seq.id), source, len(tokens)
                         )
             except Exception:
                 log.exception("drafter_failed", drafter=drafter.name)
                 self.drafters.remove(drafter)
             waiting = [seq for seq in waiting if seq not in drafts]
-        if not drafts:
-            return drafts
-        prefill_tokens = sum(
-            seq.length - seq.computed_len for seq in running if not seq.is_prefilled
-        )
-        lengths = self._policy.select_lengths(candidates, len(decoding), prefill_tokens)
-        for seq, candidate, length in zip(tuple(drafts), candidates, lengths, strict=True):
-            if length:
-                drafts[seq] = drafts[seq][:length]
-                self._proposed_by_row[seq.row] = candidate
-            else:
-                del drafts[seq]
-        return drafts
 
-    def _find_valid(self, draft: Draft) -> list[int]:
+    def _add_draft_model(
+        self,
+        waiting: list[Sequence],
+        draft_model: DraftModel,
+        candidates: dict[Sequence, DraftCandidate],
+    ) -> None:
+        """Add the draft model as a candidate, in place of others that are accepted less often."""
+        source, estimate = DraftSource(draft_model.name, ASSUMED_MATCH), self._policy.estimate
+        for seq in waiting:
+            candidate = DraftCandidate(
+                self._find_history(seq.id), source, _max_drafts(seq), needs_passes=True
+            )
+            other = candidates.get(seq)
+            if other is None or estimate(candidate) > estimate(other):
+                candidates[seq] = candidate
+
+    def _ask_draft_model(
+        self,
+        draft_model: DraftModel,
+        candidates: dict[Sequence, DraftCandidate],
+        lengths: dict[Sequence, int],
+        drafts: dict[Sequence, list[int]],
+    ) -> None:
+        """Set the drafts of the sequences for which the draft model was selected. There may be none."""
+        sequences = [seq for seq in lengths if candidates[seq].needs_passes]
+        if not sequences:
+            return
+        started_at = self._clock()
+        try:
+            proposed = draft_model.propose(sequences, [lengths[seq] for seq in sequences])
+        except Exception:
+            log.exception("drafter_failed", drafter=draft_model.name)
+            self.draft_model = None
+            proposed = [[] for _ in sequences]
+        for seq, tokens in zip(sequences, proposed, strict=True):
+            drafts[seq] = self._find_valid(tokens)
+        self._draft_model_s = self._clock() - started_at
+        if draft_model.num_passes:
+            self._policy.record_passes(draft_model.num_passes, self._draft_model_s)
+
+    def _find_valid(self, tokens: list[int]) -> list[int]:
         """Return the drafts up to the first one that is no token of the model."""
-        tokens = draft.tokens[:MAX_DRAFT_TOKENS]
-        for index, token in enumerate(tokens):
+        for index, token in enumerate(tokens[:MAX_DRAFT_TOKENS]):
             if not 0 <= token < self._vocab_size:
                 return tokens[:index]
-        return tokens
+        return tokens[:MAX_DRAFT_TOKENS]
 
     def _find_history(self, request_id: str) -> DraftHistory:
         history = self._histories.get(request_id)
@@ -124,7 +193,7 @@ class Speculation:
     def record_step(self, plan: StepPlan, result: StepResult) -> None:
         """Count the drafts of a step, and those among them that were accepted."""
         for chunk, drafts in plan.draft_tokens.items():
-            history, source, _ = self._proposed_by_row[plan.rows[chunk]]
+            history, source, *_ = self._proposed_by_row[plan.rows[chunk]]
             num_accepted = max(0, len(result.windows[chunk]) - 1)
             self._policy.record_drafts(history, source, len(drafts), num_accepted)
             name = source.drafter
@@ -136,10 +205,13 @@ class Speculation:
                 by_position[position] += 1
 
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a whole step, of which the work for its drafts is a part."""
+        """Record the duration of a whole step, of which the work for its drafts is a part.
+
+        That of the draft model is recorded by itself.
+        """
         num_decodes = plan.counts.count(1) + len(plan.draft_tokens)
         if num_decodes and num_decodes + plan.num_drafts == plan.total_tokens:
-            self._policy.record_step(num_decodes, plan.num_drafts, seconds)
+            self._policy.record_step(num_decodes, plan.num_drafts, seconds - self._draft_model_s)
 
     @property
     def totals(self) -> dict[str, dict[str, Any]]:
@@ -158,3 +230,10 @@ class Speculation:
         self._histories.pop(request_id, None)
         for drafter in self.drafters:
             drafter.release(request_id)
+        if self.draft_model is not None:
+            self.draft_model.release(request_id)
+
+
+def _max_drafts(seq: Sequence) -> int:
+    """Return the largest number of drafts that a sequence has room for."""
+    return min(MAX_DRAFT_TOKENS, seq.max_length - seq.length)
