@@ -473,6 +473,7 @@ def _measure_sampling(setting: Setting) -> None:
             ("plain", 1.0, vocab),
             ("top-p 0.9", 0.9, vocab),
             ("top-k 50", 1.0, 50),
+            ("top-k 50, top-p 0.9", 0.9, 50),
         ):
             metadata = SamplingMetadata(
                 np.full(rows, 1.44, np.float32),

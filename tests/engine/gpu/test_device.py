@@ -201,6 +201,19 @@ def test_steps_wait_for_nothing_but_sampled_tokens(
     assert all(each in ([], ["event"]) for each in waits), waits
 
 
+def test_warm_up_runs_all_kernels(model: Path, gpu: HostDevice) -> None:
+    """A GPU compiles each kernel when it is first launched, which would delay all requests."""
+    gpu.capture_graph = None
+    cores: list[EngineCore] = []
+    with mock.patch.object(gpu, "warmup_sizes", (1, 2)):
+        warm_up = record_work(lambda: cores.append(create_gpu_core(model, warmup=True)))
+    params = SamplingParams(top_k=9, top_p=0.9, presence_penalty=1.0, min_tokens=2, max_tokens=2)
+    request = EngineRequest(id="all", prompt=[5, 6, 7], params=params)
+    serving = record_work(lambda: run_requests(cores[0], [request]))
+    missing = {name for name in serving.launches if name.startswith("_")} - {*warm_up.launches}
+    assert not missing
+
+
 def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None:
     def fail_to_capture(_work: object) -> NoReturn:
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -77,8 +77,15 @@ from argosy.protocol import ArithmeticIdentity, ModelDescription, SamplingParams
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 COSTLIEST_PARAMS = SamplingParams(
-    max_tokens=1, temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=1
+    max_tokens=1,
+    temperature=1.0,
+    top_k=2,
+    top_p=0.9,
+    frequency_penalty=0.1,
+    logit_bias={0: 0.0},
+    logprobs=1,
 )
+"""Parameters that need the most memory, and all kernels of sampling."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
@@ -587,12 +594,15 @@ def _warm_up(
 ) -> float:
     """Run one prefill of each size that fits and capture all graphs, so that nothing of it delays requests.
 
+    The first prefill also runs all kernels of sampling, which some devices compile then.
+
     Returns the seconds of another step with one token, by which requests are routed before the first one was measured.
     """
     fitting = [size for size in sizes if size <= _max_prefill_tokens(limits)]
     total = len(fitting) + executor.num_graphs
     for number, size in enumerate(fitting):
-        _run_prefill(executor, limits, [size], WARMUP_PARAMS)
+        params = WARMUP_PARAMS if number else COSTLIEST_PARAMS
+        _run_prefill(executor, limits, [size], params)
         progress(WARMING_UP, (number + 1) / total)
     step_s = 0.0
     if fitting:
