@@ -27,6 +27,11 @@ DEFAULT_KV_MEMORY_FRACTION = 0.4
 """Default fraction of a CPU's free memory for the KV cache. The rest stays for activations."""
 
 
+AUTO_DRAFT_METHODS = ("forced_tokens", "prediction", "prompt_lookup")
+"""Drafters by default. They use nothing but their own request."""
+_METHOD_PATTERN = f"({'|'.join((*AUTO_DRAFT_METHODS, 'domain_window'))})"
+_SPECULATION_PATTERN = rf"^(auto|off|{_METHOD_PATTERN}(,{_METHOD_PATTERN})*)$(?!\n)"
+
 VERIFYING_MODEL = "verifying the model"
 LOADING_WEIGHTS = "loading weights"
 WARMING_UP = "warming up"
@@ -194,11 +199,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, option("Reuse the KV blocks of prompts with a common prefix.", "Advanced")
     ] = True
     speculation: Annotated[
-        Literal["auto", "off"],
+        str,
         option(
-            "Draft tokens and verify several in a step, which is faster and changes no output. auto does so where the"
-            " test at start shows that it is exact.",
+            "Draft tokens and verify several in a step, which is faster and changes no output: auto, off, or some of"
+            " forced_tokens, prediction, prompt_lookup (which are auto) and domain_window. There are drafts only where"
+            " the test at start shows that they are exact.",
             "Advanced",
+            pattern=_SPECULATION_PATTERN,
+            metavar="auto|off|METHOD[,METHOD]",
+            examples=["auto", "off", "prompt_lookup,domain_window"],
         ),
     ] = "auto"
     draft_model: (
@@ -235,6 +244,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of times that the model is tried to load."""
     warmup: bool = True
     """Whether to compute some tokens before the engine is ready."""
+
+    @property
+    def draft_methods(self) -> tuple[str, ...]:
+        """Names of the drafters. Empty if there is no speculation."""
+        if self.speculation == "auto":
+            return AUTO_DRAFT_METHODS
+        return () if self.speculation == "off" else tuple(self.speculation.split(","))
 
     def __post_init__(self) -> None:
         """Raise ValueError if a value has another type or is out of its range."""

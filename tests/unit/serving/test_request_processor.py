@@ -145,6 +145,7 @@ def test_chat_becomes_one_engine_request() -> None:
             tier=2,
             weight=3.0,
             timeout_s=60,
+            shares_outputs=True,
         )
     ]
     assert TOKENIZER.decode(prompt, skip_special_tokens=False) == rendered
@@ -555,6 +556,24 @@ def test_a_prediction_is_encoded_and_counted() -> None:
 def test_a_wrong_prediction_is_rejected(prediction: object, code: str) -> None:
     error = rejection(chat, prediction=prediction)
     assert (error.code, (error.param or "").partition(".")[0]) == (code, "prediction")
+
+
+@pytest.mark.parametrize(
+    ("tenant", "domain", "salt", "shares"),
+    [
+        ("", "", None, True),
+        ("project", "organisation", None, True),
+        ("project", "organisation", "salt", False),
+        ("project", "project", None, False),
+    ],
+)
+def test_outputs_are_shared_where_tenants_share_prompts(
+    tenant: str, domain: str, salt: str | None, *, shares: bool
+) -> None:
+    headers = GatewayHeaders(request_id="r", tenant=tenant, cache_domain=domain)
+    body = CompletionRequest(model="m", prompt=IDS, cache_salt=salt)
+    (request,) = PROCESSOR.prepare_completion(body, headers).requests
+    assert request.shares_outputs == shares
 
 
 @pytest.mark.parametrize("name", RESTRICTED_PARAMETERS)

@@ -65,6 +65,7 @@ class Sequence:
         "prompt_len",
         "row",
         "scheduled_at",
+        "shares_outputs",
         "stale_until_step",
         "stop_token_ids",
         "tenant_counter",
@@ -89,6 +90,7 @@ class Sequence:
         self.params = request.params
         self.pooling = request.pooling
         self.prediction = request.prediction
+        self.shares_outputs = request.shares_outputs
         self.stop_token_ids = stop_token_ids
         self.cache_salt = hashlib.sha256(request.cache_domain.encode()).digest()
         self.tier = request.tier

@@ -4,10 +4,11 @@ A `Drafter` decides nothing about an output: a step samples the token at each po
 draft that differs costs only time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import structlog
 
+from argosy.engine.execution.drafting.domain_window import DomainWindowDrafter
 from argosy.engine.execution.drafting.drafter import Draft, Drafter
 from argosy.engine.execution.drafting.forced_tokens import ForcedTokensDrafter
 from argosy.engine.execution.drafting.prediction import PredictionDrafter
@@ -17,14 +18,24 @@ from argosy.native import NativeUnavailableError
 log = structlog.get_logger(__name__)
 
 
-def create_drafters(find_forced_tokens: Callable[[int], list[int]]) -> list[Drafter]:
-    """Return the drafters of a core, the most reliable ones first.
+def create_drafters(
+    methods: Collection[str], find_forced_tokens: Callable[[int], list[int]]
+) -> list[Drafter]:
+    """Return the drafters with the given names, the most reliable ones first.
 
     `find_forced_tokens` maps the row of a sequence to the tokens that its grammar forces.
     """
-    drafters: list[Drafter] = [ForcedTokensDrafter(find_forced_tokens), PredictionDrafter()]
-    try:
-        drafters.append(PromptLookupDrafter())
-    except NativeUnavailableError as error:
-        log.warning("drafter_unavailable", drafter=PromptLookupDrafter.name, reason=str(error))
+    create_by_name: dict[str, Callable[[], Drafter]] = {
+        ForcedTokensDrafter.name: lambda: ForcedTokensDrafter(find_forced_tokens),
+        PredictionDrafter.name: PredictionDrafter,
+        PromptLookupDrafter.name: PromptLookupDrafter,
+        DomainWindowDrafter.name: DomainWindowDrafter,
+    }
+    drafters = []
+    for name, create in create_by_name.items():
+        try:
+            if name in methods:
+                drafters.append(create())
+        except NativeUnavailableError as error:
+            log.warning("drafter_unavailable", drafter=name, reason=str(error))
     return drafters

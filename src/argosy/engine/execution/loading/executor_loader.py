@@ -507,7 +507,7 @@ def _can_verify_drafts(
     config: EngineConfig, plan: _LoadPlan, self_test: SelfTestResult | None
 ) -> bool:
     """Return whether steps may have drafts. If the settings want them and they cannot, log why."""
-    if config.speculation == "off" or plan.pooling is not None:
+    if not config.draft_methods or plan.pooling is not None:
         return False
     reason = _find_obstacle(config, plan)
     if self_test is not None and reason is None:

@@ -114,7 +114,7 @@ class EngineCore:
         self.speculation: Speculation | None = None
         if loaded.can_verify_drafts:
             self.speculation = Speculation(
-                create_drafters(self.executor.find_forced_tokens),
+                create_drafters(config.draft_methods, self.executor.find_forced_tokens),
                 vocab_size=self.info.vocab_size,
                 ridge_tokens=loaded.limits.ridge_tokens,
                 clock=clock,

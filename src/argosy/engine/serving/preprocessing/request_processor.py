@@ -87,6 +87,11 @@ class GatewayHeaders:
     refuse_unknown: bool = False
     """Whether what would be ignored in a conversation is refused."""
 
+    @property
+    def shares_cache(self) -> bool:
+        """Whether the cache domain is that of several tenants, or there are none."""
+        return not self.tenant or self.cache_domain != self.tenant
+
     def delivered_tokens(self, choice: int, resumed_tokens: int) -> int:
         """Return how many resumed tokens of a choice the resumed stream delivered to the client.
 
@@ -432,6 +437,7 @@ class RequestProcessor:
                 weight=headers.weight,
                 timeout_s=body.timeout_s or self._timeout_s,
                 prediction=list(prediction),
+                shares_outputs=body.cache_salt is None and headers.shares_cache,
             )
             requests.append(request)
         return requests
