@@ -12,7 +12,11 @@ from argosy.engine.execution.checkpoint_formats.float_formats import FP4_DOUBLED
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GROUP_SIZES, GroupFormat
 from argosy.engine.execution.kernels.cpu.linear import torch_group_linear
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
+from argosy.engine.execution.kernels.gpu.experts import (
+    create_gpu_experts,
+    create_gpu_head_linears,
+    select_experts,
+)
 from argosy.engine.execution.kernels.gpu.linear import (
     TILES,
     GpuLinear,
@@ -202,6 +206,15 @@ def test_experts_give_bits_of_their_own_layers(
         for output, weight in zip(outputs[1:], weights[row, 1:], strict=True):
             expected += output * weight
         assert torch.equal(actual[row], expected[0]) or (row == 0 and actual[0].isnan().all())
+
+
+def test_heads_give_bits_of_their_own_layers() -> None:
+    weights = list(random_tensor(3, 40, 70))
+    x = random_tensor(5, 3, 90)[..., 20:]
+    actual = create_gpu_head_linears(weights)(x)
+    for head, weight in enumerate(weights):
+        assert torch.equal(actual[:, head], create_gpu_linear(weight, None)(x[:, head]))
+    assert create_gpu_head_linears(weights)(x[:0]).shape == (0, 3, 40)
 
 
 def test_experts_of_several_formats_are_refused() -> None:

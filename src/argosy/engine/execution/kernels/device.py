@@ -156,6 +156,16 @@ class Device(ABC):
     ) -> Callable[[Tensor], Tensor]:
         """Pack a grouped weight [N, K] with a bias [N], and return a function that maps [T, K] to [T, N]."""
 
+    def create_head_linears(self, weights: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """Pack a weight [N, K] of each head, and return a function that maps [T, heads, K] to [T, heads, N]."""
+        linears = [self.create_linear(weight, None) for weight in weights]
+
+        def compute(x: Tensor) -> Tensor:
+            heads = zip(linears, x.unbind(1), strict=True)
+            return torch.stack([linear(head) for linear, head in heads], 1)
+
+        return compute
+
     def create_experts(
         self,
         gate_up: Sequence[Callable[[Tensor], Tensor]],

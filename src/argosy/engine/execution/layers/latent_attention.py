@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         rotated, rest = heads.tensor_split((self._latent.rope_dim,), 2)
         absorbed = torch.cat((rotated, self.expansion.absorb_keys(rest)), 2)
         output = attention(absorbed, keys, None, batch, self._params, rope)
-        return self.o.forward(self.expansion.expand_values(output))
+        return self.o.forward(self.expansion.expand_values(output).flatten(1))
 
 
 class LatentExpansion(LoadableModule):
@@ -86,31 +86,21 @@ class LatentExpansion(LoadableModule):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(heads * rows, latent.kv_rank))
         self._nope_dim = latent.nope_dim
         self._rows = rows
-        self._key_linears: list[Callable[[Tensor], Tensor]] = []
-        self._value_linears: list[Callable[[Tensor], Tensor]] = []
+        self.absorb_keys: Callable[[Tensor], Tensor]
+        """Maps queries [T, heads, nope_dim] to queries of latents, [T, heads, kv_rank]."""
+        self.expand_values: Callable[[Tensor], Tensor]
+        """Maps weighted latents [T, heads, kv_rank] to values, [T, heads, value_dim]."""
 
     def process_weights_after_loading(self, device: Device) -> None:
         """Pack the matrices of each head, those of keys transposed."""
         if self.weight is None:
             raise RuntimeError("process_weights_after_loading was called twice")
-        for head in self.weight.detach().split(self._rows):
-            keys, values = head.tensor_split((self._nope_dim,))
-            self._key_linears.append(device.create_linear(keys.T.contiguous(), None))
-            self._value_linears.append(device.create_linear(values.contiguous(), None))
+        heads = [
+            head.tensor_split((self._nope_dim,)) for head in self.weight.detach().split(self._rows)
+        ]
+        self.absorb_keys = device.create_head_linears([keys.T.contiguous() for keys, _ in heads])
+        self.expand_values = device.create_head_linears([values for _, values in heads])
         self.weight = None
-
-    def absorb_keys(self, queries: Tensor) -> Tensor:
-        """Map queries [T, heads, nope_dim] to queries of latents, [T, heads, kv_rank]."""
-        return torch.stack(
-            [linear(x) for linear, x in zip(self._key_linears, queries.unbind(1), strict=True)], 1
-        )
-
-    def expand_values(self, latents: Tensor) -> Tensor:
-        """Map weighted latents [T, heads, kv_rank] to values, [T, heads * value_dim]."""
-        return torch.cat(
-            [linear(x) for linear, x in zip(self._value_linears, latents.unbind(1), strict=True)],
-            1,
-        )
 
 
 def _query_order(latent: LatentArchitecture) -> tuple[int, ...]:

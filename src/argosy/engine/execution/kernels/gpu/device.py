@@ -30,7 +30,11 @@ from argosy.engine.execution.kernels.device import Device, DeviceEvent
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.delta_rule import TritonDeltaRule
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
-from argosy.engine.execution.kernels.gpu.experts import create_gpu_experts, select_experts
+from argosy.engine.execution.kernels.gpu.experts import (
+    create_gpu_experts,
+    create_gpu_head_linears,
+    select_experts,
+)
 from argosy.engine.execution.kernels.gpu.latent_attention import TritonLatentAttention
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
 from argosy.engine.execution.kernels.gpu.logit_edits import TritonLogitSampler
@@ -129,6 +133,9 @@ class GpuDevice(Device):
     ) -> Callable[[Tensor], Tensor]:
         del get_packed
         return create_gpu_group_linear(source.read(), bias, self.torch_device)
+
+    def create_head_linears(self, weights: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        return create_gpu_head_linears(weights)
 
     def create_experts(
         self,

@@ -1,4 +1,4 @@
-"""Mixture of experts on the GPU: no wait for the device, and grids that depend only on the number of rows.
+"""Experts and heads on the GPU: no wait for the device, and grids that depend only on the number of rows.
 
 The pairs of a row and one of its experts are sorted by expert on the device. A matrix product computes all pairs, each
 tile with the weights of one expert. Every pair has the bits that the expert's own linear layer gives.
@@ -15,7 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from argosy.engine.execution.architectures.decoder import MoeArchitecture, RoutingGroups
-from argosy.engine.execution.kernels.gpu.linear import ExpertPairs, GpuLinear, stack_linears
+from argosy.engine.execution.kernels.gpu.linear import (
+    ExpertPairs,
+    GpuLinear,
+    create_gpu_linear,
+    stack_linears,
+)
 
 _TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -68,6 +73,21 @@ def create_gpu_experts(
         ValueError: The experts differ in their formats, or their matrices have parts in several formats.
     """
     return GpuExperts(_stack(gate_up), _stack(down), activation)
+
+
+def create_gpu_head_linears(weights: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Stack the weights [N, K] of heads, which one product computes like experts of which each has all tokens."""
+    linear = stack_linears([create_gpu_linear(weight, None) for weight in weights])
+
+    def compute(x: Tensor) -> Tensor:
+        tokens, heads, _ = x.shape
+        index = torch.arange(tokens * heads, dtype=torch.int32, device=x.device)
+        order = index.view(tokens, heads).T.reshape(-1)
+        ends = (index[:heads] + 1) * tokens
+        outputs = linear.multiply(x.flatten(0, 1), ExpertPairs(order, ends))
+        return outputs.view(tokens, heads, linear.shape[0])
+
+    return compute
 
 
 def _stack(linears: Sequence[Callable[[Tensor], Tensor]]) -> GpuLinear:
