@@ -6,6 +6,7 @@ import pytest
 
 from argosy.engine.execution.kernels.cpu.isa import ISA_VARIABLE, TORCH_ISA_NAME
 from argosy.engine.execution.kernels.cpu.native_kernels import load_kernels
+from argosy.engine.scheduling import DraftCandidate, DraftLengthPolicy
 from argosy.native import NativeUnavailableError
 from tests.engine.isas import ISAS
 
@@ -21,3 +22,15 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         except (NativeUnavailableError, ValueError) as error:
             pytest.skip(f"no {name} kernels on this machine: {error}")
     return name
+
+
+@pytest.fixture
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify all drafts, whatever their chances."""
+
+    def select_all(
+        policy: DraftLengthPolicy, candidates: list[DraftCandidate], *counts: int
+    ) -> list[int]:
+        return [candidate.size for candidate in candidates]
+
+    monkeypatch.setattr(DraftLengthPolicy, "select_lengths", select_all)

@@ -16,6 +16,7 @@ from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.generic_cases import GENERIC_FAMILIES
 from tests.engine.test_equivalence import create_requests
 from tests.engine.test_families import FAMILIES, MODELS
+from tests.engine.test_speculation import ScriptedDrafter
 from tests.engine.transformers_reference import VOCAB, make_reference
 
 
@@ -59,19 +60,28 @@ def requests() -> list[EngineRequest]:
 
 
 def run(
-    model: tuple[Path, str], *, twice: bool = False, **options: object
+    model: tuple[Path, str],
+    *,
+    twice: bool = False,
+    drafts: dict[str, list[int]] | None = None,
+    **options: object,
 ) -> tuple[dict[str, RequestOutput], EngineCore]:
     path, dtype = model
     weights = {"quantize": dtype} if dtype.startswith("int") else {}
     core = create_core(
         path, **{"dtype": "bfloat16" if weights else dtype} | weights | {"max_seqs": 8} | options
     )
+    if drafts is not None:
+        assert (core.speculation is None) == (core.scheduler.limits.state_snapshots is not None)
+        if core.speculation is not None:
+            core.speculation.drafters = [ScriptedDrafter("mixed", drafts, core.info.vocab_size)]
     if "num_blocks" in options:
         core.scheduler.output_estimator.fraction = 0.0  # so that sequences are preempted
     outputs = run_requests(core, requests())
     return run_requests(core, requests()) if twice else outputs, core
 
 
+@pytest.mark.usefixtures("all_drafts")
 def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
     single, _ = run(model, max_seqs=1, prefix_cache=False)
     expected = {key: (output.tokens, output.logprobs) for key, output in single.items()}
@@ -84,6 +94,8 @@ def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
 
     check(run(model, prefix_cache=False)[0])
     check(run(model, max_step_tokens=17, max_steps_in_flight=1)[0])
+    drafts = {key: tokens for key, (tokens, _) in expected.items()}
+    check(run(model, drafts=drafts, warmup=True, max_step_tokens=64, max_seqs=5)[0])
     cached, core = run(model, twice=True)
     assert sum(output.cached_tokens or 0 for output in cached.values()) > 100
     check(cached)

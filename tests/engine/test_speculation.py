@@ -20,14 +20,13 @@ from argosy.engine.execution.loading import executor_loader
 from argosy.engine.execution.loading.self_test import SelfTestResult
 from argosy.engine.scheduling import (
     MAX_DRAFT_TOKENS,
-    DraftCandidate,
-    DraftLengthPolicy,
     Sequence,
     StepPlan,
 )
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.engine.serving.engine_core.speculation import Speculation
 from argosy.models import BUNDLED_MODEL
+from argosy.protocol import SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.pairwise import pairwise
 from tests.engine.test_core import intercept_steps
@@ -41,7 +40,8 @@ from tests.engine.test_equivalence import (
     shared_core,
 )
 
-VOCAB = 4096
+pytestmark = pytest.mark.usefixtures("all_drafts")
+
 KINDS = [
     *("right", "mixed", "rubbish"),
     *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("wrong", "half")),
@@ -61,6 +61,7 @@ class ScriptedDrafter:
 
     kind: str
     outputs: dict[str, list[int]]
+    vocab_size: int
     name: str = "scripted"
 
     def propose(
@@ -77,29 +78,17 @@ class ScriptedDrafter:
             case "right":
                 return right
             case "wrong":
-                return [(token + 1) % VOCAB for token in right]
+                return [(token + 1) % self.vocab_size for token in right]
             case "mixed":  # of changing lengths, and wrong from changing places on
-                mixed = [(token + (length + i) % 5 // 4) % VOCAB for i, token in enumerate(right)]
-                return mixed[: length * 7 % (limit + 1)]
+                mixed = [token + (length + i) % 5 // 4 for i, token in enumerate(right)]
+                return [token % self.vocab_size for token in mixed][: length * 7 % (limit + 1)]
             case "half":
                 return right if hash(seq.id) % 2 else []
             case _:
-                return [*right[: length % 3], VOCAB + length, -length]
+                return [*right[: length % 3], self.vocab_size + length, -length]
 
     def release(self, request_id: str) -> None:
         """Keep the outputs."""
-
-
-@pytest.fixture(autouse=True)
-def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify all drafts, whatever their chances."""
-
-    def select_all(
-        policy: DraftLengthPolicy, candidates: list[DraftCandidate], *counts: int
-    ) -> list[int]:
-        return [candidate.size for candidate in candidates]
-
-    monkeypatch.setattr(DraftLengthPolicy, "select_lengths", select_all)
 
 
 def create_drafting(
@@ -115,7 +104,7 @@ def create_drafting(
         request.id: reference_output(number, dtype).tokens
         for number, request in enumerate(requests())
     }
-    core.speculation.drafters = [ScriptedDrafter(kind, outputs)]
+    core.speculation.drafters = [ScriptedDrafter(kind, outputs, core.info.vocab_size)]
     return core, core.speculation
 
 
@@ -190,6 +179,27 @@ def test_sequences_end_inside_a_window(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["right", "mixed"])
+def test_penalties_count_drafts_of_earlier_rows_and_steps(kind: str) -> None:
+    """Each token makes itself less likely than the three others, so that each depends on all counts."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=60,
+        ignore_eos=True,
+        allowed_token_ids=[5, 6, 7, 8],
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=1.5,
+    )
+    penalized = [msgspec.structs.replace(request, params=params) for request in requests()[:4]]
+    expected: dict[str, RequestOutput] = {}
+    for request in penalized:
+        expected |= run_requests(shared_core(), [request])
+    core, _ = create_drafting(kind, outputs={i: output.tokens for i, output in expected.items()})
+    outputs = run_requests(core, penalized)
+    assert [outputs[r.id].tokens for r in penalized] == [expected[r.id].tokens for r in penalized]
+
+
+@pytest.mark.parametrize("kind", ["right", "mixed"])
 def test_choices_of_a_request_draft_for_themselves(kind: str) -> None:
     request = requests()[1]
     siblings = [
@@ -241,6 +251,16 @@ def test_steps_that_fail_are_repeated_without_drafts(error: Exception) -> None:
 
     intercept_steps(core, fail)
     assert_equal_to_reference(run_requests(core, requests()))
+
+
+def test_requests_without_speculation_run_beside_others() -> None:
+    core, speculation = create_drafting("right")
+    plain, drafted = requests()[:2]
+    plain = msgspec.structs.replace(plain, speculation=False)
+    assert_equal_to_reference(run_requests(core, [plain]))
+    assert not speculation.draft_tokens
+    assert_equal_to_reference(run_requests(core, [plain, drafted]))
+    assert 0 < speculation.draft_tokens.total() < len(reference_output(1).tokens)
 
 
 def test_drafter_that_raises_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ CONFIG = EngineConfig(
     warmup=False,
 )
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+ACCEPTED_TOKENS = "argosy_accepted_draft_tokens_total"
 CONVERSATION = [{"role": "user", "content": "Hello! How are you?"}]
 
 
@@ -215,6 +216,24 @@ def test_tokenizer_metrics_and_prefix_cache(llm: LLM) -> None:
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["argosy_generation_tokens_total"] > 24
     assert metrics["argosy_requests_running"] == 0
+
+
+def test_prompt_lookup_changes_no_result(llm: LLM) -> None:
+    """Stop strings end a text in the middle of the tokens of one step."""
+    prompts = ["a b c d " * 5, "The brown fox jumps over the lazy dog. " * 2]
+    greedy = SamplingParams(max_tokens=80, temperature=0.0, logprobs=2, ignore_eos=True)
+    stops = [
+        text[size : size + 3] for text in texts(llm.generate(prompts, greedy)) for size in (9, 40)
+    ]
+    assert all(stops)
+    sampled = SamplingParams(max_tokens=40, temperature=0.3, seed=3, n=3, logprobs=0)
+    stopped = [msgspec.structs.replace(greedy, stop=[stop]) for stop in stops]
+    with LLM(msgspec.structs.replace(CONFIG, warmup=True), progress="off") as drafting:
+        for params in (greedy, sampled, *stopped):
+            expected = [output.outputs for output in llm.generate(prompts, params)]
+            assert [output.outputs for output in drafting.generate(prompts, params)] == expected
+        values = [m.value for m in drafting.get_metrics() if m.name == ACCEPTED_TOKENS]
+    assert sum(values) > 20
 
 
 def test_progress_bar_of_the_caller_counts_prompts(llm: LLM) -> None:

@@ -33,6 +33,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Seconds after arrival at which the request ends with the tokens it has (finish reason `timeout`)."""
     shares_outputs: bool = False
     """Whether its output may be drafts of later requests of its cache domain, and theirs drafts of its own."""
+    speculation: bool = True
+    """Whether steps may compute drafts of its output."""
     prediction: list[int] = []
     """Tokens that the output probably repeats in large parts."""
     pooling: PoolingParams | None = None

@@ -147,6 +147,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # Extensions of Argosy
     timeout_s: float | None = None
     """Seconds after which the request ends with its output so far and `stop_reason` "deadline"."""
+    speculation: bool | None = None
+    """Whether the output may be drafted, which changes its speed and nothing else. The default is true."""
     clamp_max_tokens: bool | None = None
     """Whether `max_tokens` is lowered to what the context leaves for the output, instead of an error."""
     resume: ResumeInput | None = None

@@ -280,7 +280,8 @@ async def test_hosted_api_gets_its_key_and_no_unknown_field(
     async with gateway_to(backend, **settings) as (server, client):
         assert server.replicas[0].kind == "openai"
         extensions = {"session_id": "s", "cache_salt": "c", "timeout_s": 30.0, "priority": 1}
-        result = await stream(client, CHAT, **extensions, clamp_max_tokens=True)
+        extensions |= {"clamp_max_tokens": True, "speculation": False}
+        result = await stream(client, CHAT, **extensions)
         assert (result.text, result.is_complete) == (ANSWER_TEXT, True)
         request = backend.requests[0]
         assert request.headers["openai-organization"] == "org-1"

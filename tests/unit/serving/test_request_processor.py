@@ -524,6 +524,14 @@ def prepare_with(name: str, value: object) -> ResponseSpec:
     return PROCESSOR.prepare_completion(msgspec.structs.replace(body, **{name: value}), HEADERS)
 
 
+@pytest.mark.parametrize(("speculation", "expected"), [(None, True), (True, True), (False, False)])
+def test_speculation_is_on_unless_the_request_says_no(
+    *, speculation: bool | None, expected: bool
+) -> None:
+    (request,) = chat(speculation=speculation).requests
+    assert request.speculation is expected
+
+
 def test_a_prediction_is_encoded_and_counted() -> None:
     text = "the cat and the dog"
     tokens = TOKENIZER.encode(text, add_special_tokens=False)

@@ -127,7 +127,7 @@ class Sequence:
         self.preemptions = 0
         self.is_suspect = False
         """Whether the sequence was part of a failed step. A suspect runs alone until it has produced a token."""
-        self.can_draft = True
+        self.can_draft = request.speculation
         """Whether steps may compute drafts. False after a step with drafts that failed or gave no token."""
         self.blocked_on: Sequence | bytes | None = None
         """Lead, or key of the pending block, that the sequence waits for."""

@@ -16,7 +16,10 @@ _WILDCARD_PREFIX = "tcp://*:"
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETION_PATH = b"/v1/completions"
 ARGOSY_FIELDS = frozenset(
-    {"resume", "timeout_s", "session_id", "cache_salt", "priority", "clamp_max_tokens"}
+    {
+        *("resume", "timeout_s", "session_id", "cache_salt", "priority", "clamp_max_tokens"),
+        "speculation",
+    }
 )
 """Request fields of Argosy. Most other servers do not know them or give them another meaning."""
 PRIVILEGED_FIELDS = frozenset(

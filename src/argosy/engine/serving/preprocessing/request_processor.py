@@ -436,6 +436,7 @@ class RequestProcessor:
                 tier=headers.tier + (body.priority or 0),
                 weight=headers.weight,
                 timeout_s=body.timeout_s or self._timeout_s,
+                speculation=body.speculation is not False,
                 prediction=list(prediction),
                 shares_outputs=body.cache_salt is None and headers.shares_cache,
             )
