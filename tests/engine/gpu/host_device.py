@@ -101,7 +101,9 @@ class WorkRecorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         name, inputs = _name(func), _tensors((args, kwargs))
-        on_host = {self.is_on_host(tensor) for tensor in (*inputs, *_tensors(result))}
+        # All empty tensors have one address.
+        filled = (tensor for tensor in (*inputs, *_tensors(result)) if tensor.numel())
+        on_host = {self.is_on_host(tensor) for tensor in filled}
         if on_host <= {True} or func.is_view or name in ALLOCATIONS:
             return
         if name in {"copy_", "_to_copy"} and len(on_host) == 2:

@@ -176,11 +176,22 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     assert small_core.scheduler.kv_cache.host_hit_tokens > 0
 
 
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_k": 9, "top_p": 0.8, "min_p": 0.01, "temperature": 0.9},
+    {"allowed_token_ids": (4, 5, 6), "logprobs": 0, "prompt_logprobs": 1},
+    {"reasoning": ReasoningBlock(end_ids=(9, 10), budget=2)},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2},
+    {"logit_bias": {5: 1.0}, "banned_token_ids": (7,), "logprobs": 2},
+]
+"""Parameters of two sequences at a time."""
+
+
 @pytest.mark.parametrize("captures", [True, False])
 def test_steps_wait_for_nothing_but_sampled_tokens(
     model: Path, gpu: HostDevice, captures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for one event at most, with admissions, decodes, evicted blocks and hits in host memory."""
+    """The host waits for one event at most, whatever the parameters, with evicted blocks and hits in host memory."""
     if not captures:
         gpu.capture_graph = None
     core = create_gpu_core(model, block_size=4, num_blocks=9, max_seqs=2, host_kv_bytes=1 << 20)
@@ -192,13 +203,19 @@ def test_steps_wait_for_nothing_but_sampled_tokens(
         return outputs[0]
 
     monkeypatch.setattr(core, "step", record_step)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    for name in ("first", "other", "again"):
-        prompt = [3 + len(name)] * 19 if name == "other" else [*range(3, 22)]
-        run_requests(core, [EngineRequest(id=name, prompt=prompt, params=params)])
+    for number, prompt in enumerate(([*range(3, 22)], [8] * 19, [*range(3, 22)])):
+        pair = [
+            SamplingParams(max_tokens=4, ignore_eos=True, seed=1, **options)
+            for options in PARAMS[2 * number : 2 * number + 2]
+        ]
+        requests = [
+            EngineRequest(id=f"{number} {each}", prompt=prompt, params=params)
+            for each, params in enumerate(pair)
+        ]
+        run_requests(core, requests)
     assert core.scheduler.kv_cache.host_hit_tokens > 0
     assert sum(graph.replays for graph in gpu.graphs) >= 9 * captures
-    assert all(each in ([], ["event"]) for each in waits), waits
+    assert not [each for each in waits if each not in ([], ["event"])]
 
 
 def test_warm_up_runs_all_kernels(model: Path, gpu: HostDevice) -> None:
