@@ -120,6 +120,17 @@ def test_a_failed_sequence_recovers_when_its_drafts_are_accepted(sequences: int)
     assert min(lengths) >= 2
 
 
+@pytest.mark.parametrize("num_decodes", [1, 2, 5, 20, 30, 33])
+@pytest.mark.parametrize("slowdown", [1.1, 1.5])
+def test_measured_durations_become_the_estimate(num_decodes: int, slowdown: float) -> None:
+    policy = DraftLengthPolicy(RIDGE)
+    for _ in range(400):
+        policy.record_step(num_decodes, 0, 0.02)
+        policy.record_step(num_decodes, 6, 0.02 * slowdown)
+    estimate = policy.step_cost(num_decodes + 6) / policy.step_cost(num_decodes)
+    assert abs(estimate - slowdown) < 0.35 * (slowdown - 1.0)
+
+
 def test_measured_durations_decide() -> None:
     for slowdown, is_worthwhile in ((1.01, True), (3.0, False)):
         policy = DraftLengthPolicy(RIDGE)

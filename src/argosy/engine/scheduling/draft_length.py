@@ -144,14 +144,15 @@ class DraftLengthPolicy:
         if expected_s <= 0:
             return
         rows = num_decodes + num_drafts
+        estimated = self.step_cost(rows)
         measured = self.step_cost(num_decodes) * seconds / expected_s
-        correction = min(2.0, max(0.5, measured / self.step_cost(rows))) - 1.0
+        change = _COST_WEIGHT * (min(2.0 * estimated, max(0.5 * estimated, measured)) - estimated)
         index, fraction = _locate(rows)
         costs = self._costs
         for knot, weight in ((index, 1.0 - fraction), (index + 1, fraction)):
-            if knot and weight:
-                cost = costs[knot] * (1.0 + _COST_WEIGHT * weight * correction)
-                costs[knot] = max(costs[knot - 1], cost)
+            # the cost of the decodes alone is what the measurement is relative to
+            if weight and _COST_ROWS[knot] > num_decodes:
+                costs[knot] = max(costs[knot - 1], costs[knot] + change)
         for knot in range(index + 1, len(costs)):
             costs[knot] = max(costs[knot], costs[knot - 1])
 
