@@ -99,6 +99,8 @@ REPRESENTATIVES = {
     "sample: sum digits",
     "sample: sum weights",
     "sample: select token",
+    "sample: rank tokens",
+    "sample: collect log-probabilities",
     "delta rule: convolve",
     "delta rule: recurrence",
 }
@@ -340,12 +342,22 @@ def report_row_kernels() -> None:
     constants = {"TILE": sampling.VOCAB_TILE}
     report("sample: find peaks", sampling._find_peaks, constants, {}, **sampling.KERNEL_OPTIONS)
     constants = sampling.CONSTANTS | {"TILES": 63, "WIDTH": 64}
+    types = dict.fromkeys(("sampled_rows", "keys", "top_ids"), "*i64")
+    types |= {"num_larger": "*i32", "result": "*fp64"}
     for name, kernel in (
         ("sum digits", sampling._sum_digits),
         ("sum weights", sampling._sum_weights),
         ("select token", sampling._select_token),
+        ("rank tokens", sampling._rank_tokens),
     ):
-        report(f"sample: {name}", kernel, constants, {}, **sampling.KERNEL_OPTIONS)
+        report(f"sample: {name}", kernel, constants, types, **sampling.KERNEL_OPTIONS)
+    report(
+        "sample: collect log-probabilities",
+        sampling._collect_logprobs,
+        {"TILES": 63, "WIDTH": 64},
+        types,
+        **sampling.KERNEL_OPTIONS,
+    )
     tables = dict.fromkeys(("pairs", "counts", "masks", "allowed"), "*i32")
     for name, kernel, tile in (
         ("add values", logit_edits._add_values, logit_edits.PAIR_TILE),

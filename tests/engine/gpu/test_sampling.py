@@ -106,6 +106,25 @@ def test_batch_does_not_change_sampled_token() -> None:
     assert sample_on_gpu(logits[:0], metadata.select_rows(np.arange(0))) == []
 
 
+@pytest.mark.parametrize("num_top", [0, 40])
+@pytest.mark.parametrize("vocab", [41, VOCAB_TILE + 77])
+def test_logprobs_match_torch(vocab: int, num_top: int) -> None:
+    logits = random_logits(5, vocab)
+    logits[2] = logits[2].round()  # ties
+    logits[3, 0] = float("nan")
+    tokens = torch.tensor([0, vocab - 1, 3, -1, -1])
+    rows, counts = np.array([4, 2, 1, 3]), np.array([num_top, num_top, 0, 0])
+    expected = TorchSamplingOps().launch_logprobs(logits, tokens, rows, counts)()
+    on_gpu = (logits.to(DEVICE), tokens.to(DEVICE))
+    read = TritonSamplingOps(GPU).launch_logprobs(*on_gpu, rows, counts)
+    GPU.record_event().synchronize()
+    result = read()
+    assert np.isnan(result.token_logprobs[3])
+    for name, count in (("tokens", 3), ("token_logprobs", 3), ("ranks", 3), ("top_ids", 2)):
+        assert getattr(result, name)[:count].tolist() == getattr(expected, name)[:count].tolist()
+    assert result.top_logprobs[:2].tolist() == expected.top_logprobs[:2].tolist()
+
+
 EDIT_VOCAB = VOCAB_TILE + 77
 EDITS: dict[str, dict[str, object]] = {
     "none": {},
@@ -165,6 +184,7 @@ def test_edited_logits_and_tokens_match_cpu() -> None:
         masks = TokenMasks(masked, words.to(DEVICE))
         gpu_tokens, gpu_read = gpu(gpu_logits, rows, positions, masks)
         sampled = tokens.tolist()
+        GPU.record_event().synchronize()
         assert gpu_tokens.tolist() == sampled
         assert gpu_read(sampled) == read(sampled)
         assert torch.equal(gpu_logits[::2].cpu(), ops.edited[::2])
@@ -180,6 +200,7 @@ def test_drafts_count_for_penalties() -> None:
         logits, windows = random_logits(6, EDIT_VOCAB, 0.5), DraftWindows(plan)
         tokens, read = cpu(logits.clone(), rows, positions, windows=windows)
         gpu_tokens, gpu_read = gpu(logits.to(DEVICE, copy=True), rows, positions, windows=windows)
+        GPU.record_event().synchronize()
         assert gpu_tokens.tolist() == tokens.tolist()
         assert gpu_read(tokens.tolist()) == read(tokens.tolist())
 
@@ -191,5 +212,6 @@ def test_edits_do_not_hide_invalid_logits(value: float, token: int) -> None:
     logits[:, token] = value
     rows = np.arange(len(EDITS))
     tokens, read = create_samplers()[2](logits.to(DEVICE), rows, np.full_like(rows, 7))
+    GPU.record_event().synchronize()
     assert tokens.tolist() == [-1] * len(EDITS)
     assert not read(tokens.tolist())

@@ -76,8 +76,8 @@ SAMPLING: dict[str, tuple[dict[str, object], int, int]] = {
     "bias, bans and min_tokens": (PAIRS, 4, 1),
     "allowed tokens": ({"allowed_token_ids": (4, 5)}, 4, 1),
     "penalties": (PENALTIES, 5, 1),
-    "log-probabilities": ({"logprobs": 2}, 44, 9),
-    "all": ({"top_k": 5, "top_p": 0.5, **PENALTIES, **PAIRS, "logprobs": 2}, 58, 9),
+    "log-probabilities": ({"logprobs": 2}, 8, 3),
+    "all": ({"top_k": 5, "top_p": 0.5, **PENALTIES, **PAIRS, "logprobs": 2}, 22, 3),
 }
 """Launches and copies of each set of parameters."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,10 +28,11 @@ from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.torch.sampling_ops import (
     EXP2_COEFFICIENTS,
     FRACTION_BITS,
+    LOG2E,
     MIN_EXPONENT,
     LogprobResult,
     SamplingMetadata,
-    compute_logprob_stats,
+    log_probability,
 )
 
 VOCAB_TILE = 2048
@@ -42,6 +44,7 @@ NUM_PASSES = 4
 """Passes that find the key of a cut, one for each digit."""
 NUM_PASSES_OF_BOTH = 7
 """Passes for rows with top-k and top-p, whose second search begins with the sums of the first pass."""
+LOG2_E: tl.constexpr = tl.constexpr(LOG2E)
 CONSTANTS = {
     "TILE": VOCAB_TILE,
     "COEFFICIENTS": EXP2_COEFFICIENTS,
@@ -51,7 +54,7 @@ CONSTANTS = {
 
 
 class TritonSamplingOps:
-    """Sampling operations of a GPU. Torch computes log-probabilities."""
+    """Sampling operations of a GPU."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -99,8 +102,40 @@ class TritonSamplingOps:
         top_counts: NDArray[np.int64],
     ) -> Callable[[], LogprobResult]:
         index = self._device.to_device(torch.from_numpy(rows))
-        stats = compute_logprob_stats(logits, tokens, index, int(top_counts.max(initial=0)))
-        return stats.map(self._device.to_host).read
+        selected = logits.index_select(0, index)
+        (count, vocab), num_top = selected.shape, int(top_counts.max(initial=0))
+        tiles, device = triton.cdiv(vocab, VOCAB_TILE), logits.device
+        peaks = torch.empty(count, tiles, dtype=torch.float32, device=device)
+        best_tokens = torch.empty_like(peaks, dtype=torch.int32)
+        num_larger = torch.empty_like(best_tokens)
+        weight_sums = torch.empty(count, tiles, dtype=torch.int64, device=device)
+        keys = torch.empty(count, vocab if num_top else 0, dtype=torch.int64, device=device)
+        result = torch.empty(count, 5 + 2 * num_top, dtype=torch.float64, device=device)
+        grid = (count, tiles)
+        width = {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)} | KERNEL_OPTIONS
+        _find_peaks[grid](
+            selected, peaks, best_tokens, vocab, vocab, TILE=VOCAB_TILE, **KERNEL_OPTIONS
+        )
+        inputs, tile_sums = (selected, index, tokens, peaks), (weight_sums, num_larger)
+        _rank_tokens[grid](*inputs, *tile_sums, keys, vocab, num_top, **CONSTANTS, **width)
+        top_ids = keys.topk(num_top, -1).indices if num_top else keys
+        _collect_logprobs[(count,)](*inputs, *tile_sums, top_ids, result, vocab, num_top, **width)
+        return partial(_read_logprobs, self._device.to_host(result))
+
+
+def _read_logprobs(columns: Tensor) -> LogprobResult:
+    """Return the result from the columns that `_collect_logprobs` stores."""
+    numbers = columns.numpy()
+    num_top = (numbers.shape[1] - 5) // 2
+    tokens, token_logits, largest, total_weights, ranks = numbers[:, :5].T
+    top_logits = numbers[:, 5 + num_top :]
+    return LogprobResult(
+        tokens.astype(np.int64),
+        log_probability(token_logits, largest, total_weights),
+        ranks.astype(np.int64),
+        numbers[:, 5 : 5 + num_top].astype(np.int64),
+        log_probability(top_logits, largest[:, None], total_weights[:, None]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +506,89 @@ def _select_token(
             weights = tl.where((keys < key) | (is_tie & (rank <= kept_here)), weights, 0)
         position = tl.sum((tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)
         tl.store(tokens + row, (chosen * TILE + position).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _rank_tokens(
+    logits,
+    sampled_rows,
+    tokens,
+    peaks,
+    weight_sums,
+    num_larger,
+    keys,
+    vocab,
+    num_top,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    FRACTION_BITS: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+):
+    """Store the weight of one tile of a row at temperature 1, and the number of logits above that of its token.
+
+    If there is a number of likeliest tokens to find, also store keys, which rise with the likelihood.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    largest = _find_largest(peaks + row * TILES, TILES, WIDTH)
+    token = tl.maximum(tl.load(tokens + tl.load(sampled_rows + row)), 0)
+    token_logit = tl.load(logits + row * vocab + token).to(tl.float32)
+    x = _load_tile(logits + row * vocab, tile, vocab, TILE)
+    weights = _compute_weights(
+        (x - largest) * LOG2_E, float("-inf"), COEFFICIENTS, FRACTION_BITS, MIN_EXPONENT
+    )
+    tl.store(weight_sums + row * TILES + tile, tl.sum(weights, axis=0))
+    tl.store(num_larger + row * TILES + tile, tl.sum((x > token_logit).to(tl.int32), axis=0))
+    if num_top > 0:
+        col = tile * TILE + tl.arange(0, TILE)
+        rising = (0xFFFFFFFF - _falling_keys(x)) * vocab - col
+        tl.store(keys + row * vocab + col, rising, mask=col < vocab)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def _collect_logprobs(
+    logits,
+    sampled_rows,
+    tokens,
+    peaks,
+    weight_sums,
+    num_larger,
+    top_ids,
+    result,
+    vocab,
+    num_top,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store what a row's log-probabilities are computed from.
+
+    The first five numbers are the token, its logit, the largest logit (NaN if one is invalid), the sum of the weights,
+    and the rank. Then follow the ids and the logits of the likeliest tokens.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    out = result + row * (5 + 2 * num_top)
+    tile = tl.arange(0, WIDTH)
+    in_row = tile < TILES
+    weights = tl.load(weight_sums + row * TILES + tile, mask=in_row, other=0)
+    larger = tl.load(num_larger + row * TILES + tile, mask=in_row, other=0)
+    largest = _find_largest(peaks + row * TILES, TILES, WIDTH)
+    token = tl.maximum(tl.load(tokens + tl.load(sampled_rows + row)), 0)
+    tl.store(out, token.to(tl.float64))
+    tl.store(out + 1, tl.load(logits + row * vocab + token).to(tl.float64))
+    tl.store(
+        out + 2, tl.where(tl.abs(largest) < float("inf"), largest, float("nan")).to(tl.float64)
+    )
+    tl.store(out + 3, tl.sum(weights, axis=0).to(tl.float64))
+    tl.store(out + 4, (tl.sum(larger, axis=0) + 1).to(tl.float64))
+    for first in range(0, num_top, 32):
+        col = first + tl.arange(0, 32)
+        mask = col < num_top
+        top_id = tl.load(top_ids + row * num_top + col, mask=mask, other=0)
+        top_logit = tl.load(logits + row * vocab + top_id, mask=mask, other=0.0)
+        tl.store(out + 5 + col, top_id.to(tl.float64), mask=mask)
+        tl.store(out + 5 + num_top + col, top_logit.to(tl.float64), mask=mask)
 
 
 @triton.jit

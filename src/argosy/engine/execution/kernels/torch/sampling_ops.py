@@ -8,7 +8,7 @@ the same tokens, on any device and in any batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -114,10 +114,10 @@ class SamplingOps(Protocol):
 
 
 class TorchSamplingOps:
-    """Sampling operations in plain torch, on any device."""
+    """Sampling operations in plain torch, on host tensors."""
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        parts = [torch.empty(0, dtype=torch.int64, device=logits.device)]
+        parts = [torch.empty(0, dtype=torch.int64)]
         for start in range(0, len(logits), MAX_CHUNK_ROWS):
             chunk = np.arange(start, min(start + MAX_CHUNK_ROWS, len(logits)))
             parts.append(
@@ -134,63 +134,27 @@ class TorchSamplingOps:
         rows: NDArray[np.int64],
         top_counts: NDArray[np.int64],
     ) -> Callable[[], LogprobResult]:
-        index = torch.from_numpy(rows).to(logits.device)
-        stats = compute_logprob_stats(logits, tokens, index, int(top_counts.max(initial=0)))
-        return stats.map(Tensor.cpu).read
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobStats:
-    """Numbers of N rows from which the host computes log-probabilities."""
-
-    tokens: Tensor
-    """[N] int64."""
-    token_logits: Tensor
-    """[N, 1] float32."""
-    largest: Tensor
-    """[N, 1] float32, largest logit of the row."""
-    total_weights: Tensor
-    """[N, 1] int64, sum of the row's weights at temperature 1."""
-    ranks: Tensor
-    """[N] int64."""
-    top_ids: Tensor
-    """[N, K] int64."""
-    top_logits: Tensor
-    """[N, K] float32."""
-
-    def map(self, convert: Callable[[Tensor], Tensor]) -> LogprobStats:
-        """Return the same numbers in converted tensors."""
-        return LogprobStats(*(convert(getattr(self, field.name)) for field in fields(self)))
-
-    def read(self) -> LogprobResult:
-        """Return the result, from numbers in host memory."""
-        largest, total_weights = self.largest.numpy(), self.total_weights.numpy()
-        return LogprobResult(
-            self.tokens.numpy(),
-            log_probability(self.token_logits.numpy(), largest, total_weights)[:, 0],
-            self.ranks.numpy(),
-            self.top_ids.numpy(),
-            log_probability(self.top_logits.numpy(), largest, total_weights),
+        index = torch.from_numpy(rows)
+        selected, row_tokens = logits[index].float(), tokens[index].clamp_(min=0)
+        token_logits = selected.gather(1, row_tokens[:, None])
+        largest = selected.amax(-1, keepdim=True)
+        total_weights = compute_weights((selected - largest) * LOG2E).sum(-1, keepdim=True).numpy()
+        top_ids = _sort_keys(selected).topk(int(top_counts.max(initial=0)), -1).indices
+        top_logits = selected.gather(1, top_ids).numpy()
+        result = LogprobResult(
+            row_tokens.numpy(),
+            log_probability(token_logits.numpy(), largest.numpy(), total_weights)[:, 0],
+            (selected > token_logits).sum(-1).add_(1).numpy(),
+            top_ids.numpy(),
+            log_probability(top_logits, largest.numpy(), total_weights),
         )
-
-
-def compute_logprob_stats(
-    logits: Tensor, tokens: Tensor, index: Tensor, num_top: int
-) -> LogprobStats:
-    """Compute the numbers of the rows at `index` [N], with their `num_top` likeliest tokens."""
-    rows, tokens = logits[index].float(), tokens[index].clamp_(min=0)
-    token_logits = rows.gather(1, tokens[:, None])
-    largest = rows.amax(-1, keepdim=True)
-    total_weights = compute_weights((rows - largest) * LOG2E).sum(-1, keepdim=True)
-    ranks = (rows > token_logits).sum(-1).add_(1)
-    top_ids = _sort_keys(rows).topk(num_top, -1).indices
-    return LogprobStats(
-        tokens, token_logits, largest, total_weights, ranks, top_ids, rows.gather(1, top_ids)
-    )
+        return lambda: result
 
 
 def log_probability(
-    logits: NDArray[np.float32], largest: NDArray[np.float32], total_weights: NDArray[np.int64]
+    logits: NDArray[np.floating],
+    largest: NDArray[np.floating],
+    total_weights: NDArray[np.int64] | NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Return the natural-log probability of `logits`, given their row's largest logit and sum of weights."""
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -220,7 +184,7 @@ def _sample_rows(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     largest, tokens = logits.max(-1, keepdim=True)
     sampled = np.flatnonzero(metadata.logit_scale > 0)
     if sampled.size:
-        index = torch.from_numpy(sampled).to(logits.device, non_blocking=True)
+        index = torch.from_numpy(sampled)
         selected = _select_tokens(logits[index], largest[index], metadata.select_rows(sampled))
         tokens[index] = selected
     return tokens.masked_fill_(~largest.isfinite(), -1)[:, 0]
@@ -228,19 +192,19 @@ def _sample_rows(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 def _select_tokens(logits: Tensor, largest: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Return [S, 1], the token of each row at which the cumulative weight by id exceeds its target."""
-    exponents = (logits - largest).mul_(_column(metadata.logit_scale, logits))
+    exponents = (logits - largest).mul_(_column(metadata.logit_scale))
     weights = compute_weights(exponents)
-    weights.masked_fill_(exponents < _column(metadata.log2_min_p, logits), 0)
+    weights.masked_fill_(exponents < _column(metadata.log2_min_p), 0)
     limited = np.flatnonzero((metadata.top_k < logits.shape[-1]) | (metadata.top_p < 1.0))
     if limited.size:
-        index = torch.from_numpy(limited).to(logits.device, non_blocking=True)
+        index = torch.from_numpy(limited)
         threshold, sort_keys = _nucleus_threshold(
             logits[index], largest[index], metadata.select_rows(limited)
         )
         weights[index] = weights[index].masked_fill_(sort_keys < threshold, 0)
     sums = weights.cumsum_(-1)
     total = sums[:, -1:]
-    target = (_column(metadata.random_values, logits) * total.double()).to(torch.int64)
+    target = (_column(metadata.random_values) * total.double()).to(torch.int64)
     found = torch.searchsorted(sums, torch.minimum(target, total - 1), right=True)
     return found.clamp_(max=logits.shape[-1] - 1)
 
@@ -250,7 +214,7 @@ def _nucleus_threshold(
 ) -> tuple[Tensor, Tensor]:
     """Return the sort key [S, 1] of the last token that top-k and top-p keep, and all sort keys [S, V]."""
     vocab = logits.shape[-1]
-    scale, top_k = _column(metadata.logit_scale, logits), _column(metadata.top_k, logits)
+    scale, top_k = _column(metadata.logit_scale), _column(metadata.top_k)
     sort_keys = _sort_keys(logits)
     has_top_k = metadata.top_k < vocab
     size = min(vocab, max(INITIAL_NUCLEUS_TOKENS, int(metadata.top_k[has_top_k].max(initial=0))))
@@ -258,10 +222,10 @@ def _nucleus_threshold(
     while True:
         top_keys, ids = sort_keys.topk(size, -1)
         weights = compute_weights((logits.gather(1, ids) - largest) * scale)
-        weights.masked_fill_(torch.arange(size, device=logits.device) >= top_k, 0)
+        weights.masked_fill_(torch.arange(size) >= top_k, 0)
         sums = weights.cumsum(-1)
         total = torch.where(top_k < vocab, sums[:, -1:], total_weight)
-        target = (_column(metadata.top_p, logits).double() * total.double()).to(torch.int64)
+        target = (_column(metadata.top_p).double() * total.double()).to(torch.int64)
         num_kept = (sums - weights < target).sum(-1, keepdim=True)
         num_kept = torch.minimum(num_kept, top_k).clamp_(min=1)
         if size == vocab or bool(((num_kept < size) | (top_k <= size)).all()):
@@ -274,10 +238,10 @@ def _sort_keys(logits: Tensor) -> Tensor:
     vocab = logits.shape[-1]
     bits = logits.add(0.0).view(torch.int32)  # adding 0 turns -0 into 0, because they are equal
     rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    return rising.mul_(vocab).sub_(torch.arange(vocab, device=logits.device))
+    return rising.mul_(vocab).sub_(torch.arange(vocab))
 
 
 def _column(
-    values: NDArray[np.float32] | NDArray[np.int64] | NDArray[np.float64], like: Tensor
+    values: NDArray[np.float32] | NDArray[np.int64] | NDArray[np.float64],
 ) -> Tensor:
-    return torch.from_numpy(values).to(like.device, non_blocking=True)[:, None]
+    return torch.from_numpy(values)[:, None]
