@@ -61,7 +61,10 @@ def test_drafts_are_accepted_and_change_nothing(llm: LLM) -> None:
     ]
     accepted_before = read_accepted_drafts(llm)
     outputs = [llm.generate(prompts, params) for params in sampling]
-    assert read_accepted_drafts(llm) > accepted_before
+    accepted = read_accepted_drafts(llm)
+    assert accepted > accepted_before
+    assert llm.generate(prompts, sampling[0], speculation=False) is not None
+    assert read_accepted_drafts(llm) == accepted
     without = LLM(BUNDLED_MODEL, threads=1, progress="off", speculation="off")
     for expected, params in zip(outputs, sampling, strict=True):
         actual = without.generate(prompts, params)

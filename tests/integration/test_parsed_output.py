@@ -281,6 +281,10 @@ async def test_a_report_says_what_was_done(scripted: Scripted) -> None:
     (line,) = [line for line in response.text.split("\n") if line.startswith(": argosy report ")]
     report = msgspec.json.decode(line.removeprefix(": argosy report "))
     assert report["tool_calls"] == 2
+    assert (
+        report["steps"] + report.get("accepted_drafts", 0)
+        == len(text_processing().tokenizer.encode(scripted.output, add_special_tokens=False)) + 1
+    )
     assert report["parser_events"]["call_start"] == 2
     assert "Weather?" in report["prompts"][0]
     assert report["outputs"][0].startswith(scripted.output)

@@ -44,7 +44,9 @@ AllowedNetworks = Annotated[
 ]
 RouteFlags = Annotated[
     list[str] | None,
-    typer.Option("--flag", help="Flag that the gateway's routes can match. May be repeated."),
+    typer.Option(
+        "--flag", help="Flag that routes can match, or `no-speculation`. May be repeated."
+    ),
 ]
 DEFAULT_NAME = "default"
 _ORGANISATION_REMEDY = "one that `argosy tenants organisations list` shows"

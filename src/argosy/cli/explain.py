@@ -115,7 +115,7 @@ def _headline(explanation: dict[str, Any]) -> str:
         f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{error}",
         _format_target(explanation, f"[bold]{escape(explanation['model'])}[/]{version}{asked}"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
-        + (f" ({tokens['reasoning']} reasoning)" if "reasoning" in tokens else "")
+        + _format_output_details(explanation)
         + (f", finished by {escape(finish)}" if finish else "")
         + ("" if ended is None else f", {ended:.0f} ms"),
     ]
@@ -126,6 +126,15 @@ def _headline(explanation: dict[str, Any]) -> str:
         tier = f", tier {caller['tier']}" if caller["tier"] else ""
         lines.append(f"tenant {escape(caller['project'])}{key}{tier}")
     return "\n".join(lines)
+
+
+def _format_output_details(explanation: dict[str, Any]) -> str:
+    """Return the reasoning tokens, and the tokens per step if drafts made them more than one, in parentheses."""
+    tokens, report = explanation["tokens"], explanation.get("replica_report", {})
+    details = [f"{tokens['reasoning']} reasoning"] if "reasoning" in tokens else []
+    if accepted := report.get("accepted_drafts", 0):
+        details.append(f"{1 + accepted / report['steps']:.2f} a step")
+    return f" ({', '.join(details)})" if details else ""
 
 
 def _format_target(explanation: dict[str, Any], model: str) -> str:

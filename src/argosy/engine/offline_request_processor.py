@@ -49,6 +49,8 @@ class GenerationOptions(TypedDict, total=False):
     """0 to 8. Requests with a higher number wait for those with a lower one."""
     cache_salt: str | None
     """Separates the cached prompts of this call from others."""
+    speculation: bool | None
+    """False computes one token a step, without drafts. The output is the same."""
     truncate_prompt_tokens: int | None
     """Number of tokens at the end of a longer prompt that are kept."""
     add_special_tokens: bool | None

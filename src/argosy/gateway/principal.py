@@ -11,6 +11,9 @@ from argosy.store import Role, RoleScope, Tier
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers by rank. Rank 0 is the highest priority."""
 
+NO_SPECULATION_FLAG = "no-speculation"
+"""Flag of projects and keys whose requests are computed without drafts."""
+
 
 class Principal(msgspec.Struct, frozen=True, array_like=True):
     """Sender of a request, by ids of the store. Ids are empty for anonymous clients."""

@@ -22,7 +22,7 @@ from argosy.protocol import LoadResponse
 from argosy.series import STEP_PHASES, MinuteRow, Readings, SeriesArchive, SeriesRecorder
 
 _NO_GAUGES = (math.nan,) * 3
-UNKNOWN_ENGINE = (math.nan,) * (3 + len(STEP_PHASES))
+UNKNOWN_ENGINE = (math.nan,) * (5 + len(STEP_PHASES))
 _UNKNOWN_RATES = UNKNOWN_ENGINE[2:]
 
 MAX_UNSAVED_S = 300.0
@@ -233,9 +233,10 @@ class EngineGauges:
         self._last, self._current = self._current, {}
 
     def read(self, replica: ReplicaEndpoint) -> Sequence[float]:
-        """Return used and cached KV blocks, preemptions per second, and the mean seconds of each phase of a step.
+        """Return used and cached KV blocks, preemptions per second, tokens per step, and more for each step.
 
-        A rate is unknown after a start of the engine core, and the phases in a round without a step.
+        That is the share of drafts that were accepted, and the mean seconds of each phase. A rate is unknown after a
+        start of the engine core, and what steps do in a round without one.
         """
         report = replica.report
         if report is None or not report.phase_s_total:
@@ -259,4 +260,12 @@ def _rates(last: _Reading, now: _Reading) -> Sequence[float]:
         else math.nan
         for phase in STEP_PHASES
     ]
-    return (preemptions / elapsed_s if elapsed_s > 0 else math.nan, *phases)
+    tokens = report.generation_tokens_total - before.generation_tokens_total
+    drafts = report.draft_tokens_total - before.draft_tokens_total
+    accepted = report.accepted_draft_tokens_total - before.accepted_draft_tokens_total
+    return (
+        preemptions / elapsed_s if elapsed_s > 0 else math.nan,
+        tokens / (tokens - accepted) if tokens > accepted else math.nan,
+        accepted / drafts if drafts else math.nan,
+        *phases,
+    )

@@ -182,6 +182,12 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Why it ended last; empty if it never did."""
     phase_s_total: dict[str, NonNegativeFloat] = {}
     """Seconds spent in steps since the engine core started, by phase: plan, launch, compute, sample, commit."""
+    generation_tokens_total: NonNegativeCount = 0
+    """Tokens generated since the engine core started."""
+    draft_tokens_total: NonNegativeCount = 0
+    """Drafts verified since the engine core started."""
+    accepted_draft_tokens_total: NonNegativeCount = 0
+    """Drafts accepted since the engine core started."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -192,6 +198,10 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     last output. A gateway that knows all finish reasons then has the report too, and can complete the usage.
     """
 
+    steps: Count = 0
+    """Steps that generated tokens, of each choice on its own. Tokens that an earlier replica generated are left out."""
+    accepted_drafts: Count = 0
+    """Generated tokens that were drafts. Each step generated one token more."""
     grammar_compile_ms: Milliseconds | None = None
     """Time to compile the grammar; 0 if it was cached. None without a grammar."""
     masked_steps: Count = 0

@@ -73,6 +73,8 @@ SCHEMAS: dict[ScopeKind, Schema] = {
             Gauge("kv_blocks_used", "mean"),
             Gauge("kv_blocks_cached", "mean"),
             Gauge("preemptions_per_s", "mean"),
+            Gauge("tokens_per_step", "mean"),
+            Gauge("draft_acceptance_ratio", "mean"),
             *(Gauge(f"step_{phase}_s", "mean") for phase in STEP_PHASES),
         ),
         (),

@@ -99,7 +99,9 @@ async def run_tenant_gateway(
     engine = FakeEngine(tokenizer, constant_script(Script(TOKENS, finish="length")))
     with open_organisation(url) as accounts:
         web, limited = accounts.project("web"), accounts.project("limited")
-        other = accounts.project("other", tier="premium", weight=2.5, share_cache=True)
+        other = accounts.project(
+            "other", tier="premium", weight=2.5, share_cache=True, flags=["no-speculation"]
+        )
         accounts.limit(limited, "requests", 1, "minute")
         accounts.limit(limited, "tokens", 10_000, "minute")
         terms = accounts.store.limits_and_prices
@@ -131,18 +133,16 @@ async def run_tenant_gateway(
                 yield TenantGateway(base_url, server, accounts, engine, web, other, keys)
 
 
-async def test_replica_receives_the_cache_domain_and_priority_of_a_project(
-    url: str, tokenizer: Tokenizer
-) -> None:
+async def test_replica_receives_the_settings_of_a_project(url: str, tokenizer: Tokenizer) -> None:
     async with run_tenant_gateway(url, tokenizer) as gateway:
         for key in ("web", "other"):
             async with gateway.client(key) as client:
                 assert (await client.post(CHAT_PATH, json=BODY)).status_code == 200
         web, other, organisation = gateway.web, gateway.other, gateway.accounts.organisation
         assert [
-            (request.tenant, request.cache_domain, request.tier, request.weight)
-            for request in gateway.engine.requests
-        ] == [(web, web, 1, 1.0), (other, organisation, 0, 2.5)]
+            (each.tenant, each.cache_domain, each.tier, each.weight, each.speculation)
+            for each in gateway.engine.requests
+        ] == [(web, web, 1, 1.0, True), (other, organisation, 0, 2.5, False)]
 
 
 async def test_used_up_limit_of_requests_refuses_all_work(url: str, tokenizer: Tokenizer) -> None:

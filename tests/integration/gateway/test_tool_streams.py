@@ -34,6 +34,8 @@ ARGUMENTS = ['{"ci', 'ty": "', "Par", 'is"}']
 CALL = [start_call(0, "get_weather"), *(continue_call(0, text) for text in ARGUMENTS)]
 WARNING = {"code": "schema_relaxed", "message": "Not enforced: not.", "param": "tools[0]"}
 REPORT = {
+    "steps": 4,
+    "accepted_drafts": 6,
     "grammar_compile_ms": 1.5,
     "masked_steps": 5,
     "reasoning_tokens": 2,
@@ -181,6 +183,9 @@ async def test_explanation_shows_report_of_replica(tmp_path: Path) -> None:
     assert explanation["replica_report"] == {
         name: value for name, value in REPORT.items() if name != "a later field"
     }
+    text = io.StringIO()
+    print_explanation(Console(file=text, width=100), explanation)
+    assert "(2 reasoning, 2.50 a step)" in text.getvalue()
 
 
 CONTENT = {"prompts": ["<|user|>Hi\n"], "outputs": ["<think>\x1b[31mred"]}

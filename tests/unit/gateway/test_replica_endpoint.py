@@ -138,6 +138,9 @@ def test_rates_cover_the_time_between_two_reports() -> None:
             kv_blocks_used=5,
             kv_blocks_cached=3,
             preemptions_total=preemptions,
+            generation_tokens_total=3 * step,
+            draft_tokens_total=4 * step,
+            accepted_draft_tokens_total=2 * step,
             phase_s_total=phases,
         )
         replica.on_native_load(report, at)
@@ -153,9 +156,11 @@ def test_rates_cover_the_time_between_two_reports() -> None:
         (read(14.0, 3, 0, 0.1), [unknown, unknown, unknown]),
         (read(15.0, 4, 0, 0.2), [0.0, 0.001, 0.1]),
     ):
-        blocks, (preemptions, plan_s, launch_s, compute_s, *_) = reading[:2], reading[2:]
+        blocks, preemptions, drafts = reading[:2], reading[2], reading[3:5]
+        plan_s, launch_s, compute_s, *_ = reading[5:]
         assert blocks == [5, 3]
         assert math.isnan(launch_s), "a phase that is not reported"
+        assert math.isnan(plan_s) or drafts == [3, 0.5]
         assert [preemptions, plan_s, compute_s] == pytest.approx(expected, nan_ok=True)
 
 

@@ -58,6 +58,8 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     """Code of `error` from `protocol.ERROR_CODES`. None stands for `engine_error`."""
     pooled: bytes = b""
     """Vector of a pooled request as float32 in native byte order, or one for each token. Set on the last delta."""
+    accepted_drafts: int = 0
+    """Number of `tokens` that were drafts."""
 
 
 _REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})

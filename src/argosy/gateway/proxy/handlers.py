@@ -11,13 +11,14 @@ from functools import partial
 
 import msgspec
 import structlog
+from msgspec import Raw
 
 from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.http_route import find_deployment
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool
-from argosy.gateway.principal import TIERS, Principal
+from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
     check_prompt,
@@ -274,6 +275,8 @@ class CompletionHandlers:
         target = self._models.resolve_target(
             fields.model, principal, exchange.headers, fields, exchange.request_id
         )
+        if NO_SPECULATION_FLAG in principal.flags and api.generates:
+            fields.raw["speculation"] = Raw(b"false")
         pool = target.pool
         if target.route_name:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))

@@ -352,7 +352,11 @@ class ReportWriter:
             events.update(choice.event_counts)
         has_grammar = bool(spec.choices[0].request.params.grammar)
         output_tokens = sum(choice.output_tokens for choice in spec.choices)
+        generated_tokens = sum(choice.generated_tokens for choice in spec.choices)
+        accepted_drafts = sum(choice.accepted_drafts for choice in spec.choices)
         return RequestReport(
+            steps=generated_tokens - accepted_drafts,
+            accepted_drafts=accepted_drafts,
             grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
             masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,
             reasoning_tokens=spec.reasoning_tokens,

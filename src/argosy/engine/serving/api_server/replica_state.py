@@ -311,6 +311,9 @@ class ReplicaState:
             exact=ready.is_exact if ready else True,
             preemptions_total=stats.preemptions_total,
             phase_s_total=stats.phase_s_total,
+            generation_tokens_total=stats.generation_tokens_total,
+            draft_tokens_total=sum(stats.draft_tokens_total.values()),
+            accepted_draft_tokens_total=sum(stats.accepted_draft_tokens_total.values()),
             core_exits=self.engine.core_exits,
             last_core_exit=self.engine.last_core_exit,
         )

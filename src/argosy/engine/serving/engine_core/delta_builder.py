@@ -57,7 +57,7 @@ class DeltaBuilder:
         # fast path for tokens and nothing else
         if not needs_full_delta and seq.id not in self._without_delta:
             self.generated_tokens_total += len(tokens)
-            return Delta(id=seq.id, tokens=tokens)
+            return Delta(id=seq.id, tokens=tokens, accepted_drafts=len(tokens) - 1)
         prompt_logprobs = self._new_prompt_logprobs(plan, result, seq, chunk)
         if not tokens and finish_reason is None and not prompt_logprobs:
             return None
@@ -104,6 +104,7 @@ class DeltaBuilder:
             prompt_block_names=self._prompt_block_names(seq) if is_first else b"",
             error_code=None if failure is None else failure.code,
             pooled=pooled,
+            accepted_drafts=max(0, len(tokens) - 1),
         )
 
     def _mark_started(self, seq: Sequence) -> bool:

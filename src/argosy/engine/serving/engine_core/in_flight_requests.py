@@ -155,6 +155,7 @@ def _append(pending: Delta, later: Delta) -> None:
     pending.finish_reason, pending.stop_token = later.finish_reason, later.stop_token
     pending.error, pending.error_code = later.error, later.error_code
     pending.pooled = later.pooled
+    pending.accepted_drafts += later.accepted_drafts
 
 
 def _ignore_notification() -> None:

@@ -125,6 +125,8 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.generated_tokens = 0
         """Output tokens that count so far, without resumed ones."""
+        self.accepted_drafts = 0
+        """Number of them that were drafts."""
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) - set(
             request.params.stop_token_ids
         )
@@ -210,6 +212,7 @@ class Choice:
         self.new_tokens += delta.tokens[:used_tokens]
         self.new_logprobs += delta.logprobs[:used_tokens]
         self.generated_tokens += used_tokens
+        self.accepted_drafts += min(delta.accepted_drafts, max(0, used_tokens - 1))
         if self.prediction is not None:
             self.prediction.advance(delta.tokens[:used_tokens])
 
