@@ -17,7 +17,7 @@ from argosy.cli.failure import fail
 from argosy.cli.quantities import parse_size
 from argosy.engine import REPLICA_OPTIONS
 from argosy.extras import install_command
-from argosy.settings import DeclaredOption, Panel
+from argosy.settings import DeclaredOption, Panel, SettingError, convert_settings
 
 _PANELS = typing.get_args(Panel)
 Command = Callable[..., None]
@@ -80,8 +80,8 @@ def _build_parameter(declared: DeclaredOption, default: object) -> inspect.Param
         hint, default = list[str] | None, None
     elif declared.name == "tool_format":
         callback = check_tool_format
-    elif isinstance(default, dict):
-        hint, default, parser = dict[str, float | None] | None, None, _parse_overrides
+    elif metavar == "JSON":
+        hint, default, parser = Any, None, functools.partial(_parse_json, declared.plain_hint)
     elif isinstance(default, tuple):
         hint, default = list[str] | None, None
     made = typer.Option(
@@ -132,15 +132,13 @@ def _parse_labels(labels: list[str]) -> dict[str, str]:
     return parsed
 
 
-def _parse_overrides(text: str) -> dict[str, float | None]:
-    """Parse the JSON object of `--override-generation-config`.
+def _parse_json(hint: object, text: str) -> object:
+    """Parse the JSON of an option.
 
     Raises:
-        typer.BadParameter: `text` is not an object of numbers.
+        typer.BadParameter: `text` is no JSON of the type `hint`.
     """
     try:
-        return msgspec.json.decode(text, type=dict[str, float | None])
-    except msgspec.DecodeError as error:
-        raise typer.BadParameter(
-            f'{error}; write an object of numbers, like {{"temperature": 0.6}}'
-        ) from error
+        return convert_settings(msgspec.json.decode(text), hint)
+    except (msgspec.DecodeError, SettingError) as error:
+        raise typer.BadParameter(f"{error}; write an object like the one in --help") from error

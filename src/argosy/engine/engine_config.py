@@ -31,6 +31,22 @@ AUTO_DRAFT_METHODS = ("forced_tokens", "prediction", "prompt_lookup")
 """Drafters by default. They use nothing but their own request."""
 _METHOD_PATTERN = f"({'|'.join((*AUTO_DRAFT_METHODS, 'domain_window'))})"
 _SPECULATION_PATTERN = rf"^(auto|off|{_METHOD_PATTERN}(,{_METHOD_PATTERN})*)$(?!\n)"
+MIN_LOOKUP_TOKENS = 3
+"""Minimum number of equal tokens after which prompt lookup drafts."""
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `speculative_config`, as far as it has a meaning here. It changes the number of drafts and no output."""
+
+    method: Literal["ngram"] = "ngram"
+    """Prompt lookup. Drafters that cost nothing are used beside it."""
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Maximum number of drafts of a sequence in one step, by default 16, which is also the highest value in effect."""
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = MIN_LOOKUP_TOKENS
+    """Minimum number of equal tokens. Values below 3 count as 3."""
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Maximum number of compared tokens in vLLM. The longest match is always preferred here."""
+
 
 VERIFYING_MODEL = "verifying the model"
 LOADING_WEIGHTS = "loading weights"
@@ -217,6 +233,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "Smaller model with the same tokenizer that drafts tokens on CPUs, named like a model. It is loaded in"
                 " the model's formats.",
                 "Advanced",
+            ),
+        ]
+        | None
+    ) = None
+    speculative_config: (
+        Annotated[
+            SpeculativeConfig,
+            option(
+                'vLLM\'s settings of drafts, like {"method": "ngram", "num_speculative_tokens": 4}.',
+                "Advanced",
+                metavar="JSON",
             ),
         ]
         | None

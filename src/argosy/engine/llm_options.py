@@ -7,10 +7,11 @@ from typing import Any
 
 import structlog
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_config import EngineConfig, SpeculativeConfig
 from argosy.engine.offline_prompts import to_plain
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import UnsupportedOption, unknown_argument_error
+from argosy.settings import convert_settings
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +78,6 @@ _REFUSED_OPTIONS = {
         ("safetensors",), "The format is that of the checkpoint's files."
     ),
     "enable_lora": UnsupportedOption((), "Merge the adapter into the model."),
-    "speculative_config": UnsupportedOption((), "Remove it. Outputs are the same without it."),
     "hf_overrides": UnsupportedOption(({},), "Change the config.json of the model."),
     "hf_token": UnsupportedOption((), "Set the environment variable HF_TOKEN."),
     "logits_processors": UnsupportedOption(
@@ -157,6 +157,10 @@ def build_engine_config(
                 f"{min(settings)} must be set in the EngineConfig, beside which it has no effect"
             )
         return model
+    if isinstance(settings.get("speculative_config"), dict):
+        settings["speculative_config"] = convert_settings(
+            settings["speculative_config"], SpeculativeConfig, ("speculative_config",)
+        )
     if "dtype" in settings:
         settings["dtype"] = _normalize_dtype(settings["dtype"])
     if settings.get("model_impl") == "vllm":  # the engine's own implementation

@@ -19,16 +19,20 @@ log = structlog.get_logger(__name__)
 
 
 def create_drafters(
-    methods: Collection[str], find_forced_tokens: Callable[[int], list[int]]
+    methods: Collection[str],
+    find_forced_tokens: Callable[[int], list[int]],
+    *,
+    min_lookup_match: int,
 ) -> list[Drafter]:
     """Return the drafters with the given names, the most reliable ones first.
 
-    `find_forced_tokens` maps the row of a sequence to the tokens that its grammar forces.
+    `find_forced_tokens` maps the row of a sequence to the tokens that its grammar forces. Prompt lookup drafts after
+    `min_lookup_match` equal tokens or more.
     """
     create_by_name: dict[str, Callable[[], Drafter]] = {
         ForcedTokensDrafter.name: lambda: ForcedTokensDrafter(find_forced_tokens),
         PredictionDrafter.name: PredictionDrafter,
-        PromptLookupDrafter.name: PromptLookupDrafter,
+        PromptLookupDrafter.name: lambda: PromptLookupDrafter(min_lookup_match),
         DomainWindowDrafter.name: DomainWindowDrafter,
     }
     drafters = []

@@ -17,13 +17,14 @@ class PromptLookupDrafter:
 
     name = "prompt_lookup"
 
-    def __init__(self) -> None:
-        """Create a drafter without sequences.
+    def __init__(self, min_match: int) -> None:
+        """Create a drafter without sequences, which drafts after `min_match` equal tokens or more.
 
         Raises:
             NativeUnavailableError: The native code cannot be built or loaded.
         """
         load_token_index()
+        self._min_match = min_match
         self._indexes: dict[str, TokenIndex] = {}
 
     def propose(
@@ -39,7 +40,9 @@ class PromptLookupDrafter:
         if index.length < len(tokens):
             index.append(tokens[index.length :])
         found = index.find(limit)
-        return NO_DRAFT if found is None else Draft(found.tokens, found.match_size)
+        if found is None or found.match_size < self._min_match:
+            return NO_DRAFT
+        return Draft(found.tokens, found.match_size)
 
     def release(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)

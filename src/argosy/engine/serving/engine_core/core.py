@@ -14,7 +14,7 @@ from math import inf
 
 import structlog
 
-from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_config import EngineConfig, SpeculativeConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.execution.drafting import create_drafters
@@ -113,12 +113,18 @@ class EngineCore:
         """Deltas that arose between steps."""
         self.speculation: Speculation | None = None
         if loaded.can_verify_drafts:
+            speculative = config.speculative_config or SpeculativeConfig()
             self.speculation = Speculation(
-                create_drafters(config.draft_methods, self.executor.find_forced_tokens),
+                create_drafters(
+                    config.draft_methods,
+                    self.executor.find_forced_tokens,
+                    min_lookup_match=speculative.prompt_lookup_min,
+                ),
                 vocab_size=self.info.vocab_size,
                 ridge_tokens=loaded.limits.ridge_tokens,
                 clock=clock,
                 draft_model=loaded.draft_model,
+                max_draft_tokens=speculative.num_speculative_tokens,
             )
         self._max_steps_in_flight = loaded.max_steps_in_flight
         self._steps_in_flight: deque[tuple[StepPlan, StepHandle | Future[StepResult]]] = deque()

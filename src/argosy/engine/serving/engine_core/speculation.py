@@ -43,11 +43,13 @@ class Speculation:
         ridge_tokens: int,
         clock: Callable[[], float],
         draft_model: DraftModel | None = None,
+        max_draft_tokens: int | None = None,
     ) -> None:
         self._clock = clock
         self.draft_model = draft_model
         """Drafter that is asked only for drafts that are worth the time, unlike `drafters`, which take almost none."""
         self.drafters = list(drafters)
+        self._max_draft_tokens = min(max_draft_tokens or MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
         self.drafts: Counter[str] = Counter()
         """Steps of a sequence with drafts."""
         self.draft_tokens: Counter[str] = Counter()
@@ -121,7 +123,7 @@ class Speculation:
         for drafter in tuple(self.drafters):
             if not waiting:
                 break
-            limits = [_max_drafts(seq) for seq in waiting]
+            limits = [self._max_drafts(seq) for seq in waiting]
             try:
                 proposed = drafter.propose(waiting, limits)
                 for seq, draft in zip(waiting, proposed, strict=True):
@@ -147,7 +149,7 @@ class Speculation:
         source, estimate = DraftSource(draft_model.name, ASSUMED_MATCH), self._policy.estimate
         for seq in waiting:
             candidate = DraftCandidate(
-                self._find_history(seq.id), source, _max_drafts(seq), needs_passes=True
+                self._find_history(seq.id), source, self._max_drafts(seq), needs_passes=True
             )
             other = candidates.get(seq)
             if other is None or estimate(candidate) > estimate(other):
@@ -177,12 +179,16 @@ class Speculation:
         if draft_model.num_passes:
             self._policy.record_passes(draft_model.num_passes, self._draft_model_s)
 
+    def _max_drafts(self, seq: Sequence) -> int:
+        """Return the largest number of drafts that a sequence has room for."""
+        return min(self._max_draft_tokens, seq.max_length - seq.length)
+
     def _find_valid(self, tokens: list[int]) -> list[int]:
         """Return the drafts up to the first one that is no token of the model."""
-        for index, token in enumerate(tokens[:MAX_DRAFT_TOKENS]):
+        for index, token in enumerate(tokens[: self._max_draft_tokens]):
             if not 0 <= token < self._vocab_size:
                 return tokens[:index]
-        return tokens[:MAX_DRAFT_TOKENS]
+        return tokens[: self._max_draft_tokens]
 
     def _find_history(self, request_id: str) -> DraftHistory:
         history = self._histories.get(request_id)
@@ -232,8 +238,3 @@ class Speculation:
             drafter.release(request_id)
         if self.draft_model is not None:
             self.draft_model.release(request_id)
-
-
-def _max_drafts(seq: Sequence) -> int:
-    """Return the largest number of drafts that a sequence has room for."""
-    return min(MAX_DRAFT_TOKENS, seq.max_length - seq.length)
