@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from tests.support.schema_strategy import random_schema
@@ -65,11 +66,22 @@ def test_drafts_are_accepted_and_change_nothing(llm: LLM) -> None:
     assert accepted > accepted_before
     assert llm.generate(prompts, sampling[0], speculation=False) is not None
     assert read_accepted_drafts(llm) == accepted
-    without = LLM(BUNDLED_MODEL, threads=1, progress="off", speculation="off")
-    for expected, params in zip(outputs, sampling, strict=True):
-        actual = without.generate(prompts, params)
-        assert [output.outputs for output in actual] == [output.outputs for output in expected]
-    assert read_accepted_drafts(without) == 0
+    options: dict[str, Any]
+    for options, is_drafting in (
+        ({"speculation": "off"}, False),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, True),
+        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 100}}, False),
+    ):
+        other = LLM(BUNDLED_MODEL, threads=1, progress="off", **options)
+        for expected, params in zip(outputs, sampling, strict=True):
+            actual = other.generate(prompts, params)
+            assert [output.outputs for output in actual] == [output.outputs for output in expected]
+        assert (read_accepted_drafts(other) > 0) == is_drafting
+        drafts, tokens = (
+            sum(metric.value for metric in other.get_metrics() if metric.name == name)
+            for name in ("argosy_drafts_total", "argosy_draft_tokens_total")
+        )
+        assert tokens <= 2 * drafts
 
 
 def read_accepted_drafts(llm: LLM) -> float:

@@ -20,6 +20,7 @@ from tests.support.fake_upstream import (
     UpstreamScript,
     encode_chunk,
     fake_upstream,
+    listening,
     respond_with_tokens,
 )
 from tests.support.replica_servers import MODEL, RunningReplica
@@ -32,6 +33,7 @@ from argosy.bench import (
     LoadSpec,
     Objectives,
     RequestRow,
+    render_text_report,
     run_benchmark,
 )
 from argosy.protocol import SSE_DONE, format_event
@@ -112,6 +114,41 @@ async def test_conversation_turns_include_previous_turns(
         lengths = [row.input_tokens or 0 for row in rows]
         assert lengths == sorted(set(lengths))  # each prompt includes the previous turns
         assert all(a.end_s <= b.scheduled_s for a, b in itertools.pairwise(rows))
+
+
+COUNTERS = """argosy_generation_tokens_total{{model="m"}} {generated}.0
+argosy_draft_tokens_total{{drafter="prompt_lookup",model="m"}} {drafted}.0
+argosy_draft_tokens_total{{drafter="prediction",model="m"}} 0.0
+argosy_accepted_draft_tokens_total{{drafter="prompt_lookup",model="m"}} {accepted}.0
+vllm:generation_tokens_total{{engine="0",model_name="m"}} {generated}.0
+"""
+VLLM_COUNTERS = """vllm:generation_tokens_total{{engine="0",model_name="m"}} {generated}.0
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {drafted}.0
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}.0
+"""
+GATEWAY = 'argosy_gateway_replica_requests_in_flight{{model="m",replica="r {}/0"}} 0.0\n'
+
+
+class DraftingServer(FakeUpstream):
+    """Gateway with two replicas. Each one drafts twice the tokens that it generates, and accepts a quarter of them."""
+
+    def get_pages(self) -> dict[str, object]:
+        generated = 1_000_000 + 10 * len(self.requests)
+        counts = {"generated": generated, "drafted": 2 * generated, "accepted": generated // 2}
+        return super().get_pages() | {
+            "/metrics": "".join(GATEWAY.format(number) for number in (1, 2)),
+            "/replicas/r%201%2F0/metrics": COUNTERS.format(**counts),
+            "/replicas/r%202%2F0/metrics": VLLM_COUNTERS.format(**counts),
+        }
+
+
+async def test_drafts_are_read_from_the_metrics_of_the_replicas() -> None:
+    server = DraftingServer()
+    async with listening(server):
+        (run,) = (await measure(server.url)).runs
+        assert (run.tokens_per_step, run.draft_acceptance) == (2.0, 0.25)
+        text = render_text_report(await measure(server.url))
+        assert "Accepted drafts (%): 25.00" in " ".join(text.split())
 
 
 # --- arrivals and limits -----------------------------------------------------------------------

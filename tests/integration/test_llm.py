@@ -324,6 +324,8 @@ INVALID_OPTIONS: dict[str, dict[str, Any]] = {
     "block_size.*1": {"block_size": 0},
     "max_seqs.*1": {"max_num_seqs": 0},
     "tensor_parallel_size": {"tensor_parallel_size": 2},
+    "eagle3.*method": {"speculative_config": {"method": "eagle3"}},
+    "parallel_drafting": {"speculative_config": {"parallel_drafting": True}},
     "awq": {"quantization": "awq"},
     "max_modellen.*max_model_len": {"max_modellen": 5},
     "tokenizer": {"tokenizer": "other"},

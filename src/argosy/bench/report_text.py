@@ -102,6 +102,9 @@ def _rate_lines(run: RunResult) -> list[str]:
     if summary.goodput is not None and summary.attainment is not None:
         lines.append(_value_line("Request goodput (req/s):", summary.goodput))
         lines.append(_value_line("Requests within objectives (%):", 100 * summary.attainment))
+    if run.tokens_per_step is not None and run.draft_acceptance is not None:
+        lines.append(_value_line("Tokens per step of a sequence:", run.tokens_per_step))
+        lines.append(_value_line("Accepted drafts (%):", 100 * run.draft_acceptance))
     return [
         *lines,
         _value_line("Output token throughput (tok/s):", summary.output_token_rate),

@@ -47,6 +47,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str
     summary: RunSummary
     rows: list[RequestRow]
+    tokens_per_step: float | None = None
+    """Mean tokens that a step of the server generated of a sequence, by its metrics. Warm-up counts too.
+    None if the server verified no drafts or does not report them."""
+    draft_acceptance: float | None = None
+    """Share of the server's drafts that it accepted, in the same time."""
     interrupted: bool = False
     met_objectives: bool | None = None
     """Whether the run met the objectives, or None without objectives."""

@@ -11,6 +11,7 @@ import msgspec
 
 from argosy.bench.client import BenchClient
 from argosy.bench.distributions import ArrivalProcess
+from argosy.bench.draft_counts import read_draft_counts
 from argosy.bench.driver import Driver
 from argosy.bench.errors import BenchError
 from argosy.bench.metrics import RequestRow, summarize
@@ -158,7 +159,9 @@ class _BenchRunner:
             on_row=on_row,
             run_id=f"bench-{uuid.uuid4().hex[:12]}",
         )
+        drafts_before = await read_draft_counts(self._client)
         rows = await driver.run()
+        drafts = (await read_draft_counts(self._client)).since(drafts_before)
         summary = summarize(rows, settings.objectives)
         attainment = summary.attainment
         result = RunResult(
@@ -168,6 +171,8 @@ class _BenchRunner:
             started_at=started_at,
             summary=summary,
             rows=rows,
+            tokens_per_step=drafts.tokens_per_step,
+            draft_acceptance=drafts.acceptance,
             interrupted=driver.interrupted,
             met_objectives=None
             if attainment is None

@@ -132,7 +132,7 @@ def _parse_labels(labels: list[str]) -> dict[str, str]:
     return parsed
 
 
-def _parse_json(hint: object, text: str) -> object:
+def _parse_json(hint: Any, text: str) -> Any:  # noqa: ANN401 - the type of the option
     """Parse the JSON of an option.
 
     Raises:

@@ -51,6 +51,7 @@ OPTIONS = {
     "--kv-memory": st.sampled_from(["64MiB", "123456789"]),
     "--label": st.sampled_from(["rack=a", "host=b c"]),
     "--max-seqs": st.integers(1, 1000).map(str),
+    "--speculative-config": st.sampled_from(['{"method": "ngram", "num_speculative_tokens": 4}']),
     "--override-generation-config": st.sampled_from(['{"temperature": 0.6, "top_p": null}']),
     "--request-timeout": st.floats(0.001, 1e6).map(str),
     "--zone": st.sampled_from(["", "zone-a"]),

@@ -45,9 +45,11 @@ def command_of(text: str) -> str:
 
 COMMANDS = {
     """{name: p, model: chat, drain_deadline_s: 5, options: {max_seqs: 4, prefix_cache: false, kv_memory: 1GiB,
-    override_generation_config: {top_p: 0.5}}}""": """PYTHON replica --uds {socket} --options
-    {"model":"/models/chat","revision":"v1","served_model_name":["chat"],"drain_deadline":5.0,"kv_memory":"1GiB","""
-    """"max_seqs":4,"override_generation_config":{"top_p":0.5},"prefix_cache":false}""",
+    override_generation_config: {top_p: 0.5}, speculative_config: {num_speculative_tokens: 4}}}""": """PYTHON
+    replica --uds {socket} --options {"model":"/models/chat","revision":"v1","served_model_name":["chat"],"""
+    """"drain_deadline":5.0,"kv_memory":"1GiB","""
+    """"max_seqs":4,"override_generation_config":{"top_p":0.5},"prefix_cache":false,"""
+    """"speculative_config":{"num_speculative_tokens":4}}""",
     "{name: p, model: hub, launcher: ray}": """argosy replica --host {host} --port {port} --options
     {"model":"owner/name","served_model_name":["hub"],"drain_deadline":30.0}""",
     """{name: p, model: chat, engine: vllm, options: {enable_prefix_caching: false, max_num_seqs: 8,
