@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -144,8 +145,8 @@ class TritonAttention(Attention):
             if rope is None and norm is None
             else torch.empty_like(q, memory_format=torch.contiguous_format)
         )
-        query_tiles = 0 if queries is q else triton.cdiv(tokens * heads, ROTATE_TILE_ROWS)
-        key_tiles = triton.cdiv(tokens * kv_heads, ROTATE_TILE_ROWS)
+        query_tiles = 0 if queries is q else -(-tokens * heads // ROTATE_TILE_ROWS)
+        key_tiles = -(-tokens * kv_heads // ROTATE_TILE_ROWS)
         rotate_and_store[(query_tiles + key_tiles,)](
             q,
             k,
@@ -227,7 +228,7 @@ class TritonAttention(Attention):
         if work.max_merges:
             rows = max(1, MERGE_TILE_ELEMENTS // width)
             max_tokens = 1 if tokens == len(batch.seq_lens) else tile.tokens
-            row_tiles = triton.cdiv(max_tokens * group, rows)
+            row_tiles = -(-max_tokens * group // rows)
             merge_ranges[(work.max_merges * row_tiles, kv_heads)](
                 out,
                 *scratch,
@@ -265,11 +266,11 @@ class TritonAttention(Attention):
         tokens, sequences = len(batch.positions), len(batch.seq_lens)
         tile_numbers = tokens // tile_tokens + sequences
         max_tiles = min(tokens, tile_numbers)
-        ranges = triton.cdiv(batch.block_tables.shape[2] * self._block_size, RANGE_SIZE)
+        ranges = -(-batch.block_tables.shape[2] * self._block_size // RANGE_SIZE)
         programs = PROGRAMS_PER_MULTIPROCESSOR * self._num_multiprocessors
-        target = triton.cdiv(programs, self._programs_per_item)
+        target = -(-programs // self._programs_per_item)
         # Every tile has a range, so no item has fewer than its share of them.
-        min_grain = triton.cdiv(max(sequences, triton.cdiv(tokens, tile_tokens)), target)
+        min_grain = -(-max(sequences, -(-tokens // tile_tokens)) // target)
         max_items, max_merges, scratch_rows = max_tiles, 0, 0
         if ranges > min_grain and not 0 < window <= RANGE_SIZE:
             max_items += target
@@ -322,6 +323,7 @@ class _Tile:
     stages: int
 
 
+@cache
 def _tile(group: int, head_bytes: int, *, is_short: bool) -> _Tile:
     """Return the tile for `group` query heads per KV head, and for short chunks of sequences (decode) or long ones.
 
@@ -346,6 +348,7 @@ def _allocate_scratch(
     return sums, peaks, totals
 
 
+@cache
 def _padded_head_dim(head_dim: int) -> int:
     """Return the head dimension padded to the sizes of matrix instructions."""
     return int(max(16, triton.next_power_of_2(head_dim)))

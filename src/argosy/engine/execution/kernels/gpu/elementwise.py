@@ -33,7 +33,7 @@ class TritonElementwiseOps:
             rows, size = x.shape[0], x.shape[1] // 2
             out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
             if rows:
-                grid = (rows, triton.cdiv(size, GATE_TILE_OUTPUTS))
+                grid = (rows, -(-size // GATE_TILE_OUTPUTS))
                 _gated_activation[grid](
                     x, out, size, ACTIVATION=activation, TILE=GATE_TILE_OUTPUTS, num_warps=4
                 )
@@ -67,7 +67,7 @@ class _TritonNorm:
         inner = x.shape[1] if x.dim() == 3 else 1
         rows = x.shape[0] * inner
         if rows:
-            _norm[(triton.cdiv(rows, self._rows),)](
+            _norm[(-(-rows // self._rows),)](
                 x,
                 delta,
                 self.scale,

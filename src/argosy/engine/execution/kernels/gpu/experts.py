@@ -49,7 +49,7 @@ class GpuExperts:
         size = outputs.shape[1]
         total = torch.empty(rows, size, dtype=torch.float32, device=x.device)
         if rows:
-            _add_choices[(rows, triton.cdiv(size, SUM_TILE))](
+            _add_choices[(rows, -(-size // SUM_TILE))](
                 outputs,
                 weights.contiguous(),
                 total,

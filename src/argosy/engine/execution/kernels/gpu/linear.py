@@ -118,7 +118,7 @@ class GpuLinear:
             active = min(experts, rows)
         outs_tile, tokens_tile, warps, stages = _tile(-(-rows // active), outs * active, x.dtype)
         token_tiles = _count_tiles(rows, experts, tokens_tile)
-        _matmul[(triton.cdiv(outs, outs_tile) * token_tiles,)](
+        _matmul[(-(-outs // outs_tile) * token_tiles,)](
             x,
             self.weight,
             out,
@@ -264,17 +264,15 @@ def _tile(tokens: int, outs: int, dtype: torch.dtype) -> tuple[int, int, int, in
     """
     for tile in TILES if dtype.itemsize == 2 else TILES[1:]:
         outs_tile, tokens_tile, _, _ = tile
-        programs = triton.cdiv(tokens, tokens_tile) * triton.cdiv(outs, outs_tile)
+        programs = -(-tokens // tokens_tile) * -(-outs // outs_tile)
         if tokens_tile < 2 * tokens and programs >= MIN_WAVE_PROGRAMS:
             return tile
     narrow = [tile for tile in TILES if tile[0] == INSTRUCTION_OUTPUTS]
     fitting = [tile for tile in narrow if tile[1] >= tokens]
     _, tokens_tile, warps, stages = fitting[-1] if fitting else narrow[0]
-    token_tiles = triton.cdiv(tokens, tokens_tile)
+    token_tiles = -(-tokens // tokens_tile)
     enough = (
-        size
-        for size in NARROW_OUTPUTS
-        if token_tiles * triton.cdiv(outs, size) >= MIN_WAVE_PROGRAMS
+        size for size in NARROW_OUTPUTS if token_tiles * -(-outs // size) >= MIN_WAVE_PROGRAMS
     )
     return next(enough, NARROW_OUTPUTS[-1]), tokens_tile, warps, stages
 
