@@ -403,6 +403,7 @@ class Scheduler:
         self, drafts: Mapping[Sequence, list[int]], plan: StepPlan, decodes: list[Sequence]
     ) -> None:
         """Add drafts to the planned decodes, as far as tokens and blocks suffice. No sequence is preempted for them."""
+        assert not self._steps_in_flight, "drafts are planned before the last token is known"
         pool, size = self.kv_cache.pool, self.limits.block_size
         max_tokens = min(self._max_drafted_tokens, self.token_budget.tokens)
         budget = max_tokens - plan.total_tokens
