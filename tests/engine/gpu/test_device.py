@@ -171,7 +171,7 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     assert not gpu.graphs
     core = create_gpu_core(model, **options)
     captured = [graph.size for graph in gpu.graphs]
-    assert captured == [4, 2, 1] * 2, "the largest first, to measure their memory and to replay"
+    assert captured == [4, 2, 1], "the largest graph is captured first"
     assert_outputs_equal(run_requests(core, requests()), expected)
     assert sum(graph.replays for graph in gpu.graphs) > 3
     second_run = run_requests(core, requests())
@@ -259,17 +259,21 @@ def test_failed_graph_capture_is_tolerated(model: Path, gpu: HostDevice) -> None
 def test_memory_is_measured_once_per_model_and_settings(
     model: Path, gpu: HostDevice, tmp_path: Path
 ) -> None:
+    create_gpu_core(model, num_blocks=None)
+    captured = [graph.size for graph in gpu.graphs]
+    assert captured == [4, 2, 1] * 2, "to measure their memory and to replay"
     gpu.capture_graph = None
     for _ in range(2):
-        create_gpu_core(model, num_blocks=None, kv_memory_bytes=1 << 20)
-    assert gpu.measurements == 1
-    create_gpu_core(model, max_step_tokens=32)
-    assert gpu.measurements == 2
+        create_gpu_core(model, num_blocks=None)
+    assert gpu.measurements == 2, "with and without graphs"
+    create_gpu_core(model, kv_memory_bytes=1 << 20)
+    create_gpu_core(model)
+    assert gpu.measurements == 2, "the settings state the size of the KV cache"
     (first, *_) = sorted((tmp_path / "argosy" / "memory").iterdir())
     for damage in (b"", b"{}", b'{"key": "another", "working_bytes": 1}'):
         for path in first.parent.iterdir():
             path.write_bytes(damage)
-        create_gpu_core(model, max_step_tokens=32)
+        create_gpu_core(model, num_blocks=None)
     assert gpu.measurements == 5
 
 

@@ -550,7 +550,8 @@ def _resolve_limits(
 ) -> SchedulerLimits:
     """Compute the limits that fit next to the activations of the largest step and the mapped packed weights.
 
-    `key` identifies the model and its formats, see `Device.working_bytes`.
+    Nothing is measured if the settings state the size of the KV cache. `key` identifies the model and its formats, see
+    `Device.working_bytes`.
 
     Raises:
         ValueError: No KV block fits.
@@ -563,9 +564,12 @@ def _resolve_limits(
         ridge_tokens=device.ridge_tokens,
         generates=loaded.pooler is None,
     )
-    working_bytes = device.working_bytes(
-        f"{key} {limits}", lambda: _run_largest_step(loaded.create_executor(limits), limits)
-    )
+    is_stated = config.num_blocks is not None and not architecture.state_bytes
+    working_bytes = 0
+    if limits.kv_windows and config.kv_memory_bytes is None and not is_stated:
+        working_bytes = device.working_bytes(
+            f"{key} {limits}", lambda: _run_largest_step(loaded.create_executor(limits), limits)
+        )
     block_bytes = loaded.block_bytes(config.block_size)
     if block_bytes:
         working_bytes += staging_bytes(config.host_kv_bytes // block_bytes, block_bytes)
