@@ -20,13 +20,15 @@ from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.layers.model import Model
-from argosy.engine.scheduling import DraftCandidate, DraftLengthPolicy, Sequence
+from argosy.engine.scheduling import DraftCandidate, DraftLengthPolicy, Scheduler, Sequence
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import create_core, run_requests
-from tests.engine.decoder_driver import load_checkpoint
+from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.test_equivalence import assert_equal_to_reference, create, requests
+from tests.engine.test_families import FAMILIES, MODELS
+from tests.engine.transformers_reference import make_reference
 
 SCENARIOS: dict[str, dict[str, object]] = {
     "batched": {"prefix_cache": False},
@@ -185,3 +187,22 @@ def test_draft_model_is_refused_or_unused_where_it_cannot_draft(tmp_path: Path) 
     for options in useless:
         all_options = {"warmup": True, "draft_model": str(DRAFT_MODEL)} | options
         assert create_core(BUNDLED_MODEL, **all_options).speculation is None
+
+
+@pytest.mark.parametrize("family", ["gemma 3", "deepseek 2 lite"])
+def test_greedy_drafts_continue_as_the_model_alone(family: str, tmp_path: Path) -> None:
+    """Layers with windows have blocks of their own, and their blocks are copied with the others."""
+    kind, options = FAMILIES[family]
+    path = make_reference(tmp_path, kind, options, model=MODELS.get(kind, "")).path
+    model = load_checkpoint(path)
+    limits = create(0).scheduler.limits
+    draft_model = DraftModel(model, create_cpu_device(1), limits)
+    params = SamplingParams(temperature=0.0, max_tokens=100)
+    prompt = [3 + number * 5 % 90 for number in range(29)]
+    seq = Scheduler(limits).add(EngineRequest(id="a", prompt=prompt, params=params), now=0.0)
+    seq.row, seq.block_tables = 0, [[5, 3, 9, 7, 8]]
+    driver = DecoderDriver(model)
+    for limit in (1, 3, 8, 2, 9, 5):
+        expected = driver.greedy([seq.tokens], limit)
+        assert draft_model.propose([seq], [limit]) == expected
+        seq.tokens += [*expected[0][: limit - 1], seq.tokens[-1]]
