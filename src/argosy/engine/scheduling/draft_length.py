@@ -30,6 +30,8 @@ MAX_RIDGES = 2
 """Maximum number of tokens of a step with drafts, in times in which the weights are read."""
 
 _SEQUENCE_WEIGHT = 1 / 4
+_DRAFT_MODEL_WEIGHT = 1 / 16
+"""Weight of a new outcome of a draft model, whose acceptance changes less than that of texts."""
 _POOL_WEIGHT = 1 / 64
 _COST_WEIGHT = 1 / 8
 """Weight of a new measurement in the averages."""
@@ -122,14 +124,21 @@ class DraftLengthPolicy:
         return self._find_history(candidate.history, candidate.source).acceptance
 
     def record_drafts(
-        self, history: DraftHistory, source: DraftSource, drafted: int, accepted: int
+        self,
+        history: DraftHistory,
+        source: DraftSource,
+        drafted: int,
+        accepted: int,
+        *,
+        needed_passes: bool = False,
     ) -> None:
         """Record that the first `accepted` of `drafted` drafts were accepted."""
+        weight = _DRAFT_MODEL_WEIGHT if needed_passes else _SEQUENCE_WEIGHT
         entry = self._find_history(history, source)
         pooled = self._acceptance[source]
         for index in range(min(accepted + 1, drafted)):
             outcome = float(index < accepted)
-            entry.acceptance += _SEQUENCE_WEIGHT * (outcome - entry.acceptance)
+            entry.acceptance += weight * (outcome - entry.acceptance)
             pooled += _POOL_WEIGHT * (outcome - pooled)
         self._acceptance[source] = pooled
         if accepted:

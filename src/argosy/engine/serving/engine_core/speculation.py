@@ -199,9 +199,11 @@ class Speculation:
     def record_step(self, plan: StepPlan, result: StepResult) -> None:
         """Count the drafts of a step, and those among them that were accepted."""
         for chunk, drafts in plan.draft_tokens.items():
-            history, source, *_ = self._proposed_by_row[plan.rows[chunk]]
+            history, source, _, needed_passes = self._proposed_by_row[plan.rows[chunk]]
             num_accepted = max(0, len(result.windows[chunk]) - 1)
-            self._policy.record_drafts(history, source, len(drafts), num_accepted)
+            self._policy.record_drafts(
+                history, source, len(drafts), num_accepted, needed_passes=needed_passes
+            )
             name = source.drafter
             self.drafts[name] += 1
             self.draft_tokens[name] += len(drafts)
