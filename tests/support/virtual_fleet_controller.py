@@ -306,6 +306,7 @@ class VirtualController:
             )
         self.actions = ReplicaActions(journal, self.observer, AsyncMock())
         self._declared: Any = SimpleNamespace(
+            number=1,
             launchers=[LAUNCHER],
             check_paths=lambda *_: CheckPaths(),
             source=lambda _: "",

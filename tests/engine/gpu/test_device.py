@@ -233,6 +233,7 @@ def test_steps_wait_for_nothing_but_sampled_tokens(
     assert not [each for each in waits if each not in ([], ["event"])]
 
 
+@pytest.mark.exhaustive
 def test_warm_up_runs_all_kernels(model: Path, gpu: HostDevice) -> None:
     """A GPU compiles each kernel when it is first launched, which would delay all requests."""
     gpu.capture_graph = None
