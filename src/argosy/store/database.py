@@ -347,7 +347,8 @@ class Database:
         return bool(0 < left < unused)
 
     def close(self) -> None:
-        """Close all connections. Later transactions open new ones."""
+        """Close all connections. Later transactions, such as those of other threads, open and close their own."""
+        event.listen(self._engine, "checkin", _close_connection)
         self._engine.dispose()
 
     @contextmanager
@@ -462,6 +463,10 @@ def _create_memory_engine() -> Engine:
     return engine
 
 
+def _close_connection(_connection: object, record: ConnectionPoolEntry) -> None:
+    record.close()
+
+
 def _create_postgres_engine(url: URL) -> Engine:
     logging.getLogger("psycopg").setLevel(
         logging.ERROR
@@ -474,8 +479,8 @@ def _create_postgres_engine(url: URL) -> Engine:
         raise StoreError(f"PostgreSQL needs its driver: {install_command('postgres')}") from error
 
     # `Engine.dispose` replaces the pool, and forgets the connections that another thread uses at that moment.
-    def remember_pool(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        record.info["pool"] = engine.pool
+    def remember_pool(_connection: object, record: ConnectionPoolEntry, proxy: Any) -> None:  # noqa: ANN401 - private
+        record.info["pool"] = proxy._pool  # noqa: SLF001 - that of the engine may be another one by now
 
     def close_if_replaced(_connection: object, record: ConnectionPoolEntry) -> None:
         if record.info.get("pool") is not engine.pool:

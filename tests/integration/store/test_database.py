@@ -145,7 +145,11 @@ def test_connection_in_use_at_the_close_is_closed_when_it_is_given_back(url: str
         assert isinstance(driver_connection, psycopg.Connection)
         database.close()
         assert connection.execute(sa.select(sa.literal(1))).scalar_one() == 1
+    with database.read_transaction() as connection:  # of a thread that has not heard of it
+        late_connection = connection.connection.driver_connection
+        assert isinstance(late_connection, psycopg.Connection)
     assert driver_connection.closed
+    assert late_connection.closed
 
 
 @pytest.mark.parametrize("database_kind", ["postgresql"])
