@@ -37,7 +37,7 @@ PREPARATION_INTERVAL_S = 600.0
 """Time after which `Launcher.prepare_pool` is called again, since others may delete what it has created."""
 
 
-class _PreparePool(Action, frozen=True, kw_only=True):
+class Prepare(Action, frozen=True, kw_only=True):
     """Call `Launcher.prepare_pool` with the specification of the replica."""
 
     generation: int
@@ -45,7 +45,7 @@ class _PreparePool(Action, frozen=True, kw_only=True):
 
 
 _NOUNS: dict[type[Action], str] = {
-    _PreparePool: "disruption budget",
+    Prepare: "disruption budget",
     Drain: "drain",
     Stop: "stop",
     Remove: "removal",
@@ -122,18 +122,20 @@ class ReplicaActions:
             if name == replica
         )
 
-    def _list_unprepared(self, revision: int, now: float) -> list[_PreparePool]:
+    def _list_unprepared(self, revision: int, now: float) -> list[Prepare]:
         """Return the preparations that are due, each by the latest replica of its pool."""
         latest = dict[str, ReplicaRecord]()
         for record in self._records.replicas.values():
+            if record.launcher != "kubernetes":
+                continue  # elsewhere the replicas of a pool share nothing
             if latest.get(record.pool, record).generation <= record.generation:
                 latest[record.pool] = record
         return [
-            _PreparePool(
+            Prepare(
                 pool=pool,
                 replica=record.name,
                 launcher=record.launcher,
-                reason="others may have deleted it",
+                reason="its disruption budget may be missing",
                 generation=record.generation,
                 ordinal=record.ordinal,
             )
@@ -169,7 +171,7 @@ class ReplicaActions:
                         continue  # the event is in the log
             else:
                 if not self._refusals.pop(key, None):
-                    if isinstance(action, _PreparePool):
+                    if isinstance(action, Prepare):
                         continue  # usually nothing was missing
                 else:
                     outcome = f"ok after {tries} refusal{'s' * (tries > 1)}"
@@ -188,7 +190,7 @@ class ReplicaActions:
         lease = self._journal.leadership.lease
         launcher = self._observer.launcher(action.launcher)
         match action:
-            case _PreparePool(pool=pool, generation=generation, ordinal=ordinal):
+            case Prepare(pool=pool, generation=generation, ordinal=ordinal):
                 spec = declared.launch_spec(pool, generation, ordinal)
                 await launcher.prepare_pool(spec, lease.epoch)
                 self._prepared[pool] = declared.number, self._journal.clock()
