@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
     from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, EngineConfig
-    from argosy.engine.engine_request import EngineRequest
+    from argosy.engine.engine_request import AdapterSource, EngineRequest
     from argosy.engine.execution.architectures.pooling import read_pooling_layout
     from argosy.engine.execution.checkpoint_formats.checkpoint import (
         resolve_model_path,
@@ -47,6 +47,7 @@ __all__ = [
     "DEFAULT_KV_MEMORY_FRACTION",
     "LLM",
     "REPLICA_OPTIONS",
+    "AdapterSource",
     "AnyArchitecture",
     "AsyncLLM",
     "ChatTemplate",
@@ -81,6 +82,7 @@ _MODULE_BY_NAME = {
     "PrestartedCore": "serving.engine_core.core_start",
     "EngineConfig": "engine_config",
     "EngineFailedError": "serving.engine_core.engine_client",
+    "AdapterSource": "engine_request",
     "EngineRequest": "engine_request",
     "REPLICA_OPTIONS": "serving.api_server.replica_server_config",
     "RequestOutput": "outputs",

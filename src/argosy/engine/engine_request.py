@@ -8,6 +8,14 @@ from argosy.engine.pooling import PoolingParams
 from argosy.protocol import SamplingParams
 
 
+class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
+    """LoRA adapter of a request, by its content, and where its files are."""
+
+    digest: str
+    """Digest of the files (`model_store.Manifest`), which identifies the adapter everywhere."""
+    folder: str
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):
     """Sequence to generate, or to pool to a vector.
 
@@ -37,6 +45,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Whether steps may compute drafts of its output."""
     prediction: list[int] = []
     """Tokens that the output probably repeats in large parts."""
+    adapter: AdapterSource | None = None
+    """Adapter that computes the output. None is the model alone."""
     pooling: PoolingParams | None = None
     """Parameters of a sequence that is pooled to a vector. None generates tokens."""
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine import EngineRequest
+from argosy.engine import AdapterSource, EngineRequest
 from argosy.engine.scheduling import KvCacheGroups, Scheduler, SchedulerLimits, Sequence, StepResult
 from argosy.policy import CacheHitReport, EventPrefixIndex, TextBlockMap, compute_prefix_keys
 from argosy.protocol import BLOCK_NAME_BYTES, SamplingParams, unpack_block_names
@@ -152,10 +152,15 @@ def build_harness(**changes: object) -> SchedulerHarness:
 
 
 def count_hits(
-    harness: SchedulerHarness, name: str, prompt: list[int], domain: str = "", max_tokens: int = 6
+    harness: SchedulerHarness,
+    name: str,
+    prompt: list[int],
+    domain: str = "",
+    max_tokens: int = 6,
+    adapter: AdapterSource | None = None,
 ) -> int:
     """Run a request alone, and return the number of its tokens that were cached."""
-    seq = harness.add(name, prompt, max_tokens, cache_domain=domain)
+    seq = harness.add(name, prompt, max_tokens, cache_domain=domain, adapter=adapter)
     harness.run()
     assert harness.outputs[name] == reference_output(prompt, max_tokens)
     return seq.hit_tokens
@@ -168,6 +173,20 @@ def test_prompt_and_next_turn_hit_at_the_last_block_before_their_new_tokens() ->
     turn = PROMPT + reference_output(PROMPT, 6) + [7, 7]
     assert count_hits(harness, "next turn", turn) == 20  # of the 23 tokens with keys and values
     assert count_hits(harness, "other domain", PROMPT, "other") == 0
+
+
+def test_adapters_share_blocks_by_domain_and_content_not_by_folder() -> None:
+    harness = build_harness()
+    requests = [
+        ("", None, 0),
+        ("", AdapterSource("sha256:a", "/one"), 0),
+        ("", AdapterSource("sha256:b", "/one"), 0),  # another version in the same folder
+        ("other", AdapterSource("sha256:a", "/one"), 0),
+        ("", AdapterSource("sha256:a", "/two"), 16),
+        ("", None, 16),
+    ]
+    for number, (domain, adapter, hits) in enumerate(requests):
+        assert count_hits(harness, str(number), PROMPT, domain, adapter=adapter) == hits
 
 
 @pytest.mark.parametrize("length", [16, 17])

@@ -153,6 +153,7 @@ class RunningBatch:
                 seq.params,
                 [list(table) for table in seq.block_tables],
                 seq.pooling,
+                seq.adapter_slot,
             )
         )
         insort(self.sequences, seq, key=_priority_key)

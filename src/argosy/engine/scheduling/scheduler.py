@@ -139,8 +139,9 @@ class Scheduler:
         now: float,
         timeout_s: float = float("inf"),
         stop_token_ids: frozenset[int] = frozenset(),
+        adapter_slot: int = 0,
     ) -> Sequence:
-        """Add a request and queue its sequence.
+        """Add a request and queue its sequence, which the executor computes with the adapter of a slot.
 
         The sequence must fit into the block pool by itself. Its id must not be in use. The request's own timeout and
         stop tokens do not apply, because only the core knows their defaults.
@@ -153,6 +154,7 @@ class Scheduler:
             deadline=now + timeout_s,
             parent=self.requests.get(request.parent_id),
             group=self.requests.find_group(request),
+            adapter_slot=adapter_slot,
         )
         if self.requests.add(seq):
             self.queue.push(seq)

@@ -36,6 +36,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter_slot",
         "arrived_at",
         "block_hashes",
         "block_tables",
@@ -83,6 +84,7 @@ class Sequence:
         deadline: float,
         parent: Sequence | None,
         group: SequenceGroup | None = None,
+        adapter_slot: int = 0,
     ) -> None:
         self.id = request.id
         self.tokens = request.prompt + request.resumed_tokens
@@ -92,7 +94,9 @@ class Sequence:
         self.prediction = request.prediction
         self.shares_outputs = request.shares_outputs
         self.stop_token_ids = stop_token_ids
-        self.cache_salt = hashlib.sha256(request.cache_domain.encode()).digest()
+        self.adapter_slot = adapter_slot
+        """Slot of its adapter in the executor. 0 is the model alone."""
+        self.cache_salt = _cache_salt(request)
         self.tier = request.tier
         self.tenant_counter = tenant_counter
         self.arrived_at = arrived_at
@@ -137,7 +141,7 @@ class Sequence:
     def block_hash(self, index: int, block_size: int) -> bytes:
         """Return the key of the full block `index`.
 
-        The key is the SHA-256 hash of the block's tokens and the previous block's key, or the cache domain's salt.
+        The key is the SHA-256 hash of the block's tokens and the previous block's key, or `cache_salt`.
         """
         hashes = self.block_hashes
         while len(hashes) <= index:
@@ -157,6 +161,14 @@ class Sequence:
     def output_len(self) -> int:
         """Number of output tokens so far, including those that a resumed request started with."""
         return len(self.tokens) - self.prompt_len
+
+
+def _cache_salt(request: EngineRequest) -> bytes:
+    """Return the key before the first block: that of the cache domain and, by its content, of the adapter."""
+    domain = request.cache_domain
+    if request.adapter is not None:
+        domain += f"\0{request.adapter.digest}"  # no domain has a NUL, which no header can carry
+    return hashlib.sha256(domain.encode()).digest()
 
 
 class RequestRegistry:

@@ -24,6 +24,8 @@ class AdmittedSequence(NamedTuple):
     """Blocks in order for each KV cache group. Those at the start may be `NO_BLOCK`."""
     pooling: PoolingParams | None = None
     """Parameters of a sequence that is pooled to a vector. None for one that is continued."""
+    adapter_slot: int = 0
+    """Slot of the adapter that computes it. 0 is the model alone."""
 
 
 class BlockRestore(NamedTuple):
