@@ -24,6 +24,8 @@ def describe(
     threads: int = 1,
     rope: RopeParams | None = None,
     max_model_len: int | None = None,
+    *,
+    attention: str = "native",
 ) -> ArithmeticIdentity:
     architecture = read_architecture(BUNDLED_MODEL)
     ropes = architecture.ropes if rope is None else (rope,)
@@ -33,7 +35,13 @@ def describe(
     before = torch.get_num_threads()
     try:
         return describe_arithmetic(
-            BUNDLED_MODEL, architecture, create_cpu_device(threads), dtype, kv_dtype, quantize
+            BUNDLED_MODEL,
+            architecture,
+            create_cpu_device(threads),
+            dtype,
+            kv_dtype,
+            quantize,
+            attention=attention,
         )
     finally:
         torch.set_num_threads(before)
@@ -47,6 +55,7 @@ def test_every_part_that_changes_bytes_changes_the_id(monkeypatch: pytest.Monkey
         describe(kv_dtype=torch.float8_e4m3fn),
         describe(quantize="int8"),
         describe(quantize="int4"),
+        describe(attention="torch"),
         describe(rope=replace(rope, kind="linear", factor=2.0)),
     ]
     monkeypatch.setenv(ISA_VARIABLE, "torch")

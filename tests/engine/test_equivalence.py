@@ -286,6 +286,16 @@ def test_siblings_share_prompt_and_equal_reference(number: int, steps_in_flight:
         assert outputs[sibling.id].tokens == single[sibling.id].tokens
 
 
+@pytest.mark.parametrize(("block_size", "is_same"), [(32, True), (8, False), (3, False)])
+def test_block_sizes_with_other_sums_have_another_arithmetic(
+    block_size: int, is_same: bool
+) -> None:
+    core = create(DEFAULT_STEPS, block_size=block_size)
+    assert (core.info.arithmetic == shared_core().info.arithmetic) == is_same
+    if is_same:
+        assert_equal_to_reference(run_requests(core, requests()))
+
+
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_batching_modes_equal_reference(batching: str, steps_in_flight: int) -> None:
     core = create(steps_in_flight, batching=batching, max_seqs=4)

@@ -271,5 +271,5 @@ def test_self_test_runs_once_for_each_arithmetic(
             calls.append(name)
             return result
 
-        assert find_or_run(identity, run) == result
+        assert find_or_run(identity, 16, run) == result
     assert calls == ["a", "b"]

@@ -51,7 +51,7 @@ class ArithmeticIdentity(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     """Data type of cached keys and values."""
     kernels: str
-    """Digest of the engine's own computation code, and the versions of torch and of the compiler."""
+    """Digest of the engine's own computation code, the versions of torch and of the compiler, and the attention."""
     instruction_set: str
     """Instruction sets that the CPU kernels and torch use, or the compute capability of the GPU."""
     rope: str

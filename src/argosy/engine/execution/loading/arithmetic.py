@@ -34,11 +34,13 @@ def describe_arithmetic(
     kv_dtype: torch.dtype,
     quantize: WeightFormat | None,
     *,
+    attention: str,
     stored_format: str | None = None,
 ) -> ArithmeticIdentity:
     """Return the arithmetic identity of a checkpoint that is loaded with these formats on this device.
 
-    `stored_format` describes the checkpoint's own integers if the kernels compute with them.
+    `attention` is the name of the attention backend, which depends on the size of the KV blocks. `stored_format`
+    describes the checkpoint's own integers if the kernels compute with them.
     """
     versions = f"torch {torch.__version__} {device.kernel_compiler}".rstrip()
     if isinstance(architecture, GenericArchitecture):
@@ -51,7 +53,7 @@ def describe_arithmetic(
         dtype=_dtype_name(dtype),
         quantization=quantize or stored_format or "none",
         kv_dtype=_dtype_name(kv_dtype),
-        kernels=f"{source_digest()} {versions}",
+        kernels=f"{source_digest()} {versions} attention {attention}",
         instruction_set=device.instruction_set(dtype, quantize),
         rope=rope,
     )

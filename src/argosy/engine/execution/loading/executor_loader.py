@@ -409,6 +409,7 @@ def _prove(
             snapshots=limits.state_snapshots,
             state_bytes=architecture.state_bytes,
         )
+    executor = loaded.create_executor(limits, find_grammar)
     arithmetic = describe_arithmetic(
         plan.path,
         architecture,
@@ -416,13 +417,13 @@ def _prove(
         plan.dtype,
         plan.kv_dtype,
         plan.quantize,
+        attention=executor.attention_name,
         stored_format=plan.stored_format,
     )
-    executor = loaded.create_executor(limits, find_grammar)
     step_s = _warm_up(executor, limits, device.warmup_sizes if config.warmup else (), progress)
     self_test: SelfTestResult | None = None
     if config.warmup:
-        self_test = _test_exactness(loaded, limits.max_model_len, arithmetic.id)
+        self_test = _test_exactness(loaded, limits, arithmetic.id)
     pooling, max_steps_in_flight = None, _count_steps_in_flight(config, device)
     if plan.pooling is not None:
         pooling = describe_pooling(plan.pooling, architecture.hidden_size, limits.max_model_len)
@@ -519,8 +520,10 @@ def _can_verify_drafts(
     return reason is None
 
 
-def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str) -> SelfTestResult:
-    """Run the self-test unless its result for `arithmetic_id` is stored, and return the result.
+def _test_exactness(
+    loaded: _LoadedModel, limits: SchedulerLimits, arithmetic_id: str
+) -> SelfTestResult:
+    """Run the self-test unless its result for `arithmetic_id` and the block size is stored, and return the result.
 
     Raises:
         ValueError: The results of a sequence depend on other sequences, so that the model cannot be served.
@@ -528,8 +531,13 @@ def _test_exactness(loaded: _LoadedModel, max_model_len: int, arithmetic_id: str
     plan, started_at = loaded.plan, time.monotonic()
     result = find_or_run(
         arithmetic_id,
+        limits.block_size,
         lambda: run_self_test(
-            loaded.model, plan.device, max_model_len=max_model_len, kv_dtype=plan.kv_dtype
+            loaded.model,
+            plan.device,
+            max_model_len=limits.max_model_len,
+            block_size=limits.block_size,
+            kv_dtype=plan.kv_dtype,
         ),
     )
     if result.median_difference > MAX_MEDIAN_DIFFERENCE:

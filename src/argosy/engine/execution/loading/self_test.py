@@ -8,6 +8,7 @@ last tokens of a sequence are also computed as drafts, and again one by one. If 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from argosy.engine.engine_config import DEFAULT_BLOCK_SIZE
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.layers.model import Model
@@ -22,8 +24,7 @@ from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.folders import cache_folder, replace_file
 from argosy.protocol import SamplingParams
 
-BLOCK_SIZE = 16
-SEQUENCE_LENGTHS = (1, 5, 2 * BLOCK_SIZE + 3, 3 * BLOCK_SIZE + 7)
+SEQUENCE_LENGTHS = (1, 5, 35, 55)
 NUM_SHORT_SEQUENCES = 20
 """Sequences of one token that are computed together with the others, so that large batches take other code paths."""
 CHUNK_ENDS = (1, 4, 17, 20, 34, 52, 53, 54)
@@ -34,6 +35,8 @@ DRAFT_COUNTS = (1, 4, 15)
 """Numbers of drafts that are computed after a token."""
 MAX_MEDIAN_DIFFERENCE = 0.5
 """Median difference of log-probabilities above which a model is wrong, not only inexact."""
+MAX_BLOCK_SIZE = 64
+"""Size of a KV block above which a divisor of it is tested, for the memory of the test's KV cache."""
 MAX_STORED_RESULTS = 256
 
 Chunk = tuple[str, int, int]
@@ -58,10 +61,16 @@ def run_self_test(
     device: Device,
     *,
     max_model_len: int,
+    block_size: int = DEFAULT_BLOCK_SIZE,
     kv_dtype: torch.dtype | None = None,
 ) -> SelfTestResult:
-    """Compute a few sequences in all ways, and compare their logits."""
-    probe = _Probe(decoder, device, max_model_len, kv_dtype)
+    """Compute a few sequences in all ways, and compare their logits.
+
+    The attention may depend on `block_size`, the number of tokens of a KV block.
+    """
+    if block_size > MAX_BLOCK_SIZE:
+        block_size = math.gcd(block_size, MAX_BLOCK_SIZE)
+    probe = _Probe(decoder, device, max_model_len, block_size, kv_dtype)
     names = list(probe.tokens)
     expected = {name: probe.compute_together([name])[name] for name in names}
     cases: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -112,6 +121,7 @@ class _Probe:
         decoder: Model,
         device: Device,
         max_model_len: int,
+        block_size: int,
         kv_dtype: torch.dtype | None,
     ) -> None:
         vocab_size = decoder.architecture.vocab_size
@@ -124,14 +134,15 @@ class _Probe:
         }
         self._decoder = decoder
         self._device = device
+        self._block_size = block_size
         self._num_groups = len(decoder.architecture.kv_layout.windows)
-        num_blocks = 2 * self._num_groups * sum(-(-length // BLOCK_SIZE) for length in lengths)
-        self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE, kv_dtype)
+        num_blocks = 2 * self._num_groups * sum(-(-length // block_size) for length in lengths)
+        self._attention = decoder.create_attention(num_blocks, block_size, kv_dtype)
         self._attention.ensure_block(num_blocks - 1)
         self._states = decoder.create_states(len(lengths), len(lengths))
         self._rows = {name: row for row, name in enumerate(self.tokens)}
         self._batch = PersistentBatch(
-            len(lengths), max(lengths), BLOCK_SIZE, self._num_groups, device.torch_device
+            len(lengths), max(lengths), block_size, self._num_groups, device.torch_device
         )
         self._free = list(range(num_blocks))
         self._blocks: dict[str, list[list[int]]] = {}
@@ -162,14 +173,17 @@ class _Probe:
     def compute_after_prefix(self, names: list[str]) -> dict[str, Tensor]:
         """Compute the rest of each sequence whose first blocks are in the cache, together with the other sequences."""
         prefixes = {
-            name: self._blocks[name][: self._prefix_len(name) // BLOCK_SIZE] for name in names
+            name: self._blocks[name][: self._prefix_len(name) // self._block_size] for name in names
         }
         self._allocate(names, prefixes)
         if self._states is not None:
             rows = [self._rows[name] for name in names if prefixes[name]]
             self._states.load_snapshots([(row, row) for row in rows])
         return self._run(
-            [(name, len(prefixes[name]) * BLOCK_SIZE, len(self.tokens[name])) for name in names]
+            [
+                (name, len(prefixes[name]) * self._block_size, len(self.tokens[name]))
+                for name in names
+            ]
         )
 
     @property
@@ -214,7 +228,7 @@ class _Probe:
 
     def _prefix_len(self, name: str) -> int:
         """Return the number of a sequence's first tokens whose blocks are the prefix of a hit."""
-        return max(0, len(self.tokens[name]) - NUM_WATCHED) // BLOCK_SIZE * BLOCK_SIZE
+        return max(0, len(self.tokens[name]) - NUM_WATCHED) // self._block_size * self._block_size
 
     def _allocate(
         self, names: list[str], prefixes: dict[str, list[list[int]]] | None = None
@@ -226,7 +240,7 @@ class _Probe:
                 self._free.extend(() if block in prefix else block)
         for name in names:
             blocks = list((prefixes or {}).get(name, []))
-            while len(blocks) * BLOCK_SIZE < len(self.tokens[name]):
+            while len(blocks) * self._block_size < len(self.tokens[name]):
                 blocks.append([self._free.pop(0) for _ in range(self._num_groups)])
             self._blocks[name] = blocks
 
@@ -275,9 +289,11 @@ class _Probe:
 # --- stored results ---------------------------------------------------------------------------------
 
 
-def find_or_run(arithmetic_id: str, run: Callable[[], SelfTestResult]) -> SelfTestResult:
-    """Return the stored result for an arithmetic identity, or run the test and store its result."""
-    name = f"{arithmetic_id}.json"
+def find_or_run(
+    arithmetic_id: str, block_size: int, run: Callable[[], SelfTestResult]
+) -> SelfTestResult:
+    """Return the stored result for an arithmetic identity and a block size, or run the test and store its result."""
+    name = f"{arithmetic_id}-{block_size}.json"
     with contextlib.suppress(OSError, msgspec.DecodeError):
         stored = (cache_folder() / "self-test" / name).read_bytes()
         return msgspec.json.decode(stored, type=SelfTestResult)

@@ -73,6 +73,8 @@ class NativeAttention(Attention):
             self._run = kernels.attention_float32
         else:
             raise NativeUnavailableError(f"no kernel for {dtype}; choose bfloat16 or float32")
+        if block_size % 16:
+            self.name = "native, 8 keys"
         value_dim = shape.value_dim or shape.head_dim
         if (shape.head_dim - value_dim) % 2:
             raise NativeUnavailableError("the values start in the middle of a pair of elements")

@@ -43,6 +43,8 @@ class TorchAttention(Attention):
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size
+        if self._tile != self.KEY_TILE:
+            self.name = f"torch, {self._tile} keys"
         unit_bytes = self._tile * kv_heads * head_dim * 4
         self._max_units = max(1, self.MAX_TILE_BYTES // unit_bytes)
 
