@@ -117,8 +117,10 @@ from argosy.protocol.pooling_api import (
     unsupported_task_error,
 )
 from argosy.protocol.replica_reports import (
+    ADAPTER_HEADER,
     BLOCK_NAME_BYTES,
     LOAD_SCHEMA_VERSION,
+    MAX_REPORTED_ADAPTERS,
     MAX_REPORTED_CHARS,
     REPORT_CONTENT,
     REPORT_HEADER,
@@ -128,9 +130,11 @@ from argosy.protocol.replica_reports import (
     LoadResponse,
     ModelDescription,
     RequestReport,
+    ResidentAdapter,
     ResourceUsage,
     StartupProgress,
     TokenizationKey,
+    adapter_digest_prefix,
     differing_parts,
     pack_block_names,
     parse_replica_report,

@@ -217,7 +217,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "argosy"
     root: str
-    parent: None = None
+    parent: str | None = None
+    """Base model of a LoRA adapter, whose digest `root` has; None for other models."""
     max_model_len: int | None
     """Context length in tokens; None if unknown."""
     tasks: list[str] | None = None

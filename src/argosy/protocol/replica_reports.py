@@ -27,6 +27,9 @@ REPORT_CONTENT = b"content"
 """Value of the header that includes prompt and output in the report."""
 MAX_REPORTED_CHARS = 64 * 1024
 """Characters of each prompt and output in a report. Longer ones are cut."""
+MAX_REPORTED_ADAPTERS = 256
+ADAPTER_HEADER = b"x-argosy-adapter"
+"""Header with the digest of the LoRA adapter that answers, and in a resume, of the one that began the stream."""
 Milliseconds = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 BLOCK_NAME_BYTES = 8
@@ -116,6 +119,22 @@ class ResourceUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that may still be allocated."""
 
 
+class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """LoRA adapter in the memory of a replica."""
+
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")]
+    """First 8 bytes of its digest, in hexadecimal (`adapter_digest_prefix`)."""
+    size_bytes: NonNegativeCount
+    """Memory that it takes."""
+    idle_s: NonNegativeFloat
+    """Seconds since the last request for it began. 0 while it is in use."""
+
+
+def adapter_digest_prefix(digest: str) -> str:
+    """Return the part of an adapter's digest that load reports have."""
+    return digest.removeprefix("sha256:")[:16]
+
+
 class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Response of `/load`, with the state that a router needs to select a replica."""
 
@@ -188,6 +207,12 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts verified since the engine core started."""
     accepted_draft_tokens_total: NonNegativeCount = 0
     """Drafts accepted since the engine core started."""
+    adapter_memory_bytes: NonNegativeCount = 0
+    """Memory for LoRA adapters; 0 if the replica serves none."""
+    adapters: Annotated[list[ResidentAdapter], Meta(max_length=MAX_REPORTED_ADAPTERS)] = []
+    """Resident adapters, those that were used last first."""
+    adapter_load_bytes_per_s: NonNegativeFloat = 0.0
+    """Measured rate of loading adapters; 0 before the first measurement."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
