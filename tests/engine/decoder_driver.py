@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from argosy.engine.engine_config import QuantizeSetting
+from argosy.engine.execution.adapters import AdapterTable
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
@@ -58,6 +59,9 @@ class DecoderDriver:
 
     def __init__(self, decoder: Model, num_blocks: int = 128) -> None:
         self._decoder = decoder
+        self.adapters = AdapterTable(decoder, create_cpu_device(1), MAX_SEQUENCES)
+        self.slots: dict[str, int] = {}
+        """Name of a sequence -> slot of its adapter."""
         self._windows = decoder.architecture.kv_layout.windows
         num_blocks *= len(self._windows)
         self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE)
@@ -133,11 +137,18 @@ class DecoderDriver:
                 for table in tables:
                     table.append(self._free.pop())
             admission = AdmittedSequence(
-                self._rows[name], tokens, len(tokens), SamplingParams(), tables
+                self._rows[name],
+                tokens,
+                len(tokens),
+                SamplingParams(),
+                tables,
+                adapter_slot=self.slots.get(name, 0),
             )
             self._batch.admit(admission)
+            self.adapters.admit(admission)
         packed = self._batch.pack_step(plan, np.arange(plan.total_tokens))
         batch, _ = self._batch.gather_batch(packed.buffer, packed.shape)
+        batch = self.adapters.attach(batch, plan)
         return batch if self._states is None else self._states.attach(batch)
 
 

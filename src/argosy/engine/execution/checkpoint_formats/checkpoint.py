@@ -214,7 +214,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
     """
     single = path / SINGLE_FILE
     if single.is_file():
-        return dict.fromkeys(_read_tensor_names(single), single)
+        return dict.fromkeys(read_tensor_names(single), single)
     if not (path / INDEX_FILE).is_file():
         raise _no_weights_error(path)
     return _read_index(path / INDEX_FILE)
@@ -271,7 +271,7 @@ def _no_weights_error(path: Path) -> ValueError:
     )
 
 
-def _read_tensor_names(file: Path) -> list[str]:
+def read_tensor_names(file: Path) -> list[str]:
     """Return the tensor names of a safetensors file.
 
     The file starts with the 64-bit little-endian length of a JSON header.

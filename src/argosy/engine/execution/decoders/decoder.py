@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.decoder import LayerArchitecture, ModelArchitecture
 from argosy.engine.execution.kernels.attention import Attention
-from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.batch import Batch, RowAdapters
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.recurrent_states import RecurrentStates
 from argosy.engine.execution.kernels.rope import build_rope_table, gather_rope_rotation
@@ -26,7 +26,7 @@ from argosy.engine.execution.layers.modules import (
     RmsNorm,
     weight_format_for,
 )
-from argosy.engine.execution.layers.moe import MixtureOfExperts
+from argosy.engine.execution.layers.moe import MixtureOfExperts, Router
 from argosy.engine.execution.layers.self_attention import SelfAttention
 
 
@@ -44,10 +44,16 @@ class Embedding(LoadableModule):
         if self._scale is not None:
             self._scale = float(torch.tensor(self._scale, dtype=self.weight.dtype))
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """Map token ids [T] to rows [T, hidden]."""
         rows = F.embedding(token_ids, self.weight)
-        return rows if self._scale is None else rows.mul_(self._scale)
+        if adapters is not None:
+            adapters.replace_embeddings(token_ids, rows)
+        if self._scale is not None:
+            rows.mul_(self._scale)
+        if adapters is not None:
+            adapters.update_embeddings(token_ids, rows, self._scale or 1.0)
+        return rows
 
 
 class Decoder(nn.Module, Model):
@@ -66,7 +72,7 @@ class Decoder(nn.Module, Model):
         super().__init__()
         self.architecture: ModelArchitecture = architecture
         self._device = device
-        self._dtype = dtype
+        self.dtype = dtype
         with torch.device("meta"):
             self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
@@ -88,9 +94,14 @@ class Decoder(nn.Module, Model):
                 if architecture.has_head
                 else None
             )
+        self.adaptable: list[Projection] = []
+        """Linear layers that adapters can change, by `Projection.number`."""
         for name, module in self.named_modules():
             if isinstance(module, Projection):
                 module.weight_format = weight_format_for(name, quantize, is_head=name == "head")
+                if not isinstance(module, Router) and ".experts." not in name:
+                    module.number = len(self.adaptable)
+                    self.adaptable.append(module)
         self._rope_tables = [
             build_rope_table(rope, architecture.max_model_len).to(device.torch_device)
             for rope in architecture.ropes
@@ -106,7 +117,7 @@ class Decoder(nn.Module, Model):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        x = self.embed.forward(batch.token_ids)
+        x = self.embed.forward(batch.token_ids, batch.token_adapters)
         rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
         delta = None
         for layer in self._layers:
@@ -122,9 +133,18 @@ class Decoder(nn.Module, Model):
         )
         if self.head is None:
             return last.float()
-        logits = self.head.forward(last).float()
+        logits = self._compute_logits(self.head, last, batch)
         softcap = self.architecture.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    @staticmethod
+    def _compute_logits(head: Projection, x: Tensor, batch: Batch) -> Tensor:
+        if batch.adapters is None:
+            return head.forward(x).float()
+        logits = head.forward(x)
+        batch.adapters.logits.replace_logits(x, logits)
+        batch.adapters.logits.update_linear(head.number, x, logits)
+        return logits.float()
 
 
 def _build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:

@@ -43,7 +43,7 @@ class GenericDecoder(Model):
         """Batch and attention of the step that is being computed."""
         self._model = model
         self._device = device
-        self._dtype = dtype
+        self.dtype = dtype
         places = model.architecture.kv_layout.places
         for layer, place in zip(model.trace.layers, places, strict=True):
             params = replace(layer.params, layer=place.layer, group=place.group)

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.adapters import AdapterTable
 from argosy.engine.execution.executor.block_copies import HostBlockStore
 from argosy.engine.execution.executor.decode_graphs import DecodeGraphs
 from argosy.engine.execution.executor.output_stage import (
@@ -59,6 +61,7 @@ class Executor:
             len(limits.kv_windows),
             device.torch_device,
         )
+        self._adapters = AdapterTable(model, device, limits.max_seqs)
         self._stage = create_stage(self._persistent_batch)
         self._graphs = DecodeGraphs(
             capture_graph, device, self._persistent_batch, self._compute, limits.max_seqs
@@ -84,6 +87,21 @@ class Executor:
         Call it while no step is in flight.
         """
         return self._stage.find_forced_tokens(row)
+
+    def add_adapter(self, slot: int, folder: Path) -> int:
+        """Load an adapter (LoRA) into a free slot, from 1 on, and return its bytes.
+
+        May be called from any thread, while steps run. Later steps may admit sequences with the slot.
+
+        Raises:
+            AdapterError: The adapter is damaged, does not fit the model, or needs what is not supported. The message
+                names field, tensor or module.
+        """
+        return self._adapters.add(slot, folder)
+
+    def remove_adapter(self, slot: int) -> None:
+        """Remove an adapter, whose memory is then free. No sequence of the batch may have the slot."""
+        self._adapters.remove(slot)
 
     @property
     def attention_name(self) -> str:
@@ -122,7 +140,7 @@ class Executor:
                 buffer, packed.shape, token_types
             )
             launched_at, ready = time.perf_counter(), self._device.record_event()
-            outputs = self._compute(batch, plan)
+            outputs = self._compute(self._adapters.attach(batch, plan), plan)
         else:
             packed = self._persistent_batch.pack_padded_step(plan, captured.size)
             sample_index = captured.sample_index
@@ -141,6 +159,7 @@ class Executor:
         restores = self._move_blocks(plan)
         for admission in plan.admissions:
             self._persistent_batch.admit(admission)
+            self._adapters.admit(admission)
             self._stage.admit(admission)
         if self._states is not None:
             self._states.load_snapshots(plan.snapshot_loads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,36 @@ class BatchStates:
     def layer_state(self, slot: int, layer: int) -> Tensor:
         """Return a view of a layer's state, [elements]."""
         return self.table[slot].narrow(0, layer * self.layer_size, self.layer_size)
+
+
+class RowAdapters(Protocol):
+    """Adapters of the rows of a batch. A row without an adapter is neither read nor written."""
+
+    def update_linear(self, number: int, x: Tensor, out: Tensor) -> None:
+        """Change the outputs [T, N] of linear layer `number` for x [T, K] in place."""
+        ...
+
+    def replace_embeddings(self, token_ids: Tensor, out: Tensor) -> None:
+        """Overwrite embeddings [T, hidden] of token ids [T] with those that adapters have themselves, unscaled."""
+        ...
+
+    def update_embeddings(self, token_ids: Tensor, out: Tensor, scale: float) -> None:
+        """Change scaled embeddings [T, hidden] of token ids [T] in place."""
+        ...
+
+    def replace_logits(self, x: Tensor, out: Tensor) -> None:
+        """Overwrite logits [T, V] of x [T, hidden] with those of output rows that adapters have themselves."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAdapters:
+    """Adapters of a batch of which at least one sequence has one."""
+
+    tokens: RowAdapters
+    """Adapters of the flat tokens."""
+    logits: RowAdapters
+    """Adapters of the flat tokens `logit_index`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +86,13 @@ class Batch:
     """[T] int64, number of the text of a pair that each token belongs to. None if all are 0."""
     states: BatchStates | None = None
     """States of the sequences, for models with recurrent layers."""
+    adapters: BatchAdapters | None = None
+    """Adapters of the sequences. None if none has one."""
+
+    @property
+    def token_adapters(self) -> RowAdapters | None:
+        """Adapters of the flat tokens, or None if no sequence has one."""
+        return None if self.adapters is None else self.adapters.tokens
 
 
 @dataclass(frozen=True, slots=True)

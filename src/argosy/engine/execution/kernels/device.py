@@ -15,7 +15,7 @@ from argosy.engine.engine_config import WeightFormat
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture, MoeArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
-from argosy.engine.execution.kernels.batch import KvCacheShape
+from argosy.engine.execution.kernels.batch import KvCacheShape, RowAdapters
 from argosy.engine.execution.kernels.operations import (
     DeltaRule,
     DeltaRuleWeights,
@@ -24,6 +24,7 @@ from argosy.engine.execution.kernels.operations import (
 )
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.engine.execution.kernels.torch.logit_edits import LogitSampler
+from argosy.engine.execution.kernels.torch.lora import AdapterWeights
 from argosy.engine.execution.kernels.torch.operations import select_experts
 
 GraphCapture = Callable[[Callable[[], object]], Callable[[], object]]
@@ -42,6 +43,15 @@ class DeviceEvent(Protocol):
 
     def seconds_since(self, earlier: Self) -> float:
         """Return the seconds of device time between two completed events."""
+        ...
+
+
+class DeviceAdapter(Protocol):
+    """Adapter in the form of a device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its memory."""
         ...
 
 
@@ -215,6 +225,26 @@ class Device(ABC):
         self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
     ) -> DeltaRule:
         """Create the gated delta rule of a layer."""
+
+    def create_adapter(
+        self, weights: AdapterWeights, num_linears: int, dtype: torch.dtype
+    ) -> DeviceAdapter:
+        """Pack an adapter of a model in `dtype` with `num_linears` linear layers that adapters can change.
+
+        Raises:
+            ValueError: The device does not compute adapters.
+        """
+        del weights, num_linears, dtype
+        raise ValueError(f"{self.name} does not compute adapters yet; use device cpu for them")
+
+    def create_row_adapters(
+        self, adapters: Sequence[DeviceAdapter], rows: Tensor, starts: Tensor, dtype: torch.dtype
+    ) -> RowAdapters:
+        """Create the adapters of `rows` [M] int64, of which `starts[i] .. starts[i + 1]` have `adapters[i]`.
+
+        `starts` [len(adapters) + 1] are int64. Both tensors are in host memory.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:

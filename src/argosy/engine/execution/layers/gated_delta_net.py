@@ -47,10 +47,11 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Map x [T, hidden] to [T, hidden]. Positions and the KV cache are not used."""
         del rope, attention
-        qkv, z = self.qkvz.forward(x).split_with_sizes(self._split, 1)
-        heads = self.rule.forward(qkv, self.factors.forward(x), batch, self._layer)
+        adapters = batch.token_adapters
+        qkv, z = self.qkvz.forward(x, adapters).split_with_sizes(self._split, 1)
+        heads = self.rule.forward(qkv, self.factors.forward(x, adapters), batch, self._layer)
         normed = self.norm.forward(heads).flatten(1)
-        return self.o.forward(self.gate.forward(torch.cat((z, normed), 1)))
+        return self.o.forward(self.gate.forward(torch.cat((z, normed), 1)), adapters)
 
 
 class DeltaRuleModule(LoadableModule):

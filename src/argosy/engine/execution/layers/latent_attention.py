@@ -63,15 +63,17 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
-        queries, rotated_keys, latents = self.first.forward(x).split_with_sizes(self._split, 1)
+        adapters = batch.token_adapters
+        first = self.first.forward(x, adapters)
+        queries, rotated_keys, latents = first.split_with_sizes(self._split, 1)
         if self._latent.q_rank is not None:
-            queries = self.q.forward(self.q_norm.forward(queries))
+            queries = self.q.forward(self.q_norm.forward(queries), adapters)
         heads = queries.unflatten(1, (-1, self._latent.query_dim))
         keys = torch.cat((rotated_keys, self.kv_norm.forward(latents)), 1).unsqueeze(1)
         rotated, rest = heads.tensor_split((self._latent.rope_dim,), 2)
         absorbed = torch.cat((rotated, self.expansion.absorb_keys(rest)), 2)
         output = attention(absorbed, keys, None, batch, self._params, rope)
-        return self.o.forward(self.expansion.expand_values(output).flatten(1))
+        return self.o.forward(self.expansion.expand_values(output).flatten(1), adapters)
 
 
 class LatentExpansion(LoadableModule):

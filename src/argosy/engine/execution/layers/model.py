@@ -20,7 +20,8 @@ class Model(ABC):
 
     architecture: Architecture
     _device: Device
-    _dtype: torch.dtype
+    dtype: torch.dtype
+    """Dtype of weights and activations."""
 
     @abstractmethod
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
@@ -47,7 +48,7 @@ class Model(ABC):
             head_dim=sizes.head_dim,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=dtype or self._dtype,
+            dtype=dtype or self.dtype,
             value_dim=sizes.value_dim,
         )
         return self._device.create_attention(shape)

@@ -6,6 +6,7 @@ Every result depends only on its own token's row, bit for bit, whatever else is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from argosy.engine.execution.architectures.decoder import (
     NormPosition,
 )
 from argosy.engine.execution.kernels.attention import Attention
-from argosy.engine.execution.kernels.batch import Batch
+from argosy.engine.execution.kernels.batch import Batch, RowAdapters
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.operations import Norm
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
@@ -55,11 +56,27 @@ class LoadableModule(nn.Module):
         """Convert the assigned parameters to the form that `forward` needs. Called once, after those of submodules."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """Where the matrix of a linear layer is stored, from where an adapter reads it again."""
+
+    parts: tuple[tuple[str, int], ...]
+    """Name and number of rows of each stored tensor, whose rows together are the matrix."""
+    read_weight: Callable[[], Tensor]
+    """Read the matrix [N, K] with which the layer computes, in the order of the checkpoint."""
+    read_bias: Callable[[], Tensor | None]
+    """Read the bias [N] in the order of the checkpoint."""
+
+
 class Projection(LoadableModule):
     """Linear layer x @ weight.T + bias, packed by the device, with the weight rounded to `weight_format`.
 
     `row_order` maps each output to its row in the checkpoint. None is the same order.
     """
+
+    number: int
+    """Number of the layer among those that adapters can change."""
+    stored: StoredMatrix | None = None
 
     def __init__(
         self,
@@ -69,6 +86,7 @@ class Projection(LoadableModule):
         row_order: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
+        self.num_inputs = cols
         self.row_order = row_order
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, cols))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
@@ -96,9 +114,12 @@ class Projection(LoadableModule):
         self._linear = linear
         self.weight = self.bias = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [T, cols] to [T, rows]."""
-        return self._linear(x)
+    def forward(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """Map x [T, cols] to [T, rows], for which some rows may have adapters."""
+        out = self._linear(x)
+        if adapters is not None:
+            adapters.update_linear(self.number, x, out)
+        return out
 
 
 class RmsNorm(LoadableModule):
@@ -170,9 +191,9 @@ class Mlp(nn.Module):
         self.down = Projection(intermediate, hidden, bias)
         self.gate = GatedActivation(activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [T, hidden] to [T, hidden]."""
-        return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
+    def forward(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """Map x [T, hidden] to [T, hidden], for which some rows may have adapters."""
+        return self.down.forward(self.gate.forward(self.gate_up.forward(x, adapters)), adapters)
 
 
 class IdentityNorm(LoadableModule):
@@ -218,7 +239,7 @@ class DecoderLayer(nn.Module):
         normed = self.attention_in.add_and_norm(x, delta)
         output = self.attention.forward(normed, rope, batch, attention)
         normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(output))
-        return self.mlp_out.forward(self.mlp.forward(normed))
+        return self.mlp_out.forward(self.mlp.forward(normed, batch.token_adapters))
 
 
 def _reorder(rows: Tensor, order: tuple[int, ...] | None) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.engine.execution.architectures.decoder import Activation, MoeArchitecture
+from argosy.engine.execution.kernels.batch import RowAdapters
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.operations import Experts
 from argosy.engine.execution.layers.modules import (
@@ -81,12 +82,15 @@ class MixtureOfExperts(LoadableModule):
             self._compute_experts = compute
             self.experts = nn.ModuleList()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x [T, hidden] to [T, hidden]. A token's experts are added likeliest first, in float32."""
+    def forward(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """Map x [T, hidden] to [T, hidden]. A token's experts are added likeliest first, in float32.
+
+        Adapters change the expert that computes every token.
+        """
         weights, expert_ids = self.router.select_experts(x, self._device)
         total = self._compute_experts(x, weights, expert_ids)
         if self.shared is not None:
-            total.add_(self._compute_shared(self.shared, x))
+            total.add_(self._compute_shared(self.shared, x, adapters))
         return total.to(x.dtype)
 
     def _compute_one_by_one(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -108,9 +112,9 @@ class MixtureOfExperts(LoadableModule):
             total.add_(choices[:, choice] * weights[:, choice : choice + 1])
         return total
 
-    def _compute_shared(self, shared: Mlp, x: Tensor) -> Tensor:
-        output = shared.forward(x)
+    def _compute_shared(self, shared: Mlp, x: Tensor, adapters: RowAdapters | None) -> Tensor:
+        output = shared.forward(x, adapters)
         if self.shared_gate is None or self.shared_output is None:
             return output
-        gate = self.shared_gate.forward(x).expand_as(output)
+        gate = self.shared_gate.forward(x, adapters).expand_as(output)
         return self.shared_output.forward(torch.cat((gate, output), 1))

@@ -104,13 +104,13 @@ class SelfAttention(LoadableModule):
 
     def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
-        heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
+        heads = self.qkv.forward(x, batch.token_adapters).view(len(x), -1, self._head_dim)
         q, k, v, gate = heads.split_with_sizes(self._head_counts, 1)
         q, k = self.qk.forward(q, k)
         output = attention(q, k, v, batch, self._params, rope).flatten(1)
         if self.output_gate is not None:
             output = self.output_gate.forward(torch.cat((gate.flatten(1), output), 1))
-        return self.o.forward(output)
+        return self.o.forward(output, batch.token_adapters)
 
 
 def _order_gates_last(architecture: ModelArchitecture) -> tuple[int, ...]:

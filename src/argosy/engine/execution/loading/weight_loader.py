@@ -28,6 +28,7 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     concatenate,
     select_rows,
 )
+from argosy.engine.execution.checkpoint_formats.quantization import quantize_weight
 from argosy.engine.execution.checkpoint_formats.reader import (
     CheckpointReader,
     EncodedMatrix,
@@ -37,7 +38,7 @@ from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache
-from argosy.engine.execution.layers.modules import LoadableModule, Projection
+from argosy.engine.execution.layers.modules import LoadableModule, Projection, StoredMatrix
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
 
@@ -159,6 +160,10 @@ class _Loader:
         for own_name, declared in list(module.named_parameters(recurse=False)):
             if not (is_kept and own_name == "weight"):
                 setattr(module, own_name, self._read(f"{name}.{own_name}", declared, module))
+        if isinstance(module, Projection):
+            module.stored = self._describe_stored(
+                name, module, None if is_kept else module.weight_format
+            )
         if not isinstance(module, Projection):
             module.process_weights_after_loading(self.device)
         elif is_kept:
@@ -174,6 +179,25 @@ class _Loader:
             return False
         self.checkpoint.check_shape(self.parts[weight], tuple(module.weight.shape))
         return any(map(self.checkpoint.find_encoded, self.parts[weight]))
+
+    def _describe_stored(
+        self, name: str, module: Projection, weight_format: WeightFormat | None
+    ) -> StoredMatrix:
+        """Return how to read the matrix of a linear layer again, rounded to `weight_format`."""
+        checkpoint, parts = self.checkpoint, self.parts[f"{name}.weight"]
+        bias_parts = None if module.bias is None else self.parts[f"{name}.bias"]
+
+        def read_weight() -> Tensor:
+            weight = checkpoint.read_parts(parts)
+            if weight_format not in ("int8", "int4"):
+                return weight
+            return torch.cat([q.dequantize() for q in quantize_weight(weight, weight_format)])
+
+        return StoredMatrix(
+            tuple((part.name, checkpoint.part_shape(part)[0]) for part in parts),
+            read_weight,
+            lambda: None if bias_parts is None else checkpoint.read_parts(bias_parts),
+        )
 
     def _set_stored_linear(self, weight: str, module: Projection) -> None:
         compute, formats = create_encoded_linear(

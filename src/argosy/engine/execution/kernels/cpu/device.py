@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, WeightFormat
 from argosy.engine.execution.architectures.decoder import DeltaNetArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import GroupedSource
 from argosy.engine.execution.kernels.attention import Attention
-from argosy.engine.execution.kernels.batch import KvCacheShape
+from argosy.engine.execution.kernels.batch import KvCacheShape, RowAdapters
 from argosy.engine.execution.kernels.cpu.attention import create_cpu_attention
 from argosy.engine.execution.kernels.cpu.compute_threads import (
     ComputeThreads,
@@ -25,16 +26,22 @@ from argosy.engine.execution.kernels.cpu.linear import (
     create_group_linear,
     create_int_linear,
 )
+from argosy.engine.execution.kernels.cpu.lora import (
+    CpuAdapter,
+    create_cpu_adapter,
+    create_cpu_row_adapters,
+)
 from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_name, load_kernels
 from argosy.engine.execution.kernels.cpu.operations import (
     create_cpu_delta_rule,
     create_cpu_elementwise_ops,
 )
 from argosy.engine.execution.kernels.cpu.sampling_ops import create_cpu_sampling_ops
-from argosy.engine.execution.kernels.device import Device
+from argosy.engine.execution.kernels.device import Device, DeviceAdapter
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.engine.execution.kernels.torch.logit_edits import LogitSampler, TorchLogitSampler
+from argosy.engine.execution.kernels.torch.lora import AdapterWeights
 from argosy.native import NativeUnavailableError, compiler_version
 
 ONEDNN_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -98,6 +105,17 @@ class CpuDevice(Device):
             return load_kernels().path.parent.name if dtype == torch.bfloat16 else ""
         except NativeUnavailableError:
             return ""
+
+    def create_adapter(
+        self, weights: AdapterWeights, num_linears: int, dtype: torch.dtype
+    ) -> DeviceAdapter:
+        return create_cpu_adapter(weights, num_linears, dtype)
+
+    def create_row_adapters(
+        self, adapters: Sequence[DeviceAdapter], rows: Tensor, starts: Tensor, dtype: torch.dtype
+    ) -> RowAdapters:
+        packed = cast("Sequence[CpuAdapter]", adapters)
+        return create_cpu_row_adapters(packed, rows, starts, dtype, self._max_threads)
 
     def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:
         """Create a sampler that uses the calling thread's torch thread count."""

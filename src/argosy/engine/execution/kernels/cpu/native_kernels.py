@@ -37,8 +37,8 @@ class Kernels:
 
     - `attention_float32`, `attention_bfloat16`: take the address of an `AttentionCall`.
     - `linear`: takes the address of a `LinearCall`.
-    - `norm`, `delta_rule`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `DeltaRuleCall`,
-      `SampleCall` or `LogprobCall`.
+    - `norm`, `delta_rule`, `lora`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `DeltaRuleCall`,
+      `LoraCall`, `SampleCall` or `LogprobCall`.
     - `gated_activation`: by activation and dtype, take the address of a `GatedActivationCall`.
     - `linear_packed_bytes`: maps (outs, cols) to the bytes of a packed weight.
     - `linear_pack`: takes (address of the weight, outs, cols, address of the packed weight, threads).
@@ -57,6 +57,7 @@ class Kernels:
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
         self.delta_rule = _by_dtype(library, "delta_rule")
+        self.lora = _by_dtype(library, "lora")
         self.sample = _by_dtype(library, "sample")
         self.logprobs = _by_dtype(library, "logprobs")
         self.gated_activation: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
@@ -278,6 +279,20 @@ class DeltaRuleCall(ctypes.Structure):
     _fields_ = _fields(
         "qkv factors conv decay_rate decay_bias states mixed scratch out rows positions save_slots query_start_loc",
         "tokens sequences qkv_stride state_stride key_heads value_heads key_dim value_dim width threads",
+    )
+
+
+class LoraWeights(ctypes.Structure):
+    """Packed adapter of a linear layer (`ArgosyLoraWeights` in lora.cpp)."""
+
+    _fields_ = _fields("a b gain offset runs", "ranks num_runs")
+
+
+class LoraCall(ctypes.Structure):
+    """Arguments of a call for the adapters of a linear layer (`ArgosyLora` in lora.cpp)."""
+
+    _fields_ = _fields(
+        "x out rows starts weights", "segments weights_stride cols outs x_stride threads"
     )
 
 

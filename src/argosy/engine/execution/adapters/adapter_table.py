@@ -1,0 +1,92 @@
+"""Table of an executor's adapters, which are loaded beside the steps and found by the slots of a batch's sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from argosy.engine.execution.adapters.adapter_builder import build_adapter, family_prefixes
+from argosy.engine.execution.adapters.peft_config import AdapterError
+from argosy.engine.execution.adapters.peft_reader import read_adapter
+from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.kernels.batch import Batch, BatchAdapters, RowAdapters
+from argosy.engine.execution.kernels.device import Device, DeviceAdapter
+from argosy.engine.execution.layers.model import Model
+from argosy.engine.scheduling import AdmittedSequence, StepPlan
+
+
+class AdapterTable:
+    """Adapters by slot, and the slots of the rows of a persistent batch.
+
+    `add` and `remove` may be called from any thread, all other methods from that of the steps. A step that has begun
+    keeps the adapters that it uses.
+    """
+
+    def __init__(self, model: Model, device: Device, num_rows: int) -> None:
+        self._model = model
+        self._device = device
+        self._adapters: dict[int, DeviceAdapter] = {}
+        self._slots = np.zeros(num_rows + 1, np.int64)
+        """Slot of each row, 0 for none."""
+
+    def add(self, slot: int, folder: Path) -> int:
+        """Load an adapter from a folder in PEFT's format into a free slot, from 1 on. Returns its bytes.
+
+        Raises:
+            AdapterError: The adapter is damaged, does not fit the model, or needs what is not supported.
+        """
+        if slot < 1 or slot in self._adapters:
+            raise ValueError(f"slot {slot} is not free")
+        model = self._model
+        if not isinstance(model, Decoder):
+            raise AdapterError(
+                f"{model.architecture.architecture} does not run on Argosy's own decoder, so that it cannot have "
+                "adapters"
+            )
+        with torch.inference_mode():
+            weights = build_adapter(
+                read_adapter(folder, family_prefixes(model)), model, self._device
+            )
+            adapter = self._device.create_adapter(weights, len(model.adaptable), model.dtype)
+        self._adapters[slot] = adapter
+        return adapter.num_bytes
+
+    def remove(self, slot: int) -> None:
+        """Remove an adapter, whose memory is free once no step uses it. No row may have its slot."""
+        self._adapters.pop(slot, None)
+
+    def admit(self, admission: AdmittedSequence) -> None:
+        """Set the slot of a sequence that joins the batch."""
+        if admission.adapter_slot and admission.adapter_slot not in self._adapters:
+            raise ValueError(f"no adapter is loaded in slot {admission.adapter_slot}")
+        self._slots[admission.row] = admission.adapter_slot
+
+    def attach(self, batch: Batch, plan: StepPlan) -> Batch:
+        """Return the batch with the adapters of its sequences, or the batch itself if none has one."""
+        if not self._adapters:
+            return batch
+        slots = self._slots[plan.rows]
+        if not slots.any():
+            return batch
+        token_slots = slots.repeat(plan.counts)
+        adapters = BatchAdapters(
+            self._create_rows(token_slots),
+            self._create_rows(token_slots[batch.logit_index.numpy()]),
+        )
+        return replace(batch, adapters=adapters)
+
+    def _create_rows(self, slots: NDArray[np.int64]) -> RowAdapters:
+        """Create the adapters of rows with these slots."""
+        rows = slots.argsort(kind="stable")
+        rows = rows[np.count_nonzero(slots == 0) :]
+        used, starts = np.unique(slots[rows], return_index=True)
+        return self._device.create_row_adapters(
+            [self._adapters[slot] for slot in used.tolist()],
+            torch.from_numpy(rows),
+            torch.from_numpy(np.append(starts, len(rows))),
+            self._model.dtype,
+        )
