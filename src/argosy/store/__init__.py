@@ -1,7 +1,7 @@
 """Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
 
-`Store` opens a database by URL. Its `accounts`, `limits_and_prices` and `replica_settings` change records in audited
-transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
+`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters` and `replica_settings` change records in
+audited transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
 adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API, within
 the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events, and the lease of the leading
 controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for the
@@ -10,6 +10,7 @@ responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
+from argosy.store.adapters import Adapters
 from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, steady_clock
@@ -66,6 +67,9 @@ from argosy.store.record_tables import AccountTransaction, ChangeCheck, PageRequ
 from argosy.store.records import (
     AccountRecord,
     AccountSnapshot,
+    Adapter,
+    AdapterReplicas,
+    ContentDigest,
     Key,
     KeyInfo,
     Limit,
@@ -77,6 +81,7 @@ from argosy.store.records import (
     Networks,
     Organisation,
     OwnerKind,
+    Percent,
     Price,
     Project,
     QuotaFailureMode,

@@ -27,6 +27,7 @@ from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
 from argosy.store.records import (
     AccountRecord,
+    Adapter,
     Key,
     Limit,
     Organisation,
@@ -66,6 +67,7 @@ _TABLES: dict[type[AccountRecord], Table] = {
     Limit: schema.limits,
     Price: schema.prices,
     ReplicaSetting: schema.replica_settings,
+    Adapter: schema.adapters,
 }
 
 
@@ -427,6 +429,7 @@ def _select_organisation(record_type: type[AccountRecord], record_id: str) -> Sc
 
 
 def _to_audit_fields(record: AccountRecord) -> dict[str, Any]:
-    """Return the record's fields for the audit log, without the id and the key digest, which has no use there."""
+    """Return the record's fields for the audit log, without the id and a key's digest, which has no use there."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
-    return {name: value for name, value in fields.items() if name not in {"id", "digest"}}
+    omitted = {"id", "digest"} if isinstance(record, Key) else {"id"}
+    return {name: value for name, value in fields.items() if name not in omitted}

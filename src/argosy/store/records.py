@@ -59,6 +59,10 @@ ReplicaState = Literal["active", "cordoned", "draining"]
 ReplicaWeight = Annotated[float, Meta(ge=0.001, le=1000)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+ContentDigest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
+"""Digest of the files of a model or an adapter, as the model store computes it."""
+AdapterReplicas = Annotated[int, Meta(ge=0, le=1000)]
+Percent = Annotated[int, Meta(ge=0, le=100)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
 """Networks in CIDR notation. The client address of each request is compared with every one of them."""
@@ -201,6 +205,32 @@ class ReplicaSetting(AccountRecord, frozen=True, kw_only=True):
     changed_by: str
 
 
+class Adapter(AccountRecord, frozen=True, kw_only=True):
+    """Name under which an adapter (LoRA) of a base model is served, with the version that answers."""
+
+    organisation: str | None = None
+    """Id of the organisation whose requests may name it. None for all callers of the gateway."""
+    project: str | None = None
+    """Id of the project whose requests may name it. None for the whole organisation."""
+    name: Name
+    """Model name of requests, unique among the adapters of the same organisation and project."""
+    base_model: Name
+    """Public name of the base model."""
+    digest: ContentDigest
+    """Version that answers."""
+    candidate: ContentDigest | None = None
+    """Version that `promote` lets answer. None if there is no newer one."""
+    candidate_percent: Percent = 0
+    """Share of the users whom the candidate answers, in percent."""
+    base_digest: ContentDigest | None = None
+    """Digest of the base model that it was made for. None serves it on any version of the base model."""
+    pinned: bool = False
+    """Whether all replicas keep it loaded."""
+    min_replicas: AdapterReplicas = 0
+    """Number of replicas that keep it loaded without requests."""
+    created_at: float
+
+
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Row of the ledger: how an admitted request ended and what it used. Written once."""
 
@@ -231,7 +261,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens delivered to the client."""
     nano_dollars: int = 0
     digest: str = ""
-    """Digest of the model, if the replica has verified its files against one."""
+    """Digest of the adapter that answered, or else of the model, if the replica has verified its files against one."""
     is_capped: bool = False
     """Whether the replica reported more tokens than the request can have had, or none of a text that is there.
 
@@ -261,6 +291,7 @@ class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
     replica_settings: tuple[ReplicaSetting, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     successors: dict[str, str] = {}
     """Ids of all keys that were ever rotated, with the ids of the keys that replaced them."""
     has_had_keys: bool = False

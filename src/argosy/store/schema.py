@@ -39,6 +39,7 @@ from sqlalchemy import (
 )
 
 from argosy.store.records import (
+    Adapter,
     Key,
     Limit,
     Organisation,
@@ -209,6 +210,14 @@ limits = Table(
 prices = Table("prices", metadata, *_record_columns(Price), Index("prices_listed", "since", "id"))
 
 replica_settings = Table("replica_settings", metadata, *_record_columns(ReplicaSetting))
+
+adapters = Table(
+    "adapters",
+    metadata,
+    *_record_columns(Adapter, organisation="organisations.id", project="projects.id"),
+    _list_index("adapters"),
+    _list_index("adapters", "organisation"),
+)
 
 audit = Table(
     "audit",

@@ -15,6 +15,7 @@ from argosy.store.record_tables import find_records, sort_fields
 from argosy.store.records import (
     AccountRecord,
     AccountSnapshot,
+    Adapter,
     Key,
     Limit,
     Organisation,
@@ -41,6 +42,7 @@ _RECORD_FIELDS: dict[str, type[AccountRecord]] = {
     "limits": Limit,
     "prices": Price,
     "replica_settings": ReplicaSetting,
+    "adapters": Adapter,
 }
 """Types of the records of a snapshot by its fields, besides keys, of which it has not all."""
 _RECORD_TYPES: dict[str, type[AccountRecord]] = {

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Table, delete, func, insert, select
 from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
+from argosy.store.adapters import Adapters
 from argosy.store.audit import AuditLog
 from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore
@@ -84,6 +85,7 @@ class Store:
         self.accounts = Accounts(database, clock)
         self.limits_and_prices = LimitsAndPrices(database, clock)
         self.replica_settings = ReplicaSettings(database, clock)
+        self.adapters = Adapters(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
         self.gateways = GatewayRegistry(database, clock)

@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Table, null, or_
 from argosy.store import schema
 from argosy.store.records import (
     AccountRecord,
+    Adapter,
     Key,
     Limit,
     Organisation,
@@ -29,6 +30,7 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Limit: schema.limits.c.organisation,
     Price: null(),
     ReplicaSetting: null(),
+    Adapter: schema.adapters.c.organisation,
 }
 """Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
 RecordT = TypeVar("RecordT", bound=AccountRecord)
@@ -38,6 +40,7 @@ UNIQUE_FIELDS: dict[type[AccountRecord], tuple[str, ...]] = {
     Project: ("organisation", "name"),
     User: ("organisation", "email"),
     Key: ("project", "name"),
+    Adapter: ("organisation", "project", "name"),
 }
 """Fields whose combined values are unique among active records."""
 
@@ -54,6 +57,7 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     User: 20_000,
     Key: 20_000,
     Limit: 20_000,
+    Adapter: 2_000,
 }
 """Maximum number of active records of one organisation. Every gateway holds those of all organisations in memory."""
 
@@ -141,6 +145,7 @@ _NORMALIZERS: dict[str, Callable[[Any], object]] = {
     "name": _normalize_text,
     "email": _normalize_email,
     "model": _normalize_model,
+    "base_model": _normalize_text,
     "models": _normalize_names,
     "flags": _normalize_names,
     "networks": _normalize_networks,

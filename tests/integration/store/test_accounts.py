@@ -14,6 +14,7 @@ from tests.integration.store.conftest import ACTOR, RULES, START
 from tests.support.fake_clock import FakeClock
 
 from argosy.store import (
+    Adapter,
     ConflictError,
     Key,
     Limit,
@@ -474,7 +475,7 @@ def test_scoped_changes_reject_records_of_other_organisations(
 
 
 @RULES
-@pytest.mark.parametrize("record_type", [Project, User, Key, Limit])
+@pytest.mark.parametrize("record_type", [Project, User, Key, Limit, Adapter])
 def test_organisation_at_its_maximum_rejects_another_record(
     store: Store, monkeypatch: pytest.MonkeyPatch, record_type: type[AccountRecord]
 ) -> None:
@@ -491,6 +492,9 @@ def test_organisation_at_its_maximum_rejects_another_record(
             accounts.create_user(organisation, name, actor=ACTOR)
         elif record_type is Key:
             accounts.create_key(project, name, actor=ACTOR)
+        elif record_type is Adapter:
+            digest = f"sha256:{'a' * 64}"
+            store.adapters.add_version(name, "m", digest, organisation=organisation, actor=ACTOR)
         else:
             terms.set_limit("project", project, "tokens", 1, window="day", model=name, actor=ACTOR)
 

@@ -7,6 +7,7 @@ from argosy.gateway.principal import Principal
 from argosy.store import (
     AccountRecord,
     AccountTransaction,
+    Adapter,
     Key,
     Limit,
     Organisation,
@@ -43,6 +44,10 @@ def check_change(
             case Limit():
                 if record.owner_kind == "organisation" or record.unit == "stored_bytes":
                     check_role(principal, "operator", "gateway")
+            case Adapter():
+                check_role(
+                    principal, "operator", "organisation" if record.organisation else "gateway"
+                )
             case User() | Key():
                 check_role(principal, record.role, record.scope)
             case Project():

@@ -1,0 +1,76 @@
+"""Registry of adapters on both databases: owners, versions, and what the audit log keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from tests.integration.store.conftest import ACTOR, RULES
+
+from argosy.store import ConflictError, Organisation, Project, Store
+
+FIRST, SECOND = (f"sha256:{digit * 64}" for digit in "12")
+
+
+def test_versions_of_an_adapter_are_added_promoted_and_removed(
+    store: Store, organisation: Organisation, project: Project
+) -> None:
+    adapters = store.adapters
+    owner = {"organisation": organisation.id}
+    added = adapters.add_version("support", "chat", FIRST, pinned=True, actor=ACTOR, **owner)
+    assert (added.digest, added.candidate, added.pinned) == (FIRST, None, True)
+    with pytest.raises(ConflictError, match="has no candidate"):
+        adapters.promote(added.id, actor=ACTOR)
+    with pytest.raises(ConflictError, match="has no candidate"):
+        adapters.change_adapter(added.id, candidate_percent=5, actor=ACTOR)
+    for share in (10, 20):
+        newer = adapters.add_version(
+            "support", "chat", SECOND, candidate_percent=share, actor=ACTOR, **owner
+        )
+    assert (newer.id, newer.digest, newer.candidate) == (added.id, FIRST, SECOND)
+    assert (newer.candidate_percent, newer.pinned) == (20, True)
+    promoted = adapters.promote(added.id, actor=ACTOR)
+    assert (promoted.digest, promoted.candidate, promoted.candidate_percent) == (SECOND, None, 0)
+    replaced = adapters.add_version(
+        "support", "chat", FIRST, replaces=True, actor=ACTOR, min_replicas=2, **owner
+    )
+    assert (replaced.digest, replaced.min_replicas) == (FIRST, 2)
+    same = adapters.add_version("support", "chat", FIRST, project=project.id, actor=ACTOR)
+    assert same.id != added.id
+    assert same.organisation == organisation.id
+    assert adapters.list_adapters() == [replaced, same] == [*store.load_snapshot().adapters]
+    adapters.remove(added.id, actor=ACTOR)
+    assert store.load_snapshot().adapters == (same,)
+    actions = [entry.action for entry in store.audit_log.list_entries(subject=added.id)]
+    assert actions[0] == "adapter.delete"
+    assert {"adapter.create", "adapter.add_version", "adapter.promote"} < {*actions}
+
+
+@RULES
+def test_view_of_an_organisation_refuses_what_is_invalid_or_foreign(
+    store: Store, organisation: Organisation
+) -> None:
+    foreign = store.accounts.create_organisation("Foreign", actor=ACTOR).id
+    foreign_project = store.accounts.create_project(foreign, "p", actor=ACTOR).id
+    add = partial(store.adapters.add_version, actor=ACTOR)
+    hidden = [add("f", "m", FIRST, organisation=foreign).id, add("g", "m", FIRST).id]
+    view = store.adapters.for_organisation(organisation.id)
+    own = view.add_version("own", "m", FIRST, actor=ACTOR)
+    assert view.list_adapters() == [own]
+    add = partial(view.add_version, actor=ACTOR)
+    version = store.load_snapshot().version
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: add("x", "m", "sha256:0"), "digest"),
+        (lambda: add("x\0", "m", FIRST), "printable"),
+        (lambda: add("x" * 201, "m", FIRST), "name"),
+        (lambda: add("own", "other", FIRST), "adapter of 'm'"),
+        (lambda: add("x", "m", FIRST, organisation=foreign), "no organisation"),
+        (lambda: add("x", "m", FIRST, project=foreign_project), "no project"),
+        *((lambda each=each: view.promote(each, actor=ACTOR), "no adapter") for each in hidden),
+        *((lambda each=each: view.remove(each, actor=ACTOR), "no adapter") for each in hidden),
+    ]
+    for change, error in refused:
+        with pytest.raises(ValueError, match=error):
+            change()
+    assert store.load_snapshot().version == version
