@@ -60,6 +60,9 @@ OwnCase = partial(EndpointCase, "user", is_same_for_all=True)
 OperatorCase = partial(EndpointCase, "operator", "gateway")
 
 
+ADAPTER_FIELDS = {"base_model": "big", "digest": f"sha256:{'1' * 64}"}
+
+
 def organisation_field(ids: ResourceIds) -> Json:
     return {"organisation": ids.organisation}
 
@@ -127,6 +130,22 @@ CASES: dict[str, EndpointCase] = {
         "gateway",
         body=lambda _: {"model": "big", "input": 1, "cached_input": 1, "output": 1},
     ),
+    "list_adapters": EndpointCase("viewer", query=organisation_field),
+    "add_adapter_version": EndpointCase(
+        "operator",
+        body=lambda ids: organisation_field(ids) | ADAPTER_FIELDS | name_field(ids),
+        other_bodies=[lambda ids: {"project": ids.project} | ADAPTER_FIELDS | name_field(ids)],
+    ),
+    "get_adapter": EndpointCase("viewer", id_kind="adapter"),
+    "change_adapter": EndpointCase("operator", id_kind="adapter", body=lambda _: {"pinned": True}),
+    "promote_adapter": EndpointCase("operator", id_kind="adapter"),
+    "remove_adapter": EndpointCase("operator", id_kind="adapter"),
+    "load_lora_adapter": EndpointCase(
+        "operator",
+        body=lambda _: {"lora_name": unique_name(), "lora_path": ADAPTER_FIELDS["digest"]},
+        is_same_for_all=True,
+    ),
+    "unload_lora_adapter": EndpointCase("operator", body=lambda ids: {"lora_name": ids.adapter}),
     "report_usage": EndpointCase(
         "viewer", query=lambda ids: {"project": ids.project, "group_by": "organisation"}
     ),

@@ -189,6 +189,10 @@ class FakeUpstream:
     token_ids: list[int] | None = None
     """Response of /tokenize; None if the server has no such path."""
     tokenize_status: int = 200
+    adapters: dict[str, str] | None = None
+    """Paths of the loaded adapters by name; None if the server loads none."""
+    adapter_loads: int = 0
+    """Number of load calls."""
     unknown_fields: set[str] = field(default_factory=set)
     """Fields of bodies and of stream options that the server rejects."""
     _num_running: int = 0
@@ -287,6 +291,10 @@ class FakeUpstream:
     async def _respond(self, request: UpstreamRequest) -> None:
         if request.path == "/tokenize" and self.token_ids is not None:
             request.send_json(self.tokenize_status, {"tokens": self.token_ids})
+        elif request.path.endswith("/load_lora_adapter") and self.adapters is not None:
+            self.adapter_loads += 1
+            self.adapters[request.body["lora_name"]] = request.body["lora_path"]
+            request.send_page(200, "Success")
         elif request.path not in GENERATION_PATHS:
             request.send_json(404, {"error": {"message": "no such path"}})
         elif unknown := self.unknown_fields & _field_names(request.body):

@@ -40,6 +40,7 @@ class ResourceIds:
     key: str = "key_unknown"
     limit: str = "limit_unknown"
     request: str = "req-unknown"
+    adapter: str = "adapter_unknown"
 
 
 def unique_name() -> str:
@@ -107,7 +108,16 @@ class AdminGateway:
         )
         self.store.ledger.add_records([record])
         request = response.headers["x-request-id"]
-        return ResourceIds(organisation, project, user, key["id"], limit.id, request)
+        adapter_name = unique_name()
+        for digit in "12":
+            adapter = self.store.adapters.add_version(
+                adapter_name,
+                "big",
+                f"sha256:{digit * 64}",
+                organisation=organisation,
+                actor="test",
+            )
+        return ResourceIds(organisation, project, user, key["id"], limit.id, request, adapter.id)
 
     async def create(self, path: str, body: Json) -> Json:
         """Create a record as administrator. The gateway knows such a record at once."""

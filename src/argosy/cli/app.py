@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli import (
+    adapters,
     audit,
     bench,
     build_native,
@@ -106,6 +107,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "build-native": build_native.build_native,
         "version": print_version,
         "models": models.app,
+        "adapters": adapters.app,
         "replicas": replicas.app,
         "bench": bench.app,
     },

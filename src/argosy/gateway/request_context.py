@@ -35,7 +35,7 @@ from argosy.policy import (
 )
 from argosy.policy.placement import PlacementRequest
 from argosy.protocol import ApiError, EarlyStopReason, TaskName
-from argosy.store import UsageSlot
+from argosy.store import Adapter, UsageSlot
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -127,6 +127,10 @@ class RequestContext(msgspec.Struct, eq=False):
     """Models that could not answer the request, before a fallback."""
     assigned_version: AssignedVersion | None = None
     """Version that the request is assigned to. None if the pool has no rollouts."""
+    adapter: Adapter | None = None
+    """Adapter that answers, with its version as the digest. None if the model itself answers."""
+    is_adapter_missing: bool = False
+    """Whether a replica could not answer because it lacks the adapter."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
     start_wait_s: float = 0.0
@@ -144,7 +148,7 @@ class RequestContext(msgspec.Struct, eq=False):
     replica_name: str = ""
     """Name of the replica of the current or last attempt."""
     model_digest: str = ""
-    """Digest of the model that this replica has verified."""
+    """Digest of the adapter, or else of the model that this replica has verified."""
     placement: PlacementRequest | None = None
     """State of the request in placement. None until all filters have admitted it."""
     end_reason: EndReason | None = None
@@ -181,6 +185,11 @@ class RequestContext(msgspec.Struct, eq=False):
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""
 
+    @property
+    def model(self) -> str:
+        """Public name of what answers: the adapter, or else the model."""
+        return self.pool.model if self.adapter is None else self.adapter.name
+
     def compute_priority(self, adapter: BackendAdapter) -> int:
         """Compute the `priority` field for a server of this kind. All attempts use the same target start time."""
         self.target_start_at = self.target_start_at or start_deadline(self.tier, time.time())
@@ -192,7 +201,7 @@ class RequestContext(msgspec.Struct, eq=False):
             self.response_id,
             self.fields,
             self.principal,
-            self.pool.model,
+            self.pool.model if self.adapter is None else self.adapter.digest,
             tier=self.tier,
             deadline=self.deadline,
             start_wait_s=self.start_wait_s,
@@ -255,7 +264,8 @@ class RequestContext(msgspec.Struct, eq=False):
 
     def record_replica(self, replica: ReplicaEndpoint) -> None:
         """Record the replica of the current attempt."""
-        self.replica_name, self.model_digest = replica.name, replica.model_digest
+        self.replica_name = replica.name
+        self.model_digest = replica.model_digest if self.adapter is None else self.adapter.digest
 
     def count_usage(self) -> None:
         """Count the delivered tokens in the usage log. A response in one piece counts as undelivered until it ends."""

@@ -112,6 +112,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """When the stream gave way to other requests, and when it was placed again."""
     version: str = ""
     """Version of the model that answers; empty without rollouts."""
+    adapter: str = ""
+    """Digest of the adapter that answers; empty if the model itself does."""
 
     def to_dict(self) -> dict[str, Any]:
         """Format the explanation as a JSON object."""
@@ -168,6 +170,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
         fields: dict[str, Any] = {}
         if self.version:
             fields["version"] = self.version
+        if self.adapter:
+            fields["adapter"] = self.adapter
         if self.pauses:
             fields["pauses"] = [
                 {"paused_ms": self._elapsed_ms(start), "resumed_ms": self._elapsed_ms(end)}

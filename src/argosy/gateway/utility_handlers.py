@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from argosy.gateway.event_loop import TenantSlots
 from argosy.gateway.filters import LimitFilter
-from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import (
@@ -33,6 +33,7 @@ from argosy.http_server import (
 )
 from argosy.policy import AttemptOutcome, classify_status
 from argosy.protocol import ApiError
+from argosy.store import Adapter
 
 REQUEST_TIMEOUT_S = 30.0
 RETRY_INTERVAL_S = 0.5
@@ -90,25 +91,31 @@ class UtilityHandlers:
         """Forward the request to the model with this name, or the only one, within the sender's limits."""
         models, headers = self._models, exchange.headers
         name = name or models.find_only_model(principal, GENERATE)
-        pool = models.resolve_target(name, principal, headers, request_id=exchange.request_id).pool
+        target = models.resolve_target(name, principal, headers, request_id=exchange.request_id)
         if self._limits is None:
-            await self._forward(exchange, pool, fields, path)
+            await self._forward(exchange, target, fields, path)
             return
-        async with self._limits.reserve_request(principal, pool.model, exchange.extra_headers):
-            await self._forward(exchange, pool, fields, path)
+        async with self._limits.reserve_request(
+            principal, target.pool.model, exchange.extra_headers
+        ):
+            await self._forward(exchange, target, fields, path)
 
     async def _forward(
-        self, exchange: HttpExchange, pool: Pool, fields: dict[str, Raw] | None, path: str
+        self,
+        exchange: HttpExchange,
+        target: RouteTarget,
+        fields: dict[str, Raw] | None,
+        path: str,
     ) -> None:
         """Forward the request to the least busy replica that answers, and wait for one to recover if none does.
 
         Raises:
             ApiError: 503 if no replica answers.
         """
-        give_up_at = time.monotonic() + REQUEST_TIMEOUT_S
+        pool, give_up_at = target.pool, time.monotonic() + REQUEST_TIMEOUT_S
         while True:
             for replica in _replicas_by_load(pool):
-                body = b"" if fields is None else _encode_for(replica, fields)
+                body = b"" if fields is None else _encode_for(replica, fields, target.adapter)
                 if len(body) >= LARGE_BODY_BYTES:
                     await asyncio.sleep(0)  # each copy of it takes a turn of the event loop
                 if await _try_forward(
@@ -143,8 +150,12 @@ class UtilityHandlers:
         )
 
 
-def _encode_for(replica: ReplicaEndpoint, fields: dict[str, Raw]) -> bytes:
-    return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(replica.upstream_model))})
+def _encode_for(replica: ReplicaEndpoint, fields: dict[str, Raw], adapter: Adapter | None) -> bytes:
+    """Encode a body. A native replica uses the chat template of the adapter."""
+    model = replica.upstream_model
+    if adapter is not None and replica.is_native:
+        model = adapter.digest
+    return msgspec.json.encode(fields | {"model": Raw(msgspec.json.encode(model))})
 
 
 def _replicas_by_load(pool: Pool) -> Iterable[ReplicaEndpoint]:

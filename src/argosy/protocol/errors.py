@@ -115,6 +115,7 @@ _MEANINGS = {
         " prompt, lower `max_tokens`, or set `truncate_prompt_tokens`.",
         "unsupported_task": "The model cannot do what the path asks for; the message has what it can do. `GET"
         " /v1/models` lists the `tasks` of each model.",
+        "adapters_not_supported": "No replica of the base model can load adapters. Request the base model.",
         "no_chat_template": "The model has no chat template for these messages. Use `/v1/completions`, or start the"
         " replica with `--chat-template`.",
         "chat_template_error": "The model's chat template cannot render the messages; the message has the template's"
@@ -217,6 +218,8 @@ _MEANINGS = {
         " Ollama's management of models.",
     },
     502: {
+        "adapter_load_failed": "No replica could load the adapter that the request names. Its operator finds the reason"
+        " in the logs.",
         "upstream_failed": "Every attempt at a replica failed, or a stream broke and no replica could resume it.",
     },
     503: {

@@ -226,6 +226,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None = None
     """SHA-256 digest of the model's files; None if the replicas have not verified one, or different ones."""
 
+    @property
+    def base_model(self) -> str:
+        """Public name of the model without aliases and adapters."""
+        return self.parent or self.root
+
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """Response of `/v1/models`."""

@@ -1,12 +1,12 @@
 """Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
 
-`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters` and `replica_settings` change records in
-audited transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory. Its `ledger`
-adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses API, within
-the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events, and the lease of the leading
-controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for the
-database. Separate from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the
-responses of repeatable requests.
+`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters` and `replica_settings` change records
+in audited transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory.
+Its `ledger` adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses
+API, within the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events, and the lease of
+the leading controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for
+the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds
+the responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts

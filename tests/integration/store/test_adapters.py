@@ -17,29 +17,28 @@ def test_versions_of_an_adapter_are_added_promoted_and_removed(
     store: Store, organisation: Organisation, project: Project
 ) -> None:
     adapters = store.adapters
-    owner = {"organisation": organisation.id}
-    added = adapters.add_version("support", "chat", FIRST, pinned=True, actor=ACTOR, **owner)
+    add = partial(adapters.add_version, "support", "chat", actor=ACTOR)
+    own = partial(add, organisation=organisation.id)
+    added = own(FIRST, pinned=True)
     assert (added.digest, added.candidate, added.pinned) == (FIRST, None, True)
     with pytest.raises(ConflictError, match="has no candidate"):
         adapters.promote(added.id, actor=ACTOR)
     with pytest.raises(ConflictError, match="has no candidate"):
         adapters.change_adapter(added.id, candidate_percent=5, actor=ACTOR)
     for share in (10, 20):
-        newer = adapters.add_version(
-            "support", "chat", SECOND, candidate_percent=share, actor=ACTOR, **owner
-        )
+        newer = own(SECOND, candidate_percent=share)
     assert (newer.id, newer.digest, newer.candidate) == (added.id, FIRST, SECOND)
     assert (newer.candidate_percent, newer.pinned) == (20, True)
     promoted = adapters.promote(added.id, actor=ACTOR)
     assert (promoted.digest, promoted.candidate, promoted.candidate_percent) == (SECOND, None, 0)
-    replaced = adapters.add_version(
-        "support", "chat", FIRST, replaces=True, actor=ACTOR, min_replicas=2, **owner
-    )
+    replaced = own(FIRST, replaces=True, min_replicas=2)
     assert (replaced.digest, replaced.min_replicas) == (FIRST, 2)
-    same = adapters.add_version("support", "chat", FIRST, project=project.id, actor=ACTOR)
+    same = add(FIRST, project=project.id)
     assert same.id != added.id
     assert same.organisation == organisation.id
-    assert adapters.list_adapters() == [replaced, same] == [*store.load_snapshot().adapters]
+    listed = adapters.list_adapters()
+    assert {each.id: each for each in listed} == {added.id: replaced, same.id: same}
+    assert [*store.load_snapshot().adapters] == listed
     adapters.remove(added.id, actor=ACTOR)
     assert store.load_snapshot().adapters == (same,)
     actions = [entry.action for entry in store.audit_log.list_entries(subject=added.id)]

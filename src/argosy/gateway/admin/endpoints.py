@@ -23,6 +23,7 @@ from argosy.gateway.series_queries import SeriesQueries
 from argosy.protocol import JSON_MEDIA_TYPE, TEXT_SCHEMA, ApiError, Operation
 from argosy.store import (
     Accounts,
+    Adapters,
     AuditLog,
     ChangeCheck,
     Ledger,
@@ -147,6 +148,11 @@ class AdminScope:
     def limits_and_prices(self) -> LimitsAndPrices:
         """The store's limits and prices."""
         return self._store.limits_and_prices.for_organisation(self.organisation_id, self.check)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The store's registry of adapters."""
+        return self._store.adapters.for_organisation(self.organisation_id, self.check)
 
     @property
     def ledger(self) -> Ledger:

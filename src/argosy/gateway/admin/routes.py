@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.admin import (
+    adapters,
     fleet,
     limits_and_prices,
     replicas,
@@ -25,6 +26,7 @@ from argosy.gateway.admin import (
 from argosy.gateway.admin.answer_encoding import send_answer
 from argosy.gateway.admin.endpoints import AdminEndpoint, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.auth import Authenticator
+from argosy.gateway.gateway_part import do_nothing
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.principal import Principal
 from argosy.http_server import DisconnectedError, HttpExchange, check_json_content_type
@@ -93,6 +95,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
     endpoints = [
         *tenants.endpoints,
         *limits_and_prices.endpoints,
+        *adapters.endpoints,
         *replicas.endpoints,
         *routing.endpoints,
         *fleet.endpoints,
@@ -179,16 +182,24 @@ class _EndpointCaller:
                 raise DisconnectedError
             response = await self._run_endpoint(endpoint, request)
             if is_change:
-                await run_in_daemon_thread(self._refresh_accounts)
+                apply_adapters = await run_in_daemon_thread(self._refresh_accounts)
+                apply_adapters()
                 self._on_accounts_changed()
         return response
 
-    def _refresh_accounts(self) -> None:
-        """Apply account changes to the authenticator before they are answered, so that a new key works at once."""
+    def _refresh_accounts(self) -> Callable[[], object]:
+        """Apply account changes to the authenticator before they are answered, so that a new key works at once.
+
+        Returns:
+            A function that applies changes of adapters. Call it on the event loop.
+        """
         store = self._admin_scope.store
         if store is not None:
             with contextlib.suppress(StoreError):  # the next periodic refresh applies it
-                self._authenticator.apply_snapshot(store.load_snapshot())
+                snapshot = store.load_snapshot()
+                self._authenticator.apply_snapshot(snapshot)
+                return self._admin_scope.replicas.models.prepare_adapters(snapshot)
+        return do_nothing
 
     async def _run_endpoint(self, endpoint: AdminEndpoint, request: AdminRequest) -> Any:  # noqa: ANN401 - the endpoint's response type
         admin_scope = self._admin_scope.for_principal(request.principal)

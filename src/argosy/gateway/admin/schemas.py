@@ -10,8 +10,11 @@ from msgspec import UNSET, Meta, UnsetType
 
 from argosy.gateway.principal import PrincipalFields
 from argosy.store import (
+    Adapter,
+    AdapterReplicas,
     AuditEntry,
     AuditVerification,
+    ContentDigest,
     Key,
     KeyInfo,
     Limit,
@@ -24,6 +27,7 @@ from argosy.store import (
     Organisation,
     OwnerKind,
     PageRequest,
+    Percent,
     Price,
     Project,
     QuotaFailureMode,
@@ -71,6 +75,10 @@ class PriceView(Price, frozen=True, kw_only=True, tag_field="object", tag="price
     """Token prices of a model from a time on."""
 
 
+class AdapterView(Adapter, frozen=True, kw_only=True, tag_field="object", tag="adapter"):
+    """An adapter of a base model under a name."""
+
+
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
     """An API key, without the plain key."""
 
@@ -82,8 +90,10 @@ class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="ke
     """Plain key, which only this response contains."""
 
 
-ListedRecord = Organisation | Project | User | Key | Limit | Price
-V = TypeVar("V", OrganisationView, ProjectView, UserView, KeyView, LimitView, PriceView)
+ListedRecord = Organisation | Project | User | Key | Limit | Price | Adapter
+V = TypeVar(
+    "V", OrganisationView, ProjectView, UserView, KeyView, LimitView, PriceView, AdapterView
+)
 
 
 class AuditEntryView(AuditEntry, frozen=True, kw_only=True, tag_field="object", tag="audit.entry"):
@@ -411,3 +421,52 @@ class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     output: TokenPrice
     since: Timestamp | None = None
     """Start time, by default now."""
+
+
+class NewAdapterVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version of an adapter to add. The first one answers at once, later ones are candidates."""
+
+    name: Name
+    """Model name of requests."""
+    base_model: Name
+    """Public name of the base model."""
+    digest: ContentDigest
+    """Digest of the adapter, as `argosy models pull` prints it."""
+    organisation: str | None = None
+    """Owner, by default the caller's organisation, or all callers for an operator of the whole gateway."""
+    project: str | None = None
+    """Project whose requests may name the adapter. By default all of the organisation's."""
+    candidate_percent: Percent = 0
+    """Share of the users whom a candidate answers."""
+    base_digest: ContentDigest | None = None
+    """Digest of the base model that it was made for. By default it is served on any version of the base model."""
+    pinned: bool | UnsetType = UNSET
+    min_replicas: AdapterReplicas | UnsetType = UNSET
+    replaces: bool = False
+    """Whether a later version answers at once."""
+
+
+class AdapterChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of an adapter to change. Omitted fields keep their values."""
+
+    candidate_percent: Percent | UnsetType = UNSET
+    pinned: bool | UnsetType = UNSET
+    min_replicas: AdapterReplicas | UnsetType = UNSET
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter to load, as for vLLM."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Meta(max_length=2000)]
+    """Digest of the adapter."""
+    load_inplace: bool = False
+    """Whether a new version replaces the one that answers."""
+    base_model_name: Name | None = None
+    """Public name of the base model, which may be left out if there is only one."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter to unload, as for vLLM."""
+
+    lora_name: Name

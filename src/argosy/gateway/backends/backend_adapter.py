@@ -189,5 +189,9 @@ class BackendAdapter:
     """Request fields that the server does not know or gives another meaning. The gateway drops them."""
     default_completion_tokens: int | None = None
     """`max_tokens` that the server assumes for a completion without one; None if it assumes no limit."""
+    adapter_load_path: bytes = b""
+    """Path of the call that loads an adapter by name and path; empty if the server has none."""
+    adapter_field: str = "model"
+    """Field of a request that names the adapter."""
     client_error_markers: tuple[str, ...] = ()
     """Parts of the messages of 500 responses that the request caused, so that it would fail on every replica."""

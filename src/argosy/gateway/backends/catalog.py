@@ -73,6 +73,7 @@ _ADAPTERS = (
         priority_sign=1,
         unsupported_fields=ARGOSY_FIELDS - {"session_id", "cache_salt"},
         default_completion_tokens=16,
+        adapter_load_path=b"/v1/load_lora_adapter",
     ),
     BackendAdapter(
         "sglang",
@@ -88,6 +89,8 @@ _ADAPTERS = (
         priority_sign=-1,
         unsupported_fields=ARGOSY_FIELDS - {"cache_salt"},
         default_completion_tokens=16,
+        adapter_load_path=b"/load_lora_adapter",
+        adapter_field="lora_path",
     ),
     BackendAdapter(
         "tensorrt-llm",

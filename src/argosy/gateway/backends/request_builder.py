@@ -71,6 +71,8 @@ class UpstreamTarget(msgspec.Struct, frozen=True, gc=False):
     """Name of the model at the server."""
     max_model_len: int = 0
     """Context length of the model in tokens; 0 if unknown."""
+    lora: str = ""
+    """Digest of the adapter (LoRA) that computes; empty for the model itself."""
     priority: int | None = None
     """The `priority` for the server's scheduler. None if it does not schedule by priority."""
 
@@ -315,6 +317,8 @@ def _build_raw_fields(
     if fields.has_generated_seed:
         del raw["seed"]  # only native replicas need it, and others are slower with a seed
     raw["model"] = Raw(_encode(target.model))
+    if target.lora:
+        raw[adapter.adapter_field] = Raw(_encode(target.lora))
     if target.priority is not None:
         raw["priority"] = Raw(b"%d" % target.priority)
     salt = derive_cache_salt(fields, adapter)

@@ -54,7 +54,7 @@ class UpstreamPlan(msgspec.Struct, frozen=True):
 def build_nonstreaming_body(fields: RequestFields, path: bytes, target: UpstreamTarget) -> bytes:
     """Build the body of the request to a server for a response that the client receives as a whole."""
     if target.adapter.is_native:
-        return build_native_body(fields, target.model)
+        return build_native_body(fields, target.lora or target.model)
     return build_body(fields, path, target, resumable=False)
 
 
@@ -81,7 +81,11 @@ class StreamContinuation:
                 return None
             is_resume = bool(self._delivered.token_id_pieces)
             can_resume = self._delivered.is_exact and self._path in adapter.token_id_paths
-            return None if is_resume and not can_resume else self._plan_native(target.model)
+            return (
+                None
+                if is_resume and not can_resume
+                else self._plan_native(target.lora or target.model)
+            )
         if self._is_passthrough_committed or self._delivered.token_id_pieces:
             return None
         self._max_output_tokens = max_output_tokens(self._fields, self._path, adapter)

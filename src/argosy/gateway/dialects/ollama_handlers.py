@@ -137,7 +137,7 @@ class OllamaHandlers:
         """`GET /api/tags`: the models."""
         descriptions = self._descriptions
         cards = self._models.list_models(principal).data
-        models = [_describe_model(card, descriptions.get(card.root)) for card in cards]
+        models = [_describe_model(card, descriptions.get(card.base_model)) for card in cards]
         await _send(exchange, {"models": models})
 
     async def running(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -146,13 +146,13 @@ class OllamaHandlers:
         descriptions = self._descriptions
         models = [
             {
-                **_describe_model(card, descriptions.get(card.root)),
+                **_describe_model(card, descriptions.get(card.base_model)),
                 "expires_at": _ALWAYS,
                 "size_vram": 0,
                 "context_length": card.max_model_len or 0,
             }
             for card in self._models.list_models(principal).data
-            if card.root in available
+            if card.base_model in available
         ]
         await _send(exchange, {"models": models})
 
@@ -161,7 +161,7 @@ class OllamaHandlers:
         body = await exchange.read_body()
         request = await exchange.parse_body(body, partial(parse_body, OllamaModelRequest))
         card = self._models.get_model(request.require_model(), principal)
-        description = self._descriptions.get(card.root)
+        description = self._descriptions.get(card.base_model)
         described = _describe_model(card, description)
         family = described["details"]["family"]
         info: dict[str, Any] = {
@@ -180,7 +180,7 @@ class OllamaHandlers:
             "capabilities": _list_capabilities(card.tasks),
         }
         is_available = any(
-            pool.model == card.root and pool.is_available() for pool in self._models.all_pools
+            pool.model == card.base_model and pool.is_available() for pool in self._models.all_pools
         )
         if description is None or not is_available:  # only Argosy's replicas have the template
             await _send(exchange, shown)

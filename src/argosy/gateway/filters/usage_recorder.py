@@ -79,7 +79,7 @@ def _begin_row(context: RequestContext) -> UsageRecord:
         project=principal.project,
         key=principal.key,
         user=principal.user,
-        model=context.pool.model,
+        model=context.model,
         asked=context.fields.model,
         route=context.route_name,
         started_at=context.started_at,

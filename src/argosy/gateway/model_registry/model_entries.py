@@ -22,6 +22,7 @@ from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.pool import AdminSettings, Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.rollout_messages import PublishedVersions
 from argosy.gateway.upstream import Upstream, create_client_ssl_context
+from argosy.model_store import ModelStoreError, open_model_store
 from argosy.policy import AdminState, Hedging
 from argosy.policy.placement import GivingWay
 from argosy.policy.traffic import PoolRoute, TrafficRoute
@@ -72,6 +73,7 @@ class ReplicaEntry:
             ),
             stream_usage=config.stream_usage,
             priority_scheduling=config.priority_scheduling,
+            adapter_root=config.adapter_root or _default_adapter_root(),
             kv_events=None
             if config.kv_events is None
             else config.kv_events.resolve_host(upstream.endpoint),
@@ -92,6 +94,14 @@ class ReplicaEntry:
     def replica_name(self, address: str) -> str:
         """Return the name of the replica at one address of the host name."""
         return f"{self.name}@{address}"
+
+
+def _default_adapter_root() -> str:
+    """Return the folder of this machine's model store; empty for a user without one."""
+    try:
+        return str(open_model_store().models)
+    except ModelStoreError:
+        return ""
 
 
 class ModelEntries(NamedTuple):

@@ -1,4 +1,4 @@
-"""Routing of a requested model name to a pool, through aliases and routes, and the list of models for clients."""
+"""Routing of a requested model name to a pool, through adapters, aliases and routes, and the list of models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import structlog
 
 from argosy.deployment import MAX_MODEL_NAME_LENGTH, RouteConfig
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
+from argosy.gateway.model_registry.adapter_index import AdapterIndex, select_version
 from argosy.gateway.model_routes import ModelRoute, compile_routes, find_subject
 from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
@@ -19,7 +20,7 @@ from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy.traffic import TrafficRoute, TrafficSubject, sticky_key
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
-from argosy.store import AccountSnapshot, Limit, Price, ReplicaSetting
+from argosy.store import AccountSnapshot, Adapter, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
 CANDIDATE = b"candidate"
@@ -51,6 +52,8 @@ class RouteTarget(NamedTuple):
     """Pool that a fallback model answers for."""
     has_fallbacks: bool = False
     """Whether another model may answer if this one cannot."""
+    adapter: Adapter | None = None
+    """Adapter that answers, with the selected version as its digest. None if the model itself answers."""
 
 
 class _Decision(NamedTuple):
@@ -72,6 +75,7 @@ class ModelRouter:
         self._logged_unknown_models: set[str] = set()
         """Unknown models in limits and prices, as last logged."""
         self._snapshot_read_at = -math.inf
+        self._adapters_read_at = -math.inf
         self._decisions = dict[tuple[str, str], _Decision]()
         """Decisions that the last applied snapshot may lack, by model and replica."""
         self.replace_models(pools_by_name, routes)
@@ -92,6 +96,7 @@ class ModelRouter:
         """Pools of the stable versions."""
         self._configured = pools_by_name, routes
         self._routes = self._build_routes(AccountSnapshot())
+        self._adapters, self._adapters_read_at = AdapterIndex(), -math.inf
 
     @property
     def all_pools(self) -> list[Pool]:
@@ -112,7 +117,9 @@ class ModelRouter:
             route.name: route.unknown_tenants for route in routes if route.unknown_tenants
         }
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
-        unknown_models = {term.model for term in terms if term.model} - self._pools_by_name.keys()
+        apply_adapters = self.prepare_adapters(snapshot)
+        known_models = self._pools_by_name.keys() | {each.name for each in snapshot.adapters}
+        unknown_models = {term.model for term in terms if term.model} - known_models
         replica_settings: dict[str, dict[str, ReplicaSetting]] = {}
         for setting in snapshot.replica_settings:
             replica_settings.setdefault(setting.model, {})[setting.replica] = setting
@@ -132,6 +139,7 @@ class ModelRouter:
                 unknown_tenants,
                 unknown_models,
             )
+            apply_adapters()
             self._snapshot_read_at = snapshot.read_at
             self._decisions = {
                 key: decision
@@ -143,6 +151,16 @@ class ModelRouter:
             for pool in self.all_pools:
                 settings = replica_settings.get(pool.model, {})
                 pool.apply_settings(settings, time.monotonic(), time.time())
+
+        return apply
+
+    def prepare_adapters(self, snapshot: AccountSnapshot) -> Callable[[], None]:
+        """Index the adapters of a snapshot, and return a function that applies them in order. Thread-safe."""
+        adapters = AdapterIndex(snapshot.adapters)
+
+        def apply() -> None:
+            if snapshot.read_at >= self._adapters_read_at:
+                self._adapters, self._adapters_read_at = adapters, snapshot.read_at
 
         return apply
 
@@ -211,6 +229,9 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist. 403 if the principal may not use it.
         """
+        adapter = self._find_adapter(name, principal)
+        if adapter is not None:
+            return self._target_adapter(adapter, principal, headers, fields, request_id)
         alias = self._match_alias(name)
         requested_target = self._targets.get(alias)
         check_model_access(
@@ -236,6 +257,40 @@ class ModelRouter:
             return target
         prefers_candidate = _prefers_candidate(principal, headers)
         return _assign_version(target, versions, subject, prefers_candidate=prefers_candidate)
+
+    def has_model(self, name: str) -> bool:
+        """Whether a model or an alias has exactly this name, so that no adapter can."""
+        return name in self._pools_by_name
+
+    def _find_adapter(self, name: str, principal: Principal) -> Adapter | None:
+        """Return the adapter of a name that no model has; None if the caller knows none."""
+        return None if name in self._pools_by_name else self._adapters.find(name, principal)
+
+    def _target_adapter(
+        self,
+        adapter: Adapter,
+        principal: Principal,
+        headers: Mapping[bytes, bytes],
+        fields: RequestFields | None,
+        request_id: str,
+    ) -> RouteTarget:
+        """Return the pool of the base model. Routes, weights and fallbacks would let a model answer without it.
+
+        Raises:
+            ApiError: 403 if the principal may not use the adapter. 404 if there is no such base model.
+        """
+        check_model_access(principal, adapter.name)
+        pool = self._pools_by_name.get(adapter.base_model)
+        if pool is None:
+            raise _model_not_found(adapter.name)
+        version, reason = adapter, ""
+        if adapter.candidate is not None:
+            subject = find_subject(principal, headers, fields, request_id)
+            prefers_candidate = _prefers_candidate(principal, headers)
+            version = select_version(adapter, subject, prefers_candidate=prefers_candidate)
+            is_candidate = version is not adapter
+            reason = f"adapter {version.digest}: {'candidate' if is_candidate else 'stable'}"
+        return RouteTarget(pool, reason=reason, adapter=version)
 
     def _divide_traffic(
         self,
@@ -315,6 +370,9 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist or the principal may not use it.
         """
+        adapter = self._find_adapter(name, principal)
+        if adapter is not None and (card := self._adapter_card(adapter, principal)) is not None:
+            return card
         alias = self._match_alias(name)
         pool = self._pools_by_name.get(alias)
         if pool is None or not can_use_model(principal, alias, pool.model):
@@ -328,6 +386,10 @@ class ModelRouter:
             for name, pool in self._pools_by_name.items()
             if WILDCARD not in name and can_use_model(principal, name, pool.model)
         ]
+        for adapter in self._adapters.list(principal):
+            card = self._adapter_card(adapter, principal)
+            if card is not None and adapter.name not in self._pools_by_name:
+                cards.append(card)
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
 
@@ -346,6 +408,16 @@ class ModelRouter:
             max_model_len=pool.max_model_len,
             tasks=None if tasks is None else sorted(tasks),
             digest=pool.model_digest,
+        )
+
+    def _adapter_card(self, adapter: Adapter, principal: Principal) -> ModelCard | None:
+        """Return the description of an adapter; None if the principal may not use it or its base model is gone."""
+        pool = self._pools_by_name.get(adapter.base_model)
+        if pool is None or not can_use_model(principal, adapter.name):
+            return None
+        card = self._model_card(adapter.name, pool)
+        return msgspec.structs.replace(
+            card, root=adapter.digest, parent=pool.model, digest=adapter.digest
         )
 
     def _build_routes(self, snapshot: AccountSnapshot) -> tuple[ModelRoute, ...]:

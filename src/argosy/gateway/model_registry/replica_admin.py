@@ -37,7 +37,8 @@ class ReplicaAdmin:
     """
 
     def __init__(self, router: ModelRouter, store: Store | None) -> None:
-        self._router = router
+        self.models = router
+        """The models with their pools."""
         self._store = store
 
     @property
@@ -51,9 +52,9 @@ class ReplicaAdmin:
         Raises:
             NotFoundError: No pool has this model.
         """
-        pools = [pool for pool in self._router.all_pools if model in {None, pool.model}]
+        pools = [pool for pool in self.models.all_pools if model in {None, pool.model}]
         if model is not None and not pools:
-            names = ", ".join(pool.model for pool in self._router.pools)
+            names = ", ".join(pool.model for pool in self.models.pools)
             raise NotFoundError(f"There is no model {model[:200]!r}. Use one of: {names}.")
         return pools
 
@@ -79,7 +80,7 @@ class ReplicaAdmin:
             )
         for pool, replica in changed:
             decision = await self._store_change(pool.model, replica, change, actor)
-            self._router.apply_decision(*decision)
+            self.models.apply_decision(*decision)
             log.info(
                 "replica_setting_changed",
                 model=pool.model,

@@ -34,21 +34,24 @@ def build_placement_request(
     request_id: str,
     fields: RequestFields,
     principal: Principal,
-    model: str,
+    content: str,
     *,
     tier: int,
     deadline: float,
     start_wait_s: float,
     unsuitable: set[str],
 ) -> PlacementRequest:
-    """Build the placement request of a request to a model."""
+    """Build the placement request of a request to a model.
+
+    `content` names what computes the prompt: the model, or the digest of an adapter.
+    """
     return PlacementRequest(
         request_id,
         fields.estimated_prompt_tokens,
         tenant=principal.tenant,
         tier=tier,
         weight=principal.weight,
-        compute_block_keys=partial(compute_block_keys, fields, principal.cache_domain, model)
+        compute_block_keys=partial(compute_block_keys, fields, principal.cache_domain, content)
         if fields.generates and fields.prompt_bytes >= BLOCK_BYTES
         else list,
         compute_digest=partial(compute_prompt_digest, fields, principal.tenant),
@@ -67,9 +70,9 @@ def build_placement_request(
     )
 
 
-def compute_block_keys(fields: RequestFields, cache_domain: str, model: str) -> list[bytes]:
+def compute_block_keys(fields: RequestFields, cache_domain: str, content: str) -> list[bytes]:
     """Return the keys of the prompt's blocks, by which replicas that have computed them are found."""
-    salt = _prefix_salt(cache_domain, model, fields.raw)
+    salt = _prefix_salt(cache_domain, content, fields.raw)
     return compute_prefix_keys(salt, fields.raw_prompt[:MAX_AFFINITY_BYTES], BLOCK_BYTES)
 
 
@@ -82,9 +85,9 @@ def compute_prompt_digest(fields: RequestFields, tenant: str) -> bytes:
     return digest.digest()
 
 
-def _prefix_salt(cache_domain: str, model: str, raw: Mapping[str, Raw]) -> bytes:
+def _prefix_salt(cache_domain: str, content: str, raw: Mapping[str, Raw]) -> bytes:
     """Return a salt that differs if equal prompts have different tokens or must not share cache entries."""
-    salt = f"{cache_domain}\0{model}".encode()
+    salt = f"{cache_domain}\0{content}".encode()
     for name in sorted(PREFIX_KEY_FIELDS.intersection(raw)):
         salt += b"\0%b\0%b" % (name.encode(), raw[name])
     return salt

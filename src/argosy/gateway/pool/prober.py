@@ -85,6 +85,8 @@ class Prober:
             self.first_probe_done.set()
         if was_ejected and not replica.health.is_ejected:
             replica.reset_speed()
+        if replica.health.is_down:
+            replica.adapter_loads.clear()  # a restarted server has none
         replica.expire_speed(time.monotonic())
         replica.on_capacity_change()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
@@ -12,6 +13,7 @@ import structlog
 from argosy.deployment import BackendKind, KvEventAddress, ResumeMode
 from argosy.gateway.backends import BackendAdapter, LoadReport, get_adapter
 from argosy.gateway.upstream import Upstream
+from argosy.model_store import DIGEST_PREFIX
 from argosy.policy import (
     BLOCK_TOKENS,
     AdminState,
@@ -92,6 +94,8 @@ class ReplicaEndpoint(PlacementReplica):
     """Whether the replica schedules by the `priority` of requests."""
     kv_events: KvEventAddress | None = None
     """Configured address of its KV events; None if the replica reports the address, or publishes none."""
+    adapter_root: str = ""
+    """Folder of the server's machine with adapters, by the digits of their digests; empty if unknown."""
     initial_admin: AdminSettings = DEFAULT_ADMIN
     """State and weight in the settings file."""
     admin: AdminSettings = field(init=False)
@@ -106,6 +110,8 @@ class ReplicaEndpoint(PlacementReplica):
     """Tasks of the model, like `generate` or `embed`; None if the replica does not report them."""
     report: LoadResponse | None = None
     """Latest load report of a native replica."""
+    adapter_loads: dict[str, asyncio.Task[str]] = field(default_factory=dict, init=False)
+    """Load calls for adapters at a server of another engine, by digest. They return why they failed."""
     gateway_header: tuple[bytes, bytes] = field(default_factory=_new_gateway_header, init=False)
     """Header by which a native replica distinguishes the requests of this gateway's pool from all others."""
 
@@ -128,6 +134,16 @@ class ReplicaEndpoint(PlacementReplica):
     def may_be_native(self) -> bool:
         """Whether the server is an Argosy replica, or of a kind that is not detected yet."""
         return self.kind in {"argosy", "auto"}
+
+    @property
+    def may_load_adapters(self) -> bool:
+        """Whether the server loads adapters (LoRA), or may turn out to."""
+        has_call = bool(self.adapter.adapter_load_path and self.adapter_root)
+        return self.may_be_native or has_call
+
+    def adapter_path(self, digest: str) -> str:
+        """Return the folder of an adapter on the server's machine."""
+        return f"{self.adapter_root}/{digest.removeprefix(DIGEST_PREFIX)}"
 
     @property
     def adapter(self) -> BackendAdapter:

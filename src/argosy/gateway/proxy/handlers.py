@@ -19,6 +19,7 @@ from argosy.gateway.http_route import find_deployment
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
+from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
     check_prompt,
@@ -281,6 +282,8 @@ class CompletionHandlers:
         if target.route_name:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         unsupporting = _check_pool(pool, fields, api)
+        if target.adapter is not None:
+            unsupporting |= find_replicas_without_adapters(pool)
         now = self._clock()
         return RequestContext(
             exchange,
@@ -294,6 +297,7 @@ class CompletionHandlers:
             route_reason=target.reason,
             has_fallbacks=target.has_fallbacks,
             assigned_version=target.version,
+            adapter=target.adapter,
             deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
             start_wait_s=find_start_wait_s(
                 exchange.headers, self._config.cold_start, is_stream=fields.stream

@@ -48,6 +48,11 @@ def build_refusal_error(
             )
             message = f"The response is too large: {detail}. {remedy}."
             return ApiError(413, REQUEST_TOO_LARGE, message)
+        case RefusalReason.INTERRUPTED | RefusalReason.NO_REPLICA if context.is_adapter_missing:
+            message = f"No replica could load the adapter {context.model!r}. Its operator finds the reason in the logs."
+            return ApiError(
+                502, "adapter_load_failed", message, retry_after_s=NO_REPLICA_RETRY_AFTER_S
+            )
         case RefusalReason.INTERRUPTED:
             reason = (
                 "no other replica with the same arithmetic can resume it"

@@ -20,6 +20,12 @@ from argosy.gateway.backends import (
     build_nonstreaming_body,
 )
 from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.gateway.proxy.adapter_loading import (
+    AdapterLoad,
+    AdapterUnavailableError,
+    check_adapter,
+    load_adapter,
+)
 from argosy.gateway.proxy.constraint_check import check_queued_parameters
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import build_refusal_error
@@ -306,6 +312,8 @@ class RequestProxy:
             context.delivered.arithmetic_id
         ):
             raise UnsuitableReplicaError
+        adapter = context.adapter
+        load = None if adapter is None else await load_adapter(replica, adapter.digest)
         uses_stream, target = self._request.uses_stream(replica), self._target(replica)
         plan = self._continuation.plan_upstream(target) if uses_stream else None
         if uses_stream and plan is None:
@@ -330,6 +338,7 @@ class RequestProxy:
             if status == HTTP_CREATED:
                 status = 200
             if plan is not None and status == 200:
+                self._check_adapter(call, load, status)
                 if is_fastest:
                     self._on_opened(call, plan)
                 return plan
@@ -338,11 +347,22 @@ class RequestProxy:
             if status == ARITHMETIC_MISMATCH_STATUS and context.delivered.arithmetic_id:
                 raise UnsuitableReplicaError
             content = await call.read_body()
+            self._check_adapter(call, load, status, content)
         finally:
             deadlines.remove(call)
         return check_buffered_response(
             status, content, call.content_type, target.adapter, has_started=self._has_started
         )
+
+    def _check_adapter(
+        self, call: UpstreamCall, load: AdapterLoad | None, status: int, content: bytes = b""
+    ) -> None:
+        """Check that a response is that of the request's adapter, if it has one. Raises as `check_adapter`."""
+        adapter = self._context.adapter
+        if adapter is not None:
+            may_reload = not self._request.failed_attempts
+            found = (status, call.headers, content)
+            check_adapter(call.replica, adapter.digest, load, *found, may_reload=may_reload)
 
     def _on_opened(self, call: UpstreamCall, start: ResponseStart) -> None:
         """Report that the response of this attempt is used."""
@@ -411,7 +431,10 @@ class RequestProxy:
         """Describe a replica for the body of its request. All attempts of the request have the same priority."""
         adapter = replica.adapter
         priority = self._context.compute_priority(adapter) if adapter.priority_sign else None
-        return UpstreamTarget(adapter, replica.upstream_model, replica.max_model_len or 0, priority)
+        lora = "" if self._context.adapter is None else self._context.adapter.digest
+        return UpstreamTarget(
+            adapter, replica.upstream_model, replica.max_model_len or 0, lora, priority
+        )
 
     @property
     def _has_started(self) -> bool:
@@ -447,6 +470,8 @@ class RequestProxy:
             call.cancel()
             return True
         if isinstance(error, UnsuitableReplicaError):
+            if isinstance(error, AdapterUnavailableError):
+                context.is_adapter_missing = True
             self._report_end(call, error)
             return False
         relay.detach()

@@ -16,6 +16,7 @@ from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.model_routes import SESSION_HEADER
 from argosy.gateway.pool import Pool, build_placement_request
 from argosy.gateway.principal import TIERS, Principal
+from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
 from argosy.gateway.proxy.constraint_check import (
     check_prompt,
     check_task,
@@ -184,13 +185,15 @@ class RoutingPreviewer:
             check_task(target.pool, fields.model, api)
             check_prompt(target.pool, fields)
             unsuitable = find_unsupporting_replicas(target.pool, fields, api.path)
+            if target.adapter is not None:
+                unsuitable |= find_replicas_without_adapters(target.pool)
         except ApiError as error:
             return _refuse(preview, error)
         request = build_placement_request(
             "preview",
             fields,
             principal,
-            target.pool.model,
+            target.pool.model if target.adapter is None else target.adapter.digest,
             tier=tier,
             deadline=math.inf,
             start_wait_s=find_start_wait_s(headers, self._cold_start, is_stream=fields.stream),

@@ -59,7 +59,7 @@ class UpstreamRefusedError(Exception):
         self.status = status
         self.upstream_message = upstream_message
         """The replica's error message, for operators. It may be about the fleet's account at a hosted API."""
-        self.outcome = classify_status(status)
+        self.outcome: AttemptOutcome | None = classify_status(status)
 
 
 class UnsuitableReplicaError(Exception):
@@ -137,7 +137,7 @@ class UpstreamCall(UpstreamResponse):
                     delivered.cached_tokens,
                     unpack_block_names(a2b_base64(delivered.prompt_blocks)),
                 )
-        elif delivered.prompt_token_ids is not None and keys:
+        elif delivered.prompt_token_ids is not None and keys and context.adapter is None:
             salt = derive_cache_salt(fields, self.replica.adapter)
             cache_report = PromptTokensReport(keys, prompt_blocks, salt, delivered.prompt_token_ids)
         attempt.record_first_token(

@@ -22,6 +22,7 @@ from argosy.policy.traffic.sticky_hash import (
     TrafficSubject,
     UserTraffic,
     choose_salt,
+    choose_weighted,
     hash_point,
     heavy_tenants,
     sticky_key,

@@ -1,0 +1,236 @@
+"""`argosy adapters`: the registry of adapters (LoRA) that a fleet serves under names of organisations and projects."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from argosy.cli.account_lookup import (
+    OrganisationFilterOption,
+    ProjectName,
+    StoreUrl,
+    account_names,
+    audit_actor,
+    find_id,
+    find_organisation,
+    find_project,
+    given_changes,
+    open_existing_store,
+    open_or_create_store,
+)
+from argosy.cli.output import JsonOutput, print_records, shorten_digests
+
+if TYPE_CHECKING:
+    from argosy.store import Adapter, Store
+
+app = typer.Typer(help="Adapters (LoRA) of base models.", no_args_is_help=True)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+AdapterArgument = Annotated[str, typer.Argument(metavar="ADAPTER", help="Name or id.")]
+PinnedOption = Annotated[
+    bool | None, typer.Option("--pinned/--not-pinned", help="Whether all replicas keep it loaded.")
+]
+MinReplicasOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=1000, help="Number of replicas that keep it loaded, also without requests."
+    ),
+]
+ShareOption = Annotated[
+    int | None,
+    typer.Option(
+        "--share", min=0, max=100, help="Percent of the users whom the candidate answers."
+    ),
+]
+
+
+@app.command("list")
+def list_adapters(
+    *,
+    organisation: OrganisationFilterOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """List the adapters of the registry. Those of the fleet file are in `/v1/models`."""
+    with open_existing_store(store) as opened_store:
+        owner = find_id(find_organisation, opened_store, organisation)
+        found = opened_store.adapters.list_adapters(owner)
+        names = account_names(opened_store)
+    if json:
+        _print_json(found)
+        return
+    print_records(
+        found,
+        ("Adapter", "Base model", "Owner", "Version", "Candidate", "Share", "Keep", "Id"),
+        lambda adapter: (
+            adapter.name,
+            adapter.base_model,
+            _format_owner(adapter, names),
+            shorten_digests(adapter.digest),
+            shorten_digests(adapter.candidate or ""),
+            f"{adapter.candidate_percent} %" if adapter.candidate else "",
+            "all" if adapter.pinned else adapter.min_replicas or "",
+            adapter.id,
+        ),
+        "There are no adapters. Add one with `argosy adapters add`.",
+        json=False,
+    )
+
+
+@app.command()
+def show(
+    adapter: AdapterArgument,
+    *,
+    organisation: OrganisationFilterOption = None,
+    store: StoreUrl = None,
+) -> None:
+    """Print an adapter as JSON."""
+    with open_existing_store(store) as opened_store:
+        _print_json(_find_adapter(opened_store, adapter, organisation))
+
+
+@app.command()
+def add(
+    name: Annotated[str, typer.Argument(help="Model name of requests.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Digest (sha256:...), stored version (NAME or NAME:STAGE of `argosy models list`), or directory."
+        ),
+    ],
+    *,
+    base: Annotated[str, typer.Option(help="Public name of the base model.")],
+    organisation: OrganisationFilterOption = None,
+    project: ProjectName = None,
+    base_digest: Annotated[
+        str | None,
+        typer.Option(
+            help="Digest of the base model that it was made for. Default: any version of the base model."
+        ),
+    ] = None,
+    share: ShareOption = None,
+    pinned: PinnedOption = None,
+    min_replicas: MinReplicasOption = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Let a new version of a known adapter answer at once.")
+    ] = False,
+    store: StoreUrl = None,
+) -> None:
+    """Add an adapter, which answers at once, or a candidate version of one that is known.
+
+    It is served to an organisation or a project, and without either to all callers. A directory is first copied into
+    the model store of this machine, where its replicas find it.
+    """
+    options: dict[str, Any] = {"pinned": pinned, "min_replicas": min_replicas}
+    with open_or_create_store(store) as opened_store:
+        digest = _find_digest(source, name)
+        added = opened_store.adapters.add_version(
+            name,
+            base,
+            digest,
+            organisation=find_id(find_organisation, opened_store, organisation),
+            project=find_id(find_project, opened_store, project),
+            candidate_percent=share or 0,
+            base_digest=base_digest,
+            replaces=replace,
+            actor=audit_actor(),
+            **{option: value for option, value in options.items() if value is not None},
+        )
+    if added.candidate is None:
+        typer.echo(f"{added.name} is {added.digest} ({added.id}).")
+    else:
+        typer.echo(
+            f"{added.candidate} is the candidate of {added.name}, for {added.candidate_percent} % of the users. "
+            f"`argosy adapters promote {added.name}` lets it answer all."
+        )
+
+
+@app.command()
+def promote(
+    adapter: AdapterArgument,
+    *,
+    organisation: OrganisationFilterOption = None,
+    store: StoreUrl = None,
+) -> None:
+    """Let the candidate version of an adapter answer all requests."""
+    with open_existing_store(store) as opened_store:
+        found = _find_adapter(opened_store, adapter, organisation)
+        promoted = opened_store.adapters.promote(found.id, actor=audit_actor())
+    typer.echo(f"{promoted.name} is {promoted.digest}.")
+
+
+@app.command()
+def pin(
+    adapter: AdapterArgument,
+    *,
+    pinned: PinnedOption = None,
+    min_replicas: MinReplicasOption = None,
+    share: ShareOption = None,
+    organisation: OrganisationFilterOption = None,
+    store: StoreUrl = None,
+) -> None:
+    """Keep an adapter loaded at all replicas, or at some (`--min-replicas`). `--share` moves users to the candidate."""
+    if pinned is None and min_replicas is None and share is None:
+        pinned = True
+    with open_existing_store(store) as opened_store:
+        changes = given_changes(pinned=pinned, min_replicas=min_replicas, candidate_percent=share)
+        found = _find_adapter(opened_store, adapter, organisation)
+        opened_store.adapters.change_adapter(found.id, **changes, actor=audit_actor())
+    typer.echo(f"{found.name} is changed.")
+
+
+@app.command()
+def remove(
+    adapter: AdapterArgument,
+    *,
+    organisation: OrganisationFilterOption = None,
+    store: StoreUrl = None,
+) -> None:
+    """Remove an adapter. Running requests end as they began."""
+    with open_existing_store(store) as opened_store:
+        found = _find_adapter(opened_store, adapter, organisation)
+        opened_store.adapters.remove(found.id, actor=audit_actor())
+    typer.echo(f"{found.name} is removed.")
+
+
+def _find_digest(source: str, name: str) -> str:
+    """Return the digest of a version, and store a directory's files. Raises ValueError if there is none."""
+    from argosy.model_store import open_model_store, pull_model
+
+    if _DIGEST.fullmatch(source):
+        return source
+    store = open_model_store()
+    if Path(source).expanduser().is_dir():
+        return pull_model(store, source, name=name).digest
+    return store.find(source).digest
+
+
+def _find_adapter(store: Store, reference: str, organisation: str | None) -> Adapter:
+    """Return the adapter with this id, or the only one with this name. Raises ValueError otherwise."""
+    owner = find_id(find_organisation, store, organisation)
+    adapters = store.adapters.list_adapters(owner)
+    found = [each for each in adapters if each.id == reference] or [
+        each for each in adapters if each.name == reference
+    ]
+    if len(found) == 1:
+        return found[0]
+    problem = "there is more than one" if found else "there is no"
+    raise ValueError(
+        f"{problem} adapter {reference!r}; see `argosy adapters list` for ids, or give --organisation"
+    )
+
+
+def _format_owner(adapter: Adapter, names: dict[str, str]) -> str:
+    if adapter.organisation is None:
+        return "all"
+    owners = [adapter.organisation, adapter.project]
+    return "/".join(names[owner] for owner in owners if owner is not None)
+
+
+def _print_json(value: object) -> None:
+    """Print JSON. Unlike keys of clients, adapters show their digests."""
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value)).decode())

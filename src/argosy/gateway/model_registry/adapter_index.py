@@ -1,0 +1,76 @@
+"""Adapters by the name under which a caller knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from argosy.gateway.principal import Principal
+from argosy.policy.traffic import TrafficSubject, choose_weighted, sticky_key
+from argosy.store import Adapter
+
+
+class _Scope(NamedTuple):
+    """Organisation and project whose requests may name an adapter. None stands for any."""
+
+    organisation: str | None
+    project: str | None
+
+
+class AdapterIndex:
+    """Finds the adapter that a model name means in the organisation and project of a caller. Immutable.
+
+    A name of the project hides one of its organisation, which hides one of the whole gateway. Adapters of others are
+    not found, as if they did not exist.
+    """
+
+    def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
+        self._adapters: dict[_Scope, dict[str, Adapter]] = {}
+        for adapter in adapters:
+            scope = _Scope(adapter.organisation, adapter.project)
+            self._adapters.setdefault(scope, {})[adapter.name] = adapter
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all adapters."""
+        return {name for adapters in self._adapters.values() for name in adapters}
+
+    def find(self, name: str, principal: Principal) -> Adapter | None:
+        """Return the adapter that a caller means by a name, or None."""
+        if not self._adapters:
+            return None
+        found = (self._adapters.get(scope, {}).get(name) for scope in _list_scopes(principal))
+        return next((adapter for adapter in found if adapter is not None), None)
+
+    def list(self, principal: Principal) -> list[Adapter]:
+        """Return the adapters that a caller may name, sorted by name."""
+        known: dict[str, Adapter] = {}
+        for scope in _list_scopes(principal):
+            known = self._adapters.get(scope, {}) | known
+        return [adapter for _, adapter in sorted(known.items())]
+
+
+def select_version(
+    adapter: Adapter, subject: TrafficSubject, *, prefers_candidate: bool = False
+) -> Adapter:
+    """Return the adapter with the version that answers a sender as its `digest`.
+
+    A user or session stays at the candidate while its share grows.
+    """
+    candidate = adapter.candidate
+    if candidate is None:
+        return adapter
+    shares = [(candidate, adapter.candidate_percent / 100)]
+    if prefers_candidate or choose_weighted(adapter.id, sticky_key(subject, ()), shares):
+        return msgspec.structs.replace(adapter, digest=candidate)
+    return adapter
+
+
+def _list_scopes(principal: Principal) -> Iterator[_Scope]:
+    if principal.organisation:
+        if principal.project:
+            yield _Scope(principal.organisation, principal.project)
+        yield _Scope(principal.organisation, None)
+    yield _Scope(None, None)

@@ -1,0 +1,168 @@
+"""Adapters behind a gateway: names of tenants, load calls of other engines (their servers are doubles), the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx2
+import pytest
+from tests.support.fake_upstream import UpstreamRequest
+from tests.support.organisations import AdminGateway, Json, run_admin_gateway, unique_name
+from tests.support.waiting import until
+
+FIRST, SECOND, THIRD = (f"sha256:{digit * 64}" for digit in "123")
+BODY: Json = {"model": "support", "prompt": "Say", "max_tokens": 2}
+ADAPTER_ROOT = "/adapters"
+
+
+async def name_adapter(request: UpstreamRequest) -> None:
+    """Answer with the name of the adapter."""
+    model = request.body.get("lora_path") or request.body["model"]
+    choice = {"index": 0, "text": model, "finish_reason": "length"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    request.send_json(200, {"choices": [choice], "usage": usage})
+
+
+class AdapterGateway:
+    """Gateway before servers of one kind that load adapters, with two tenants."""
+
+    def __init__(self, gateway: AdminGateway) -> None:
+        self.admin = gateway
+        self.client = gateway.client
+        for upstream in gateway.upstreams:
+            upstream.adapters = {}
+
+    async def add_tenant(self, models: Sequence[str] = ()) -> tuple[str, Json, Json]:
+        """Return the id of a new organisation, and headers of a user and of an operator of it."""
+        accounts = self.admin.store.accounts
+        organisation = self.admin.create_organisation("tenant")
+        project = accounts.create_project(organisation, "web", actor="test").id
+        keys = [
+            await self.admin.create(
+                "/admin/keys",
+                {"project": project, "name": unique_name(), "role": role, "models": names},
+            )
+            for role, names in (("user", models), ("operator", ()))
+        ]
+        user, operator = ({"authorization": f"Bearer {each['key']}"} for each in keys)
+        return organisation, user, operator
+
+    async def load(self, headers: Json, digest: str, fields: Json | None = None) -> httpx2.Response:
+        body = {"lora_name": "support", "lora_path": digest} | (fields or {})
+        return await self.client.post("/v1/load_lora_adapter", json=body, headers=headers)
+
+    async def ask(self, headers: Json, model: str = "support") -> httpx2.Response:
+        body, named = BODY | {"model": model}, headers | {"x-request-id": "one"}
+        return await self.client.post("/v1/completions", json=body, headers=named)
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+async def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdapterGateway]:
+    settings = {"kind": request.param, "adapter_root": ADAPTER_ROOT}
+    async with run_admin_gateway(
+        tmp_path, script=name_adapter, replica_settings=settings, replica_names=["a"]
+    ) as running:
+        yield AdapterGateway(running)
+
+
+async def test_a_name_means_the_adapter_of_the_callers_tenant(gateway: AdapterGateway) -> None:
+    upstream = gateway.admin.upstreams[0]
+    _, first, first_operator = await gateway.add_tenant()
+    second_id, second, second_operator = await gateway.add_tenant()
+    _, foreign, _ = await gateway.add_tenant()
+    assert (await gateway.load(first, FIRST)).status_code == 403
+    loaded = await gateway.load(first_operator, FIRST)
+    assert loaded.text == "Success: LoRA adapter 'support' added successfully."
+    assert (await gateway.load(second_operator, SECOND)).status_code == 200
+    for headers, digest in ((first, FIRST), (second, SECOND), (first, FIRST)):
+        answer = await gateway.ask(headers)
+        assert answer.json()["choices"][0]["text"] == digest, answer.text
+    digits = FIRST.removeprefix("sha256:")
+    assert upstream.adapters is not None
+    assert upstream.adapters[FIRST] == f"{ADAPTER_ROOT}/{digits}"
+    assert upstream.adapter_loads == 2
+    known, unknown = await gateway.ask(foreign), await gateway.ask(foreign, "nothing")
+    assert known.status_code == 404
+    assert known.json()["error"].items() >= {"code": "model_not_found", "param": "model"}.items()
+    assert known.content.replace(b"support", b"nothing") == unknown.content
+    for path in ("/v1/models/support", f"/v1/models/{FIRST}"):
+        assert (await gateway.client.get(path, headers=foreign)).status_code == 404
+    assert (await gateway.ask(first, FIRST)).status_code == 404
+    models = (await gateway.client.get("/v1/models", headers=second)).json()["data"]
+    cards = {card["id"]: (card["root"], card["parent"]) for card in models}
+    assert cards == {"big": ("big", None), "support": (SECOND, "big")}
+
+    def rows() -> list[tuple[str, str]]:
+        found = itertools.chain(*gateway.admin.store.ledger.iter_records())
+        return [(row.model, row.digest) for row in found if row.organisation == second_id]
+
+    await until(lambda: rows() == [("support", SECOND)])
+
+
+async def test_a_restarted_server_is_sent_the_load_call_again(gateway: AdapterGateway) -> None:
+    _, user, operator = await gateway.add_tenant()
+    await gateway.load(operator, FIRST)
+    upstream = gateway.admin.upstreams[0]
+
+    async def refuse_unknown(request: UpstreamRequest) -> None:
+        known = request.body.get("lora_path") or request.body["model"]
+        if known in (upstream.adapters or {}):
+            await name_adapter(request)
+        else:
+            request.send_json(404, {"error": {"message": "The model does not exist."}})
+
+    upstream.script = refuse_unknown
+    for loads in (1, 2):
+        answers = await asyncio.gather(*(gateway.ask(user) for _ in range(4)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert upstream.adapter_loads == loads
+        assert upstream.adapters is not None
+        upstream.adapters.clear()
+    upstream.adapters = None  # refuses load calls
+    answer = await gateway.ask(user)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "adapter_load_failed")
+    upstream.script = name_adapter
+    base = await gateway.ask(user, "big")
+    assert base.json()["choices"][0]["text"] == "rough"
+
+
+async def test_versions_change_and_end_as_their_operator_decides(gateway: AdapterGateway) -> None:
+    organisation, user, operator = await gateway.add_tenant()
+    await gateway.load(operator, FIRST)
+    refused = [
+        await gateway.load(operator, SECOND),
+        await gateway.load(operator, "/etc/adapter"),
+        await gateway.load(operator, FIRST, {"base_model_name": "nothing"}),
+        await gateway.load(operator, FIRST, {"lora_name": "big"}),
+    ]
+    assert [answer.status_code for answer in refused] == [400, 400, 404, 409]
+    assert (await gateway.load(operator, SECOND, {"load_inplace": True})).status_code == 200
+    assert (await gateway.ask(user)).json()["choices"][0]["text"] == SECOND
+    body = {"name": "support", "base_model": "big", "digest": THIRD, "candidate_percent": 100}
+    added = await gateway.client.post("/admin/adapters", json=body, headers=operator)
+    assert added.json().items() >= {"digest": SECOND, "candidate": THIRD}.items()
+    assert (await gateway.ask(user)).json()["choices"][0]["text"] == THIRD
+    change = {"candidate_percent": 0}
+    adapter = added.json()["id"]
+    await gateway.client.patch(f"/admin/adapters/{adapter}", json=change, headers=operator)
+    assert (await gateway.ask(user)).json()["choices"][0]["text"] == SECOND
+    await gateway.client.post(f"/admin/adapters/{adapter}/promote", headers=operator)
+    assert (await gateway.ask(user)).json()["choices"][0]["text"] == THIRD
+    unload = {"lora_name": "support"}
+    ended = [
+        await gateway.client.post("/v1/unload_lora_adapter", json=unload, headers=operator)
+        for _ in range(2)
+    ]
+    assert [answer.status_code for answer in ended] == [200, 404]
+    assert (await gateway.ask(user)).status_code == 404
+    actions = [
+        entry.action
+        for entry in gateway.admin.store.audit_log.list_entries(subject=adapter)
+        if entry.organisation == organisation
+    ]
+    assert {"adapter.create", "adapter.add_version", "adapter.promote", "adapter.delete"} <= {
+        *actions
+    }
