@@ -18,10 +18,8 @@ from argosy.gateway.backends import parse_error_message
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.proxy.upstream_call import UnsuitableReplicaError, UpstreamRefusedError
 from argosy.gateway.upstream import UpstreamError, fetch_response
-from argosy.protocol import JSON_MEDIA_TYPE, invalid_request
+from argosy.protocol import ADAPTER_HEADER, JSON_MEDIA_TYPE, invalid_request
 
-ADAPTER_HEADER = b"x-argosy-adapter"
-"""Header of a native replica's response with the digest of the adapter that computes it."""
 LOAD_TIMEOUT_S = 60.0
 RELOAD_INTERVAL_S = 10.0
 """Time for which a failed load call of a replica is not repeated."""

@@ -12,6 +12,7 @@ from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.upstream import encode_headers
 from argosy.protocol import (
+    ADAPTER_HEADER,
     IGNORED_FIELDS_HEADER,
     RELAXED_SCHEMA_HEADER,
     REPORT_CONTENT,
@@ -79,6 +80,8 @@ def encode_request_headers(
         given_tokens = resume_token_counts(context.fields)[:_MAX_GIVEN_CHOICES]
         if given_tokens:
             headers.append((b"x-argosy-resume-given", ",".join(map(str, given_tokens)).encode()))
+        if delivered.token_id_pieces and context.adapter is not None:
+            headers.append((ADAPTER_HEADER, context.adapter.digest.encode()))
     if delivered.arithmetic_id:
         headers.append((_ARITHMETIC_HEADER, delivered.arithmetic_id.encode()))
     fixed = _native_lines(
