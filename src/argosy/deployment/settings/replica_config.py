@@ -134,7 +134,12 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     priority_scheduling: bool = False
     """Send a priority with each request. The server must have been started with priority scheduling (vLLM:
     --scheduling-policy priority, SGLang: --enable-priority-scheduling)."""
-    adapter_root: Annotated[str, Meta(pattern=r"^/[^\x00]*$", max_length=1000)] | None = None
+    adapter_root: (
+        Annotated[
+            str, Meta(pattern=r"^/[^\x00\n]*$(?!\n)", max_length=1000, examples=["/adapters"])
+        ]
+        | None
+    ) = None
     """Folder of the server's machine in which vLLM or SGLang finds adapters, each in a folder named by the digits of
     its digest. By default that of the gateway's own model store."""
     kv_events: KvEventAddress | None = None
