@@ -200,6 +200,34 @@ async def test_sigkill_resumes_all_running_requests(
         assert client.in_flight == 0
 
 
+async def test_sleep_waits_for_requests_and_survives_a_crash(
+    start_client: StartClient, tmp_path: Path
+) -> None:
+    async with start_client() as client:
+        stream = client.generate(request(prompt(Command.GATE)))
+        first = asyncio.create_task(client.set_sleep_level(1))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="sleeps"):
+            client.generate(request(prompt()))
+        assert await client.set_sleep_level(0), "the running request has kept it awake"
+        assert not await first
+        assert client.state == "ready"
+        second = asyncio.create_task(client.set_sleep_level(2))
+        await asyncio.sleep(0)
+        open_gate(tmp_path)
+        assert (await read(stream))[0] == expected_tokens(prompt(Command.GATE), LENGTH)
+        assert await second
+        assert (client.state, client.sleep_level) == ("sleeping", 2)
+        assert client.core_pid is not None
+        os.kill(client.core_pid, signal.SIGKILL)
+        await until(lambda: client.restarts_total == 1 and client.sleep_level == 2)
+        sleep, wake = client.set_sleep_level(1), client.set_sleep_level(0)
+        assert list(await asyncio.gather(sleep, wake)) == [False, True]
+        assert (client.state, client.wake_s) == ("ready", 0.5)
+        assert (tmp_path / "slept").read_text().startswith("22")
+        assert (await read(client.generate(request(prompt()))))[1].finish_reason == "length"
+
+
 async def test_core_ignores_termination_signals(start_client: StartClient, tmp_path: Path) -> None:
     """A system shutdown and systemd signal all processes at once, but running requests may still finish."""
     async with start_client() as client:

@@ -59,7 +59,8 @@ class DecoderDriver:
 
     def __init__(self, decoder: Model, num_blocks: int = 128) -> None:
         self._decoder = decoder
-        self.adapters = AdapterTable(decoder, create_cpu_device(1), MAX_SEQUENCES)
+        self.adapters = AdapterTable(create_cpu_device(1), MAX_SEQUENCES)
+        self.adapters.model = decoder
         self.slots: dict[str, int] = {}
         """Name of a sequence -> slot of its adapter."""
         self._windows = decoder.architecture.kv_layout.windows

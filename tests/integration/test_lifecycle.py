@@ -291,6 +291,10 @@ async def test_undrain_accepts_requests_again(
         ("/drain", {"content-type": "text/plain"}, b"{}", (415, "unsupported_media_type")),
         ("/drain", {}, b"{}", (415, "unsupported_media_type")),
         ("/undrain", {"origin": "http://localhost:3000"}, b"", (403, "origin_not_allowed")),
+        ("/sleep", {"origin": "http://localhost:3000"}, b"", (403, "origin_not_allowed")),
+        ("/sleep?level=3", {}, b"", (400, "invalid_type")),
+        ("/wake_up", {"sec-fetch-site": "cross-site"}, b"", (403, "origin_not_allowed")),
+        ("/wake_up?tags=weights&tags=scratch", {}, b"", (400, "invalid_value")),
     ],
 )
 async def test_state_changes_reject_web_pages(
@@ -303,6 +307,36 @@ async def test_state_changes_reject_web_pages(
     rejected = await replica_server.client.post(path, headers=headers, content=body)
     assert (rejected.status_code, rejected.json()["error"]["code"]) == expected
     assert (await replica_server.client.get("/ready")).status_code == 200
+
+
+async def test_sleep_and_wake_up_as_vllm_has_them(replica_server: RunningReplica) -> None:
+    client = replica_server.client
+    for method, path, expected, status, level in (
+        ("GET", "/is_sleeping", {"is_sleeping": False}, 200, 0),
+        ("POST", "/sleep", {"status": "sleeping"}, 503, 1),
+        ("POST", "/sleep?level=2&deadline_s=0", {"status": "sleeping"}, 503, 2),
+        ("POST", "/sleep?level=1", {"status": "sleeping"}, 503, 2),
+        ("GET", "/is_sleeping", {"is_sleeping": True}, 503, 2),
+        ("POST", "/wake_up?tags=weights", {"status": "sleeping"}, 503, 1),
+        ("POST", "/wake_up?tags=weights&tags=kv_cache", {"status": "ready"}, 200, 0),
+        ("POST", "/sleep?level=2", {"status": "sleeping"}, 503, 2),
+        ("POST", "/wake_up", {"status": "ready"}, 200, 0),
+    ):
+        assert (await client.request(method, path)).json() == expected
+        ready = await client.get("/ready")
+        chat_status = (await client.post("/v1/chat/completions", json=chat())).status_code
+        assert (ready.status_code, chat_status) == (status, status)
+        load = (await client.get("/load")).json()
+        assert (load["state"], load["sleep_level"]) == (
+            expected.get("status", load["state"]),
+            level,
+        )
+        metrics = (await client.get("/metrics")).text
+        assert "argosy_engine_state{" in metrics
+    await client.post("/sleep?level=2")
+    refused = await client.post("/wake_up?tags=kv_cache")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tags")
+    await client.post("/wake_up")
 
 
 async def test_drain_endpoint_deadline_ends_running_request(

@@ -23,9 +23,9 @@ from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text import Tokenizer
 from argosy.protocol import ArithmeticIdentity, ModelDescription, ResourceUsage
-from argosy.telemetry import CoreStats
+from argosy.telemetry import CoreStats, SleepStats
 
-State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+State = Literal["starting", "ready", "sleeping", "waking", "restarting", "failed", "stopped"]
 
 MAX_SEQS = 8
 """Concurrency that the engine reports. It runs all requests at once."""
@@ -88,6 +88,9 @@ class FakeEngine:
     core_exits: int = 0
     last_core_exit: str = ""
     usage = ResourceUsage()
+    sleep_level: int = 0
+    wake_s = 0.0
+    sleep_stats = SleepStats()
     memory_bound_bytes = 0
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
@@ -136,6 +139,13 @@ class FakeEngine:
             raise EngineFailedError("the model is broken; get another one")
         self.state = "ready"
         return self.info
+
+    async def set_sleep_level(self, level: int) -> bool:
+        self.state = "sleeping" if level else "waking"
+        await self.wait_idle()
+        self.sleep_level = level
+        self.state = "sleeping" if level else "ready"
+        return True
 
     async def close(self) -> None:
         self.state = "stopped"

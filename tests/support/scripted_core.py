@@ -24,6 +24,7 @@ from argosy.engine.serving.core_messages import (
     CoreReady,
     Delta,
     EngineFinishReason,
+    SleepChanged,
     StepOutputs,
 )
 from argosy.process import private_memory_bytes
@@ -155,6 +156,12 @@ class ScriptedCore:
     def shed_memory(self, *, end_requests: bool) -> None:
         with (self._directory / "shed").open("a") as file:
             file.write(f"{end_requests:d}")
+
+    def set_sleep_level(self, level: int) -> SleepChanged:
+        with (self._directory / "slept").open("a") as file:
+            file.write(f"{level}")
+        assert not self._jobs
+        return SleepChanged(level, 0.5)
 
     def step(self) -> StepOutputs:
         self._step += 1

@@ -20,8 +20,10 @@ from argosy.protocol.openai_requests import (
     GenerationRequest,
     JsonObject,
     Prediction,
+    SleepQuery,
     StreamOptions,
     TokenizeRequest,
+    WakeUpQuery,
 )
 from argosy.protocol.openai_responses import (
     MAX_COUNT,
@@ -44,6 +46,7 @@ from argosy.protocol.openai_responses import (
     PromptLogprob,
     PromptLogprobs,
     ResponseWarning,
+    SleepingResponse,
     StatusResponse,
     TokenizeResponse,
     TokenUsage,

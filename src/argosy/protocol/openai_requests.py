@@ -240,6 +240,22 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model: str | None = None
 
 
+class SleepQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query parameters of `POST /sleep`."""
+
+    level: Annotated[int, Meta(ge=1, le=2)] = 1
+    """1 frees the KV cache and all other memory but the weights, 2 also the weights."""
+    deadline_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+    """Seconds after which running requests are ended with the error code `draining`. By default they finish."""
+
+
+class WakeUpQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query parameters of `POST /wake_up`."""
+
+    tags: list[str] = []
+    """Parts to wake up, `weights` or `kv_cache`; by default all. The parameter may be repeated."""
+
+
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Optional body of `POST /drain`."""
 

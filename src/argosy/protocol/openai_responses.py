@@ -257,8 +257,14 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
+class SleepingResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Response of `/is_sleeping`."""
+
+    is_sleeping: bool
+
+
 class StatusResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Response of `/health`, `/ready` and `/drain`."""
+    """Response of `/health`, `/ready`, `/drain`, `/sleep` and `/wake_up`."""
 
     status: str
     gateway: str = ""

@@ -19,7 +19,16 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 LOAD_SCHEMA_VERSION = 1
 """Version of `LoadResponse`. Later versions only add fields."""
 LoadPhase = Literal[
-    "starting", "loading", "warming", "ready", "restarting", "draining", "failed", "stopped"
+    "starting",
+    "loading",
+    "warming",
+    "ready",
+    "sleeping",
+    "waking",
+    "restarting",
+    "draining",
+    "failed",
+    "stopped",
 ]
 """Lifecycle phase of a replica. `loading` and `warming` are parts of its start."""
 REPORT_HEADER = b"x-argosy-report"
@@ -195,6 +204,12 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences preempted to free KV blocks since the engine core started."""
     model: ModelDescription | None = None
     """The loaded model; None before it is loaded."""
+    sleep_level: NonNegativeCount = 0
+    """How much memory of the model is freed: 0 none, 1 the KV cache and all but the weights, 2 the weights, too."""
+    wake_s: NonNegativeFloat = 0.0
+    """Seconds that the model took to wake up last. 0 if it has not slept."""
+    awake_bytes: NonNegativeCount = 0
+    """Memory that the engine core needs while it is awake at most, with the weights that it maps. 0 if unknown."""
     core_exits: NonNegativeCount = 0
     """Times that the engine core ended without being asked to, since the start of the replica."""
     last_core_exit: str = ""

@@ -24,4 +24,4 @@ from argosy.telemetry.log_lines import (
     parse_log,
 )
 from argosy.telemetry.logs import LogFormat, bind_request, configure_logging
-from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes
+from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes, SleepStats

@@ -6,7 +6,7 @@ The number of label values is bounded. They are the served model, route template
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
 
@@ -71,6 +71,26 @@ class SequenceTimes:
     ended_at: float = 0.0
 
 
+ENGINE_STATES = ("starting", "ready", "sleeping", "waking", "restarting", "failed", "stopped")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""States by level of sleep, as vLLM names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SleepStats:
+    """Sleep of the model of a replica."""
+
+    state: str = "ready"
+    """State of the engine, of `ENGINE_STATES`."""
+    level: int = 0
+    totals: Mapping[int, int] = field(default_factory=dict)
+    """Number of times that it fell asleep, by level."""
+    wake_s: float = 0.0
+    """How long it took to wake up last."""
+    mapped_bytes: int = 0
+    """Bytes of mapped weights, which are 0 while it sleeps."""
+
+
 class ReplicaMetrics(Collector):
     """Metrics of a replica. Record from one event loop; `exposition` may run in any thread.
 
@@ -102,6 +122,10 @@ class ReplicaMetrics(Collector):
         )
         self._stats: CoreStats | None = None
         self._ready = False
+        self._sleep = SleepStats()
+        self._sleeps = self._add_counter(
+            "argosy_sleeps", "Times that the model fell asleep, by level.", "level"
+        )
         self._memory_bytes = self._memory_bound_bytes = 0
         self._kv_layout: dict[LabelValues, float] = {}
         self._vllm_collector = VllmMetricsCollector(self)
@@ -245,9 +269,19 @@ class ReplicaMetrics(Collector):
     # --- exposition -----------------------------------------------------------------------------
 
     def update_stats(
-        self, stats: CoreStats, *, ready: bool, memory_bytes: int = 0, memory_bound_bytes: int = 0
+        self,
+        stats: CoreStats,
+        *,
+        ready: bool,
+        memory_bytes: int = 0,
+        memory_bound_bytes: int = 0,
+        sleep: SleepStats | None = None,
     ) -> None:
         """Update the metrics from the engine core's statistics and its memory; call it before `exposition`."""
+        earlier_sleep, self._sleep = self._sleep, sleep or self._sleep
+        for level, count in self._sleep.totals.items():
+            increase = count - earlier_sleep.totals.get(level, 0)
+            self._sleeps.add((*self.model_label, str(level)), increase)
         self._memory_bytes, self._memory_bound_bytes = memory_bytes, memory_bound_bytes
         previous, self._stats, self._ready = self._stats or CoreStats(), stats, ready
         for name, counter in self._core_counters.items():
@@ -334,9 +368,29 @@ class ReplicaMetrics(Collector):
                 "Memory above which the engine process sheds and is replaced. 0 means no bound.",
                 self._memory_bound_bytes,
             ),
+            ("wake_seconds", "How long the model took to wake up last.", self._sleep.wake_s),
+            (
+                "resident_model_bytes",
+                "Private memory of the engine process and the weights that it maps, without those that sleep.",
+                self._memory_bytes + self._sleep.mapped_bytes,
+            ),
             ("ready", "1 while the replica accepts new requests.", self._ready),
         ):
             yield gauge_family(f"argosy_{name}", help_text, {self.model_label: value}, "model")
+        for name, help_text, states, present in (
+            ("engine_state", "1 for the state of the engine.", ENGINE_STATES, self._sleep.state),
+            (
+                "engine_sleep_state",
+                "1 for what sleep has freed: nothing (awake), all but the weights (weights_offloaded), or all.",
+                SLEEP_STATES,
+                SLEEP_STATES[self._sleep.level],
+            ),
+        ):
+            values: dict[LabelValues, float] = {
+                (*self.model_label, state): state == present for state in states
+            }
+            label = name.removeprefix("engine_")
+            yield gauge_family(f"argosy_{name}", help_text, values, "model", label)
         free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
         yield gauge_family(
             "argosy_kv_blocks",

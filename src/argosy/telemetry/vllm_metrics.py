@@ -36,6 +36,7 @@ _VLLM_NAMES = {
     "argosy_request_max_tokens": "request_params_max_tokens",
     "argosy_request_choices": "request_params_n",
     "argosy_step_tokens": "iteration_tokens_total",
+    "argosy_engine_sleep_state": "engine_sleep_state",
     "argosy_drafts": "spec_decode_num_drafts",
     "argosy_draft_tokens": "spec_decode_num_draft_tokens",
     "argosy_accepted_draft_tokens": "spec_decode_num_accepted_tokens",

@@ -130,6 +130,11 @@ class BlockPool:
             self._hash[block] = key
             self.changed_keys.add(key)
 
+    @property
+    def cached_keys(self) -> list[tuple[int, bytes]]:
+        """Cached blocks with their keys, least recently used first."""
+        return [(block, key) for block in self._cached if (key := self._hash[block]) is not None]
+
     def clear_cache(self) -> None:
         """Free every cached block. Blocks that sequences reference keep their keys."""
         for block in self._cached:

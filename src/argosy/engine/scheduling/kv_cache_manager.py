@@ -286,6 +286,16 @@ class KvCacheManager:
         if self.snapshots is not None:
             self.snapshots.clear()
 
+    def move_cache_to_host(self, plan: StepPlan) -> None:
+        """Free every block while no sequence runs. The latest ones move to host memory, as many as fit there."""
+        for block, key in self.pool.cached_keys[-self.host_cache.num_slots :]:
+            slot = self.host_cache.assign_slot(key)
+            if slot is not None:
+                plan.block_offloads.append((block, slot))
+        self.pool.clear_cache()
+        if self.snapshots is not None:
+            self.snapshots.clear()
+
     def discard_step(self, plan: StepPlan) -> None:
         """Undo the block moves of a step that failed, which may or may not have happened."""
         self.complete_restores(plan.step, [])

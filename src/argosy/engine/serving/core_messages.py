@@ -27,6 +27,16 @@ class ShedMemory(msgspec.Struct, frozen=True, array_like=True, tag="shed"):
     end_requests: bool
 
 
+class SetSleepLevel(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Free memory as soon as no request is unfinished, or allocate it again.
+
+    The core answers with `SleepChanged`.
+    """
+
+    level: int
+    """1 frees the KV cache and all other memory but the weights, 2 also the weights. 0 frees none."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop the core loop and exit with status 0."""
 
@@ -123,6 +133,10 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Properties of a model that computes vectors. None for a model that generates."""
     memory_bound_bytes: int = 0
     """Bound of the core's private memory. 0 sets none."""
+    mapped_bytes: int = 0
+    """Bytes of the weights that are mapped from files."""
+    awake_bytes: int = 0
+    """Memory that the core needs while it is awake at most, with the weights that it maps. 0 if unknown."""
     model: ModelDescription | None = None
     """The model as user interfaces show it."""
     step_s: float = 0.0
@@ -148,6 +162,16 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     """Prefix cache changes since the last report. Sent after prompts are computed, and periodically while decoding."""
 
 
+class SleepChanged(msgspec.Struct, frozen=True, array_like=True, tag="slept"):
+    """The core has reached another level of sleep, see `SetSleepLevel`."""
+
+    level: int
+    seconds: float
+    """How long it took to free or allocate the memory."""
+    kv_change: KvChange | None = None
+    """Prefix cache changes since the last report."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Liveness signal that a separate thread of the core sends every second.
 
@@ -165,5 +189,5 @@ class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-ToCore = EngineRequest | AbortRequests | ShedMemory | Shutdown
-FromCore = LoadProgress | CoreReady | StepOutputs | Heartbeat | CoreFailed
+ToCore = EngineRequest | AbortRequests | ShedMemory | SetSleepLevel | Shutdown
+FromCore = LoadProgress | CoreReady | StepOutputs | SleepChanged | Heartbeat | CoreFailed

@@ -26,8 +26,9 @@ class AdapterTable:
     keeps the adapters that it uses.
     """
 
-    def __init__(self, model: Model, device: Device, num_rows: int) -> None:
-        self._model = model
+    def __init__(self, device: Device, num_rows: int) -> None:
+        self.model: Model | None = None
+        """Model of the adapters, or None while its memory is freed."""
         self._device = device
         self._adapters: dict[int, DeviceAdapter] = {}
         self._slots = np.zeros(num_rows + 1, np.int64)
@@ -41,7 +42,9 @@ class AdapterTable:
         """
         if slot < 1 or slot in self._adapters:
             raise ValueError(f"slot {slot} is not free")
-        model = self._model
+        model = self.model
+        if model is None:
+            raise AdapterError("the model sleeps; wake it up before an adapter is loaded")
         if not isinstance(model, Decoder):
             raise AdapterError(
                 f"{model.architecture.architecture} does not run on Argosy's own decoder, so that it cannot have "
@@ -70,17 +73,18 @@ class AdapterTable:
         if not self._adapters:
             return batch
         slots = self._slots[plan.rows]
-        if not slots.any():
+        if not slots.any() or self.model is None:
             return batch
+        dtype = self.model.dtype
         token_slots = slots.repeat(plan.counts)
         adapters = BatchAdapters(
-            self._create_rows(token_slots),
-            self._create_rows(token_slots[batch.logit_index.numpy()]),
+            self._create_rows(token_slots, dtype),
+            self._create_rows(token_slots[batch.logit_index.numpy()], dtype),
         )
         return replace(batch, adapters=adapters)
 
-    def _create_rows(self, slots: NDArray[np.int64]) -> RowAdapters:
-        """Create the adapters of rows with these slots."""
+    def _create_rows(self, slots: NDArray[np.int64], dtype: torch.dtype) -> RowAdapters:
+        """Create the adapters of rows with these slots, of a model with this dtype."""
         rows = slots.argsort(kind="stable")
         rows = rows[np.count_nonzero(slots == 0) :]
         used, starts = np.unique(slots[rows], return_index=True)
@@ -88,5 +92,5 @@ class AdapterTable:
             [self._adapters[slot] for slot in used.tolist()],
             torch.from_numpy(rows),
             torch.from_numpy(np.append(starts, len(rows))),
-            self._model.dtype,
+            dtype,
         )

@@ -42,20 +42,28 @@ class HostBlockStore:
     """
 
     def __init__(self, slots: int, attention: Attention, device: Device) -> None:
-        self._attention = attention
         self._device = device
         size = attention.block_bytes if slots else 0
         self.data = device.allocate_host_memory((slots, size))
         """[slots, bytes of a block] uint8, in pinned memory."""
         self._num_staged = _staged_blocks(slots, size)
-        shape = (NUM_STAGING_BUFFERS, self._num_staged, size)
-        staging = torch.empty(shape, dtype=torch.uint8, device=device.torch_device)
         self._staging = cycle(range(NUM_STAGING_BUFFERS))
-        self._buffers = list(staging)
-        self._last_uses: list[DeviceEvent] = [device.record_event() for _ in self._buffers]
         self._threads = ThreadPoolExecutor(CHECKSUM_THREADS, "kv-checksums")
         self._checksums: dict[int, Future[int]] = {}
         """Slot -> checksum of its block."""
+        self.attach(attention)
+
+    def attach(self, attention: Attention) -> None:
+        """Copy blocks of this KV cache from now on."""
+        self._attention = attention
+        shape = (NUM_STAGING_BUFFERS, self._num_staged, self.data.shape[1])
+        staging = torch.empty(shape, dtype=torch.uint8, device=self._device.torch_device)
+        self._buffers = list(staging)
+        self._last_uses: list[DeviceEvent] = [self._device.record_event() for _ in self._buffers]
+
+    def detach(self) -> None:
+        """Free everything but the saved blocks. Only `attach` may be called next, and no copy is in progress."""
+        del self._attention, self._buffers, self._last_uses
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to slots, given as (block, slot). Later steps may overwrite the blocks."""

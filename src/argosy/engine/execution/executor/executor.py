@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -30,30 +31,52 @@ from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import SchedulerLimits, StepPlan, StepResult
 
 
+@dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    """Model of an executor, and functions that allocate what it computes with."""
+
+    model: Model
+    create_attention: Callable[[], Attention]
+    """Allocates the KV cache."""
+    create_stage: Callable[[PersistentBatch], OutputStage]
+    """Creates the stage that turns outputs of the model into results."""
+    create_states: Callable[[], RecurrentStates | None]
+    """Allocates the states of a model with recurrent layers."""
+
+
 class Executor:
     """Executor of step plans, in the order of submission.
 
-    The stage that `create_stage` makes for the persistent batch turns outputs of the model into results.
-    `capture_graph` captures decode steps. Without it, all steps run eagerly. `states` are those of a model with
-    recurrent layers.
+    `capture_graph` captures decode steps. Without it, all steps run eagerly.
     """
+
+    _model: Model
+    _attention: Attention
+    _states: RecurrentStates | None
+    _persistent_batch: PersistentBatch
+    _stage: OutputStage
+    _graphs: DecodeGraphs
 
     def __init__(
         self,
-        model: Model,
-        attention: Attention,
-        create_stage: Callable[[PersistentBatch], OutputStage],
+        parts: ExecutorParts,
         *,
         limits: SchedulerLimits,
         device: Device,
         capture_graph: GraphCapture | None = None,
-        states: RecurrentStates | None = None,
     ) -> None:
-        self._model = model
-        self._attention = attention
-        self._states = states
+        self._limits = limits
         self._device = device
-        self.host_store = HostBlockStore(limits.host_blocks, attention, device)
+        self._capture_graph = capture_graph
+        self._adapters = AdapterTable(device, limits.max_seqs)
+        self._allocate(parts)
+        self.host_store = HostBlockStore(limits.host_blocks, self._attention, device)
+
+    def _allocate(self, parts: ExecutorParts) -> None:
+        limits, device = self._limits, self._device
+        self._model = parts.model
+        self._attention = parts.create_attention()
+        self._states = parts.create_states()
         self._persistent_batch = PersistentBatch(
             limits.max_seqs,
             limits.max_model_len,
@@ -61,11 +84,28 @@ class Executor:
             len(limits.kv_windows),
             device.torch_device,
         )
-        self._adapters = AdapterTable(model, device, limits.max_seqs)
-        self._stage = create_stage(self._persistent_batch)
+        self._adapters.model = parts.model
+        self._stage = parts.create_stage(self._persistent_batch)
         self._graphs = DecodeGraphs(
-            capture_graph, device, self._persistent_batch, self._compute, limits.max_seqs
+            self._capture_graph, device, self._persistent_batch, self._compute, limits.max_seqs
         )
+
+    def release(self) -> None:
+        """Free everything but adapters and the blocks in host memory, while no step is in flight.
+
+        Only `restore` may be called next. The model is freed, too, if nothing else refers to it.
+        """
+        self.reset()
+        self.host_store.detach()
+        self._attention.close()
+        self._adapters.model = None
+        del self._model, self._attention, self._states
+        del self._persistent_batch, self._stage, self._graphs
+
+    def restore(self, parts: ExecutorParts) -> None:
+        """Allocate everything again after `release`. All KV blocks are empty, apart from those in host memory."""
+        self._allocate(parts)
+        self.host_store.attach(self._attention)
 
     def reset(self) -> None:
         """Discard all rows and steps, and keep the KV blocks. Raises pending errors of the device.

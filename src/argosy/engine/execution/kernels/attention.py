@@ -62,6 +62,10 @@ class Attention(ABC):
         """Prefault memory in the background for the blocks after `block`, up to which blocks are now used."""
         self._prefaulter.ensure(block)
 
+    def close(self) -> None:
+        """Prefault no more memory, so that the cache is freed with the last reference to this object."""
+        self._prefaulter.close()
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks in order, given as (source, destination) pairs."""
         for source, destination in pairs:

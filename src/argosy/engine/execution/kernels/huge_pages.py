@@ -77,6 +77,12 @@ class PagePrefaulter:
             self._executor = None
             return None
 
+    def close(self) -> None:
+        """Wait for the page that is being prefaulted, and prefault no more. The tables can be freed then."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
     def _prefault(self, start: int, end: int) -> bool:
         for row in range(start, end, self._page_rows):
             for table in self._tables:

@@ -61,6 +61,11 @@ class PackCache:
         """Bytes of mapped weights, which the system counts as available because they are page cache."""
 
     @property
+    def path(self) -> Path | None:
+        """File of the stored weights, if an earlier start has stored them."""
+        return None if self._stored is None else self._stored.path
+
+    @property
     def is_stored(self) -> bool:
         """Whether an earlier start has packed and stored the weights."""
         return self._stored is not None

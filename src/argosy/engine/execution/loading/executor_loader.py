@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -40,7 +40,7 @@ from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, Gen
 from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.executor.block_copies import staging_bytes
 from argosy.engine.execution.executor.draft_model import DraftModel, count_row_blocks
-from argosy.engine.execution.executor.executor import Executor
+from argosy.engine.execution.executor.executor import Executor, ExecutorParts
 from argosy.engine.execution.executor.output_stage import OutputStage
 from argosy.engine.execution.executor.persistent_batch import PersistentBatch
 from argosy.engine.execution.executor.pooling_stage import Pooler, PoolingStage, load_pooler
@@ -64,9 +64,11 @@ from argosy.engine.execution.loading.model_selection import (
 from argosy.engine.execution.loading.self_test import (
     MAX_MEDIAN_DIFFERENCE,
     SelfTestResult,
+    compute_check,
     find_or_run,
     run_self_test,
 )
+from argosy.engine.execution.loading.sleep_handler import ModelParts, SleepHandler
 from argosy.engine.execution.loading.weight_loader import load_decoder, load_encoder
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.pooling import PoolingInfo
@@ -109,10 +111,14 @@ class LoadedExecutor:
     """Whether steps with drafts are wanted, and give the tokens of steps without. No step is then planned ahead."""
     draft_model: DraftModel | None
     """Draft model for these drafts, if the settings name one."""
+    sleep_handler: SleepHandler
+    """Frees the memory of model and executor, and allocates it again."""
     max_steps_in_flight: int
     """Number of steps in flight while the next one is planned."""
     reserved_bytes: int
     """Memory of the process that the KV cache, its host tier, recurrent states and the largest step may still take."""
+    mapped_bytes: int = 0
+    """Bytes of the weights that are mapped from the pack cache."""
     pooling: PoolingInfo | None = None
     """Properties of a model that computes vectors, or None for one that generates."""
     model: ModelDescription | None = None
@@ -143,6 +149,24 @@ def load_executor(
     loaded = _load_model(config, plan, progress)
     draft = _load_draft_model(config, plan, progress)
     return _prove(config, loaded, draft, progress, find_grammar, started_at)
+
+
+def _reload(
+    config: EngineConfig,
+    device: Device,
+    fingerprint: str,
+    progress: Callable[[str, float], None],
+) -> tuple[_LoadedModel, _LoadedModel | None]:
+    """Load the model and the draft model again, whose files were verified before.
+
+    Raises:
+        ValueError: The files of the model are others now.
+    """
+    path = resolve_model_path(config.model, config.revision, config.digest)
+    plan = _plan_load(config, path, progress, device)
+    if plan.fingerprint != fingerprint:
+        raise ValueError(f"{path}: the files of the model were replaced; restart the server")
+    return _load_model(config, plan, progress), _load_draft_model(config, plan, progress)
 
 
 def _find_checkpoint(config: EngineConfig, progress: Callable[[str, float], None]) -> Path:
@@ -270,6 +294,8 @@ class _LoadedModel:
     plan: _LoadPlan
     mapped_bytes: int
     """Bytes of the weights that are mapped from the pack cache."""
+    files: Sequence[Path]
+    """Files that weights are mapped from."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a KV block."""
@@ -291,6 +317,19 @@ class _LoadedModel:
         find_grammar: Callable[[str], CompiledGrammar] | None = None,
     ) -> Executor:
         """Create an executor with its own KV cache, if the model has one."""
+        device = self.plan.device
+        is_capturable = self.pooler is None and _is_capturable(self.plan.architecture)
+        return Executor(
+            self.create_parts(limits, find_grammar),
+            limits=limits,
+            device=device,
+            capture_graph=device.capture_graph if is_capturable else None,
+        )
+
+    def create_parts(
+        self, limits: SchedulerLimits, find_grammar: Callable[[str], CompiledGrammar] | None
+    ) -> ExecutorParts:
+        """Return the parts of an executor, which gets a KV cache of its own, if the model has one."""
         model, device, architecture = self.model, self.plan.device, self.plan.architecture
 
         def create_stage(persistent_batch: PersistentBatch) -> OutputStage:
@@ -305,15 +344,13 @@ class _LoadedModel:
                 find_grammar=find_grammar,
             )
 
-        is_capturable = self.pooler is None and _is_capturable(architecture)
-        return Executor(
+        return ExecutorParts(
             model,
-            model.create_attention(limits.num_blocks, limits.block_size, self.plan.kv_dtype),
+            lambda: model.create_attention(
+                limits.num_blocks, limits.block_size, self.plan.kv_dtype
+            ),
             create_stage,
-            limits=limits,
-            device=device,
-            capture_graph=device.capture_graph if is_capturable else None,
-            states=model.create_states(limits.max_seqs, limits.state_snapshots or 0),
+            lambda: model.create_states(limits.max_seqs, limits.state_snapshots or 0),
         )
 
 
@@ -357,7 +394,10 @@ def _load_model(
     pooler = None
     if plan.pooling is not None and not isinstance(model, GenericDecoder):
         pooler = load_pooler(plan.pooling, model, CheckpointReader(plan.path), device, dtype)
-    return _LoadedModel(model, pooler, plan, cache.mapped_bytes)
+    files = weight_files(plan.path)
+    if cache.path is not None:
+        files = [*files, cache.path]
+    return _LoadedModel(model, pooler, plan, cache.mapped_bytes, files)
 
 
 def _load_draft_model(
@@ -433,6 +473,32 @@ def _prove(
     if draft is not None and can_verify_drafts:
         draft_model = draft.create_draft_model(limits)
         draft_model.warm_up()
+
+    is_exact = self_test is None or self_test.is_exact
+
+    def create_model_parts(loaded: _LoadedModel, draft: _LoadedModel | None) -> ModelParts:
+        return ModelParts(
+            executor=loaded.create_parts(limits, find_grammar),
+            create_draft_model=None
+            if draft is None or not can_verify_drafts
+            else lambda: draft.create_draft_model(limits),
+            compute_check=lambda: compute_check(
+                loaded.model,
+                device,
+                max_model_len=limits.max_model_len,
+                block_size=limits.block_size,
+                kv_dtype=loaded.plan.kv_dtype,
+                is_exact=is_exact,
+            ),
+            files=loaded.files if draft is None else [*loaded.files, *draft.files],
+        )
+
+    fingerprint = plan.fingerprint
+    sleep_handler = SleepHandler(
+        executor,
+        create_model_parts(loaded, draft),
+        lambda progress: create_model_parts(*_reload(config, device, fingerprint, progress)),
+    )
     return LoadedExecutor(
         executor=executor,
         architecture=architecture,
@@ -442,11 +508,13 @@ def _prove(
         backend=f"{device.name} {plan.format_name} {executor.attention_name}",
         fingerprint=f"{plan.fingerprint} {arithmetic.id}",
         arithmetic=arithmetic,
-        is_exact=self_test is None or self_test.is_exact,
+        is_exact=is_exact,
         can_verify_drafts=can_verify_drafts,
         draft_model=draft_model,
+        sleep_handler=sleep_handler,
         max_steps_in_flight=max_steps_in_flight,
         reserved_bytes=_count_reserved_bytes(config, loaded, draft, limits),
+        mapped_bytes=loaded.mapped_bytes + (0 if draft is None else draft.mapped_bytes),
         pooling=pooling,
         model=_describe_model(plan),
         step_s=step_s,

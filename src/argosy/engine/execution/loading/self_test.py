@@ -8,6 +8,7 @@ last tokens of a sequence are also computed as drafts, and again one by one. If 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -87,6 +88,27 @@ def run_self_test(
             failed.append(case)
             worst = max(worst, *(_median_difference(actual[n], expected[n]) for n in differing))
     return SelfTestResult(not failed, failed, _find_failed_draft_cases(probe, names), worst)
+
+
+def compute_check(
+    decoder: Model,
+    device: Device,
+    *,
+    max_model_len: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None,
+    is_exact: bool,
+) -> str:
+    """Compute a short sequence alone, and return a digest of its logits, which is the same for the same weights.
+
+    Of a model that is not exact, the digest only shows whether the logits are finite.
+    """
+    probe = _Probe(decoder, device, max_model_len, block_size, kv_dtype)
+    name = list(probe.tokens)[1]
+    logits = probe.compute_together([name])[name].contiguous()
+    if not is_exact:
+        return f"finite: {bool(logits.isfinite().all())}"
+    return hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _find_failed_draft_cases(probe: _Probe, names: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
+from urllib.parse import parse_qs, parse_qsl
 
 import msgspec
 import structlog
@@ -41,12 +42,16 @@ from argosy.protocol import (
     Operation,
     RerankRequest,
     RerankResponse,
+    SleepingResponse,
+    SleepQuery,
     StatusResponse,
     TokenizeRequest,
     TokenizeResponse,
     VersionResponse,
+    WakeUpQuery,
     json_operation,
     parse_body,
+    parse_query,
     parse_request_body,
     render_openapi,
     shared_operations,
@@ -73,6 +78,7 @@ _DRAIN_ERRORS = _UTILITY_ERRORS | {
     "403": "A web page sent the request.",
     "415": "The body is compressed or not declared as `application/json`.",
 }
+_SLEEP_ERRORS = {code: _DRAIN_ERRORS[code] for code in ("400", "403", "503")}
 
 
 OPERATIONS = shared_operations(
@@ -98,6 +104,9 @@ OPERATIONS = shared_operations(
     "/undrain": json_operation(
         "undrain", StatusResponse, _UNAVAILABLE | {"403": _DRAIN_ERRORS["403"]}
     ),
+    "/sleep": json_operation("sleep", StatusResponse, _SLEEP_ERRORS, query=SleepQuery),
+    "/wake_up": json_operation("wakeUp", StatusResponse, _SLEEP_ERRORS, query=WakeUpQuery),
+    "/is_sleeping": json_operation("isSleeping", SleepingResponse, _UNAVAILABLE),
 }
 """Operations by path."""
 
@@ -135,6 +144,9 @@ class ReplicaApp:
             ("GET", "/metrics", self._metrics),
             ("POST", "/drain", self._drain),
             ("POST", "/undrain", self._undrain),
+            ("POST", "/sleep", self._sleep),
+            ("POST", "/wake_up", self._wake_up),
+            ("GET", "/is_sleeping", self._is_sleeping),
             ("GET", "/openapi.json", self._openapi),
         ]
         self._openapi_document = b""
@@ -301,6 +313,7 @@ class ReplicaApp:
             ready=replica.state == "ready",
             memory_bytes=engine.usage.memory_bytes,
             memory_bound_bytes=engine.memory_bound_bytes,
+            sleep=engine.sleep_stats,
         )
         text = await asyncio.to_thread(replica.metrics.exposition)
         if replica.config.vllm_metrics:
@@ -319,4 +332,22 @@ class ReplicaApp:
     async def _undrain(self, exchange: HttpExchange) -> None:
         check_no_page_request(exchange)
         self._replica.undrain()
+        await self._send_state(exchange)
+
+    async def _sleep(self, exchange: HttpExchange) -> None:
+        check_no_page_request(exchange)
+        query = parse_query(SleepQuery, dict(parse_qsl(exchange.query.decode("latin-1"))))
+        await self._replica.sleep(query.level, query.deadline_s)
+        await self._send_state(exchange)
+
+    async def _wake_up(self, exchange: HttpExchange) -> None:
+        check_no_page_request(exchange)
+        await self._replica.wake_up(parse_qs(exchange.query.decode("latin-1")).get("tags", []))
+        await self._send_state(exchange)
+
+    async def _is_sleeping(self, exchange: HttpExchange) -> None:
+        is_sleeping = self._replica.is_sleeping
+        await exchange.send_response(200, _encode(SleepingResponse(is_sleeping=is_sleeping)))
+
+    async def _send_state(self, exchange: HttpExchange) -> None:
         await exchange.send_response(200, _encode(StatusResponse(status=self._replica.state)))

@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
@@ -32,11 +32,15 @@ from argosy.protocol import (
 from argosy.telemetry import ReplicaMetrics
 from argosy.version import VERSION
 
-ReplicaLifecycle = Literal["starting", "ready", "restarting", "draining", "failed", "stopped"]
+ReplicaLifecycle = Literal[
+    "starting", "ready", "sleeping", "waking", "restarting", "draining", "failed", "stopped"
+]
 
 _PHASES: dict[str, LoadPhase] = {LOADING_WEIGHTS: "loading", WARMING_UP: "warming"}
 """Phase by start-up activity. Other activities are preparations."""
 T = TypeVar("T")
+WAKE_TAGS = frozenset({"weights", "kv_cache"})
+"""Parts of a sleeping model that can be woken up, by their names in vLLM."""
 MAX_THREADS = 32
 """Maximum number of requests in preparation. Most of the time their threads wait for a render process."""
 
@@ -198,6 +202,8 @@ class ReplicaState:
         remedy = {
             "starting": "the model is being loaded; try again shortly",
             "restarting": "the engine is being restarted; try again shortly",
+            "sleeping": "wake it up with POST /wake_up, or use another replica",
+            "waking": "its memory is being allocated; try again shortly",
             "draining": "running requests finish, new ones are rejected; use another replica",
         }.get(state, "restart it")
         message = f"This replica is {state}: {remedy}."
@@ -229,9 +235,54 @@ class ReplicaState:
             self._drain_timer.cancel()
             self._drain_timer = None
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the model sleeps or wakes up.
+
+        Raises:
+            ApiError: 503 if no model is loaded.
+        """
+        if self._model is None or self.engine.state not in ("ready", "sleeping", "waking"):
+            raise self.unavailable_error()
+        return self.engine.state != "ready"
+
+    async def sleep(self, level: int, deadline_s: float | None) -> None:
+        """Free memory when the running requests have ended, which end after `deadline_s`. None lets them finish.
+
+        Returns when the replica sleeps. New requests are rejected until `wake_up`.
+
+        Raises:
+            ApiError: 503 if the replica cannot sleep, or was woken up meanwhile.
+        """
+        timer = None
+        if deadline_s is not None:
+            timer = asyncio.get_running_loop().call_later(deadline_s, self.abort_all)
+        try:
+            if not await self.engine.set_sleep_level(max(level, self.engine.sleep_level)):
+                raise self.unavailable_error()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def wake_up(self, tags: Collection[str]) -> None:
+        """Allocate what the tags of vLLM name, or everything without tags. Returns when that is done.
+
+        Raises:
+            ApiError: 400 if a tag does not exist, or `kv_cache` is to be allocated before the weights, 503 if the
+                replica cannot wake up, or was put to sleep meanwhile.
+        """
+        unknown = [tag for tag in tags if tag not in WAKE_TAGS]
+        if unknown or (self.engine.sleep_level > 1 and tags and "weights" not in tags):
+            remedy = "Use weights or kv_cache" if unknown else "Wake up the weights before it"
+            message = f"The tags {', '.join(tags)} cannot be woken up. {remedy}."
+            raise ApiError(400, "invalid_value", message, param="tags")
+        level = 0 if not tags or "kv_cache" in tags else min(1, self.engine.sleep_level)
+        if not await self.engine.set_sleep_level(level):
+            raise self.unavailable_error()
+
     def abort_all(self) -> None:
         """End every running request with the error code `draining`."""
-        message = "The replica is shutting down and its drain deadline has passed. Send the request again."
+        message = "The replica stops or falls asleep, and its deadline has passed. Send the request again."
         for request in list(self._senders):
             request.fail(
                 ApiError(503, "draining", message, retry_after_s=self.config.retry_after_s)
@@ -314,6 +365,9 @@ class ReplicaState:
             generation_tokens_total=stats.generation_tokens_total,
             draft_tokens_total=sum(stats.draft_tokens_total.values()),
             accepted_draft_tokens_total=sum(stats.accepted_draft_tokens_total.values()),
+            sleep_level=self.engine.sleep_level,
+            wake_s=self.engine.wake_s,
+            awake_bytes=ready.awake_bytes if ready else 0,
             core_exits=self.engine.core_exits,
             last_core_exit=self.engine.last_core_exit,
         )

@@ -45,6 +45,7 @@ from argosy.engine.serving.core_messages import (
     CoreReady,
     Delta,
     KvChange,
+    SleepChanged,
     StepOutputs,
 )
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
@@ -100,9 +101,11 @@ class EngineCore:
             inf if config.request_timeout_s is None else config.request_timeout_s
         )
         self.executor = loaded.executor
+        self._sleep_handler = loaded.sleep_handler
+        self._progress = progress
         self._device = loaded.device
         self.scheduler = Scheduler(loaded.limits, _build_batching_policy(config))
-        self.info = describe_core(loaded, _bound_memory(config, loaded))
+        self.info = describe_core(config, loaded)
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
         self._grammars_in_use: dict[str, CompiledGrammar] = {}
@@ -230,6 +233,36 @@ class EngineCore:
             dropped_grammars=dropped,
             ended=[seq.id for seq in ended],
             released_bytes=before - private_memory_bytes(),
+        )
+
+    def set_sleep_level(self, level: int) -> SleepChanged:
+        """Free memory while no request is unfinished, or allocate it again, see `SetSleepLevel`.
+
+        Prompts stay in the prefix cache as far as host memory has room for their blocks.
+
+        Raises:
+            RuntimeError: The results of the model are not those that it had before it slept.
+            ValueError: The files of the model were replaced meanwhile.
+        """
+        started_at = self._clock()
+        handler, speculation = self._sleep_handler, self.speculation
+        if level > handler.level:
+            if not handler.level:
+                plan = StepPlan(0)
+                self.scheduler.kv_cache.move_cache_to_host(plan)
+                self.executor.submit(plan).result()
+                self._grammars.drop_cached()
+            if speculation is not None:
+                speculation.draft_model = None
+            handler.sleep(level)
+            gc.collect()
+            return_free_memory()
+        elif level < handler.level:
+            handler.wake_up(level, self._progress)
+            if speculation is not None and level == 0:
+                speculation.draft_model = handler.create_draft_model()
+        return SleepChanged(
+            handler.level, self._clock() - started_at, self._build_kv_change(started_at)
         )
 
     def _find_largest_cause(self) -> list[Sequence]:
@@ -452,17 +485,11 @@ class EngineCore:
         )
 
 
-def _bound_memory(config: EngineConfig, loaded: LoadedExecutor) -> int:
-    """Return the bound of the process's private memory, measured after loading. 0 sets none."""
-    used_bytes = private_memory_bytes()
-    if not used_bytes or not config.memory_headroom_bytes:
-        return 0
-    return used_bytes + loaded.reserved_bytes + config.memory_headroom_bytes
-
-
-def describe_core(loaded: LoadedExecutor, memory_bound_bytes: int) -> CoreReady:
-    """Describe the core of a loaded executor to the request's side."""
-    limits = loaded.limits
+def describe_core(config: EngineConfig, loaded: LoadedExecutor) -> CoreReady:
+    """Describe the core of a loaded executor to the request's side. Its memory is measured, which is to be loaded."""
+    limits, used_bytes = loaded.limits, private_memory_bytes()
+    needed_bytes = used_bytes + loaded.reserved_bytes if used_bytes else 0
+    has_bound = needed_bytes and config.memory_headroom_bytes
     return CoreReady(
         max_model_len=limits.max_model_len,
         vocab_size=loaded.architecture.vocab_size,
@@ -478,7 +505,9 @@ def describe_core(loaded: LoadedExecutor, memory_bound_bytes: int) -> CoreReady:
         arithmetic=loaded.arithmetic,
         is_exact=loaded.is_exact,
         pooling=loaded.pooling,
-        memory_bound_bytes=memory_bound_bytes,
+        memory_bound_bytes=needed_bytes + config.memory_headroom_bytes if has_bound else 0,
+        mapped_bytes=loaded.mapped_bytes,
+        awake_bytes=needed_bytes + loaded.mapped_bytes if needed_bytes else 0,
         model=loaded.model,
         step_s=loaded.step_s,
     )

@@ -37,8 +37,10 @@ from argosy.engine.serving.core_messages import (
     FromCore,
     Heartbeat,
     LoadProgress,
+    SetSleepLevel,
     ShedMemory,
     Shutdown,
+    SleepChanged,
     StepOutputs,
     ToCore,
 )
@@ -111,6 +113,10 @@ class Core(Protocol):
         """Release memory, see `ShedMemory`. Requests end as errors in the next step's outputs."""
         ...
 
+    def set_sleep_level(self, level: int) -> SleepChanged:
+        """Free memory or allocate it again, see `SetSleepLevel`. An exception means that the core cannot continue."""
+        ...
+
     def step(self) -> StepOutputs:
         """Compute one step. An exception means that the core cannot continue."""
         ...
@@ -178,6 +184,8 @@ class CoreLoop:
         self._heartbeat = heartbeat
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self._stats = CoreStats()
+        self._sleep_level: int | None = None
+        """Level of sleep to change to when no request is unfinished, or None."""
 
     def run(self) -> None:
         """Serve until `Shutdown`. Exceptions of `Core.step` are passed on."""
@@ -196,6 +204,10 @@ class CoreLoop:
                 self._stats = outputs.stats
                 send_message(self._message_socket, outputs)
                 wait_ms = 0 if outputs.deltas or outputs.stats.step_tokens else EMPTY_STEP_WAIT_MS
+            elif self._sleep_level is not None:
+                level, self._sleep_level = self._sleep_level, None
+                heartbeat.busy = True
+                send_message(self._message_socket, core.set_sleep_level(level))
 
     def _receive_messages(self, wait_ms: int | None) -> Iterator[ToCore]:
         """Yield the messages that have arrived. If `wait_ms` is None, wait for the first one."""
@@ -203,7 +215,12 @@ class CoreLoop:
             yield self._decode(self._message_socket.recv())
             wait_ms = 0
 
-    def _handle_message(self, message: EngineRequest | AbortRequests | ShedMemory) -> None:
+    def _handle_message(
+        self, message: EngineRequest | AbortRequests | ShedMemory | SetSleepLevel
+    ) -> None:
+        if isinstance(message, SetSleepLevel):
+            self._sleep_level = message.level
+            return
         if isinstance(message, AbortRequests):
             self._core.abort(message.request_ids)
             return

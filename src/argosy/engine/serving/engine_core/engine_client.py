@@ -25,8 +25,10 @@ from argosy.engine.serving.core_messages import (
     FromCore,
     Heartbeat,
     LoadProgress,
+    SetSleepLevel,
     ShedMemory,
     Shutdown,
+    SleepChanged,
     StepOutputs,
     ToCore,
 )
@@ -41,9 +43,9 @@ from argosy.engine.serving.engine_core.heartbeat_monitor import (
 from argosy.engine.serving.engine_core.in_flight_requests import DeltaStream, InFlightRequests
 from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.protocol import ApiError, ResourceUsage
-from argosy.telemetry import CoreStats, LogFormat
+from argosy.telemetry import CoreStats, LogFormat, SleepStats
 
-EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
+EngineState = Literal["starting", "ready", "sleeping", "waking", "restarting", "failed", "stopped"]
 LoadProgressCallback = Callable[[str, float], None]
 """Called with the current loading activity and its completed fraction (0 to 1)."""
 
@@ -119,7 +121,7 @@ class EngineClient:
         """Why the core is replaced on purpose, or an empty text."""
         self._restart_reason = ""
         """Why the core was replaced, until the next one serves."""
-        self._in_flight = InFlightRequests(self._send)
+        self._in_flight = InFlightRequests(self._send, self._follow_sleep_level)
         self._ready_at = 0.0
         self._consecutive_restarts = 0
         self.restarts_total = 0
@@ -127,6 +129,17 @@ class EngineClient:
         """Times that a core with a loaded model failed."""
         self.last_core_exit = ""
         """Why a core failed last."""
+        self.sleep_level = 0
+        """Level of sleep that the core has reached, see `SetSleepLevel`."""
+        self._sleeps_total = {1: 0, 2: 0}
+        """Number of times that the core has fallen asleep, by level."""
+        self.wake_s = 0.0
+        """How long the core took to wake up last. 0 if it has not slept."""
+        self._wanted_sleep_level = 0
+        self._sent_sleep_level = 0
+        """Level that was last requested from the core. Later it reports it, after others at most."""
+        self._sleep_changed = asyncio.Event()
+        """Set once, when the level or the state changes next."""
         self._start_settled: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -180,11 +193,67 @@ class EngineClient:
             raise self._unavailable_error()
         return self._in_flight.add(request)
 
+    async def set_sleep_level(self, level: int) -> bool:
+        """Let the core free memory, or allocate it again, see `SetSleepLevel`. Returns when that is done.
+
+        Sleep begins when the running requests have ended. No others are accepted meanwhile.
+
+        Returns:
+            Whether the core has reached the level. It has not if another call replaces this one, or if it fails.
+
+        Raises:
+            ApiError: 503 if no core runs.
+        """
+        if self.state not in ("ready", "sleeping", "waking"):
+            raise self._unavailable_error()
+        self._wanted_sleep_level = level
+        self._follow_sleep_level()
+        while level == self._wanted_sleep_level != self.sleep_level and not self._is_over:
+            await self._sleep_changed.wait()
+        return level == self.sleep_level
+
+    @property
+    def sleep_stats(self) -> SleepStats:
+        """Sleep of the model, for metrics."""
+        is_awake = self._info is not None and not self.sleep_level
+        return SleepStats(
+            state=self.state,
+            level=self.sleep_level,
+            totals=self._sleeps_total.copy(),
+            wake_s=self.wake_s,
+            mapped_bytes=self.info.mapped_bytes if is_awake else 0,
+        )
+
+    @property
+    def _is_over(self) -> bool:
+        return self.state in ("failed", "stopped")
+
+    def _follow_sleep_level(self) -> None:
+        """Request the wanted level of sleep from the core once no request runs, and update the state."""
+        if self.state not in ("ready", "sleeping", "waking"):
+            return
+        if self._wanted_sleep_level == self._sent_sleep_level == self.sleep_level == 0:
+            if self.state != "ready":
+                self.state = "ready"
+                self._notify_sleep_changed()
+            return
+        wanted = self._wanted_sleep_level
+        if wanted != self._sent_sleep_level and not self.in_flight:
+            self._sent_sleep_level = wanted
+            self._send(SetSleepLevel(wanted))
+        self.state = "sleeping" if wanted else "waking"
+        self._notify_sleep_changed()
+
+    def _notify_sleep_changed(self) -> None:
+        self._sleep_changed.set()
+        self._sleep_changed = asyncio.Event()
+
     async def close(self) -> None:
         """Stop the core. Requests in flight end with an error. May be called more than once."""
         if self.state != "failed":
             self.state = "stopped"
         self._closing.set()
+        self._notify_sleep_changed()
         if self._supervisor is not None:
             await self._supervisor
         self._in_flight.fail_all(
@@ -276,6 +345,7 @@ class EngineClient:
     def _on_core_exit(self, reason: str) -> float | None:
         """Handle a core's failure. Return the seconds until the next start, or None for no restart."""
         self.stats = CoreStats()
+        self.sleep_level = self._sent_sleep_level = 0
         self.kv_cache_view.reset()
         if self._info is None:  # `start` raises the reason
             return None
@@ -308,6 +378,7 @@ class EngineClient:
     def _fail_permanently(self, reason: str) -> None:
         self.state = "failed"
         self._failure = reason
+        self._notify_sleep_changed()
         if self._info is not None:
             log.error("engine_failed", reason=reason)
         self._in_flight.fail_all(f"the engine failed: {reason}")
@@ -326,6 +397,8 @@ class EngineClient:
                 for delta in message.deltas:
                     if self._in_flight.deliver(delta):
                         self._consecutive_restarts = 0  # the core completes requests
+            case SleepChanged():
+                self._on_sleep_changed(message)
             case Heartbeat():
                 self.usage = message.usage
                 self._limit_memory(monitor.record_heartbeat(message, now))
@@ -341,6 +414,22 @@ class EngineClient:
                 self._on_core_ready(message, now)
             case CoreFailed():
                 self._exit_message = message.message
+
+    def _on_sleep_changed(self, message: SleepChanged) -> None:
+        if message.kv_change is not None:
+            self.kv_cache_view.apply_change(message.kv_change)
+        if message.level > self.sleep_level:
+            self._sleeps_total[message.level] += 1
+        elif message.level < self.sleep_level:
+            self.wake_s = message.seconds
+        log.info(
+            "core_sleep_changed",
+            level=message.level,
+            previous=self.sleep_level,
+            seconds=round(message.seconds, 3),
+        )
+        self.sleep_level, self.load_progress = message.level, None
+        self._follow_sleep_level()
 
     def _limit_memory(self, action: MemoryAction | None) -> None:
         """Let the core shed memory, or replace it if that did not help.
@@ -384,6 +473,7 @@ class EngineClient:
         if self._start_settled is not None and not self._start_settled.done():
             self._start_settled.set_result(None)
         self._in_flight.replay_next()
+        self._follow_sleep_level()  # a core that failed in its sleep sleeps again
 
     # --- messages to the core ---
 
@@ -395,8 +485,10 @@ class EngineClient:
     def _unavailable_error(self) -> ApiError:
         retry_s: float | None = 1.0
         match self.state:
-            case "starting" | "restarting":
+            case "starting" | "restarting" | "waking":
                 message = f"the engine is {self.state}; try again shortly"
+            case "sleeping":
+                message = "the engine sleeps; wake it up, or send the request to another replica"
             case "stopped":
                 message = "the server is stopping; send the request to another replica"
             case _:

@@ -170,9 +170,13 @@ class InFlightRequests:
     replaced on purpose, all are replayed at once. Not thread-safe: use it from one event loop.
     """
 
-    def __init__(self, send: Callable[[ToCore], None]) -> None:
-        """Create an empty set of requests. `send` sends a message to the current core."""
+    def __init__(self, send: Callable[[ToCore], None], on_idle: Callable[[], None]) -> None:
+        """Create an empty set of requests.
+
+        `send` sends a message to the current core. `on_idle` is called when the last request has ended.
+        """
         self._send = send
+        self._on_idle = on_idle
         self._streams: dict[str, DeltaStream] = {}
         self._latest_by_request_id: dict[str, DeltaStream] = {}
         """Latest stream by the request's own id. Several requests may share an id."""
@@ -277,5 +281,7 @@ class InFlightRequests:
 
     def _remove(self, stream: DeltaStream) -> None:
         self._streams.pop(stream.core_request_id, None)
+        if not self._streams:
+            self._on_idle()
         if self._latest_by_request_id.get(stream.id) is stream:
             del self._latest_by_request_id[stream.id]
