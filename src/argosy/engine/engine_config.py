@@ -157,8 +157,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         | None
     ) = None
     kv_dtype: Annotated[
-        Literal["auto", "fp8"],
-        option("Data type of the KV cache: auto is the model's, fp8 needs a GPU.", "Memory"),
+        Literal["auto", "int8", "fp8"],
+        option(
+            "Data type of the KV cache: auto is the model's, int8 takes about half the memory, fp8 needs a GPU.",
+            "Memory",
+        ),
     ] = "auto"
     host_kv_bytes: Annotated[
         int, option("Host memory for evicted KV blocks; by default none.", "Memory", ge=0)

@@ -113,11 +113,13 @@ class KvCacheShape:
     block_size: int
     """Tokens per block."""
     dtype: torch.dtype
-    """Dtype of the cached keys and values."""
+    """Dtype of the cached keys and values. int8 has a scale for each row, which is a token and KV head."""
     value_dim: int | None = None
     """Number of the last elements of a key that are the value, as in multi-head latent attention.
 
     None stores values beside the keys, with the same size."""
+    query_dtype: torch.dtype | None = None
+    """Dtype of queries, and of new keys and values. None is that of the cache."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -125,3 +127,8 @@ class KvCacheShape:
                 f"{self.num_heads} heads do not divide among {self.num_kv_heads} KV heads; "
                 "fix the model's config"
             )
+
+    @property
+    def exact_dim(self) -> int:
+        """Number of the first elements of an int8 key that are kept in bfloat16: those that are not its value."""
+        return 0 if self.value_dim is None else self.head_dim - self.value_dim

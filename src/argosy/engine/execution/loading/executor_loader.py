@@ -77,6 +77,8 @@ from argosy.model_store import stored_digest, verify_model
 from argosy.protocol import ArithmeticIdentity, ModelDescription, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Data types of the KV cache, apart from that of the model."""
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 COSTLIEST_PARAMS = SamplingParams(
     max_tokens=1,
@@ -232,7 +234,7 @@ def _plan_load(
     progress("preparing the kernels", 0.0)  # compiled at the first start
     device = device or choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    kv_dtype = KV_DTYPES.get(config.kv_dtype, dtype)
     source: CheckpointReader | GenericModel
     architecture: AnyArchitecture
     stored = None
@@ -299,8 +301,10 @@ class _LoadedModel:
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a KV block."""
-        architecture = self.plan.architecture
-        bytes_per_token = architecture.kv_bytes_per_token(self.plan.kv_dtype.itemsize)
+        architecture, kv_dtype = self.plan.architecture, self.plan.kv_dtype
+        bytes_per_token = architecture.kv_bytes_per_token(
+            kv_dtype.itemsize, has_scales=kv_dtype == torch.int8
+        )
         return architecture.kv_layout.block_bytes(bytes_per_token, block_size)
 
     def position_block_bytes(self, block_size: int) -> int:
