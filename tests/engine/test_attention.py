@@ -277,6 +277,6 @@ def test_compiler_error_is_reported(tmp_path: Path) -> None:
 
 def test_shape_without_native_kernel_uses_torch_or_is_rejected(tmp_path: Path) -> None:
     kernels = native_or_skip().path.parents[1]
-    assert create_small_attention("auto", "c++", kernels, block_size=5).name == "torch"
+    assert create_small_attention("auto", "c++", kernels, block_size=5).name == "torch, 125 keys"
     with pytest.raises(ValueError, match="divide"):
         create_small_attention("auto", "no-such-compiler", tmp_path, num_heads=3)
