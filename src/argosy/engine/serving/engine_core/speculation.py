@@ -127,8 +127,7 @@ class Speculation:
             try:
                 proposed = drafter.propose(waiting, limits)
                 for seq, draft in zip(waiting, proposed, strict=True):
-                    tokens = self._find_valid(draft.tokens)
-                    if tokens:
+                    if draft.tokens and (tokens := self._find_valid(draft.tokens)):
                         drafts[seq] = tokens
                         source = DraftSource(drafter.name, 1 << (draft.match_size.bit_length() - 1))
                         candidates[seq] = DraftCandidate(
