@@ -86,6 +86,8 @@ class Batch:
     """[T] int64, number of the text of a pair that each token belongs to. None if all are 0."""
     states: BatchStates | None = None
     """States of the sequences, for models with recurrent layers."""
+    hidden_states: Tensor | None = None
+    """[T, hidden], for a draft head: hidden states that it continues, one position before that of each token."""
     adapters: BatchAdapters | None = None
     """Adapters of the sequences. None if none has one."""
 
