@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         AsyncLLM,
         CompletionOutput,
         EngineConfig,
+        LoRARequest,
         RequestOutput,
     )
     from argosy.protocol import ApiError, SamplingParams
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
 ]

@@ -86,6 +86,7 @@ NOT_RUN = {
 }
 """Reason why the commands and programs of a page that begin like this are not run."""
 EXHAUSTIVE = {
+    "adapters.md",
     "add-a-model-family.md",
     "add-vllm-or-sglang.md",
     "back-up-and-restore.md",

@@ -210,7 +210,7 @@ PLAIN: dict[str, tuple[Change, str]] = {
     "remote code": (remote_code, r"architectures is \['EvilForCausalLM'\]"),
     "adapter": (
         lambda path: (path / "config.json").rename(path / "adapter_config.json"),
-        r"holds an adapter .*merge.*merge_and_unload",
+        r"holds an adapter .*--lora-modules",
     ),
 }
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from argosy.engine import EngineFailedError, EngineRequest
+from argosy.engine import AdapterSource, EngineFailedError, EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
 from argosy.engine.serving.core_messages import (
@@ -106,6 +107,9 @@ class FakeEngine:
     kv_cache_view: KvCacheView = field(default_factory=KvCacheView)
     on_step: Callable[[CoreStats], None] | None = None
     may_start: asyncio.Event = field(default_factory=_set_event)
+    resident_adapters: dict[str, int] = field(default_factory=dict)
+    adapter_failures: dict[str, Exception] = field(default_factory=dict)
+    """Raised by `load_adapter`, by the name of the adapter's folder."""
     rejection: Exception | None = None
     """Raised by `generate`."""
     cached: int = 3
@@ -157,6 +161,19 @@ class FakeEngine:
         self.live.add(request.id)
         self.request_received.set()
         return FakeDeltaStream(self, request, self.script(request))
+
+    async def load_adapter(self, source: AdapterSource, *, is_pinned: bool = False) -> None:
+        await asyncio.sleep(0)
+        if (failure := self.adapter_failures.get(Path(source.folder).name)) is not None:
+            raise failure
+        self.resident_adapters[source.digest] = source.size_bytes + is_pinned
+
+    def unload_adapter(self, digest: str) -> None:
+        self.resident_adapters.pop(digest, None)
+
+    def find_adapters_in_flight(self) -> tuple[set[str], set[str]]:
+        in_flight = {r.adapter.digest for r in self.requests if r.id in self.live and r.adapter}
+        return in_flight, set()
 
     async def wait_idle(self) -> None:
         """Wait until every request has ended."""

@@ -62,12 +62,14 @@ async def serve(
     engine: EngineClient | FakeEngine,
     config: ReplicaServerConfig = CONFIG,
     load_text: Callable[[], TextProcessing] = load_text_processing,
+    *,
+    enable_lora: bool = False,
 ) -> AsyncIterator[RunningReplica]:
     """Run a replica server and yield it when it is ready. At the end, stop it and its running requests."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = ReplicaServer(
         config,
-        EngineConfig(model=str(BUNDLED_MODEL)),
+        EngineConfig(model=str(BUNDLED_MODEL), enable_lora=enable_lora),
         engine=cast("EngineClient", engine),  # a `FakeEngine` has the same methods
         load_text_processing=load_text,
         on_ready=url.set_result,

@@ -44,9 +44,12 @@ MODULES_ON_THE_PATH = (
 BESIDE_THE_PATH = {
     "argosy.constraints.output_constraint": {"JsonWhitespace", "Relaxation"},
     "argosy.constraints.tools": {"Tool", "ToolChoice"},
+    "argosy.engine.engine_request": {"AdapterSource"},
     "argosy.engine.serving.core_messages": {
         *("AbortRequests", "CoreFailed", "CoreReady", "Heartbeat"),
         *("KvChange", "LoadProgress", "ShedMemory", "Shutdown"),
+        *("SetSleepLevel", "SleepChanged"),
+        *("AdapterReport", "LoadAdapter", "UnloadAdapter"),
     },
     "argosy.engine.serving.text.detokenizer": {"StopMatch"},
 }

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         read_any_architecture,
     )
     from argosy.engine.llm import LLM
+    from argosy.engine.offline_request_processor import LoRARequest
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.serving.api_server.replica_server import serve_replica
     from argosy.engine.serving.api_server.replica_server_config import (
@@ -55,6 +56,7 @@ __all__ = [
     "EngineConfig",
     "EngineFailedError",
     "EngineRequest",
+    "LoRARequest",
     "PrestartedCore",
     "ReplicaServerConfig",
     "RequestOutput",
@@ -75,6 +77,7 @@ __all__ = [
 _MODULE_BY_NAME = {
     "DEFAULT_KV_MEMORY_FRACTION": "engine_config",
     "LLM": "llm",
+    "LoRARequest": "offline_request_processor",
     "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
     "ChatTemplate": "serving.text",

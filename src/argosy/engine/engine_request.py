@@ -14,6 +14,8 @@ class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     """Digest of the files (`model_store.Manifest`), which identifies the adapter everywhere."""
     folder: str
+    size_bytes: int
+    """Size of the weights in the files."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):

@@ -248,14 +248,16 @@ class LLM(PoolingCalls):
         """Validate all prompts, run those that are valid, and return the outputs of all in order."""
         params = expand_sampling_params(sampling_params, len(prompts))
         options = drop_neutral_options(options)
-        priorities = to_plain(options.pop("priority", None))
-        if not isinstance(priorities, list):
-            priorities = [priorities] * len(prompts)
+        own_options = [
+            _expand_option(options.pop(name, None), len(prompts))
+            for name in ("priority", "lora_request")
+        ]
         results: list[RequestOutputCollector | RequestOutput] = []
-        for number, (prompt, prompt_params, priority) in enumerate(
-            zip(prompts, params, priorities, strict=True)
+        for number, (prompt, prompt_params, priority, adapter) in enumerate(
+            zip(prompts, params, *own_options, strict=True)
         ):
-            prompt_options = options if priority is None else options | {"priority": priority}
+            own = {"priority": priority, "lora_request": adapter}
+            prompt_options = options | {k: v for k, v in own.items() if v is not None}
             try:
                 results.append(prepare(prompt, prompt_params, prompt_options))
             except ApiError as error:
@@ -327,6 +329,12 @@ class LLM(PoolingCalls):
                     report_progress(1, 0)
         if stopped_ids:
             core.abort(stopped_ids)
+
+
+def _expand_option(value: object, count: int) -> list[Any]:
+    """Return an option's value for each of `count` prompts, given one for all or a list."""
+    plain = to_plain(value)
+    return plain if isinstance(plain, list) else [plain] * count
 
 
 def read_metrics(model: str, stats: CoreStats) -> list[MetricValue]:

@@ -38,6 +38,9 @@ _IGNORED_OPTIONS = {
     "max_logprobs": UnsupportedOption((20,), "The limit is 20."),
     "disable_log_stats": UnsupportedOption((True,), "Call get_metrics."),
     "download_dir": UnsupportedOption((), "Set HF_HOME."),
+    "max_cpu_loras": UnsupportedOption((), "Set adapter_memory_bytes."),
+    "max_loras": UnsupportedOption((), "Any number of adapters share a step."),
+    "max_lora_rank": UnsupportedOption((), "Ranks are not padded."),
     **dict.fromkeys(
         (
             "allowed_local_media_path",
@@ -49,6 +52,8 @@ _IGNORED_OPTIONS = {
             "disable_sliding_window",
             "distributed_executor_backend",
             "enable_chunked_prefill",
+            "fully_sharded_loras",
+            "lora_dtype",
             "max_num_partial_prefills",
             "max_seq_len_to_capture",
             "num_scheduler_steps",
@@ -77,7 +82,6 @@ _REFUSED_OPTIONS = {
     "load_format": UnsupportedOption(
         ("safetensors",), "The format is that of the checkpoint's files."
     ),
-    "enable_lora": UnsupportedOption((), "Merge the adapter into the model."),
     "hf_overrides": UnsupportedOption(({},), "Change the config.json of the model."),
     "hf_token": UnsupportedOption((), "Set the environment variable HF_TOKEN."),
     "logits_processors": UnsupportedOption(
@@ -121,8 +125,7 @@ UNSUPPORTED_METHODS = {
 """Methods of vLLM's `LLM` that have no equivalent -> remedy."""
 _UNSUPPORTED_CALL_OPTIONS = {
     "prompt_token_ids": "Give prompts of token ids, or dictionaries with this key, as `prompts`.",
-    "lora_request": "Merge the adapter into the model.",
-    "prompt_adapter_request": "Merge the adapter into the model.",
+    "prompt_adapter_request": "Give a LoRA adapter as lora_request.",
     "tokenization_kwargs": "Set truncate_prompt_tokens or add_special_tokens.",
     "mm_processor_kwargs": "Models take text only.",
     "guided_options_request": "Use structured_outputs.",

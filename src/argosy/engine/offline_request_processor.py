@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypedDict, TypeVar
@@ -14,9 +15,11 @@ import msgspec
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
+from argosy.engine.engine_request import AdapterSource
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.offline_prompts import Conversation, PromptInput, parse_prompt, to_plain
 from argosy.engine.outputs import RequestOutputCollector
+from argosy.engine.serving.adapter_files import read_adapter_source
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, RequestProcessor
 from argosy.engine.serving.preprocessing.sampling_params import choice_seed
@@ -28,6 +31,17 @@ from argosy.protocol import (
     CompletionRequest,
     SamplingParams,
 )
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """LoRA adapter of a call, in vLLM's form. Its content identifies it, whatever its name and its number are."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    """Folder of the adapter."""
+
 
 RequestOptions = dict[str, Any]
 """Fields of a request body besides prompt and sampling parameters, such as `tools` or `structured_outputs`."""
@@ -45,6 +59,8 @@ class GenerationOptions(TypedDict, total=False):
     """`{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}` or `{"type": "json_object"}`."""
     timeout_s: float | None
     """Seconds after which the request ends with the tokens it has. None sets no deadline."""
+    lora_request: LoRARequest | list[LoRARequest | None] | None
+    """Adapter of all prompts, or one for each. Needs `enable_lora`."""
     priority: int | None
     """0 to 8. Requests with a higher number wait for those with a lower one."""
     cache_salt: str | None
@@ -112,10 +128,11 @@ class OfflineRequestProcessor:
         self._config = config
         self._ready = ready
         self._path = resolve_model_path(config.model, config.revision, config.digest)
-        text_processing = _load_text_processing(self._path, chat_template, config)
-        self.tokenizer = text_processing.tokenizer
-        self.processor = text_processing.create_processor(ready, config)
+        self._text_processing = _load_text_processing(self._path, chat_template, config)
+        self.tokenizer = self._text_processing.tokenizer
+        self.processor = self._text_processing.create_processor(ready, config)
         self._processors_by_template: dict[str, RequestProcessor] = {}
+        """Processors by template of a call, or by adapter with a template of its own."""
         self._seed = seed
         self._request_numbers = itertools.count()
 
@@ -132,9 +149,11 @@ class OfflineRequestProcessor:
                 fields |= {"max_tokens": MAX_TOKENS, "clamp_max_tokens": True}
         if cache_salt is not None:
             fields["cache_salt"] = cache_salt
+        adapter, options = self._select_adapter(options)
         body = to_body(fields | options, CompletionRequest)
         request_id = f"offline-{number}"
-        prepared = self.processor.prepare_completion(body, GatewayHeaders(request_id=request_id))
+        headers = GatewayHeaders(request_id=request_id, adapter=adapter)
+        prepared = self.processor.prepare_completion(body, headers)
         text = content if isinstance(content, str) else None
         return RequestOutputCollector(request_id, text, prepared, self.tokenizer)
 
@@ -149,10 +168,12 @@ class OfflineRequestProcessor:
         logprobs = None if params is None else to_plain(params.logprobs)
         if logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": logprobs}
-        processor, options = self._select_template(options)
+        adapter, options = self._select_adapter(options)
+        processor, options = self._select_template(options, adapter)
         body = to_body(fields | options, ChatCompletionRequest)
         request_id = f"offline-{number}"
-        prepared = processor.prepare_chat(body, GatewayHeaders(request_id=request_id))
+        headers = GatewayHeaders(request_id=request_id, adapter=adapter)
+        prepared = processor.prepare_chat(body, headers)
         return RequestOutputCollector(request_id, None, prepared, self.tokenizer)
 
     def _sampling_fields(self, params: SamplingParams | None, number: int) -> dict[str, Any]:
@@ -166,20 +187,52 @@ class OfflineRequestProcessor:
             fields["seed"] = choice_seed(self._seed, number + 1)
         return fields
 
-    def _select_template(self, options: RequestOptions) -> tuple[RequestProcessor, RequestOptions]:
-        """Return the processor with the template of the options, and the options without it."""
+    def _select_adapter(
+        self, options: RequestOptions
+    ) -> tuple[AdapterSource | None, RequestOptions]:
+        """Return the adapter of the options, and the options without it.
+
+        Raises:
+            ValueError: Adapters are not enabled, or its folder holds none.
+        """
+        request = options.get("lora_request")
+        if request is None:
+            return None, options
+        if not self._config.enable_lora:
+            raise ValueError("lora_request needs enable_lora=True, which LLM and AsyncLLM take")
+        folder = getattr(request, "lora_path", None)  # vLLM's own class has it, too
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise ValueError("lora_request needs LoRARequest(name, number, path of a folder)")
+        others = {name: value for name, value in options.items() if name != "lora_request"}
+        return read_adapter_source(Path(folder).expanduser().resolve()), others
+
+    def _select_template(
+        self, options: RequestOptions, adapter: AdapterSource | None
+    ) -> tuple[RequestProcessor, RequestOptions]:
+        """Return the processor with the template of the options or the adapter, and the options without it."""
         template = options.get("chat_template")
-        if template is None:
+        key = str(template) if template is not None else "" if adapter is None else adapter.digest
+        if not key:
             return self.processor, options
         processors = self._processors_by_template
-        if str(template) not in processors:
+        if key not in processors:
             if len(processors) >= MAX_TEMPLATES:
                 processors.pop(next(iter(processors)))
-            processors[str(template)] = _load_text_processing(
-                self._path, template, self._config
-            ).create_processor(self._ready, self._config)
+            processors[key] = self._create_processor(template, adapter)
         others = {name: value for name, value in options.items() if name != "chat_template"}
-        return processors[str(template)], others
+        return processors[key], others
+
+    def _create_processor(
+        self, template: str | Path | None, adapter: AdapterSource | None
+    ) -> RequestProcessor:
+        own = self._text_processing
+        if template is not None:
+            own = _load_text_processing(self._path, template, self._config)
+        elif adapter is not None:
+            own = own.with_template_of(Path(adapter.folder))
+        if own is self._text_processing:
+            return self.processor
+        return own.create_processor(self._ready, self._config, self.processor.check_grammar)
 
 
 def _load_text_processing(

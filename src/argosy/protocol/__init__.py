@@ -19,10 +19,12 @@ from argosy.protocol.openai_requests import (
     DrainRequest,
     GenerationRequest,
     JsonObject,
+    LoadLoraAdapterRequest,
     Prediction,
     SleepQuery,
     StreamOptions,
     TokenizeRequest,
+    UnloadLoraAdapterRequest,
     WakeUpQuery,
 )
 from argosy.protocol.openai_responses import (

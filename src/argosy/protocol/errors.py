@@ -111,6 +111,8 @@ _MEANINGS = {
         " `allowed_token_ids` and banned tokens exclude everything that it allows.",
         "grammar_failed": "The engine could not compile the grammar of the request, or has no memory for it."
         " Simplify it.",
+        "invalid_adapter": "The files of a LoRA adapter are damaged, do not fit the model, or need what is not"
+        " supported; the message names the field, tensor or module.",
         "context_length_exceeded": "The prompt and the requested output do not fit the model's context. Shorten the"
         " prompt, lower `max_tokens`, or set `truncate_prompt_tokens`.",
         "unsupported_task": "The model cannot do what the path asks for; the message has what it can do. `GET"
@@ -232,6 +234,8 @@ _MEANINGS = {
         " how far it is; see `Retry-After`. Stream the response to wait for it.",
         "draining": "The server is shutting down.",
         "engine_unavailable": "The replica is loading its model or restarting its engine, or its engine has failed.",
+        "adapter_load_failed": "A LoRA adapter cannot be loaded now: its files cannot be read, or there is no room for"
+        " it. Requests for it fail for some seconds, and then it is tried again.",
         "limits_unavailable": "Redis is unreachable, and the project's quota failure mode is `closed`.",
         "signing_keys_missing": "The keys that verify tokens have not been fetched yet.",
         "ledger_full": "Usage can be recorded neither in the store nor on disk.",

@@ -261,3 +261,26 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     deadline_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     """Seconds after which running requests are ended with the error code `draining`."""
+
+
+LoraName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class LoadLoraAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of vLLM's `POST /v1/load_lora_adapter`."""
+
+    lora_name: LoraName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder of the adapter, `store:NAME`, or its digest."""
+    load_inplace: bool = False
+    """Whether a name that exists gets this version."""
+    pinned: bool = False
+    """Whether the adapter is never evicted."""
+
+
+class UnloadLoraAdapterRequest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Body of vLLM's `POST /v1/unload_lora_adapter`."""
+
+    lora_name: LoraName

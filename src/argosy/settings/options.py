@@ -14,7 +14,7 @@ import msgspec
 from argosy.settings.conversion import SettingError, convert_settings
 from argosy.settings.sizes import Size
 
-Panel = Literal["", "Model", "Memory", "Access", "Advanced"]
+Panel = Literal["", "Model", "Adapters", "Memory", "Access", "Advanced"]
 """Heading of options on a help page. Empty for the first ones."""
 
 

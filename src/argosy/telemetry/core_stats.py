@@ -36,7 +36,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     inter_token_s: float = 0.0
     """Measured seconds between tokens of a sequence if one more sequence were running. 0 means not measured yet."""
     held: int = 0
-    """Requests that wait for their grammar. They are part of `waiting`."""
+    """Requests that wait for a grammar or an adapter. They are part of `waiting`."""
     grammar_compiles_total: int = 0
     grammar_cache_hits_total: int = 0
     grammar_compile_s_total: float = 0.0
@@ -60,3 +60,14 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     accepted_draft_tokens_total: dict[str, int] = {}
     accepted_by_position_total: dict[str, list[int]] = {}
     """Accepted drafts by drafter, and by their position among the drafts of a step."""
+    adapters_resident: int = 0
+    adapter_bytes: int = 0
+    """Memory of the resident LoRA adapters, and that reserved for those being loaded."""
+    adapter_loads_total: dict[str, int] = {}
+    """Loads by result: `loaded` and `failed`."""
+    adapter_load_s_total: float = 0.0
+    adapter_wait_s_total: float = 0.0
+    """Seconds for which requests waited for their adapter."""
+    adapter_evictions_total: int = 0
+    adapter_load_bytes_per_s: float = 0.0
+    """Measured rate of loading. 0 means not measured yet."""

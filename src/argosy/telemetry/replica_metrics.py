@@ -5,7 +5,7 @@ The number of label values is bounded. They are the served model, route template
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
@@ -48,6 +48,9 @@ _CORE_COUNTERS = {
     "mask_fill_seconds": "Time a thread spent on computing masks, while the device computed.",
     "mask_wait_seconds": "Time for which sampling waited for masks.",
     "out_of_memory_steps": "Steps that ran out of memory and were repeated in smaller steps.",
+    "adapter_load_seconds": "Time spent on loading LoRA adapters, including those that failed.",
+    "adapter_wait_seconds": "Time for which requests waited for their adapter.",
+    "adapter_evictions": "Adapters evicted to make room for others.",
 }
 """Help text of each counter that the engine core keeps, in the field `*_total` of `CoreStats`."""
 _DRAFT_COUNTERS = {
@@ -115,6 +118,9 @@ class ReplicaMetrics(Collector):
             name: self._add_counter(f"argosy_{name}", help_text, "drafter")
             for name, help_text in _DRAFT_COUNTERS.items()
         }
+        self._adapter_loads = self._add_counter(
+            "argosy_adapter_loads", "Loads of LoRA adapters by result.", "result"
+        )
         self._accepted_by_position = self._add_counter(
             "argosy_accepted_draft_tokens_per_position",
             "Accepted drafts by their position among the drafts of a step, from 0.",
@@ -288,6 +294,9 @@ class ReplicaMetrics(Collector):
             total = attrgetter(name.replace("_seconds", "_s") + "_total")
             counter.add(self.model_label, _increase(total(previous), total(stats)))
         self._add_increases(self._phases, previous.phase_s_total, stats.phase_s_total)
+        self._add_increases(
+            self._adapter_loads, previous.adapter_loads_total, stats.adapter_loads_total
+        )
         for name, counter in self._draft_counters.items():
             totals = attrgetter(f"{name}_total")
             self._add_increases(counter, totals(previous), totals(stats))
@@ -303,6 +312,17 @@ class ReplicaMetrics(Collector):
     ) -> None:
         for label, total in current.items():
             counter.add((*self.model_label, label), _increase(previous.get(label, 0), total))
+
+    def set_lora_requests(self, running: Iterable[str], waiting: Iterable[str], limit: int) -> None:
+        """Set the names of the adapters whose requests generate tokens, and of others whose requests wait.
+
+        They are exported under vLLM's name only, because each combination of names is another series.
+        """
+        self._vllm_collector.lora_requests = (
+            str(limit),
+            ",".join(sorted(running)),
+            ",".join(sorted(waiting)),
+        )
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format under Argosy's names."""
@@ -335,7 +355,9 @@ class ReplicaMetrics(Collector):
         for name, help_text, value in (
             ("requests_running", "Sequences in the running batch.", stats.running),
             ("requests_waiting", "Sequences in the queue.", stats.waiting),
-            ("requests_held", "Sequences that wait for their grammar.", stats.held),
+            ("requests_held", "Sequences that wait for a grammar or an adapter.", stats.held),
+            ("adapters_resident", "LoRA adapters in memory.", stats.adapters_resident),
+            ("adapter_bytes", "Memory of LoRA adapters.", stats.adapter_bytes),
             ("queued_prompt_tokens", "Prompt tokens not computed yet.", stats.queued_tokens),
             (
                 "kv_usage_ratio",

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
@@ -55,12 +56,24 @@ class VllmMetricsCollector(Collector):
 
     def __init__(self, source: Collector) -> None:
         self._source = source
+        self.lora_requests: tuple[str, str, str] | None = None
+        """Number of adapters that may share a step, and the names of those that run and wait. None without adapters."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that vLLM has too, renamed."""
         for family in self._source.collect():
             if family.name in _VLLM_NAMES:
                 yield _rename_family(family, "vllm:" + _VLLM_NAMES[family.name])
+        if self.lora_requests is not None:
+            limit, running, waiting = self.lora_requests
+            labels = {
+                "max_lora": limit,
+                "running_lora_adapters": running,
+                "waiting_lora_adapters": waiting,
+            }
+            info = Metric("vllm:lora_requests_info", "Time of the last report.", "gauge")
+            info.add_sample(info.name, labels, time.time())
+            yield info
 
 
 def _rename_family(family: Metric, name: str) -> Metric:

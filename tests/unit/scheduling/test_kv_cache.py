@@ -179,10 +179,10 @@ def test_adapters_share_blocks_by_domain_and_content_not_by_folder() -> None:
     harness = build_harness()
     requests = [
         ("", None, 0),
-        ("", AdapterSource("sha256:a", "/one"), 0),
-        ("", AdapterSource("sha256:b", "/one"), 0),  # another version in the same folder
-        ("other", AdapterSource("sha256:a", "/one"), 0),
-        ("", AdapterSource("sha256:a", "/two"), 16),
+        ("", AdapterSource("sha256:a", "/one", 1), 0),
+        ("", AdapterSource("sha256:b", "/one", 1), 0),  # another version in the same folder
+        ("other", AdapterSource("sha256:a", "/one", 1), 0),
+        ("", AdapterSource("sha256:a", "/two", 1), 16),
         ("", None, 16),
     ]
     for number, (domain, adapter, hits) in enumerate(requests):

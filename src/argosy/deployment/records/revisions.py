@@ -49,7 +49,6 @@ MAX_KNOWN_REVISIONS = 200
 _PUBLISHED_SETTINGS: dict[str, Any] = {
     "models": [],
     "routes": [],
-    "content_rules": [],
     "pools_file": None,
     "handover": None,
 }

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine.engine_request import AdapterSource, EngineRequest
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import Logprob
 from argosy.protocol import ApiError, ArithmeticIdentity, ModelDescription, ResourceUsage
@@ -35,6 +35,19 @@ class SetSleepLevel(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
 
     level: int
     """1 frees the KV cache and all other memory but the weights, 2 also the weights. 0 frees none."""
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
+    """Load an adapter before its first request. A pinned one stays loaded until `UnloadAdapter`."""
+
+    source: AdapterSource
+    is_pinned: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_adapter"):
+    """Free the memory of an adapter as soon as no request uses it."""
+
+    digest: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
@@ -72,23 +85,32 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     """Number of `tokens` that were drafts."""
 
 
-_REQUEST_ERROR_CODES = frozenset({"grammar_dead_end", "grammar_failed"})
-"""Codes of failures that the request causes, so that it would fail on every replica."""
+_STATUS_BY_CODE = {
+    **dict.fromkeys(("grammar_dead_end", "grammar_failed", "invalid_adapter"), 400),
+    "adapter_load_failed": 503,
+}
+"""Status of failures that are none of the engine. It is 400 if the request would fail on every replica."""
+
+
+def failure_error(reason: str, code: str) -> ApiError:
+    """Return the error of a response for a failure that the core reports."""
+    return ApiError(
+        _STATUS_BY_CODE.get(code, 500),
+        code,
+        f"The engine could not finish the request: {reason}.",
+    )
 
 
 def check_success(delta: Delta) -> None:
     """Raise an error if a last delta is that of a request that failed.
 
     Raises:
-        ApiError: 500 if the engine failed the request, 400 if the request itself is the cause, 499 if it was
-            cancelled.
+        ApiError: 500 if the engine failed the request, 400 if the request itself is the cause, 503 if another replica
+            may succeed, 499 if it was cancelled.
     """
     if delta.finish_reason == "error":
-        reason = delta.error or "the engine gave no reason"
-        raise ApiError(
-            400 if delta.error_code in _REQUEST_ERROR_CODES else 500,
-            delta.error_code or "engine_error",
-            f"The engine could not finish the request: {reason}.",
+        raise failure_error(
+            delta.error or "the engine gave no reason", delta.error_code or "engine_error"
         )
     if delta.finish_reason == "cancelled":
         raise ApiError(499, "cancelled", "The request was cancelled before it finished.")
@@ -153,6 +175,15 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
     removed_names: bytes
 
 
+class AdapterReport(msgspec.Struct, frozen=True, array_like=True):
+    """Adapters in the core's memory after a change."""
+
+    resident: dict[str, int]
+    """Bytes by digest."""
+    failures: dict[str, tuple[str, str]]
+    """Message and error code by digest, of the loads that failed since the last report."""
+
+
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     """Output of one step and the core's state after it."""
 
@@ -160,6 +191,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     stats: CoreStats
     kv_change: KvChange | None = None
     """Prefix cache changes since the last report. Sent after prompts are computed, and periodically while decoding."""
+    adapters: AdapterReport | None = None
 
 
 class SleepChanged(msgspec.Struct, frozen=True, array_like=True, tag="slept"):
@@ -189,5 +221,13 @@ class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-ToCore = EngineRequest | AbortRequests | ShedMemory | SetSleepLevel | Shutdown
+ToCore = (
+    EngineRequest
+    | AbortRequests
+    | ShedMemory
+    | SetSleepLevel
+    | LoadAdapter
+    | UnloadAdapter
+    | Shutdown
+)
 FromCore = LoadProgress | CoreReady | StepOutputs | SleepChanged | Heartbeat | CoreFailed

@@ -120,8 +120,8 @@ def _find_checkpoint(folder: Path) -> Path:
     if (folder / ADAPTER_FILE).is_file():
         base = read_json(folder / ADAPTER_FILE).get("base_model_name_or_path")
         raise ValueError(
-            f"{folder} holds an adapter of {str(base)[:200]!r} ({ADAPTER_FILE}), not a model; merge the two with PEFT "
-            "(merge_and_unload, then save_pretrained) and give the directory of the result"
+            f"{folder} holds an adapter of {str(base)[:200]!r} ({ADAPTER_FILE}), not a model; give the directory "
+            "of the base model, and the adapter as --enable-lora --lora-modules NAME=DIRECTORY"
         )
     if any(folder.glob("*.gguf")):
         return _find_gguf(folder)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
 
+from argosy.engine.serving.api_server.adapter_registry import AdapterLease
 from argosy.engine.serving.api_server.event_writers import (
     ChatEventWriter,
     CompletionEventWriter,
@@ -38,6 +39,7 @@ from argosy.engine.serving.preprocessing.request_processor import (
 from argosy.engine.serving.preprocessing.response_spec import ResponseSpec, new_response_id
 from argosy.http_server import HttpExchange, SlowReaderError
 from argosy.protocol import (
+    ADAPTER_HEADER,
     REPORT_CONTENT,
     REPORT_HEADER,
     SSE_DONE,
@@ -59,10 +61,11 @@ MIN_THREADED_BODY_BYTES = 16 * 1024
 ARITHMETIC_HEADER = b"x-argosy-arithmetic-id"
 """Header with the id of an arithmetic identity."""
 KEEP_ALIVE_COMMENT = format_comment(b"keep-alive")
-_GRAMMAR_FIELDS = re.compile(
-    rb'"(?:tools|functions|response_format|structured_outputs|guided_\w+|structural_tag|json_schema|grammar|regex|ebnf)"'
+_SLOW_FIELDS = re.compile(
+    rb'"(?:tools|functions|response_format|structured_outputs|guided_\w+|structural_tag|json_schema|grammar|regex|ebnf'
+    rb'|sha256:\w+)"'
 )
-"""Fields that need a grammar, which is compiled in a thread."""
+"""Fields that need a grammar, and digests of adapters, for which files may be read. Both need a thread."""
 
 Body = TypeVar("Body", bound=GenerationRequest)
 _encode = msgspec.json.Encoder().encode
@@ -116,15 +119,26 @@ class GenerationHandlers:
             await self._handle(exchange, COMPLETION_ENDPOINT)
 
     async def _handle(self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body]) -> None:
-        try:
-            self._replica.require_ready()  # reject before the body is read
-            self._check_arithmetic(exchange)
-            raw = await exchange.read_body()
-            body, spec = await self._prepare(exchange, endpoint, raw)
-        except ApiError as error:
-            replica_metrics = self._replica.metrics
-            replica_metrics.rejected.add((*replica_metrics.model_label, str(error.status)))
-            raise
+        with AdapterLease() as lease:
+            try:
+                self._replica.require_ready()  # reject before the body is read
+                self._check_arithmetic(exchange)
+                raw = await exchange.read_body()
+                body, spec = await self._prepare(exchange, endpoint, raw, lease)
+            except ApiError as error:
+                replica_metrics = self._replica.metrics
+                replica_metrics.rejected.add((*replica_metrics.model_label, str(error.status)))
+                raise
+            await self._respond(exchange, endpoint, body, spec)
+
+    async def _respond(
+        self,
+        exchange: HttpExchange,
+        endpoint: GenerationEndpoint[Body],
+        body: Body,
+        spec: ResponseSpec,
+    ) -> None:
+        """Generate and send the response, and record its metrics."""
         if body.request_id is not None:
             exchange.set_request_id(body.request_id)
         metrics = RequestMetrics(self._replica, spec.choices, exchange.arrived_at)
@@ -153,8 +167,26 @@ class GenerationHandlers:
         if own_id and exchange.get_header(RESUME_METADATA_HEADER) == "1":
             exchange.extra_headers.append((ARITHMETIC_HEADER, own_id.encode()))
 
+    @staticmethod
+    def _check_adapter(exchange: HttpExchange, spec: ResponseSpec) -> None:
+        """Name the adapter of the response, and reject the resume of a stream that another one began."""
+        adapter = spec.choices[0].request.adapter
+        began = exchange.get_header(ADAPTER_HEADER)
+        if began and (adapter is None or adapter.digest != began):
+            message = (
+                "Another adapter, or another version of it, began the answer. Send its digest as the model, or send "
+                "the request anew."
+            )
+            raise ApiError(409, "other_model", message)
+        if adapter is not None:
+            exchange.extra_headers.append((ADAPTER_HEADER, adapter.digest.encode()))
+
     async def _prepare(
-        self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body], raw: bytes
+        self,
+        exchange: HttpExchange,
+        endpoint: GenerationEndpoint[Body],
+        raw: bytes,
+        lease: AdapterLease,
     ) -> tuple[Body, ResponseSpec]:
         """Validate the request and prepare its response."""
         model = self._replica.require_ready()
@@ -163,17 +195,18 @@ class GenerationHandlers:
         )
         if model.pooling is not None:
             raise unsupported_task_error(self._replica.model_names[0], exchange.path, model.tasks)
-        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers)
+        prepare = partial(self._prepare_in_thread, endpoint, model, raw, headers, lease)
         is_quick = (
             not endpoint.renders_template
             and len(raw) < MIN_THREADED_BODY_BYTES
             and model.text_processing.tokenizer.has_known_patterns
-            and not _GRAMMAR_FIELDS.search(raw)
+            and not _SLOW_FIELDS.search(raw)
         )
         body, spec, unknown = (
             prepare() if is_quick else await self._replica.preparation_threads.run(prepare)
         )
         self._replica.require_ready()  # the replica may have begun to drain meanwhile
+        self._check_adapter(exchange, spec)
         report_ignored_fields(exchange, unknown + spec.ignored_fields)
         report_relaxed_keywords(exchange, [item.keyword for _, item in spec.plan.relaxations])
         return body, spec
@@ -184,15 +217,18 @@ class GenerationHandlers:
         model: LoadedModel,
         raw: bytes,
         headers: GatewayHeaders,
+        lease: AdapterLease,
     ) -> tuple[Body, ResponseSpec, tuple[str, ...]]:
         """Return the body, the specification of its response, and the unknown fields."""
         body, unknown = parse_request_body(
             endpoint.request_type, raw, refuse_unknown=headers.refuse_unknown
         )
-        name = self._replica.check_model(body.model)
+        processor, adapter = model.processor, self._replica.acquire_adapter(body.model, lease)
+        if adapter is not None:
+            processor, headers = adapter.processor, replace(headers, adapter=adapter.source)
         if not body.model:
-            body = msgspec.structs.replace(body, model=name)
-        return body, endpoint.prepare_request(model.processor, body, headers), unknown
+            body = msgspec.structs.replace(body, model=self._replica.model_names[0])
+        return body, endpoint.prepare_request(processor, body, headers), unknown
 
     async def _generate(
         self,

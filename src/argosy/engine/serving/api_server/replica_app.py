@@ -11,6 +11,8 @@ from urllib.parse import parse_qs, parse_qsl
 import msgspec
 import structlog
 
+from argosy.engine.serving.api_server.adapter_handlers import AdapterHandlers
+from argosy.engine.serving.api_server.adapter_registry import ServedAdapter
 from argosy.engine.serving.api_server.generation_handlers import GenerationHandlers
 from argosy.engine.serving.api_server.headers import (
     refuses_unknown_fields,
@@ -32,10 +34,12 @@ from argosy.http_server import (
 )
 from argosy.protocol import (
     EVENTS_MEDIA_TYPE,
+    TEXT_SCHEMA,
     DetokenizeRequest,
     DetokenizeResponse,
     DrainRequest,
     KvEvent,
+    LoadLoraAdapterRequest,
     LoadResponse,
     ModelCard,
     ModelList,
@@ -47,6 +51,7 @@ from argosy.protocol import (
     StatusResponse,
     TokenizeRequest,
     TokenizeResponse,
+    UnloadLoraAdapterRequest,
     VersionResponse,
     WakeUpQuery,
     json_operation,
@@ -79,6 +84,11 @@ _DRAIN_ERRORS = _UTILITY_ERRORS | {
     "415": "The body is compressed or not declared as `application/json`.",
 }
 _SLEEP_ERRORS = {code: _DRAIN_ERRORS[code] for code in ("400", "403", "503")}
+_ADAPTER_ERRORS = _DRAIN_ERRORS | {
+    "400": "The name or the adapter cannot be used.",
+    "404": "There is no adapter of this name, or the replica loads none by request.",
+    "409": "The name is being loaded.",
+}
 
 
 OPERATIONS = shared_operations(
@@ -100,6 +110,12 @@ OPERATIONS = shared_operations(
         DrainRequest,
         is_body_optional=True,
         refuses_unknown_fields=True,
+    ),
+    "/v1/load_lora_adapter": Operation(
+        "loadLoraAdapter", {"text/plain": TEXT_SCHEMA}, _ADAPTER_ERRORS, LoadLoraAdapterRequest
+    ),
+    "/v1/unload_lora_adapter": Operation(
+        "unloadLoraAdapter", {"text/plain": TEXT_SCHEMA}, _ADAPTER_ERRORS, UnloadLoraAdapterRequest
     ),
     "/undrain": json_operation(
         "undrain", StatusResponse, _UNAVAILABLE | {"403": _DRAIN_ERRORS["403"]}
@@ -131,6 +147,7 @@ class ReplicaApp:
             ("POST", "/v1/chat/completions", generation_handlers.chat),
             ("POST", "/v1/completions", generation_handlers.completion),
             *(("POST", *row) for row in ReplicaPoolingHandlers(replica).handlers.items()),
+            *(("POST", *row) for row in AdapterHandlers(replica).handlers.items()),
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/tokenizer_info", self._tokenizer_info),
@@ -193,24 +210,36 @@ class ReplicaApp:
     async def _list_models(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
         names = self._replica.model_names
-        cards = [self._model_card(name, model) for name in names]
-        model_list = ModelList(data=cards, first_id=names[0], last_id=names[-1])
+        cards = [self._model_card(name, model, None) for name in names]
+        if self._replica.adapters is not None:
+            cards += [
+                self._model_card(name, model, adapter)
+                for name, adapter in self._replica.adapters.named.items()
+            ]
+        model_list = ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
         await exchange.send_response(200, _encode(model_list))
 
     async def _get_model(self, exchange: HttpExchange) -> None:
         model = self._replica.require_loaded()
         name = exchange.path_parameters["model"]
-        self._replica.check_model(name)
-        await exchange.send_response(200, _encode(self._model_card(name, model)))
+        adapter = await self._replica.preparation_threads.run(
+            partial(self._replica.find_adapter, name)
+        )
+        await exchange.send_response(200, _encode(self._model_card(name, model, adapter)))
 
-    def _model_card(self, name: str, model: LoadedModel) -> ModelCard:
+    def _model_card(
+        self, name: str, model: LoadedModel, adapter: ServedAdapter | None
+    ) -> ModelCard:
+        base = self._replica.model_names[0]
+        digest = self._replica.model_digest if adapter is None else adapter.source.digest
         return ModelCard(
             id=name,
-            created=model.created_at,
-            root=self._replica.model_names[0],
+            created=model.created_at if adapter is None else adapter.created_at,
+            root=base if adapter is None else digest,
+            parent=None if adapter is None else base,
             max_model_len=model.ready.max_model_len,
             tasks=sorted(model.tasks),
-            digest=self._replica.model_digest or None,
+            digest=digest or None,
         )
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
@@ -221,7 +250,9 @@ class ReplicaApp:
             *,
             refuse_unknown: bool,
         ) -> tuple[TokenizeResponse, tuple[str, ...]]:
-            prompt = model.processor.tokenize(body, refuse_unknown=refuse_unknown)
+            adapter = self._replica.find_adapter(body.model)
+            processor = model.processor if adapter is None else adapter.processor
+            prompt = processor.tokenize(body, refuse_unknown=refuse_unknown)
             ids = prompt.token_ids
             names = map(model.text_processing.tokenizer.vocabulary_token, ids)
             response = TokenizeResponse(
@@ -241,6 +272,7 @@ class ReplicaApp:
             body: DetokenizeRequest,
             **_: bool,
         ) -> tuple[DetokenizeResponse, tuple[str, ...]]:
+            self._replica.find_adapter(body.model)
             return DetokenizeResponse(prompt=model.processor.detokenize(body)), ()
 
         await self._process(exchange, DetokenizeRequest, detokenize)
@@ -261,7 +293,6 @@ class ReplicaApp:
 
         def run() -> tuple[bytes, tuple[str, ...]]:
             body, unknown = parse_request_body(body_type, raw, refuse_unknown=refuse_unknown)
-            self._replica.check_model(body.model)
             response, ignored = process(body, refuse_unknown=refuse_unknown)
             return _encode(response), unknown + ignored
 
@@ -317,6 +348,7 @@ class ReplicaApp:
         )
         text = await asyncio.to_thread(replica.metrics.exposition)
         if replica.config.vllm_metrics:
+            replica.update_lora_metrics()
             text += await asyncio.to_thread(replica.metrics.vllm_exposition)
         return text
 

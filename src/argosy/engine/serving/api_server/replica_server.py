@@ -6,21 +6,25 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import structlog
 import uvloop
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution.checkpoint_formats.checkpoint import model_revision, resolve_model_path
+from argosy.engine.serving.api_server.adapter_registry import AdapterRegistry, LoraModule
 from argosy.engine.serving.api_server.replica_app import ReplicaApp
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.api_server.replica_state import ReplicaState
+from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.engine_core.core_start import PrestartedCore
 from argosy.engine.serving.engine_core.engine_client import (
     EngineClient,
     EngineFailedError,
     LoadProgressCallback,
 )
+from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.preprocessing.text_processing import TextProcessing
 from argosy.http_server import (
     SHUTDOWN_GRACE_S,
@@ -32,6 +36,7 @@ from argosy.http_server import (
 )
 from argosy.model_store import hold_model, stored_digest
 from argosy.process import handle_signals, raise_file_limit
+from argosy.protocol import ApiError
 from argosy.telemetry import configure_logging
 
 ENGINE_POLL_INTERVAL_S = 0.5
@@ -140,6 +145,7 @@ class ReplicaServer:
         processor = text_processing.create_processor(ready, self._engine_config)
         pooling_processor = text_processing.create_pooling_processor(ready, self._engine_config)
         self.replica_state.on_model_loaded(processor, text_processing, ready, pooling_processor)
+        await self._load_adapters(processor, text_processing, ready)
         output_format = text_processing.output_format
         log.info(
             "ready",
@@ -154,6 +160,43 @@ class ReplicaServer:
         raise EngineFailedError(
             "the engine failed too often; see the log, then restart the replica"
         )
+
+    async def _load_adapters(
+        self, processor: RequestProcessor, text: TextProcessing, ready: CoreReady
+    ) -> None:
+        """Load the adapters of the settings.
+
+        Raises:
+            ValueError: One of them cannot be used.
+        """
+        for name in self._config.options_without_effect:
+            log.warning("option_ignored", option=name, remedy="Set adapter_memory.")
+        modules = [LoraModule.parse(text) for text in self._config.lora_modules]
+        if not self._engine_config.enable_lora:
+            if modules:
+                raise ValueError("--lora-modules needs --enable-lora")
+            return
+
+        def create_processor(folder: Path) -> RequestProcessor:
+            own = text.with_template_of(folder)
+            if own is text:
+                return processor
+            return own.create_processor(ready, self._engine_config, processor.check_grammar)
+
+        state = self.replica_state
+        adapters = AdapterRegistry(
+            self._engine, self._config.adapter_root, create_processor, state.model_names
+        )
+        for module in modules:
+            try:
+                adapter = await asyncio.to_thread(
+                    adapters.prepare_load, module.name, module.path, is_trusted=True
+                )
+                await adapters.load(module.name, adapter)
+            except ApiError as error:
+                raise ValueError(f"--lora-modules {module.name}: {error.message}") from error
+        state.adapters = adapters
+        state.adapter_memory_bytes = self._engine_config.adapter_memory_bytes
 
     async def _load_text(self, engine_started: asyncio.Event) -> TextProcessing:
         """Load the tokenizer and the template beside the weights, or after the engine has verified their files."""

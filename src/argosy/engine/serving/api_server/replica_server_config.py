@@ -46,6 +46,41 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "Model",
         ),
     ] = "auto"
+    lora_modules: Annotated[
+        tuple[str, ...],
+        option(
+            "Name of a LoRA adapter and its folder; may be given several times. Also a JSON object as in vLLM, and"
+            " store:NAME or a digest instead of a folder. Needs `--enable-lora`.",
+            "Adapters",
+            metavar="NAME=PATH",
+        ),
+    ] = ()
+    adapter_root: Annotated[
+        str,
+        option(
+            "Folder whose LoRA adapters may be loaded by requests, by their path below it or by their digest.",
+            "Adapters",
+        ),
+    ] = ""
+    allow_adapter_loading: Annotated[
+        bool,
+        option(
+            "Let requests to `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` change the adapters.",
+            "Adapters",
+        ),
+    ] = False
+    max_loras: Annotated[
+        int | None, option("Option of vLLM. It has no effect: any number share a step.", "Adapters")
+    ] = None
+    max_lora_rank: Annotated[
+        int | None, option("Option of vLLM. It has no effect: ranks are not padded.", "Adapters")
+    ] = None
+    max_cpu_loras: Annotated[
+        int | None, option("Option of vLLM. It has no effect: see `--adapter-memory`.", "Adapters")
+    ] = None
+    fully_sharded_loras: Annotated[
+        bool, option("Option of vLLM. It has no effect: models are not sharded.", "Adapters")
+    ] = False
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
         option(
@@ -97,6 +132,12 @@ class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             "Log in the console format instead of JSON, with this name in each line.", "Advanced"
         ),
     ] = ""
+
+    @property
+    def options_without_effect(self) -> list[str]:
+        """Options of vLLM that are set and do nothing."""
+        names = ("max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras")
+        return [name for name in names if getattr(self, name)]
 
     def model_names_for(self, model: str) -> tuple[str, ...]:
         """Return the configured names, or that of the directory, file, hub repository or stored version."""

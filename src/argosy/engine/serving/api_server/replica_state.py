@@ -15,6 +15,11 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from argosy.engine.engine_config import LOADING_WEIGHTS, WARMING_UP
+from argosy.engine.serving.api_server.adapter_registry import (
+    AdapterLease,
+    AdapterRegistry,
+    ServedAdapter,
+)
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.engine_core.engine_client import EngineClient
@@ -90,6 +95,9 @@ class ReplicaState:
         self.engine = engine
         self.metrics = ReplicaMetrics(model_names[0])
         self.preparation_threads = PreparationThreads()
+        self.adapters: AdapterRegistry | None = None
+        """Adapters beside the model; None if there may be none, and before the model is loaded."""
+        self.adapter_memory_bytes = 0
         self.http_requests_in_flight = 0
         """HTTP requests in progress, of any kind."""
         self.is_stopping = False
@@ -189,11 +197,37 @@ class ReplicaState:
         """
         name = name or self.model_names[0]
         if name not in self.model_names:
-            message = (
-                f"The model {name[:200]!r} is not served here. Use {', '.join(self.model_names)}."
-            )
-            raise ApiError(404, "model_not_found", message, param="model")
+            raise self._unknown_model_error(name)
         return name
+
+    def find_adapter(self, name: str | None) -> ServedAdapter | None:
+        """Return the adapter that serves a model's name or digest, or None for the model itself.
+
+        Call it in a thread, because an unknown digest is looked for on disk.
+
+        Raises:
+            ApiError: 404 if neither the model nor an adapter has the name.
+        """
+        if not name or name in self.model_names:
+            return None
+        adapter = None if self.adapters is None else self.adapters.find(name)
+        if adapter is None:
+            raise self._unknown_model_error(name)
+        return adapter
+
+    def acquire_adapter(self, name: str | None, lease: AdapterLease) -> ServedAdapter | None:
+        """Return the adapter for a request as `find_adapter` does, which keeps its version until the lease ends."""
+        if not name or name in self.model_names:
+            return None
+        adapter = None if self.adapters is None else lease.acquire(self.adapters, name)
+        if adapter is None:
+            raise self._unknown_model_error(name)
+        return adapter
+
+    def _unknown_model_error(self, name: str) -> ApiError:
+        names = ", ".join(self.model_names)
+        message = f"The model {name[:200]!r} is not served here. Use {names}."
+        return ApiError(404, "model_not_found", message, param="model")
 
     def unavailable_error(self) -> ApiError:
         """Return the error for a request that the replica cannot accept in its current state."""
@@ -368,9 +402,21 @@ class ReplicaState:
             sleep_level=self.engine.sleep_level,
             wake_s=self.engine.wake_s,
             awake_bytes=ready.awake_bytes if ready else 0,
+            adapter_memory_bytes=self.adapter_memory_bytes,
+            adapters=[] if self.adapters is None else self.adapters.report(),
+            adapter_load_bytes_per_s=stats.adapter_load_bytes_per_s,
             core_exits=self.engine.core_exits,
             last_core_exit=self.engine.last_core_exit,
         )
+
+    def update_lora_metrics(self) -> None:
+        """Update the names of the adapters in use."""
+        if self.adapters is not None:
+            running, waiting = self.engine.find_adapters_in_flight()
+            name_of = self.adapters.name_of
+            self.metrics.set_lora_requests(
+                map(name_of, running), map(name_of, waiting), self.require_loaded().ready.max_seqs
+            )
 
     def _other_gateways(self, gateway: str) -> list[dict[int, int]]:
         tiers_by_gateway: dict[str, Counter[int]] = {}

@@ -15,8 +15,7 @@ from math import inf
 import structlog
 
 from argosy.engine.engine_config import EngineConfig, SpeculativeConfig
-from argosy.engine.engine_request import EngineRequest
-from argosy.engine.execution.architectures.draft_head import is_eagle_head
+from argosy.engine.engine_request import AdapterSource, EngineRequest
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.execution.drafting import create_drafters
 from argosy.engine.execution.executor.output_stage import StepHandle
@@ -49,8 +48,9 @@ from argosy.engine.serving.core_messages import (
     SleepChanged,
     StepOutputs,
 )
+from argosy.engine.serving.engine_core.adapter_cache import AdapterCache, AdapterFailedError
 from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
-from argosy.engine.serving.engine_core.held_requests import HeldRequests
+from argosy.engine.serving.engine_core.held_requests import HeldRequest, HeldRequests
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.engine.serving.engine_core.speculation import Speculation
 from argosy.engine.serving.engine_core.step_stats import (
@@ -72,7 +72,7 @@ QUEUE_REPORT_INTERVAL_S = 0.1
 KV_REPORT_INTERVAL_S = 0.05
 """Minimum seconds between KV reports while decoding. A request's first delta triggers a report at once."""
 HELD_WAIT_S = 0.001
-"""Maximum wait for a grammar in a step that has nothing else to do."""
+"""Maximum wait for a grammar or an adapter in a step that has nothing else to do."""
 OUT_OF_MEMORY = SequenceFailure(
     "there is not enough memory to compute one token of it; free some memory, or lower --kv-memory or max_tokens"
 )
@@ -97,6 +97,9 @@ class EngineCore:
         )
         _check_draft_tokenizer(config)
         loaded = load_executor(config, progress, self._grammars.find)
+        if config.enable_lora and loaded.pooling is not None:
+            raise ValueError("a model that computes vectors has no adapters; remove enable_lora")
+        self._config = config
         self._clock = clock
         self._request_timeout_s = (
             inf if config.request_timeout_s is None else config.request_timeout_s
@@ -109,6 +112,7 @@ class EngineCore:
         self.info = describe_core(config, loaded)
         self._eos_token_ids = loaded.architecture.eos_token_ids
         self._held = HeldRequests()
+        self._adapters = AdapterCache(self.executor, config.adapter_memory_bytes)
         self._grammars_in_use: dict[str, CompiledGrammar] = {}
         """Grammars of the queued and running requests by request id, which keeps them available."""
         self._constraint_stats = ConstraintStats()
@@ -149,11 +153,15 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(
-            self.scheduler.has_work or self._held or self._pending_deltas or self._steps_in_flight
+            self.scheduler.has_work
+            or self._held
+            or self._pending_deltas
+            or self._steps_in_flight
+            or self._adapters.is_busy
         )
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request, after its grammar is compiled.
+        """Queue a request, after its grammar is compiled and its adapter loaded.
 
         A request that cannot run gets a final delta with finish reason `error`.
         """
@@ -162,14 +170,33 @@ class EngineCore:
             self._pending_deltas.append(Delta(id=request.id, finish_reason="error", error=problem))
             return
         now = self._clock()
-        if not request.params.grammar:
+        grammar, adapter_slot = None, None
+        if request.params.grammar:
+            grammar = self._grammars.submit(request.params.grammar)
+        if request.adapter is not None:
+            adapter_slot = self._adapters.acquire(request.id, request.adapter, now)
+        if grammar is None and adapter_slot is None:
             self._queue_request(request, now)
             return
-        grammar = self._grammars.submit(request.params.grammar)
-        self._held.add(request, grammar, now, now + self._timeout_s(request))
-        self._queue_compiled_requests()
+        self._held.add(
+            HeldRequest(request, now, now + self._timeout_s(request), grammar, adapter_slot)
+        )
+        self._queue_ready_requests()
 
-    def _queue_request(self, request: EngineRequest, arrived_at: float) -> None:
+    def load_adapter(self, source: AdapterSource, *, is_pinned: bool) -> None:
+        """Load an adapter before its first request. The outputs of a later step have the result.
+
+        A pinned one is not evicted until it is unloaded.
+        """
+        self._adapters.preload(source, is_pinned=is_pinned, now=self._clock())
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free the memory of an adapter as soon as no request uses it."""
+        self._adapters.unload(digest)
+
+    def _queue_request(
+        self, request: EngineRequest, arrived_at: float, adapter_slot: int = 0
+    ) -> None:
         seq = self.scheduler.add(
             request,
             now=arrived_at,
@@ -177,25 +204,36 @@ class EngineCore:
             stop_token_ids=end_token_ids(request.params, self._eos_token_ids)
             if request.pooling is None
             else frozenset(),
+            adapter_slot=adapter_slot,
         )
         self._delta_builder.add_request(seq)
 
-    def _queue_compiled_requests(self) -> None:
-        """Queue the held requests whose grammar is ready. End those whose grammar was refused."""
-        for request, grammar, arrived_at in self._held.pop_ready():
-            error = grammar.exception()
-            if error is None:
-                self._grammars_in_use[request.id] = grammar.result()
-                self._queue_request(request, arrived_at)
+    def _queue_ready_requests(self) -> None:
+        """Queue the held requests that wait for nothing more. End those whose grammar or adapter failed."""
+        for held in self._held.pop_ready():
+            request_id, slot = held.request.id, 0
+            try:
+                if held.adapter_slot is not None:
+                    slot = held.adapter_slot.result()
+                if held.grammar is not None:
+                    self._grammars_in_use[request_id] = held.grammar.result()
+            except AdapterFailedError as error:
+                failure = SequenceFailure(str(error), error.code)
+            except Exception as error:  # noqa: BLE001 - whatever happens, only this request ends
+                if not isinstance(error, ValueError):
+                    log.error("grammar_compilation_failed", request=request_id, error=repr(error))  # noqa: TRY400 - its own traceback says nothing
+                failure = SequenceFailure(
+                    f"the grammar cannot be compiled: {error}", "grammar_failed"
+                )
+            else:
+                self._queue_request(held.request, held.arrived_at, slot)
                 continue
-            if not isinstance(error, ValueError):
-                log.error("grammar_compilation_failed", request=request.id, error=repr(error))
             self._pending_deltas.append(
                 Delta(
-                    id=request.id,
+                    id=request_id,
                     finish_reason="error",
-                    error=f"the grammar cannot be compiled: {error}",
-                    error_code="grammar_failed",
+                    error=failure.message,
+                    error_code=failure.code,
                 )
             )
 
@@ -253,6 +291,7 @@ class EngineCore:
                 self.scheduler.kv_cache.move_cache_to_host(plan)
                 self.executor.submit(plan).result()
                 self._grammars.drop_cached()
+                self._adapters.drop_unused()
             if speculation is not None:
                 speculation.draft_model = None
             handler.sleep(level)
@@ -286,6 +325,7 @@ class EngineCore:
         """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
         started_at = self._clock()
         self._device.begin_step(started_at)
+        self._adapters.advance(started_at)
         if self._held:
             self._update_held_requests(started_at)
         deltas, self._pending_deltas = self._pending_deltas, []
@@ -311,19 +351,20 @@ class EngineCore:
             deltas += self._collect_step()
         if self.speculation is not None:
             self.speculation.record_duration(plan, self._clock() - started_at)
-        if self._grammars_in_use or self.speculation is not None:
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    self._release(delta.id)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._release(delta.id)
         return StepOutputs(
             deltas,
             self._build_stats(plan, started_at, planned_at),
             self._build_kv_change(started_at),
+            self._adapters.drain_report(),
         )
 
     def _release(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._grammars_in_use.pop(request_id, None)
+        self._adapters.release(request_id, self._clock())
         if self.speculation is not None:
             self.speculation.release(request_id)
 
@@ -335,6 +376,8 @@ class EngineCore:
                 if request.pooling is None
                 else "the model generates text and computes no vectors"
             ) + "; send the request to another model"
+        if request.adapter is not None and not self._config.enable_lora:
+            return "adapters are not enabled; start the engine with --enable-lora"
         total = len(request.prompt) + max(request.max_tokens, len(request.resumed_tokens))
         if request.id in self.scheduler.requests or request.id in self._held:
             return "the request id is in use; choose another one"
@@ -355,7 +398,7 @@ class EngineCore:
             Delta(id=request_id, finish_reason="timeout")
             for request_id in self._held.pop_expired(now)
         ]
-        self._queue_compiled_requests()
+        self._queue_ready_requests()
 
     def _collect_step(self) -> list[Delta]:
         """Wait for the oldest step in flight and commit its result."""
@@ -482,6 +525,13 @@ class EngineCore:
             out_of_memory_steps_total=self._out_of_memory_steps,
             step_token_budget=scheduler.token_budget.tokens,
             compute_threads=self._device.num_compute_threads,
+            adapters_resident=self._adapters.num_resident,
+            adapter_bytes=self._adapters.used_bytes,
+            adapter_loads_total=dict(self._adapters.loads),
+            adapter_load_s_total=self._adapters.load_s,
+            adapter_wait_s_total=self._adapters.wait_s,
+            adapter_evictions_total=self._adapters.evictions,
+            adapter_load_bytes_per_s=self._adapters.load_bytes_per_s,
             **({} if self.speculation is None else self.speculation.totals),
         )
 
@@ -525,23 +575,19 @@ def _load_grammar_tokenizer(config: EngineConfig, vocab_size: int) -> GrammarTok
 
 
 def _check_draft_tokenizer(config: EngineConfig) -> None:
-    """Check that the draft model has the tokenizer of the model. The head of a model may have none.
+    """Check that the draft model has the tokenizer of the model.
 
     Raises:
         ValueError: It has another one.
     """
-    source = config.draft_source
-    if source is None or source == config.model:
+    if config.draft_model is None:
         return
     path = resolve_model_path(config.model, config.revision, config.digest)
-    draft_path = resolve_model_path(source, None)
-    if is_eagle_head(draft_path) and not (draft_path / "tokenizer.json").exists():
-        return
     digest = Tokenizer.load(path).digest
-    draft_digest = Tokenizer.load(draft_path).digest
+    draft_digest = Tokenizer.load(resolve_model_path(config.draft_model, None)).digest
     if digest != draft_digest:
         raise ValueError(
-            f"{source} cannot draft for {config.model}, because its tokenizer is another one "
+            f"{config.draft_model} cannot draft for {config.model}, because its tokenizer is another one "
             f"({draft_digest[:12]}, not {digest[:12]}); use a draft_model with the same tokenizer"
         )
 

@@ -28,7 +28,7 @@ import structlog
 import zmq
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine.engine_request import AdapterSource, EngineRequest
 from argosy.engine.serving.core_messages import (
     AbortRequests,
     CoreFailed,
@@ -36,6 +36,7 @@ from argosy.engine.serving.core_messages import (
     Delta,
     FromCore,
     Heartbeat,
+    LoadAdapter,
     LoadProgress,
     SetSleepLevel,
     ShedMemory,
@@ -43,6 +44,7 @@ from argosy.engine.serving.core_messages import (
     SleepChanged,
     StepOutputs,
     ToCore,
+    UnloadAdapter,
 )
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.extras import install_command
@@ -115,6 +117,14 @@ class Core(Protocol):
 
     def set_sleep_level(self, level: int) -> SleepChanged:
         """Free memory or allocate it again, see `SetSleepLevel`. An exception means that the core cannot continue."""
+        ...
+
+    def load_adapter(self, source: AdapterSource, *, is_pinned: bool) -> None:
+        """Load an adapter, see `LoadAdapter`. The outputs of a later step have the result."""
+        ...
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free the memory of an adapter, see `UnloadAdapter`."""
         ...
 
     def step(self) -> StepOutputs:
@@ -215,23 +225,27 @@ class CoreLoop:
             yield self._decode(self._message_socket.recv())
             wait_ms = 0
 
-    def _handle_message(
-        self, message: EngineRequest | AbortRequests | ShedMemory | SetSleepLevel
-    ) -> None:
-        if isinstance(message, SetSleepLevel):
-            self._sleep_level = message.level
-            return
-        if isinstance(message, AbortRequests):
-            self._core.abort(message.request_ids)
-            return
-        if isinstance(message, ShedMemory):
-            self._core.shed_memory(end_requests=message.end_requests)
-            return
+    def _handle_message(self, message: ToCore) -> None:
+        match message:
+            case EngineRequest():
+                self._add_request(message)
+            case AbortRequests():
+                self._core.abort(message.request_ids)
+            case ShedMemory():
+                self._core.shed_memory(end_requests=message.end_requests)
+            case SetSleepLevel():
+                self._sleep_level = message.level
+            case LoadAdapter():
+                self._core.load_adapter(message.source, is_pinned=message.is_pinned)
+            case UnloadAdapter():
+                self._core.unload_adapter(message.digest)
+
+    def _add_request(self, request: EngineRequest) -> None:
         try:
-            self._core.add(message)
+            self._core.add(request)
         except Exception as error:  # a failure must affect only its own request
-            log.exception("core_request_failed", request=message.id)
-            delta = Delta(id=message.id, finish_reason="error", error=describe_error(error))
+            log.exception("core_request_failed", request=request.id)
+            delta = Delta(id=request.id, finish_reason="error", error=describe_error(error))
             send_message(self._message_socket, StepOutputs([delta], self._stats))
 
 

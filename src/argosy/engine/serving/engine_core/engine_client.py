@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -18,12 +19,14 @@ from typing import Any, Literal
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine.engine_request import AdapterSource, EngineRequest
 from argosy.engine.serving.core_messages import (
+    AdapterReport,
     CoreFailed,
     CoreReady,
     FromCore,
     Heartbeat,
+    LoadAdapter,
     LoadProgress,
     SetSleepLevel,
     ShedMemory,
@@ -31,6 +34,8 @@ from argosy.engine.serving.core_messages import (
     SleepChanged,
     StepOutputs,
     ToCore,
+    UnloadAdapter,
+    failure_error,
 )
 from argosy.engine.serving.engine_core.core_handle import CoreHandle
 from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE, CoreLaunchSpec
@@ -95,6 +100,11 @@ class EngineClient:
         """
         self.kv_cache_view = KvCacheView()
         """KV blocks in the core's prefix cache."""
+        self.resident_adapters: dict[str, int] = {}
+        """Bytes of the adapters in the core's memory, by digest."""
+        self._pinned_adapters: dict[str, AdapterSource] = {}
+        self._adapter_loads: dict[str, list[asyncio.Future[None]]] = {}
+        """Callers of `load_adapter` that wait for the core's report, by digest."""
         self._launch_spec = CoreLaunchSpec(
             engine_config=config,
             core_factory=core_factory,
@@ -248,6 +258,30 @@ class EngineClient:
         self._sleep_changed.set()
         self._sleep_changed = asyncio.Event()
 
+    async def load_adapter(self, source: AdapterSource, *, is_pinned: bool = False) -> None:
+        """Load an adapter before its first request. A pinned one stays loaded until `unload_adapter`.
+
+        Raises:
+            ApiError: 400 if the model cannot use it, 503 if it cannot be loaded now.
+        """
+        if self.state != "ready":
+            raise self._unavailable_error()
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._adapter_loads.setdefault(source.digest, []).append(loaded)
+        self._send(LoadAdapter(source, is_pinned))
+        await loaded
+        if is_pinned:
+            self._pinned_adapters[source.digest] = source
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free the memory of an adapter as soon as no request uses it."""
+        self._pinned_adapters.pop(digest, None)
+        self._send(UnloadAdapter(digest))
+
+    def find_adapters_in_flight(self) -> tuple[set[str], set[str]]:
+        """Return the digests of the adapters that generate tokens, and of others whose requests wait."""
+        return self._in_flight.find_adapters()
+
     async def close(self) -> None:
         """Stop the core. Requests in flight end with an error. May be called more than once."""
         if self.state != "failed":
@@ -256,6 +290,7 @@ class EngineClient:
         self._notify_sleep_changed()
         if self._supervisor is not None:
             await self._supervisor
+        self._fail_adapter_loads(self._unavailable_error())
         self._in_flight.fail_all(
             "the server stopped before this request finished; send it to another replica"
         )
@@ -347,6 +382,8 @@ class EngineClient:
         self.stats = CoreStats()
         self.sleep_level = self._sent_sleep_level = 0
         self.kv_cache_view.reset()
+        self.resident_adapters = {}
+        self._fail_adapter_loads(self._unavailable_error())
         if self._info is None:  # `start` raises the reason
             return None
         recycle_reason, self._recycle_reason = self._recycle_reason, ""
@@ -392,6 +429,8 @@ class EngineClient:
                 self.stats = message.stats
                 if message.kv_change is not None:
                     self.kv_cache_view.apply_change(message.kv_change)
+                if message.adapters is not None:
+                    self._on_adapter_report(message.adapters)
                 if self._on_step is not None:
                     self._on_step(message.stats)
                 for delta in message.deltas:
@@ -418,6 +457,12 @@ class EngineClient:
     def _on_sleep_changed(self, message: SleepChanged) -> None:
         if message.kv_change is not None:
             self.kv_cache_view.apply_change(message.kv_change)
+        if message.level:
+            self.resident_adapters = {
+                digest: size_bytes
+                for digest, size_bytes in self.resident_adapters.items()
+                if digest in self._pinned_adapters
+            }
         if message.level > self.sleep_level:
             self._sleeps_total[message.level] += 1
         elif message.level < self.sleep_level:
@@ -430,6 +475,28 @@ class EngineClient:
         )
         self.sleep_level, self.load_progress = message.level, None
         self._follow_sleep_level()
+
+    def _on_adapter_report(self, report: AdapterReport) -> None:
+        self.resident_adapters = report.resident
+        for digest, waiting in list(self._adapter_loads.items()):
+            failure = report.failures.get(digest)
+            if failure is None and digest not in report.resident:
+                continue
+            del self._adapter_loads[digest]
+            for loaded in waiting:
+                if loaded.done():  # its caller was cancelled
+                    continue
+                if failure is None:
+                    loaded.set_result(None)
+                else:
+                    message, code = failure
+                    loaded.set_exception(failure_error(message, code))
+
+    def _fail_adapter_loads(self, error: ApiError) -> None:
+        loads, self._adapter_loads = self._adapter_loads, {}
+        for loaded in itertools.chain.from_iterable(loads.values()):
+            if not loaded.done():
+                loaded.set_exception(error)
 
     def _limit_memory(self, action: MemoryAction | None) -> None:
         """Let the core shed memory, or replace it if that did not help.
@@ -472,6 +539,8 @@ class EngineClient:
         log.info("core_ready", load_s=round(ready.load_s, 3), backend=ready.backend)
         if self._start_settled is not None and not self._start_settled.done():
             self._start_settled.set_result(None)
+        for source in self._pinned_adapters.values():  # those of the previous core
+            self._send(LoadAdapter(source, is_pinned=True))
         self._in_flight.replay_next()
         self._follow_sleep_level()  # a core that failed in its sleep sleeps again
 

@@ -60,6 +60,11 @@ class DeltaStream:
         self._listener: Callable[[], None] = _ignore_notification
 
     @property
+    def adapter(self) -> str:
+        """Digest of the request's adapter; empty without one."""
+        return "" if self._request.adapter is None else self._request.adapter.digest
+
+    @property
     def has_output(self) -> bool:
         """Whether the request has generated tokens."""
         return bool(self._output)
@@ -201,6 +206,12 @@ class InFlightRequests:
         self._streams[core_request_id] = self._latest_by_request_id[request.id] = stream
         self._submit(stream, parent)
         return stream
+
+    def find_adapters(self) -> tuple[set[str], set[str]]:
+        """Return the digests of the adapters that generate tokens, and of others whose requests wait."""
+        with_adapter = [stream for stream in self._streams.values() if stream.adapter]
+        running = {stream.adapter for stream in with_adapter if stream.has_output}
+        return running, {stream.adapter for stream in with_adapter} - running
 
     def deliver(self, delta: Delta) -> bool:
         """Deliver a delta to its stream. Return whether the delta ended the request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -28,8 +28,6 @@ ASSUMED_MATCH = 16
 """Size of a match after which drafts of texts are assumed to be accepted as often as those of a draft model."""
 MAX_PAUSE_STEPS = 4
 """Maximum number of steps for which no drafter is asked, after they had no drafts for any sequence."""
-
-_Result = TypeVar("_Result")
 
 log = structlog.get_logger(__name__)
 
@@ -80,14 +78,11 @@ class Speculation:
         are only asked in some steps.
         """
         self._draft_model_s = 0.0
-        if self.draft_model is not None:
-            self._run_draft_model(self.draft_model, lambda model: model.catch_up(running))
-        caught_up_s = self._draft_model_s
         if self._pause_steps_left:
             self._pause_steps_left -= 1
             return {}
         drafts = self._select_drafts(running)
-        has_work = bool(drafts) or self._draft_model_s > caught_up_s
+        has_work = bool(drafts) or self._draft_model_s > 0
         self._pause_steps = 0 if has_work else min(self._pause_steps + 1, MAX_PAUSE_STEPS)
         self._pause_steps_left = self._pause_steps
         return drafts
@@ -132,7 +127,8 @@ class Speculation:
             try:
                 proposed = drafter.propose(waiting, limits)
                 for seq, draft in zip(waiting, proposed, strict=True):
-                    if draft.tokens and (tokens := self._find_valid(draft.tokens)):
+                    tokens = self._find_valid(draft.tokens)
+                    if tokens:
                         drafts[seq] = tokens
                         source = DraftSource(drafter.name, 1 << (draft.match_size.bit_length() - 1))
                         candidates[seq] = DraftCandidate(
@@ -170,29 +166,18 @@ class Speculation:
         sequences = [seq for seq in lengths if candidates[seq].needs_passes]
         if not sequences:
             return
-        limits = [lengths[seq] for seq in sequences]
-        before_s = self._draft_model_s
-        proposed = self._run_draft_model(
-            draft_model, lambda model: model.propose(sequences, limits)
-        ) or [[] for _ in sequences]
-        for seq, tokens in zip(sequences, proposed, strict=True):
-            drafts[seq] = self._find_valid(tokens)
-        if draft_model.num_passes:
-            self._policy.record_passes(draft_model.num_passes, self._draft_model_s - before_s)
-
-    def _run_draft_model(
-        self, draft_model: DraftModel, run: Callable[[DraftModel], _Result]
-    ) -> _Result | None:
-        """Call the draft model and measure the time. If it raises, return None, and do not call it again."""
         started_at = self._clock()
-        result = None
         try:
-            result = run(draft_model)
+            proposed = draft_model.propose(sequences, [lengths[seq] for seq in sequences])
         except Exception:
             log.exception("drafter_failed", drafter=draft_model.name)
             self.draft_model = None
-        self._draft_model_s += self._clock() - started_at
-        return result
+            proposed = [[] for _ in sequences]
+        for seq, tokens in zip(sequences, proposed, strict=True):
+            drafts[seq] = self._find_valid(tokens)
+        self._draft_model_s = self._clock() - started_at
+        if draft_model.num_passes:
+            self._policy.record_passes(draft_model.num_passes, self._draft_model_s)
 
     def _max_drafts(self, seq: Sequence) -> int:
         """Return the largest number of drafts that a sequence has room for."""

@@ -14,7 +14,7 @@ import msgspec
 
 from argosy.constraints import read_constraint, read_tools
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.engine_request import EngineRequest
+from argosy.engine.engine_request import AdapterSource, EngineRequest
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import OutputFormat
 from argosy.engine.serving.preprocessing import sampling_params
@@ -86,6 +86,8 @@ class GatewayHeaders:
     """Number of resumed tokens of each choice that the client itself supplied. Missing entries count as 0."""
     refuse_unknown: bool = False
     """Whether what would be ignored in a conversation is refused."""
+    adapter: AdapterSource | None = None
+    """Adapter whose name or digest the request gives as its model."""
 
     @property
     def shares_cache(self) -> bool:
@@ -132,19 +134,19 @@ class RequestProcessor:
         """Sampling parameters of requests that do not set them."""
         self._tokenizer = tokenizer
         self._template = template
-        self._check_grammar = check_grammar
+        self.check_grammar = check_grammar
+        """Check of a grammar, which another processor with the same tokenizer may share."""
         self._output_planner = OutputPlanner(tokenizer, template, output_format, check_grammar)
         self._prompt_tokenizer = PromptTokenizer(
             tokenizer, template, ready, self._output_planner.map_call_id
         )
         self._vocab_size = ready.vocab_size
         self._eos_token_ids = frozenset((*ready.eos_token_ids, *tokenizer.eos_token_ids))
-        self._fingerprint: str | None = None
+        self._arithmetic_id: str | None = None
         if ready.arithmetic is not None:
-            identity = msgspec.structs.replace(
+            self._arithmetic_id = msgspec.structs.replace(
                 ready.arithmetic, tokenization=self.tokenization_digest
-            )
-            self._fingerprint = f"fp_{identity.id[:_FINGERPRINT_CHARS]}"
+            ).id
         self._eos_unknown_to_core = self._eos_token_ids.difference(ready.eos_token_ids)
         self._timeout_s = config.request_timeout_s
         self._generates = ready.pooling is None
@@ -270,7 +272,7 @@ class RequestProcessor:
                 "unsupported_schema",
             )
         grammar = answer.grammar_text
-        return OutputPlan(grammar=grammar, compile_s=self._check_grammar(grammar, answer.param))
+        return OutputPlan(grammar=grammar, compile_s=self.check_grammar(grammar, answer.param))
 
     def _sampling_params(
         self,
@@ -350,7 +352,7 @@ class RequestProcessor:
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
             model=body.model or "",
-            system_fingerprint=self._fingerprint,
+            system_fingerprint=self._find_fingerprint(headers.adapter),
             service_tier=DEFAULT_SERVICE_TIER if fields.get("service_tier") else None,
             choices=[
                 self._create_choice(
@@ -377,6 +379,15 @@ class RequestProcessor:
             resumed_cached_tokens=headers.resumed_cached_tokens or 0,
             delivered_tokens=delivered,
         )
+
+    def _find_fingerprint(self, adapter: AdapterSource | None) -> str | None:
+        """Return the `system_fingerprint` of responses, or None if the arithmetic is unknown."""
+        if self._arithmetic_id is None:
+            return None
+        identity = self._arithmetic_id
+        if adapter is not None:
+            identity = hashlib.sha256(f"{identity} {adapter.digest}".encode()).hexdigest()
+        return f"fp_{identity[:_FINGERPRINT_CHARS]}"
 
     def _create_formatter(
         self, body: GenerationRequest, params: SamplingParams
@@ -437,6 +448,7 @@ class RequestProcessor:
                 weight=headers.weight,
                 timeout_s=body.timeout_s or self._timeout_s,
                 speculation=body.speculation is not False,
+                adapter=headers.adapter,
                 prediction=list(prediction),
                 shares_outputs=body.cache_salt is None and headers.shares_cache,
             )

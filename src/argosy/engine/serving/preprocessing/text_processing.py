@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,13 +16,14 @@ from argosy.engine.grammar import GrammarCompiler, GrammarError, build_grammar_t
 from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.output_parsing import FORMATS, OutputFormat, detect_format
 from argosy.engine.serving.pooling import PoolingProcessor
+from argosy.engine.serving.preprocessing.output_planner import GrammarCheck
 from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.preprocessing.sampling_defaults import (
     NO_SAMPLING_DEFAULTS,
     SamplingDefaults,
     read_sampling_defaults,
 )
-from argosy.engine.serving.text.chat_template import ChatTemplate
+from argosy.engine.serving.text.chat_template import TEMPLATE_FILE, ChatTemplate
 from argosy.engine.serving.text.checkpoint_files import read_json_object, read_tokenizer_info
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import invalid_request
@@ -53,6 +54,8 @@ class TextProcessing:
     """Sampling parameters of requests that do not set them."""
     tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
     """Description of the tokenizer for clients."""
+    detects_format: bool = False
+    """Whether the output format follows from the template."""
 
     @classmethod
     def load(
@@ -90,10 +93,48 @@ class TextProcessing:
             eos_token_ids=tokenizer.eos_token_ids,
         )
         info = read_tokenizer_info(path, chat_template.default_source)
-        return cls(tokenizer, chat_template, output_format, defaults, info)
+        return cls(
+            tokenizer,
+            chat_template,
+            output_format,
+            defaults,
+            info,
+            detects_format=tool_format == AUTO_FORMAT,
+        )
 
-    def create_processor(self, ready: CoreReady, config: EngineConfig) -> RequestProcessor:
-        """Create the request processor for a core with these properties."""
+    def with_template_of(self, folder: Path) -> TextProcessing:
+        """Return the text side with the chat template of an adapter's folder, or this one if it has none.
+
+        Raises:
+            ValueError: The template cannot be read.
+        """
+        file = folder / TEMPLATE_FILE
+        template = self.template.with_file(file) if file.is_file() else self.template
+        if template.digest == self.template.digest:
+            return self
+        output_format = self.output_format
+        if self.detects_format:
+            output_format = _detect_format(self.tokenizer, template, None)
+        return replace(self, template=template, output_format=output_format)
+
+    def create_processor(
+        self, ready: CoreReady, config: EngineConfig, check_grammar: GrammarCheck | None = None
+    ) -> RequestProcessor:
+        """Create the request processor for a core with these properties.
+
+        `check_grammar` is that of another processor with the same tokenizer. None creates one.
+        """
+        return RequestProcessor(
+            self.tokenizer,
+            self.template,
+            ready,
+            config,
+            output_format=self.output_format,
+            check_grammar=check_grammar or self._create_grammar_check(ready),
+            sampling_defaults=self.sampling_defaults,
+        )
+
+    def _create_grammar_check(self, ready: CoreReady) -> GrammarCheck:
         compiler = GrammarCompiler(
             lambda: build_grammar_tokenizer(self.tokenizer, ready.vocab_size)
         )
@@ -118,15 +159,7 @@ class TextProcessing:
                     "invalid_grammar",
                 ) from error
 
-        return RequestProcessor(
-            self.tokenizer,
-            self.template,
-            ready,
-            config,
-            output_format=self.output_format,
-            check_grammar=check_grammar,
-            sampling_defaults=self.sampling_defaults,
-        )
+        return check_grammar
 
     def create_pooling_processor(
         self, ready: CoreReady, config: EngineConfig
@@ -143,21 +176,23 @@ def _find_format(
     if name == NO_FORMAT:
         return None
 
-    def has_token(text: str) -> bool:
-        return tokenizer.added_token_id(text) is not None
-
     if name == AUTO_FORMAT:
         response_template = read_json_object(path / "tokenizer_config.json").get(
             "response_template"
         )
-        detected = detect_format(
-            template.source,
-            response_template if isinstance(response_template, dict) else None,
-            has_token,
+        return _detect_format(
+            tokenizer, template, response_template if isinstance(response_template, dict) else None
         )
-        return None if detected is None else detected.with_vocabulary(has_token)
     if name not in FORMATS:
         raise ValueError(
             f"the tool format {name!r} is unknown; use one of {', '.join(tool_format_names())}"
         )
-    return FORMATS[name].with_vocabulary(has_token)
+    return FORMATS[name].with_vocabulary(tokenizer.has_added_token)
+
+
+def _detect_format(
+    tokenizer: Tokenizer, template: ChatTemplate, response_template: dict[str, Any] | None
+) -> OutputFormat | None:
+    """Find the format that a chat template writes."""
+    detected = detect_format(template.source, response_template, tokenizer.has_added_token)
+    return None if detected is None else detected.with_vocabulary(tokenizer.has_added_token)

@@ -31,6 +31,7 @@ from argosy.engine.serving.text.template_probe import probe_template
 from argosy.protocol import ApiError, invalid_request
 
 TEMPLATE_FILE = "chat_template.jinja"
+MAX_FILE_BYTES = 4 << 20
 NAMED_TEMPLATES_FOLDER = "additional_chat_templates"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 """File of the processors of older multimodal checkpoints."""
@@ -122,6 +123,8 @@ def _parse_templates(file: Path) -> dict[str, str]:
 
 def _read_text(file: Path) -> str:
     try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"the chat template {file} has more than {MAX_FILE_BYTES >> 20} MiB")
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
@@ -204,6 +207,19 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template of {origin} cannot be compiled: {error}; "
                 "correct it or select another one with --chat-template"
+            ) from error
+
+    def with_file(self, file: Path) -> ChatTemplate:
+        """Return the template of a file, with the special tokens of this one.
+
+        Raises:
+            ValueError: The file cannot be read or compiled. The message includes the remedy.
+        """
+        try:
+            return ChatTemplate(_read_text(file), self._variables, self._clock, origin=str(file))
+        except (TemplateLimitError, TemplateFailedError) as error:
+            raise ValueError(
+                f"the chat template {file} cannot be compiled: {error}; correct it"
             ) from error
 
     def reads(self, name: str) -> bool:

@@ -105,6 +105,10 @@ class Tokenizer:
         """Ids of the added tokens, special or not. Each is encoded as a whole wherever its text occurs."""
         return frozenset(self._added_ids.values())
 
+    def has_added_token(self, text: str) -> bool:
+        """Return whether there is an added token with this text."""
+        return text in self._added_ids
+
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None if there is none."""
         return self._added_ids.get(text)
