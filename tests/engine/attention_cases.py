@@ -21,6 +21,7 @@ from argosy.engine.execution.kernels.rope import (
     build_rope_table,
     gather_rope_rotation,
 )
+from argosy.engine.execution.kernels.torch.attention import RoundedRows
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BackendName = Literal["native", "torch"]
@@ -46,6 +47,8 @@ class AttentionCase:
     """Number of the last elements of a key that are its value, which then is not passed."""
     rotary_dim: int = 0
     backend: BackendName = "native"
+    cache_dtype: torch.dtype | None = None
+    """Dtype of the cache. None is that of queries, keys and values."""
     qkv: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,12 +89,12 @@ class AttentionCase:
         return gather_rope_rotation(build_rope_table(params, max(self.lengths)), positions)
 
     def create_attention(self, threads: int = 2) -> Attention:
-        shape = self.kv_cache_shape(TORCH_DTYPES[self.dtype])
+        shape = self.kv_cache_shape()
         attention = create_cpu_attention(shape, threads=threads, backend=self.backend)
         self.fill_cache_with_nan(attention)
         return attention
 
-    def kv_cache_shape(self, dtype: torch.dtype) -> KvCacheShape:
+    def kv_cache_shape(self) -> KvCacheShape:
         return KvCacheShape(
             num_layers=LAYERS,
             num_heads=self.heads,
@@ -99,8 +102,9 @@ class AttentionCase:
             head_dim=self.head_dim,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            dtype=dtype,
+            dtype=self.cache_dtype or TORCH_DTYPES[self.dtype],
             value_dim=self.value_dim,
+            query_dtype=TORCH_DTYPES[self.dtype],
         )
 
     def fill_cache_with_nan(self, attention: Attention) -> None:
@@ -182,6 +186,7 @@ class AttentionCase:
         rope = self.rope(torch.arange(len(q)))
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
+        k, v = self.stored_rows(k, v)
         q, k, v = (x.double() for x in (q, k, v))
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.params.scale
@@ -197,6 +202,16 @@ class AttentionCase:
             scores = torch.cat((scores, sinks), -1)
         weights = scores.softmax(-1)[..., : len(k)]
         return torch.einsum("hqk,khd->qhd", weights, v)
+
+    def stored_rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as an int8 cache rounds them, and those of other caches unchanged."""
+        if self.cache_dtype != torch.int8:
+            return k, v
+        exact_dim = self.kv_cache_shape().exact_dim
+        codec = RoundedRows(self.head_dim, exact_dim, TORCH_DTYPES[self.dtype])
+        k = codec.expand(codec.round(k))
+        v = codec.expand(codec.round(v)) if self.value_dim is None else k[..., -self.value_dim :]
+        return k, v
 
 
 def assert_matches_reference(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ def native_or_skip() -> Kernels:
 
 
 DTYPES = ["float32", "bfloat16"]
+CACHE_DTYPES = [None, torch.int8]
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -86,31 +87,42 @@ SHAPES = [
     shape=SHAPES,
     block_size=[8, 16, 32],
     dtype=DTYPES,
+    cache_dtype=CACHE_DTYPES,
     indirect=["backend"],
 )
 def test_attention_matches_dense_reference(
-    backend: BackendName, shape: dict[str, int], block_size: int, dtype: str
+    backend: BackendName,
+    shape: dict[str, int],
+    block_size: int,
+    dtype: str,
+    cache_dtype: torch.dtype | None,
 ) -> None:
-    case = AttentionCase(**shape, block_size=block_size, dtype=dtype, backend=backend)  # type: ignore[arg-type]
+    options = {"dtype": dtype, "cache_dtype": cache_dtype, "backend": backend}
+    case = AttentionCase(**shape, block_size=block_size, **options)  # type: ignore[arg-type]
     assert_matches_reference(case, case.run())
 
 
-def test_latent_attention_matches_dense_reference_on_every_isa(isa: str) -> None:
-    """Kernels extract values from keys with different instructions."""
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_latent_attention_matches_dense_reference_on_every_isa(
+    isa: str, cache_dtype: torch.dtype | None
+) -> None:
+    """Kernels extract values from keys, and expand bytes, with different instructions."""
     backend: BackendName = "torch" if isa == TORCH_ISA_NAME else "native"
     sizes = {"head_dim": 72, "value_dim": 64, "heads": 6, "kv_heads": 1, "rotary_dim": 8}
-    case = AttentionCase([150, 33], **sizes, dtype="bfloat16", backend=backend)  # type: ignore[arg-type]
+    options = {"dtype": "bfloat16", "cache_dtype": cache_dtype, "backend": backend}
+    case = AttentionCase([150, 33], **sizes, **options)  # type: ignore[arg-type]
     expected = case.run()
     assert_matches_reference(case, expected)
     assert_same_bits(case.run([[(1, 0, 33), (0, 0, 61)], [(0, 61, 89)]]), expected)
 
 
-@pytest.mark.parametrize("value_dim", [None, 20])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_long_context_matches_dense_reference(dtype: str, value_dim: int | None) -> None:
+@pairwise(value_dim=[None, 20], dtype=DTYPES, cache_dtype=CACHE_DTYPES)
+def test_long_context_matches_dense_reference(
+    value_dim: int | None, dtype: str, cache_dtype: torch.dtype | None
+) -> None:
     """The context is longer than the range of keys after which the native kernel merges sums."""
     native_or_skip()
-    sizes = {"heads": 2, "kv_heads": 1, "value_dim": value_dim}
+    sizes = {"heads": 2, "kv_heads": 1, "value_dim": value_dim, "cache_dtype": cache_dtype}
     case = AttentionCase([2300, 33, 190], **sizes, dtype=dtype, has_sinks=True)  # type: ignore[arg-type]
     expected = case.run(threads=1)
     assert_matches_reference(case, expected)
@@ -151,6 +163,7 @@ def test_chunks_and_batches_do_not_change_bits(backend: BackendName, data: st.Da
         has_sinks=data.draw(st.booleans()),
         value_dim=data.draw(st.sampled_from([None, head_dim // 2])),
         rotary_dim=data.draw(st.sampled_from([0, 2, 4])),  # no value of a latent key is rotated
+        cache_dtype=data.draw(st.sampled_from(CACHE_DTYPES)),
         backend=backend,
     )
     computed = [0] * len(case.lengths)
@@ -173,10 +186,13 @@ def test_large_scores_do_not_overflow(backend: BackendName) -> None:
     assert_matches_reference(case, case.run(), tolerance=1e-3)
 
 
-def test_nan_query_affects_own_row_only(backend: BackendName) -> None:
-    assert_nan_affects_own_row_only(
-        AttentionCase([80, 30], dtype="bfloat16", backend=backend), operand=0
-    )
+@pytest.mark.parametrize(("operand", "cache_dtype"), [(0, None), (1, torch.int8), (2, torch.int8)])
+def test_nan_affects_own_row_only(
+    backend: BackendName, operand: int, cache_dtype: torch.dtype | None
+) -> None:
+    """A row with NaN has the scale NaN."""
+    options = {"dtype": "bfloat16", "backend": backend, "cache_dtype": cache_dtype}
+    assert_nan_affects_own_row_only(AttentionCase([80, 30], **options), operand)  # type: ignore[arg-type]
 
 
 def test_strided_views_of_fused_projection_give_same_bits(backend: BackendName) -> None:
@@ -203,12 +219,18 @@ def test_rotation_rounds_once_to_dtype(backend: BackendName, dtype: str) -> None
     assert_same_bits([x for row in rotated.qkv for x in row], copies)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value_dim", [None, 20])
+@pairwise(
+    dtype=DTYPES,
+    value_dim=[None, 20],
+    cache_dtype=CACHE_DTYPES,
+    backend=["native", "torch"],
+    indirect=["backend"],
+)
 def test_copied_blocks_continue_sequence(
-    backend: BackendName, dtype: str, value_dim: int | None
+    backend: BackendName, dtype: str, value_dim: int | None, cache_dtype: torch.dtype | None
 ) -> None:
-    case = AttentionCase([40, 40], dtype=dtype, value_dim=value_dim, backend=backend)
+    options = {"value_dim": value_dim, "cache_dtype": cache_dtype, "backend": backend}
+    case = AttentionCase([40, 40], dtype=dtype, **options)  # type: ignore[arg-type]
     assert_blocks_can_be_moved(case)
 
 
@@ -228,7 +250,8 @@ def test_block_data_contains_every_layer_and_nothing_else(backend: BackendName) 
 def create_small_attention(
     backend: Literal["auto", "native"], compiler: str, folder: Path, **changes: int
 ) -> Attention:
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
+    sizes |= changes
     shape = KvCacheShape(num_layers=1, num_blocks=4, dtype=torch.float32, **sizes)
     return create_cpu_attention(
         shape, threads=1, backend=backend, kernels=lambda: load_kernels(compiler, folder)
@@ -254,6 +277,6 @@ def test_compiler_error_is_reported(tmp_path: Path) -> None:
 
 def test_shape_without_native_kernel_uses_torch_or_is_rejected(tmp_path: Path) -> None:
     kernels = native_or_skip().path.parents[1]
-    assert create_small_attention("auto", "c++", kernels, block_size=5).name == "torch"
+    assert create_small_attention("auto", "c++", kernels, block_size=5).name == "torch, 125 keys"
     with pytest.raises(ValueError, match="divide"):
         create_small_attention("auto", "no-such-compiler", tmp_path, num_heads=3)

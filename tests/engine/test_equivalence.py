@@ -24,7 +24,9 @@ DEFAULT_STEPS = None
 """The number of steps in flight that the device selects."""
 DEFAULT_ISA = "default"
 """The instruction set that the engine selects itself."""
-DTYPES = ["bfloat16", "float32", "int8", "int4"]
+INT8_KV = "bfloat16 KV int8"
+DTYPES = ["bfloat16", "float32", "int8", "int4", INT8_KV]
+"""Formats of the weights, and of the KV cache if it is not in the model's dtype."""
 PERSON_GRAMMAR = json.dumps(
     {
         "grammars": [
@@ -95,12 +97,16 @@ SAMPLING_PARAMS = [
 
 
 def create(steps_in_flight: int | None, dtype: str = "bfloat16", **options: object) -> EngineCore:
-    """Create a core of the bundled model with a dtype or a quantized format."""
-    weights = (
-        {"dtype": "bfloat16", "quantize": dtype} if dtype.startswith("int") else {"dtype": dtype}
-    )
-    options = {"max_steps_in_flight": steps_in_flight} | weights | options
+    """Create a core of the bundled model in one of the `DTYPES`."""
+    options = {"max_steps_in_flight": steps_in_flight} | format_options(dtype) | options
     return create_core(BUNDLED_MODEL, **options)
+
+
+def format_options(dtype: str) -> dict[str, object]:
+    """Return the options of a core in one of the `DTYPES`."""
+    weights, _, kv_dtype = dtype.partition(" KV ")
+    options: dict[str, object] = {"kv_dtype": kv_dtype or "auto", "dtype": weights}
+    return options | ({"dtype": "bfloat16", "quantize": weights} if weights[0] == "i" else {})
 
 
 @cache
@@ -197,7 +203,9 @@ def test_every_isa_equals_its_reference(isa: str) -> None:
     assert_equal_to_reference(run_requests(core, selected), isa=isa)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", INT8_KV, pytest.param("int4", marks=pytest.mark.exhaustive)]
+)
 def test_prefix_cache_hits_equal_reference(dtype: str, steps_in_flight: int) -> None:
     core = create(steps_in_flight, dtype)
     run_requests(core, requests())
@@ -206,7 +214,9 @@ def test_prefix_cache_hits_equal_reference(dtype: str, steps_in_flight: int) -> 
     assert_equal_to_reference(second_run, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", INT8_KV, pytest.param("int8", marks=pytest.mark.exhaustive)]
+)
 def test_preempted_requests_equal_reference(dtype: str, steps_in_flight: int) -> None:
     core = create(steps_in_flight, dtype, num_blocks=9, max_seqs=8)
     core.scheduler.output_estimator.fraction = 0.0
@@ -234,16 +244,17 @@ def test_requests_deferred_for_premium_prompt_equal_reference(steps_in_flight: i
     assert_equal_to_reference(outputs)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", INT8_KV])
 def test_host_cache_hits_equal_reference_and_corrupt_blocks_are_recomputed(
-    steps_in_flight: int,
+    dtype: str, steps_in_flight: int
 ) -> None:
-    core = create(steps_in_flight, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+    core = create(steps_in_flight, dtype, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
     run_requests(core, requests())
-    assert_equal_to_reference(run_requests(core, requests()))
+    assert_equal_to_reference(run_requests(core, requests()), dtype)
     assert core.scheduler.kv_cache.host_hit_tokens > 0
     assert core.scheduler.kv_cache.corrupt_blocks == 0
     core.executor.host_store.data[:, 7] ^= 1
-    assert_equal_to_reference(run_requests(core, requests()))
+    assert_equal_to_reference(run_requests(core, requests()), dtype)
     assert core.scheduler.kv_cache.corrupt_blocks > 0
 
 
@@ -253,12 +264,13 @@ def test_host_cache_hits_equal_reference_and_corrupt_blocks_are_recomputed(
     indirect=["steps_in_flight"],
 )
 def test_resume_at_every_token_continues_output(number: int, steps_in_flight: int) -> None:
-    request, reference = requests()[number], reference_output(number)
+    dtype = DTYPES[number % len(DTYPES)]
+    request, reference = requests()[number], reference_output(number, dtype)
     resumed = [
         msgspec.structs.replace(request, id=str(index), resumed_tokens=reference.tokens[:index])
         for index in range(1, len(reference.tokens))
     ]
-    core = create(steps_in_flight)
+    core = create(steps_in_flight, dtype)
     for request_id, output in run_requests(core, resumed).items():
         index = int(request_id)
         assert output.tokens == reference.tokens[index:]

@@ -191,6 +191,9 @@ def assert_sizes_match(reference: Reference) -> None:
     parts = 1 if architecture.latent else 2
     num_cached = sum(not layer.is_recurrent for layer in architecture.layer_architectures)
     assert architecture.kv_bytes_per_token(2) == parts * num_cached * cached * 2
+    exact = 0 if architecture.latent is None else architecture.latent.rope_dim
+    rounded = architecture.num_kv_heads * (architecture.head_dim + 4 + exact)
+    assert architecture.kv_bytes_per_token(1, has_scales=True) == parts * num_cached * rounded
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,7 +14,7 @@ from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.generic_cases import GENERIC_FAMILIES
-from tests.engine.test_equivalence import create_requests
+from tests.engine.test_equivalence import INT8_KV, create_requests, format_options
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.test_speculation import ScriptedDrafter
 from tests.engine.transformers_reference import VOCAB, make_reference
@@ -27,13 +27,17 @@ from tests.engine.transformers_reference import VOCAB, make_reference
         for name, dtype, marks in (
             ("gpt-oss", "bfloat16", ()),
             ("gpt-oss", "int8", pytest.mark.exhaustive),
+            ("gpt-oss", INT8_KV, pytest.mark.exhaustive),
             ("gemma 3", "bfloat16", ()),
+            ("gemma 3", INT8_KV, pytest.mark.exhaustive),
             ("olmo 3", "bfloat16", pytest.mark.exhaustive),
             ("deepseek 3", "bfloat16", ()),
             ("deepseek 3", "float32", pytest.mark.exhaustive),
+            ("deepseek 3", INT8_KV, pytest.mark.exhaustive),
             ("deepseek 2 lite", "int4", pytest.mark.exhaustive),
             ("qwen 3.5", "bfloat16", ()),
             ("qwen 3 next", "float32", pytest.mark.exhaustive),
+            ("qwen 3 next", "float32 KV int8", pytest.mark.exhaustive),
             ("qwen 3.5 moe", "int8", pytest.mark.exhaustive),
         )
     ],
@@ -67,10 +71,7 @@ def run(
     **options: object,
 ) -> tuple[dict[str, RequestOutput], EngineCore]:
     path, dtype = model
-    weights = {"quantize": dtype} if dtype.startswith("int") else {}
-    core = create_core(
-        path, **{"dtype": "bfloat16" if weights else dtype} | weights | {"max_seqs": 8} | options
-    )
+    core = create_core(path, **format_options(dtype) | {"max_seqs": 8} | options)
     if drafts is not None:
         assert (core.speculation is None) == (core.scheduler.limits.state_snapshots is not None)
         if core.speculation is not None:

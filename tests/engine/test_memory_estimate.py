@@ -103,6 +103,8 @@ def test_windowed_layers_need_less_memory(large: ModelArchitecture) -> None:
     """Bytes of 16 tokens in a layer."""
     assert needs(windowed).estimate().kv_bytes == 16 * (1024 // 16 + 128 // 16 + 2) * per_layer
     assert needs(windowed, num_blocks=10).estimate().kv_bytes == 10 * 16 * per_layer
+    rounded = replace(needs(windowed, kv_dtype="int8", num_blocks=10), kv_dtype_bytes=1)
+    assert rounded.estimate().kv_bytes == 10 * 16 * per_layer * (128 + 4) // 256
     assert windowed.kv_bytes_per_sequence(2) == 16 * (131_072 // 16 + 128 // 16 + 2) * per_layer
 
     def max_model_len(architecture: ModelArchitecture, draft_block_bytes: int = 0) -> int:

@@ -115,6 +115,11 @@ from argosy.deployment.records.status import (
     read_fleet_status,
 )
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
+from argosy.deployment.settings.content_config import (
+    ContentMatchers,
+    ContentRule,
+    compile_content_rule,
+)
 from argosy.deployment.settings.gateway_config import (
     MAX_MODEL_NAME_LENGTH,
     RELOADABLE_SETTINGS,
@@ -141,8 +146,9 @@ from argosy.deployment.settings.replica_config import (
 )
 from argosy.deployment.settings.routing_config import (
     ANY_HEADER_VALUE,
+    RequestConditions,
     RouteConfig,
     TrafficTarget,
     build_traffic_route,
-    route_name,
+    rule_name,
 )

@@ -29,7 +29,9 @@ DEFAULT_KV_MEMORY_FRACTION = 0.4
 
 AUTO_DRAFT_METHODS = ("forced_tokens", "prediction", "prompt_lookup")
 """Drafters by default. They use nothing but their own request."""
-_METHOD_PATTERN = f"({'|'.join((*AUTO_DRAFT_METHODS, 'domain_window'))})"
+SUFFIX_METHOD = "domain_window"
+"""Drafter of vLLM's method `suffix`."""
+_METHOD_PATTERN = f"({'|'.join((*AUTO_DRAFT_METHODS, SUFFIX_METHOD))})"
 _SPECULATION_PATTERN = rf"^(auto|off|{_METHOD_PATTERN}(,{_METHOD_PATTERN})*)$(?!\n)"
 MIN_LOOKUP_TOKENS = 3
 """Minimum number of equal tokens after which prompt lookup drafts."""
@@ -38,14 +40,26 @@ MIN_LOOKUP_TOKENS = 3
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `speculative_config`, as far as it has a meaning here. It changes the number of drafts and no output."""
 
-    method: Literal["ngram"] = "ngram"
-    """Prompt lookup. Drafters that cost nothing are used beside it."""
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] | None = None
+    """Drafter: prompt lookup, finished outputs, a draft model, or a head. Those that cost nothing are used beside it.
+
+    By default that of `model`, or prompt lookup."""
+    model: str | None = None
+    """Draft model or EAGLE-3 head, named like a model."""
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Maximum number of drafts of a sequence in one step, by default 16, which is also the highest value in effect."""
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = MIN_LOOKUP_TOKENS
     """Minimum number of equal tokens. Values below 3 count as 3."""
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Maximum number of compared tokens in vLLM. The longest match is always preferred here."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the model does not fit the method."""
+        takes_model = self.method in {None, "draft_model", "eagle3"}
+        if self.model is not None and not takes_model:
+            raise ValueError(f"the method {self.method} has no model; leave model out")
+        if self.model is None and self.method in {"draft_model", "eagle3"}:
+            raise ValueError(f"the method {self.method} needs a model; set model")
 
 
 VERIFYING_MODEL = "verifying the model"
@@ -157,8 +171,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         | None
     ) = None
     kv_dtype: Annotated[
-        Literal["auto", "fp8"],
-        option("Data type of the KV cache: auto is the model's, fp8 needs a GPU.", "Memory"),
+        Literal["auto", "int8", "fp8"],
+        option(
+            "Data type of the KV cache: auto is the model's, int8 takes about half the memory, fp8 needs a GPU.",
+            "Memory",
+        ),
     ] = "auto"
     host_kv_bytes: Annotated[
         int, option("Host memory for evicted KV blocks; by default none.", "Memory", ge=0)
@@ -243,8 +260,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[
             str,
             option(
-                "Smaller model with the same tokenizer that drafts tokens on CPUs, named like a model. It is loaded in"
-                " the model's formats.",
+                "Smaller model with the same tokenizer, or EAGLE-3 head of the model, that drafts tokens on CPUs. It is"
+                " named like a model, and loaded in the model's formats.",
                 "Advanced",
             ),
         ]
@@ -254,7 +271,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[
             SpeculativeConfig,
             option(
-                'vLLM\'s settings of drafts, like {"method": "ngram", "num_speculative_tokens": 4}.',
+                'vLLM\'s settings of drafts, like {"method": "mtp", "num_speculative_tokens": 4}. Methods are ngram,'
+                " suffix, draft_model, eagle3 and mtp.",
                 "Advanced",
                 metavar="JSON",
             ),
@@ -288,10 +306,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def draft_methods(self) -> tuple[str, ...]:
         """Names of the drafters. Empty if there is no speculation."""
-        if self.speculation == "auto":
-            return AUTO_DRAFT_METHODS
-        return () if self.speculation == "off" else tuple(self.speculation.split(","))
+        if self.speculation == "off":
+            return ()
+        stated = self.speculation.split(",")
+        methods = AUTO_DRAFT_METHODS if self.speculation == "auto" else tuple(stated)
+        config = self.speculative_config
+        return (*methods, SUFFIX_METHOD) if config and config.method == "suffix" else methods
+
+    @property
+    def draft_source(self) -> str | None:
+        """Name of the model that drafts, which is the model itself if its checkpoint has a head for that, or None."""
+        config = self.speculative_config or SpeculativeConfig()
+        return self.model if config.method == "mtp" else self.draft_model or config.model
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a value has another type or is out of its range."""
+        """Raise ValueError if a value has another type or is out of its range, or two models should draft."""
         check_fields(self)
+        config = self.speculative_config
+        if self.draft_model is None or config is None:
+            return
+        if config.method == "mtp" or config.model not in {None, self.draft_model}:
+            raise ValueError("draft_model and speculative_config name two drafters; set one")

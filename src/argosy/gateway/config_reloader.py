@@ -1,4 +1,4 @@
-"""Reloads models and routes from the settings file while the gateway runs."""
+"""Reloads models and the rules for requests from the settings file while the gateway runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 class ConfigReloader:
-    """Reloads one gateway's models and routes on request. Not thread-safe: use it from one event loop."""
+    """Reloads one gateway's models and rules on request. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ConfigReloader:
         except (ValueError, OSError) as error:
             log.error("config_reload_failed", reason=str(error))  # noqa: TRY400 - an invalid file, not a bug
             return
-        self._registry.apply_config(entries, config.routes)
+        self._registry.apply_config(entries, config.rules)
         self._on_models_changed()
         log.info("config_reloaded", models=[model.name for model, *_ in entries])
         old, new = msgspec.structs.asdict(self._config), msgspec.structs.asdict(config)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from argosy.deployment import GatewayConfig, ModelConfig, RouteConfig
+from argosy.deployment import ContentRule, GatewayConfig, ModelConfig, RouteConfig
 from argosy.folders import state_folder
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
@@ -56,6 +56,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = 0
     models: Sequence[ModelConfig] = ()
     routes: Sequence[RouteConfig] = ()
+    content_rules: Sequence[ContentRule] = ()
     serving_replicas: Mapping[str, int] = {}
     """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
@@ -135,9 +136,16 @@ def _parse_pools(kind: type[P], body: bytes) -> tuple[P, tuple[str, ...]]:
     without which the route would match other requests.
 
     Raises:
-        ApiError: A known setting has an invalid value.
+        ApiError: A known setting has an invalid value, or a content rule has an unknown one, without which text might
+            leave that it removes.
     """
     pools, ignored = parse_request_body(kind, body)
+    unknown = [name for name in ignored if name.startswith("content_rules[].")]
+    if unknown:
+        message = (
+            f"This version does not know {unknown[0]}. Upgrade the gateway, or remove the setting."
+        )
+        raise ApiError(400, "unknown_setting", message)
     if any(name.startswith("routes[].") for name in ignored):
         known = []
         for route in msgspec.json.decode(body, type=_PublishedRoutes).routes:
@@ -291,7 +299,7 @@ class FleetPoolsHandler:
             entries = await run_in_daemon_thread(build_model_entries, config, pools.versions)
         except (ValueError, OSError) as error:
             raise ApiError(400, "invalid_value", str(error)) from error
-        self._registry.apply_config(entries, pools.routes)
+        self._registry.apply_config(entries, [*pools.routes, *pools.content_rules])
         self._registry.apply_startups(pools.startups)
         self._pools = pools
         self._published.set()

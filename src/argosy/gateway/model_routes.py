@@ -1,4 +1,4 @@
-"""Model routes: rules that let another model than the requested one answer, and the sender of a request for them."""
+"""Rules for requests as they are matched: model routes and content rules, and the sender of a request for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Raw
 
-from argosy.deployment import ANY_HEADER_VALUE, RouteConfig, route_name
+from argosy.deployment import (
+    ANY_HEADER_VALUE,
+    ContentMatchers,
+    ContentRule,
+    RequestConditions,
+    RouteConfig,
+    rule_name,
+)
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy.traffic import TrafficSubject
@@ -19,14 +26,12 @@ SESSION_HEADER = b"x-session-affinity"
 """Request header that names the session."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRoute:
-    """A route in the form in which requests are matched. A condition that is None matches every request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRule:
+    """A rule in the form in which requests are matched. A condition that is None matches every request."""
 
-    config: RouteConfig
+    config: RequestConditions
     name: str
-    target_model: str
-    """Primary name of the model that answers."""
     model: str | None
     """The model's primary name."""
     headers: tuple[tuple[bytes, bytes | None], ...]
@@ -37,6 +42,15 @@ class ModelRoute:
     """Ranks of tiers (indices of `TIERS`)."""
     unknown_tenants: tuple[str, ...]
     """Tenants in the settings that do not exist in the store."""
+    target_model: str = ""
+    """Primary name of the model that answers, for a route."""
+    matchers: ContentMatchers | None = None
+    """Compiled detectors of a content rule."""
+
+    @property
+    def restores(self) -> bool:
+        """Whether what is redacted in prompts is put back in answers."""
+        return isinstance(self.config, ContentRule) and self.config.restore
 
     def matches(
         self,
@@ -68,22 +82,38 @@ class ModelRoute:
         return True
 
 
-def compile_routes(
-    configs: Sequence[RouteConfig], models: Mapping[str, str], snapshot: AccountSnapshot
-) -> tuple[ModelRoute, ...]:
-    """Compile routes, in their order. `models` has the primary name of each model by each of its names."""
-    ids = _tenant_ids(snapshot) if any(config.tenants for config in configs) else {}
-    return tuple(_compile_route(config, index, models, ids) for index, config in enumerate(configs))
+def compile_rules(
+    configs: Sequence[tuple[RequestConditions, ContentMatchers | None]],
+    models: Mapping[str, str],
+    snapshot: AccountSnapshot,
+) -> tuple[RequestRule, ...]:
+    """Compile rules, in their order.
+
+    Args:
+        configs: The settings of each rule, and what it filters.
+        models: The primary name of each model by each of its names.
+        snapshot: The accounts that conditions may name.
+    """
+    ids = _tenant_ids(snapshot) if any(config.tenants for config, _ in configs) else {}
+    return tuple(
+        _compile_rule(config, matchers, index, models, ids)
+        for index, (config, matchers) in enumerate(configs)
+    )
 
 
-def _compile_route(
-    config: RouteConfig, index: int, models: Mapping[str, str], tenant_ids: Mapping[str, set[str]]
-) -> ModelRoute:
+def _compile_rule(
+    config: RequestConditions,
+    matchers: ContentMatchers | None,
+    index: int,
+    models: Mapping[str, str],
+    tenant_ids: Mapping[str, set[str]],
+) -> RequestRule:
     tenants, tiers = config.tenants, config.tiers
-    return ModelRoute(
-        config,
-        name=route_name(config, index),
-        target_model=models[config.target_model],
+    return RequestRule(
+        config=config,
+        name=rule_name(config, "routes" if matchers is None else "content_rules", index),
+        target_model=models[config.target_model] if isinstance(config, RouteConfig) else "",
+        matchers=matchers,
         model=None if config.model is None else models[config.model],
         headers=tuple(
             (name.lower().encode(), None if value == ANY_HEADER_VALUE else value.encode())
@@ -98,7 +128,7 @@ def _compile_route(
 
 
 def _tenant_ids(snapshot: AccountSnapshot) -> Mapping[str, set[str]]:
-    """Return the ids of organisations and projects by each name that a route may use for them."""
+    """Return the ids of organisations and projects by each name that a rule may use for them."""
     ids_by_name: defaultdict[str, set[str]] = defaultdict(set)
     organisation_names: dict[str, tuple[str, str]] = {}
     for organisation in snapshot.organisations:

@@ -19,6 +19,7 @@ from argosy.gateway.backends import (
     DeliveredOutput,
     cap_usage,
 )
+from argosy.gateway.content_session import ContentSession
 from argosy.gateway.pool import Pool, ReplicaEndpoint, build_placement_request
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import RequestFields
@@ -182,6 +183,8 @@ class RequestContext(msgspec.Struct, eq=False):
     is_copy: bool = False
     """Whether it is a copy for the comparison of versions. Its response is discarded, and only its own version may
     serve it."""
+    content: ContentSession | None = None
+    """Filters of the request's content; None if no content rule matches."""
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""
 

@@ -114,6 +114,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Version of the model that answers; empty without rollouts."""
     adapter: str = ""
     """Digest of the adapter that answers; empty if the model itself does."""
+    content: list[dict[str, Any]] = []
+    """Content rule of the request with each finding, as in explanations; empty if no rule matched."""
 
     def to_dict(self) -> dict[str, Any]:
         """Format the explanation as a JSON object."""
@@ -183,6 +185,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             }
         if self.report is not None:
             fields["replica_report"] = msgspec.to_builtins(self.report)
+        if self.content:
+            fields["content"] = self.content
         if self.idempotency is not None:
             fields["idempotency"] = asdict(self.idempotency)
         if self.limits:

@@ -35,6 +35,7 @@ from argosy.gateway.cors import CorsPolicy
 from argosy.gateway.dialects import BackgroundResponses, ResponseState
 from argosy.gateway.event_loop import CoroutineFactory, LoopMonitor, run_with_restarts
 from argosy.gateway.filters import (
+    ContentFilter,
     IdempotencyFilter,
     LimitFilter,
     TelemetryFilter,
@@ -122,8 +123,12 @@ class GatewayServer:
         self._control_socket = control_socket
         pools = None if config.fleet is None else load_fleet_pools(config)
         if pools is not None and pools.version:
-            models, routes = list(pools.models), list(pools.routes)
-            config = msgspec.structs.replace(config, models=models, routes=routes)
+            config = msgspec.structs.replace(
+                config,
+                models=list(pools.models),
+                routes=list(pools.routes),
+                content_rules=list(pools.content_rules),
+            )
         self._config = config
         self._on_ready = on_ready
         self._fleet_control = fleet_control
@@ -131,7 +136,7 @@ class GatewayServer:
         self._lessons = lessons
         versions = () if pools is None else pools.versions
         self._registry = ModelRegistry(
-            build_model_entries(config, versions), config.routes, resolver
+            build_model_entries(config, versions), config.rules, resolver
         )
         if pools is not None:
             self._registry.follow_routes(pools.followed_routes)
@@ -234,6 +239,7 @@ class GatewayServer:
                 filters += await self._build_store_filters(config.store, quota_backend, exit_stack)
                 if self._stop_requested.is_set():
                     return
+            filters.append(ContentFilter(self._metrics))
             if listen_sockets is None:
                 listen_sockets = exit_stack.enter_context(self._bind())
             fast_path = await self._start_fast_path()

@@ -167,6 +167,11 @@ class GatewayMetrics(Collector):
             "Rejections by a limit, by the limited unit.",
             *("model", "unit"),
         )
+        self.content_matches = self._add_counter(
+            "argosy_gateway_content_matches",
+            "Matches of content rules, by the side on which they were found: input or output.",
+            *("rule", "side", "detector", "action"),
+        )
         self._tokens = self._add_counter(
             "argosy_gateway_tokens",
             "Tokens by kind: input (computed), cached (found in a prefix cache) and output (delivered).",

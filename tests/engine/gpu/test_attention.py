@@ -80,7 +80,6 @@ class HostTensorAttention(TritonAttention):
 class GpuAttentionCase(AttentionCase):
     """Attention case for the GPU. Parameter `threads` is the number of multiprocessors."""
 
-    cache_dtype: torch.dtype | None = None
     scales: Tensor | None = None
     head_norm: HeadNorm | None = None
 
@@ -89,7 +88,7 @@ class GpuAttentionCase(AttentionCase):
         return replace(super().params, head_norm=self.head_norm)
 
     def create_attention(self, threads: int = 1) -> HostTensorAttention:
-        shape = self.kv_cache_shape(self.cache_dtype or TORCH_DTYPES[self.dtype])
+        shape = self.kv_cache_shape()
         attention = HostTensorAttention(
             shape, device=DEVICE, num_multiprocessors=threads, scales=self.scales
         )

@@ -307,12 +307,14 @@ def test_unsupported_formats_are_rejected_with_remedy(model: Path, gpu: HostDevi
         create_gpu_core(model, quantize="fp8")
     with pytest.raises(ValueError, match="remove kv_dtype fp8"):
         create_gpu_core(model, kv_dtype="fp8")
+    with pytest.raises(ValueError, match="no int8 KV cache"):
+        create_gpu_core(model, kv_dtype="int8")
 
 
 def test_missing_gpu_is_reported_with_remedy() -> None:
     with pytest.raises(ValueError, match="choose --device cpu"):
         create_core(BUNDLED_MODEL, device="cuda")
-    with pytest.raises(ValueError, match="leave kv_dtype at auto"):
+    with pytest.raises(ValueError, match="set kv_dtype to auto or int8"):
         create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
 
 

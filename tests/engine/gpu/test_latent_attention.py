@@ -14,7 +14,6 @@ from argosy.engine.execution.kernels.gpu import latent_attention
 from argosy.engine.execution.kernels.gpu.attention import KV_FLOAT8
 from argosy.engine.execution.kernels.gpu.latent_attention import TritonLatentAttention
 from tests.engine.attention_cases import (
-    TORCH_DTYPES,
     Chunk,
     assert_blocks_can_be_moved,
     assert_matches_reference,
@@ -41,7 +40,7 @@ class LatentCase(GpuAttentionCase):
     """Case of latent attention."""
 
     def create_attention(self, threads: int = 1) -> HostTensorLatentAttention:
-        shape = self.kv_cache_shape(self.cache_dtype or TORCH_DTYPES[self.dtype])
+        shape = self.kv_cache_shape()
         attention = HostTensorLatentAttention(shape, device=DEVICE, num_multiprocessors=threads)
         self.fill_cache_with_nan(attention)
         return attention

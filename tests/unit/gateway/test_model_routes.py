@@ -204,7 +204,7 @@ def test_routing_and_unknown_tenants_are_logged() -> None:
         router.apply_snapshot(SNAPSHOT)
     unknown = {
         "event": "unknown_tenant_in_config",
-        "routes": {"beta": ("acme/wbe",)},
+        "rules": {"beta": ("acme/wbe",)},
         "log_level": "warning",
     }
     event = {

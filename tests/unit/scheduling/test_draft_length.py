@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,6 +131,34 @@ def test_measured_durations_become_the_estimate(num_decodes: int, slowdown: floa
         policy.record_step(num_decodes, 6, 0.02 * slowdown)
     estimate = policy.step_cost(num_decodes + 6) / policy.step_cost(num_decodes)
     assert abs(estimate - slowdown) < 0.35 * (slowdown - 1.0)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.1])
+@pytest.mark.parametrize("num_sequences", [1, 8, 32])
+def test_text_that_defeats_its_drafter_is_hardly_slower(
+    num_sequences: int, acceptance: float
+) -> None:
+    """Each sequence has drafts in every step, and each token adds a twentieth to the duration of a step."""
+    policy, rng = DraftLengthPolicy(RIDGE), random.Random(3)
+    rates = []
+    for _ in range(3):  # one batch after another, the first of which teaches the policy
+        duration = plain = 0.0
+        histories = [DraftHistory() for _ in range(num_sequences)]
+        for _ in range(130):
+            candidates = [DraftCandidate(history, LOOKUP, 16) for history in histories]
+            lengths = policy.select_lengths(candidates, num_sequences)
+            tokens = num_sequences
+            for history, length in zip(histories, lengths, strict=True):
+                accepted = next((i for i in range(length) if rng.random() >= acceptance), length)
+                policy.record_drafts(history, LOOKUP, length, accepted)
+                tokens += accepted
+            plain_step = 0.95 + 0.05 * num_sequences
+            step = plain_step + 0.05 * sum(lengths)
+            policy.record_step(num_sequences, sum(lengths), 0.003 * step)
+            duration += step
+            plain += plain_step * tokens / num_sequences
+        rates.append(plain / duration)
+    assert min(rates[1:]) > 0.985
 
 
 def test_measured_durations_decide() -> None:

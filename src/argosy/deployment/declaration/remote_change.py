@@ -23,7 +23,7 @@ _REMOTE_CODE_OPTION = "trust_remote_code"
 _PROTECTED_OPTIONS = frozenset({"chat_template", "generation_config", _REMOTE_CODE_OPTION})
 """Options that name files or programs. Engines other than `argosy` have too many to list."""
 MAX_ITEMS = 1000
-"""Maximum number of pools, of routes, and of names of models, so that no check takes long."""
+"""Maximum number of pools, of rules for requests, and of names of models, so that no check takes long."""
 _MODEL_IDENTITY = ("source", "revision", "digest")
 _URL_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 
@@ -35,6 +35,7 @@ def check_size(config: FleetConfig) -> None:
         ("models", names),
         ("pools", len(config.pools)),
         ("routes", len(config.routes)),
+        ("content_rules", len(config.content_rules)),
     ):
         if count > MAX_ITEMS:
             problem = f"it has more than {MAX_ITEMS:,} items or names. Use `argosy apply`."

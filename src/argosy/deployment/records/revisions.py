@@ -49,6 +49,7 @@ MAX_KNOWN_REVISIONS = 200
 _PUBLISHED_SETTINGS: dict[str, Any] = {
     "models": [],
     "routes": [],
+    "content_rules": [],
     "pools_file": None,
     "handover": None,
 }

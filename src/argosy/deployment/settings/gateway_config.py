@@ -10,12 +10,14 @@ import msgspec
 from msgspec import Meta
 
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
+from argosy.deployment.settings.content_config import ContentRule, compile_content_rule
 from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
 from argosy.deployment.settings.routing_config import (
+    RequestConditions,
     RouteConfig,
     TrafficTarget,
-    route_name,
-    validate_route,
+    rule_name,
+    validate_conditions,
     validate_traffic,
 )
 from argosy.http_server import TlsConfig
@@ -184,6 +186,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     routes: ByOperator[list[RouteConfig]] = []
     """Routes in order. The first that matches a request decides which model answers. Without a match the requested
     model answers."""
+    content_rules: ByOperator[list[ContentRule]] = []
+    """Content rules in order. The first that matches a request decides what is filtered from its prompt and answer."""
     fleet: ByCommandLine[
         Annotated[
             str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$(?!\n)", examples=["my-fleet"])
@@ -273,6 +277,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_level: ByOperator[Literal["debug", "info", "warning", "error"]] = "info"
     """Lowest level that is logged."""
 
+    @property
+    def rules(self) -> list[RequestConditions]:
+        """The routes and the content rules."""
+        return [*self.routes, *self.content_rules]
+
 
 def load_config(path: Path) -> GatewayConfig:
     """Read and validate a settings file.
@@ -284,7 +293,7 @@ def load_config(path: Path) -> GatewayConfig:
     return document.decode(GatewayConfig, find_contradictions)
 
 
-RELOADABLE_SETTINGS = frozenset({"models", "routes"})
+RELOADABLE_SETTINGS = frozenset({"models", "routes", "content_rules"})
 """Settings that a gateway applies while it runs. Changes of other settings need a restart."""
 
 
@@ -314,7 +323,7 @@ def find_contradictions(
         yield from _find_replica_problems(model, (*path, "replicas"))
     yield from _find_duplicates("model name", names)
     yield from _find_traffic_problems(config)
-    yield from _find_route_problems(config, [name for name, _ in names])
+    yield from _find_rule_problems(config, [name for name, _ in names])
     if config.advertise_url is not None:
         try:
             parse_endpoint(config.advertise_url)
@@ -393,16 +402,24 @@ def _find_traffic_problems(config: GatewayConfig) -> Iterator[SettingError]:
             yield SettingError(f"model {model.name!r}: {error}", ("models", index))
 
 
-def _find_route_problems(config: GatewayConfig, model_names: list[str]) -> Iterator[SettingError]:
-    names = [route_name(route, index) for index, route in enumerate(config.routes)]
-    yield from _find_duplicates(
-        "route", [(name, ("routes", index)) for index, name in enumerate(names)]
+def _find_rule_problems(config: GatewayConfig, model_names: list[str]) -> Iterator[SettingError]:
+    """Yield an error for each problem of a route or a content rule."""
+    settings: tuple[tuple[str, str, Sequence[RequestConditions]], ...] = (
+        ("routes", "route", config.routes),
+        ("content_rules", "content rule", config.content_rules),
     )
-    for index, (name, route) in enumerate(zip(names, config.routes, strict=True)):
-        try:
-            validate_route(route, model_names, has_accounts=config.store is not None)
-        except ValueError as error:
-            yield SettingError(f"route {name!r}: {error}", ("routes", index))
+    for setting, subject, rules in settings:
+        names = [rule_name(rule, setting, index) for index, rule in enumerate(rules)]
+        yield from _find_duplicates(
+            subject, [(name, (setting, index)) for index, name in enumerate(names)]
+        )
+        for index, (name, rule) in enumerate(zip(names, rules, strict=True)):
+            try:
+                validate_conditions(rule, model_names, has_accounts=config.store is not None)
+                if isinstance(rule, ContentRule):
+                    compile_content_rule(rule)
+            except ValueError as error:
+                yield SettingError(f"{subject} {name!r}: {error}", (setting, index))
 
 
 def _find_duplicates(

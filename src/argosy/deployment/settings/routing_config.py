@@ -88,8 +88,8 @@ def build_traffic_route(
     )
 
 
-class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one route: conditions that must all hold, and the model that answers then."""
+class RequestConditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Conditions of a rule for requests, which must all hold."""
 
     name: ByOperator[Annotated[str, Meta(min_length=1, max_length=200)] | None] = None
     """Name in explanations and logs. Defaults to the position, for example `routes[0]`."""
@@ -107,21 +107,27 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Feature flag of a part of the tenants or users. It must be on for the request's."""
     windows: ByOperator[Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None] = None
     """Times of the day or week. One of them must contain the request's arrival."""
+
+
+class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one route: its conditions, and the model that answers if they hold."""
+
     target_model: ByOperator[str]
     """The model that answers. Its own routes are not applied, but its `traffic` and `fallback_models` are."""
 
 
-def validate_route(
-    config: RouteConfig, model_names: Collection[str], *, has_accounts: bool
+def validate_conditions(
+    config: RequestConditions, model_names: Collection[str], *, has_accounts: bool
 ) -> None:
-    """Check a route for conditions that can never hold.
+    """Check a rule for conditions that can never hold, and a route for its model.
 
     `model_names` are all names and aliases of models.
 
     Raises:
-        ValueError: The route is invalid. The message says what to change.
+        ValueError: The rule is invalid. The message says what to change.
     """
-    for key, model in (("model", config.model), ("target_model", config.target_model)):
+    target_model = config.target_model if isinstance(config, RouteConfig) else None
+    for key, model in (("model", config.model), ("target_model", target_model)):
         if model is not None and model not in model_names:
             known = ", ".join(sorted(model_names))
             raise ValueError(f"{key}: no model has the name {model!r}. Use one of {known}.")
@@ -137,6 +143,6 @@ def validate_route(
         )
 
 
-def route_name(config: RouteConfig, index: int) -> str:
-    """Return the configured name of a route, or its position such as `routes[0]`."""
-    return f"routes[{index}]" if config.name is None else config.name
+def rule_name(config: RequestConditions, setting: str, index: int) -> str:
+    """Return the configured name of a rule, or its position in a setting such as `routes[0]`."""
+    return f"{setting}[{index}]" if config.name is None else config.name

@@ -26,6 +26,14 @@ MIN_ACCEPTANCE = 0.01
 FIRST_PROBE_WAIT = 8
 MAX_PROBE_WAIT = 4096
 """Drafts that a sequence skips between two probes, which doubles with each probe that fails."""
+PROBE_SHARE = 1 / 200
+"""Maximum fraction of the time of steps that is spent on probes, without those that are accepted."""
+MAX_SPARE_PROBES = 4.0
+MIN_ROW_COST = 1 / 4
+"""Minimum cost of as many tokens as `ridge_tokens`, relative to a step of one token.
+
+Measured durations are noisy, and those that are too low by chance would select the most drafts.
+"""
 MAX_RIDGES = 2
 """Maximum number of tokens of a step with drafts, in times in which the weights are read."""
 
@@ -94,6 +102,9 @@ class DraftLengthPolicy:
         """Mean of all sequences, from which new ones start."""
         self._costs = [_initial_cost(rows, ridge_tokens) for rows in _COST_ROWS]
         """Duration of a step of `_COST_ROWS` tokens relative to that of one token. Never decreases."""
+        self._min_row_cost = MIN_ROW_COST / ridge_tokens
+        self._spare_probes = 0.0
+        """Number of probes for which `PROBE_SHARE` of the time has sufficed, and that were not computed."""
         self._decode_s = OnlineLinearFit(_DECODE_HALF_LIFE_STEPS)
         """Duration of a step without drafts by its number of sequences."""
 
@@ -113,8 +124,14 @@ class DraftLengthPolicy:
             return [0] * len(candidates)
         lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, inf)
         if 0 in lengths or num_decodes > len(candidates):
-            max_cost = MAX_SLOWDOWN * self.step_cost(rows)
-            lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, max_cost)
+            cost = self.step_cost(rows)
+            lengths = self._maximize_rate(
+                candidates, num_decodes, rows, max_rows, MAX_SLOWDOWN * cost
+            )
+            _, row_cost = self._find_row_cost(rows)
+            self._spare_probes = min(
+                self._spare_probes + PROBE_SHARE * cost / row_cost, MAX_SPARE_PROBES
+            )
             max_rows = self._max_rows_beside_others(rows, max_rows)
             self._add_probes(candidates, lengths, max_rows - rows - sum(lengths))
         return lengths
@@ -143,6 +160,7 @@ class DraftLengthPolicy:
         self._acceptance[source] = pooled
         if accepted:
             entry.wait = FIRST_PROBE_WAIT
+            self._spare_probes += 1.0
 
     def record_step(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
         """Record the duration of a step that computed nothing but decodes and their drafts."""
@@ -244,7 +262,8 @@ class DraftLengthPolicy:
                 continue
             entry = history.sources[source]
             entry.skipped += 1
-            if entry.skipped > entry.wait and max_probes > 0:
+            if entry.skipped > entry.wait and max_probes > 0 and self._spare_probes >= 1.0:
+                self._spare_probes -= 1.0
                 lengths[index] = 1
                 max_probes -= 1
                 entry.skipped = 0
@@ -270,8 +289,9 @@ class DraftLengthPolicy:
         index, _ = _locate(rows)
         lower, upper = _COST_ROWS[index], _COST_ROWS[index + 1]
         if rows >= upper:
-            return NEVER, 0.0
-        return upper, (self._costs[index + 1] - self._costs[index]) / (upper - lower)
+            return NEVER, self._min_row_cost
+        row_cost = (self._costs[index + 1] - self._costs[index]) / (upper - lower)
+        return upper, max(row_cost, self._min_row_cost)
 
     def step_cost(self, rows: int) -> float:
         """Return the estimated duration of a step of `rows` tokens relative to that of one token."""

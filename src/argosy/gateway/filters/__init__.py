@@ -3,11 +3,13 @@
 Each filter's `on_request` may admit, answer or reject a request. Its other methods are called for each batch of tokens
 and once when the request ends. What it keeps of a request is in the `RequestContext`. The `TelemetryFilter` records the
 trace and the metrics. An `IdempotencyFilter` replays the response of an earlier request with the same idempotency key.
-The `LimitFilter` reserves the expected usage of the limits that apply, and `UsageRecorder` writes the actual usage and
+A `ContentFilter` applies the content rule of a request to its prompt. The `LimitFilter` reserves the expected usage of
+the limits that apply, and `UsageRecorder` writes the actual usage and
 cost to the usage log. A background task, `flush_usage_forever`, moves finished rows from the usage log to the store.
 """
 
 from argosy.deployment import LimitsConfig
+from argosy.gateway.filters.content_filter import ContentFilter
 from argosy.gateway.filters.idempotency_filter import (
     IDEMPOTENCY_KEY_HEADER,
     IdempotencyFilter,

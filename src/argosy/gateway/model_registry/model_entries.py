@@ -12,7 +12,7 @@ from argosy.deployment import (
     GivingWayConfig,
     ModelConfig,
     ReplicaConfig,
-    RouteConfig,
+    RequestConditions,
     Timeouts,
     build_configured_headers,
     build_traffic_route,
@@ -216,10 +216,10 @@ def build_pools_by_name(
 
 
 def build_model_router(
-    model_entries: Sequence[ModelEntries], routes: Sequence[RouteConfig] = ()
+    model_entries: Sequence[ModelEntries], rules: Sequence[RequestConditions] = ()
 ) -> ModelRouter:
-    """Build the router. Its pools have the order of `model_entries`, and `routes` must name only these models."""
+    """Build the router. Its pools have the order of `model_entries`, and `rules` must name only these models."""
     return ModelRouter(
         build_pools_by_name(model_entries, [build_pool(entries) for entries in model_entries]),
-        routes,
+        rules,
     )

@@ -10,10 +10,15 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import structlog
 
-from argosy.deployment import MAX_MODEL_NAME_LENGTH, RouteConfig
+from argosy.deployment import (
+    MAX_MODEL_NAME_LENGTH,
+    ContentRule,
+    RequestConditions,
+    compile_content_rule,
+)
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
 from argosy.gateway.model_registry.adapter_index import AdapterIndex, select_version
-from argosy.gateway.model_routes import ModelRoute, compile_routes, find_subject
+from argosy.gateway.model_routes import RequestRule, compile_rules, find_subject
 from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
@@ -67,26 +72,26 @@ class ModelRouter:
     """Maps public model names and aliases to pools, and applies routes to other models, which must all have a pool."""
 
     def __init__(
-        self, pools_by_name: Mapping[str, Pool], routes: Sequence[RouteConfig] = ()
+        self, pools_by_name: Mapping[str, Pool], rules: Sequence[RequestConditions] = ()
     ) -> None:
         self._created_at = int(time.time())
         self._logged_unknown_tenants: dict[str, tuple[str, ...]] = {}
-        """Unknown tenants by route name, as last logged."""
+        """Unknown tenants by the name of a rule, as last logged."""
         self._logged_unknown_models: set[str] = set()
         """Unknown models in limits and prices, as last logged."""
         self._snapshot_read_at = -math.inf
         self._adapters_read_at = -math.inf
         self._decisions = dict[tuple[str, str], _Decision]()
         """Decisions that the last applied snapshot may lack, by model and replica."""
-        self.replace_models(pools_by_name, routes)
+        self.replace_models(pools_by_name, rules)
 
     def replace_models(
-        self, pools_by_name: Mapping[str, Pool], routes: Sequence[RouteConfig]
+        self, pools_by_name: Mapping[str, Pool], rules: Sequence[RequestConditions]
     ) -> None:
-        """Replace all models and routes.
+        """Replace all models, routes and content rules.
 
         Call `resolve_aliases` and `apply_snapshot` again afterwards, since aliases may have changed and the tenants of
-        routes are unresolved.
+        rules are unresolved.
         """
         self._pools_by_name = pools_by_name
         self._targets = {name: RouteTarget(pool) for name, pool in pools_by_name.items()}
@@ -94,8 +99,13 @@ class ModelRouter:
         """Aliases with a wildcard, shortest first."""
         self.pools = list({pool.model: pool for pool in pools_by_name.values()}.values())
         """Pools of the stable versions."""
-        self._configured = pools_by_name, routes
-        self._routes = self._build_routes(AccountSnapshot())
+        content_rules = [rule for rule in rules if isinstance(rule, ContentRule)]
+        self._configured = (
+            pools_by_name,
+            [(rule, None) for rule in rules if not isinstance(rule, ContentRule)],
+            [(rule, compile_content_rule(rule)) for rule in content_rules],
+        )
+        self._routes, self._content_rules = self._build_rules(AccountSnapshot())
         self._adapters, self._adapters_read_at = AdapterIndex(), -math.inf
 
     @property
@@ -104,7 +114,7 @@ class ModelRouter:
         return [version for pool in self.pools for version in pool.all_versions]
 
     def apply_snapshot(self, snapshot: AccountSnapshot) -> None:
-        """Resolve the tenants of routes in this snapshot, and log names that do not exist."""
+        """Resolve the tenants of rules in this snapshot, and log names that do not exist."""
         self.prepare_snapshot(snapshot)()
 
     def prepare_snapshot(self, snapshot: AccountSnapshot) -> Callable[[], None]:
@@ -112,9 +122,11 @@ class ModelRouter:
 
         The returned function is valid until the next `replace_models`.
         """
-        routes = self._build_routes(snapshot)
+        routes, content_rules = self._build_rules(snapshot)
         unknown_tenants = {
-            route.name: route.unknown_tenants for route in routes if route.unknown_tenants
+            rule.name: rule.unknown_tenants
+            for rule in (*routes, *content_rules)
+            if rule.unknown_tenants
         }
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
         apply_adapters = self.prepare_adapters(snapshot)
@@ -126,7 +138,7 @@ class ModelRouter:
 
         def apply() -> None:
             if unknown_tenants and unknown_tenants != self._logged_unknown_tenants:
-                log.warning("unknown_tenant_in_config", routes=unknown_tenants)
+                log.warning("unknown_tenant_in_config", rules=unknown_tenants)
             if unknown_models - self._logged_unknown_models:
                 logged_models = sorted(unknown_models)[:MAX_LOGGED_MODELS]
                 log.warning(
@@ -134,11 +146,9 @@ class ModelRouter:
                     models=logged_models,
                     count=len(unknown_models),
                 )
-            self._routes, self._logged_unknown_tenants, self._logged_unknown_models = (
-                routes,
-                unknown_tenants,
-                unknown_models,
-            )
+            self._routes, self._content_rules = routes, content_rules
+            self._logged_unknown_tenants = unknown_tenants
+            self._logged_unknown_models = unknown_models
             apply_adapters()
             self._snapshot_read_at = snapshot.read_at
             self._decisions = {
@@ -292,6 +302,31 @@ class ModelRouter:
             reason = f"adapter {version.digest}: {'candidate' if is_candidate else 'stable'}"
         return RouteTarget(pool, reason=reason, adapter=version)
 
+    def find_content_rule(
+        self,
+        principal: Principal,
+        headers: Mapping[bytes, bytes],
+        fields: RequestFields,
+        request_id: str,
+        answering: Pool,
+    ) -> RequestRule | None:
+        """Return the first content rule that matches a request; None if nothing is filtered.
+
+        `answering` is the pool that answers. An adapter counts as its base model.
+        """
+        if not self._content_rules:
+            return None
+        model = self._pools_by_name.get(self._match_alias(fields.model), answering).model
+        subject, now = find_subject(principal, headers, fields, request_id), time.time()
+        return next(
+            (
+                rule
+                for rule in self._content_rules
+                if rule.matches(model, principal, subject, headers, now)
+            ),
+            None,
+        )
+
     def _divide_traffic(
         self,
         target: RouteTarget,
@@ -420,11 +455,16 @@ class ModelRouter:
             card, root=adapter.digest, parent=pool.model, digest=adapter.digest
         )
 
-    def _build_routes(self, snapshot: AccountSnapshot) -> tuple[ModelRoute, ...]:
-        # Read both values at once, since another thread may call `replace_models`.
-        pools_by_name, configs = self._configured
+    def _build_rules(
+        self, snapshot: AccountSnapshot
+    ) -> tuple[tuple[RequestRule, ...], tuple[RequestRule, ...]]:
+        """Return the routes and the content rules."""
+        # Read all values at once, since another thread may call `replace_models`.
+        pools_by_name, routes, content_rules = self._configured
         models = {name: pool.model for name, pool in pools_by_name.items()}
-        return compile_routes(configs, models, snapshot)
+        return compile_rules(routes, models, snapshot), compile_rules(
+            content_rules, models, snapshot
+        )
 
     def _resolve_alias(self, term: T) -> T:
         pool = self._pools_by_name.get(term.model or "")  # None applies to all models

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from argosy.deployment import RouteConfig
+from argosy.deployment import RequestConditions
 from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
     build_model_router,
@@ -34,13 +34,13 @@ class ModelRegistry:
     def __init__(
         self,
         model_entries: Sequence[ModelEntries],
-        routes: Sequence[RouteConfig],
+        rules: Sequence[RequestConditions],
         resolve: Resolver,
     ) -> None:
-        self.router = build_model_router(model_entries, routes)
+        self.router = build_model_router(model_entries, rules)
         self._resolve = resolve
         self._retirements: set[asyncio.Task[None]] = set()
-        self._configured = model_entries, routes
+        self._configured = model_entries, rules
         self._memberships = {
             pool.model: ModelMembership(pool, entries, resolve, self._retire)
             for pool, entries in zip(self.router.pools, model_entries, strict=True)
@@ -67,9 +67,9 @@ class ModelRegistry:
                     await membership.wait_first_probes()
 
     def apply_config(
-        self, model_entries: Sequence[ModelEntries], routes: Sequence[RouteConfig]
+        self, model_entries: Sequence[ModelEntries], rules: Sequence[RequestConditions]
     ) -> None:
-        """Replace the served models and routes in one step. Queued and running requests continue.
+        """Replace the served models and the rules for requests in one step. Queued and running requests continue.
 
         Pools and replicas whose settings have not changed are kept.
         """
@@ -83,7 +83,7 @@ class ModelRegistry:
                 log.info("model_added", model=name)
             membership.apply_entries(entries)
             self._memberships[name] = membership
-        self._configured = model_entries, routes
+        self._configured = model_entries, rules
         self._replace_models()
         for membership in previous.values():
             log.info("model_removed", model=membership.pool.model)
@@ -105,9 +105,9 @@ class ModelRegistry:
         return has_changed
 
     def _replace_models(self) -> None:
-        model_entries, routes = self._configured
+        model_entries, rules = self._configured
         pools = [membership.pool for membership in self._memberships.values()]
-        self.router.replace_models(build_pools_by_name(model_entries, pools), routes)
+        self.router.replace_models(build_pools_by_name(model_entries, pools), rules)
 
     def _retire(self, membership: ModelMembership | PoolMembership) -> None:
         """Close the pools of a removed model or version after their last requests have ended."""

@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from argosy.deployment import GatewayConfig
 from argosy.gateway.backends import StreamContinuation
+from argosy.gateway.content_session import ContentSession
 from argosy.gateway.http_route import find_deployment
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool
@@ -26,6 +27,7 @@ from argosy.gateway.proxy.constraint_check import (
     check_task,
     find_unsupporting_replicas,
 )
+from argosy.gateway.proxy.content_writer import ContentFilterWriter
 from argosy.gateway.proxy.demand_meter import DemandReport
 from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.placement_driver import PlacementDriver
@@ -233,9 +235,7 @@ class CompletionHandlers:
         if fields.request_id:
             exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
-        writer: ResponseWriter = (
-            StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
-        )
+        writer = self._create_writer(context)
         try:
             await self._execute(context, self._filters, writer)
         except (DisconnectedError, SlowReaderError):
@@ -255,11 +255,21 @@ class CompletionHandlers:
             context.close_bill(
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
-            complete_filters(context)
-            if not fields.stream:
+            if context.content is not None or not fields.stream:
                 writer.close()
+            complete_filters(context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
+
+    def _create_writer(self, context: RequestContext) -> ResponseWriter:
+        writer: ResponseWriter = (
+            StreamingWriter(context.exchange)
+            if context.fields.stream
+            else AggregatingWriter(context, self.memory)
+        )
+        if context.content is not None and context.content.filters_output:
+            writer = ContentFilterWriter(writer, context, context.content)
+        return writer
 
     def _build_context(
         self, exchange: HttpExchange, fields: RequestFields, api: ApiShape, principal: Principal
@@ -284,6 +294,9 @@ class CompletionHandlers:
         unsupporting = _check_pool(pool, fields, api)
         if target.adapter is not None:
             unsupporting |= find_replicas_without_adapters(pool)
+        rule = self._models.find_content_rule(
+            principal, exchange.headers, fields, exchange.request_id, pool
+        )
         now = self._clock()
         return RequestContext(
             exchange,
@@ -306,6 +319,7 @@ class CompletionHandlers:
             unsuitable_replicas=unsupporting,
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
+            content=None if rule is None else ContentSession(rule),
         )
 
     def _on_request_admitted(self, context: RequestContext) -> None:

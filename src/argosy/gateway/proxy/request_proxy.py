@@ -425,7 +425,14 @@ class RequestProxy:
                 )
                 await self._writer.finish()
                 return
-        await exchange.send_response(buffered.status, buffered.body, buffered.content_type)
+        body = buffered.body
+        if buffered.status == 200:
+            try:
+                body = self._writer.filter_body(body)
+            except ValueError as error:
+                message = "The replica's response is malformed. Try again shortly."
+                raise ApiError(502, "upstream_failed", message) from error
+        await exchange.send_response(buffered.status, body, buffered.content_type)
 
     def _target(self, replica: ReplicaEndpoint) -> UpstreamTarget:
         """Describe a replica for the body of its request. All attempts of the request have the same priority."""

@@ -185,7 +185,11 @@ class ResponseRelay(ClientListener):
             context.response_id, int(context.started_at), self._upstream_model or ""
         )
         final_choice: dict[str, Any] = {"delta": {}} if context.api is CHAT else {"text": ""}
-        final_choice |= {"logprobs": None, "finish_reason": "length", "stop_reason": stop_reason}
+        final_choice |= {
+            "logprobs": None,
+            "finish_reason": self._writer.finish_reason,
+            "stop_reason": stop_reason,
+        }
         if is_token_ids_requested(fields):
             final_choice["token_ids"] = []
         chunks: list[dict[str, Any]] = [
@@ -427,7 +431,7 @@ class ResponseRelay(ClientListener):
         self._write(self._continuation.flush_held_text() + self._build_final_events(stop_reason))
         for choice in range(context.fields.choice_count):
             if choice not in self._delivered.finish_reasons:
-                self._delivered.record_finish(choice, "length", stop_reason)
+                self._delivered.record_finish(choice, self._writer.finish_reason, stop_reason)
         if self._call is not None:
             self._call.abort("response ended early by the gateway")
         else:  # between two attempts

@@ -39,7 +39,9 @@ class ResponseWriter:
     has_output = False
     """Whether the client may have received events."""
     is_full = False
-    """Whether the response must end because it exceeds the size limit."""
+    """Whether the response must end, because it exceeds the size limit or by its content."""
+    finish_reason = "length"
+    """Finish reason of the choices of a response that ends because the writer is full."""
 
     async def start(self) -> None:
         """Start the response. Called again for each attempt."""
@@ -55,6 +57,14 @@ class ResponseWriter:
 
     def send_progress(self, comment: bytes, event: bytes | None) -> None:
         """Send a comment and an event without content, if the response is a stream that has started."""
+
+    def filter_body(self, body: bytes) -> bytes:
+        """Return a response that a replica sent in one piece as the client receives it.
+
+        Raises:
+            ValueError: It has to be filtered, and is no response.
+        """
+        return body
 
     def discard(self) -> bool:
         """Discard the events so that the response can start over.

@@ -74,6 +74,10 @@ def encode_request_headers(
             encode_headers(headers),
         )
     principal = context.principal
+    if context.content is not None:  # explanations would show what is removed
+        native_headers = tuple(
+            (name, b"1" if name == REPORT_HEADER else value) for name, value in native_headers
+        )
     if resumable:
         if delivered.token_id_pieces:  # a resume: the usage continues with the reported value
             headers.append((b"x-argosy-cached-tokens", b"%d" % delivered.cached_tokens))

@@ -17,6 +17,8 @@ from argosy.engine.scheduling import KvCacheGroups
 if TYPE_CHECKING:
     from torch import Tensor
 
+SCALE_BYTES = 4
+"""Bytes of the float32 scale of an int8 row, which is a key or a value of one token and KV head."""
 MAX_GROUPS = 8
 """Maximum number of groups. Each has a block table, which takes time in every step."""
 
@@ -168,12 +170,19 @@ class Architecture:
         """Bytes of the float32 state of a sequence in all recurrent layers."""
         return 0
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the bytes of keys and values of one token, all layers together."""
+    def kv_bytes_per_token(self, dtype_bytes: int, *, has_scales: bool = False) -> int:
+        """Return the bytes of keys and values of one token, all layers together.
+
+        Bytes that have scales (int8) keep the part of a key that is not its value in bfloat16.
+        """
         if not self.is_causal:
             return 0
         parts = 2 if self.value_dim is None else 1
-        return parts * len(self.cached_windows) * self.num_kv_heads * self.head_dim * dtype_bytes
+        row_bytes = self.head_dim * dtype_bytes
+        if has_scales:
+            row_bytes += SCALE_BYTES
+            row_bytes += 0 if self.value_dim is None else self.head_dim - self.value_dim
+        return parts * len(self.cached_windows) * self.num_kv_heads * row_bytes
 
     def kv_bytes_per_sequence(self, dtype_bytes: int) -> int:
         """Return the bytes of the KV cache and of the recurrent state of a sequence of `max_model_len` tokens."""

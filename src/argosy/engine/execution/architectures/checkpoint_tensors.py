@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
-from argosy.engine.execution.architectures.decoder_families import FAMILIES
+from argosy.engine.execution.architectures.decoder_families import FAMILIES, WeightNames
+from argosy.engine.execution.architectures.draft_head import DraftHeadArchitecture
 from argosy.engine.execution.architectures.encoder import (
     ENCODER_FAMILIES,
     EncoderArchitecture,
@@ -44,6 +45,8 @@ def assign_tensors(
         for name in parameters
     }
     unread = set(files).difference(part.name for found in parts.values() for part in found)
+    if isinstance(architecture, DraftHeadArchitecture):  # the target reads the others
+        unread = {name for name in unread if name.startswith(architecture.tensor_prefix)}
     patterns = (_UNUSED_BUFFERS, *unused_tensor_patterns(architecture))
     unused = {name for name in unread if any(re.match(pattern, name) for pattern in patterns)}
     if (
@@ -85,6 +88,8 @@ def checkpoint_tensor_names(
     """
     if isinstance(architecture, EncoderArchitecture):
         return encoder_tensor_names(architecture, parameter)
+    if isinstance(architecture, DraftHeadArchitecture):
+        return _module_tensor_names(parameter, architecture.names, ("",))
     family = FAMILIES[architecture.architecture]
     # Embedding models store the decoder without a head, under names without a prefix.
     prefixes = family.prefixes if architecture.has_head else (*family.prefixes, "")
@@ -96,23 +101,9 @@ def checkpoint_tensor_names(
                 (f"{prefix.removesuffix('model.')}lm_head.{kind}",) for prefix in family.prefixes
             )
         return tuple((f"{prefix}{stored}.{kind}",) for prefix in prefixes)
-    _, layer, weight_name = module.split(".", 2)
-    expert = ""
-    if weight_name.startswith("mlp.experts."):
-        _, _, expert, weight_name = weight_name.split(".", 3)
-        weight_name = f"mlp.experts.{weight_name}"
-    own_name = f"{weight_name}.{kind}"
-    if own_name in family.weight_names:
-        return tuple(
-            tuple(f"{prefix}layers.{layer}.{part}" for part in parts)
-            for prefix in prefixes
-            for parts in family.weight_names[own_name]
-        )
-    return tuple(
-        tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in parts)
-        for prefix in prefixes
-        for parts in family.weight_names[weight_name]
-    )
+    _, layer, weight_name = parameter.split(".", 2)
+    layer_prefixes = tuple(f"{prefix}layers.{layer}." for prefix in prefixes)
+    return _module_tensor_names(weight_name, family.weight_names, layer_prefixes)
 
 
 def unused_tensor_patterns(
@@ -121,11 +112,39 @@ def unused_tensor_patterns(
     """Return patterns of stored tensors that the model does not need."""
     if isinstance(architecture, EncoderArchitecture):
         return ENCODER_FAMILIES[architecture.family].unused_tensors
+    if isinstance(architecture, DraftHeadArchitecture):
+        return architecture.unused_tensors
     patterns = FAMILIES[architecture.architecture].unused_tensors
     if not architecture.has_head:
         patterns += (r"(.*\.)?lm_head\.", r"score\.")  # the pooler reads what it needs of them
     return tuple(
         pattern.replace("{num_layers}", str(architecture.num_layers)) for pattern in patterns
+    )
+
+
+def _module_tensor_names(
+    parameter: str, names: WeightNames, prefixes: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the alternatives in which a checkpoint may store a parameter, by the names of modules.
+
+    The number of an expert is not part of the module's name.
+    """
+    expert = ""
+    head, separator, tail = parameter.partition("mlp.experts.")
+    if separator:
+        expert, _, tail = tail.partition(".")
+        parameter = f"{head}{separator}{tail}"
+    if parameter in names:
+        return tuple(
+            tuple(f"{prefix}{part}" for part in parts)
+            for prefix in prefixes
+            for parts in names[parameter]
+        )
+    module, _, kind = parameter.rpartition(".")
+    return tuple(
+        tuple(_tensor_name(f"{prefix}{part}", expert, kind) for part in parts)
+        for prefix in prefixes
+        for parts in names[module]
     )
 
 

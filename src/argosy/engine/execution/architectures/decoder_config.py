@@ -63,7 +63,7 @@ def read_architecture(
     eos_token_ids = read_eos_token_ids(
         path, config, config.integer("vocab_size"), generation_config
     )
-    built = _build_architecture(architecture, family, config, eos_token_ids)
+    built = build_architecture(architecture, family, config, eos_token_ids)
     return built if has_head else replace(built, has_head=False)
 
 
@@ -107,9 +107,14 @@ def read_eos_token_ids(
     return preferred.token_ids("eos_token_id", vocab_size) or declared
 
 
-def _build_architecture(
+def build_architecture(
     architecture: str, family: ModelFamily, config: CheckpointConfig, eos_token_ids: tuple[int, ...]
 ) -> ModelArchitecture:
+    """Build the architecture of a config.json by the entry of its family.
+
+    Raises:
+        ValueError: A setting is missing, invalid or unsupported. The message names it.
+    """
     hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
     latent = _parse_latent(family, config)
     heads, kv_heads, head_dim = _parse_heads(config, hidden, latent)

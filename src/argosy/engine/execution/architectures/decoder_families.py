@@ -99,6 +99,24 @@ _POST_NORM_POSITIONS: frozenset[NormPosition] = frozenset({"attention_out", "mlp
 
 
 @dataclass(frozen=True, slots=True)
+class MtpNames:
+    """Names of the tensors of a head for multi-token prediction, by default those of DeepSeek-V3."""
+
+    prefix: str
+    """Prefix of all of them. `{num_layers}` stands for the number of decoder layers."""
+    projection: str = "eh_proj"
+    """Projection of embedding and hidden state together."""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    norm: str = "shared_head.norm"
+    """Norm before the output matrix."""
+    layer: str = ""
+    """Prefix of the head's layer, after the other one."""
+    is_hidden_first: bool = False
+    """Whether the hidden state comes before the embedding where both are concatenated."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFamily:
     """Differences between one model family and Llama."""
 
@@ -132,6 +150,8 @@ class ModelFamily:
     """Whether some layers are gated delta nets, and attention has an output gate."""
     has_grouped_delta_nets: bool = False
     """Whether the rows of a delta net's projections are stored by key head, instead of by kind."""
+    mtp: MtpNames | None = None
+    """Head for multi-token prediction that checkpoints may have, which is loaded to draft tokens."""
 
 
 _COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -191,9 +211,10 @@ _DEEPSEEK_V3 = ModelFamily(
     has_latent_attention=True,
     prefixes=("model.", "language_model.model.", "model.language_model."),
     unused_tensors=(
-        r"model\.layers\.{num_layers}\.",  # predicts a second token, for speculation
+        r"model\.layers\.{num_layers}\.",  # the head for multi-token prediction
         r"(model\.)?(vision_tower|mm_projector)\.",
     ),
+    mtp=MtpNames("model.layers.{num_layers}."),
     defaults=_DEEPSEEK_DEFAULTS
     | {
         "first_k_dense_replace": 3,
@@ -214,6 +235,9 @@ _QWEN_3_5 = ModelFamily(
     has_delta_nets=True,
     prefixes=("model.", "model.language_model."),
     unused_tensors=(r"mtp\.", r"model\.visual\."),
+    mtp=MtpNames(
+        "mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", layer="layers.0."
+    ),
     defaults={
         **_COMMON,
         "head_dim": 256,
@@ -256,6 +280,20 @@ FAMILIES: dict[str, ModelFamily] = {
         attention_bias="none", sliding_windows="all", defaults=_SLIDING
     ),
     "Qwen2ForCausalLM": ModelFamily(attention_bias="qkv", sliding_windows="upper", defaults=_QWEN),
+    "MiMoForCausalLM": ModelFamily(
+        attention_bias="qkv",
+        sliding_windows="upper",
+        unused_tensors=(r"model\.mtp_layers\.",),
+        mtp=MtpNames(
+            "model.mtp_layers.0.",
+            "input_proj",
+            "token_layernorm",
+            "hidden_layernorm",
+            "final_layernorm",
+            is_hidden_first=True,
+        ),
+        defaults=_QWEN,
+    ),
     "Qwen3ForCausalLM": ModelFamily(
         qk_norm="head", sliding_windows="upper", defaults={**_QWEN, "head_dim": 128}
     ),

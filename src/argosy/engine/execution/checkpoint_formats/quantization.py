@@ -79,12 +79,12 @@ def quantize_weight(weight: Tensor, weight_format: IntFormat) -> Iterator[Quanti
         yield QuantizedWeight(values.flatten(1)[:, :cols].contiguous(), packed_groups, scales)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, K] to integers [T, chunks, 256], as float32, and scales [T, chunks].
+def quantize_rows(x: Tensor, chunk_size: int = CHUNK_SIZE) -> tuple[Tensor, Tensor]:
+    """Quantize x [T, K] to integers [T, chunks, chunk_size], as float32, and scales [T, chunks].
 
     A chunk with an infinity or NaN has scale NaN, so that only this row's results are invalid.
     """
-    chunks = F.pad(x.float(), (0, -x.shape[1] % CHUNK_SIZE)).unflatten(1, (-1, CHUNK_SIZE))
+    chunks = F.pad(x.float(), (0, -x.shape[1] % chunk_size)).unflatten(1, (-1, chunk_size))
     peaks = chunks.abs().amax(-1)
     finite, nonzero = peaks.isfinite(), peaks >= MIN_SCALE
     inverse = torch.where(finite & nonzero, peaks.reciprocal() * MAX_INT8, 0.0)

@@ -220,6 +220,19 @@ class CheckpointReader:
         tensors = [self._read_part(part) for part in parts]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
+    def read_integers(self, name: str) -> Tensor:
+        """Read a tensor of integers as int64.
+
+        Raises:
+            ValueError: It is damaged or has another dtype. The message names it.
+        """
+        tensor = self._source.read(name)
+        if tensor.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"{self.files[name]}: {name} is stored as {tensor.dtype}; it must have integers"
+            )
+        return tensor.to(torch.int64)
+
     def check_finite(self, parts: Sequence[StoredPart], converted: Tensor) -> None:
         """Check that a tensor, converted to the model's dtype, has neither NaN nor infinity.
 

@@ -73,6 +73,10 @@ class Decoder(nn.Module, Model):
         self.architecture: ModelArchitecture = architecture
         self._device = device
         self.dtype = dtype
+        self.watched_layers: tuple[int, ...] = ()
+        """Numbers of layers after which `hidden_states` are kept, for a draft head."""
+        self.hidden_states: Tensor | None = None
+        """[T, watched layers * hidden], those of the latest batch. None if no layer is watched."""
         with torch.device("meta"):
             self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
@@ -80,10 +84,10 @@ class Decoder(nn.Module, Model):
                     architecture,
                     layer.rope_index,
                     attention,
-                    _build_mlp(architecture, layer),
+                    build_mlp(architecture, layer),
                 )
                 for layer, attention in zip(
-                    architecture.layer_architectures, _build_attention(architecture), strict=True
+                    architecture.layer_architectures, build_attention(architecture), strict=True
                 )
             )
             self.norm = RmsNorm(
@@ -120,8 +124,14 @@ class Decoder(nn.Module, Model):
         x = self.embed.forward(batch.token_ids, batch.token_adapters)
         rotations = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
         delta = None
-        for layer in self._layers:
+        watched: dict[int, Tensor] = {}
+        for number, layer in enumerate(self._layers):
+            if number in self.watched_layers:
+                watched[number] = _add(x, delta)
             delta = layer.forward(x, delta, rotations[layer.rope_index], batch, attention)
+        if self.watched_layers:
+            watched[len(self._layers)] = _add(x, delta)
+            self.hidden_states = torch.cat([watched[number] for number in self.watched_layers], 1)
         if not batch.logit_index.numel():
             size = (
                 self.architecture.hidden_size if self.head is None else self.architecture.vocab_size
@@ -147,7 +157,12 @@ class Decoder(nn.Module, Model):
         return logits.float()
 
 
-def _build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:
+def _add(x: Tensor, delta: Tensor | None) -> Tensor:
+    """Return the sum, which is no view of x, because the next layer changes x."""
+    return x.clone() if delta is None else x + delta
+
+
+def build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:
     """Yield the attention, or the module in its place, of each layer."""
     attention_type = SelfAttention if architecture.latent is None else LatentAttention
     places = iter(architecture.kv_layout.places)
@@ -160,7 +175,8 @@ def _build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:
             yield attention_type(architecture, layer, next(places))
 
 
-def _build_mlp(architecture: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:
+def build_mlp(architecture: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:
+    """Build the MLP, or the experts in its place, of a layer."""
     if layer.is_moe and architecture.moe is not None:
         return MixtureOfExperts(architecture.hidden_size, architecture.moe, architecture.activation)
     return Mlp(

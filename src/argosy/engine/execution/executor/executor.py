@@ -66,6 +66,8 @@ class Executor:
         capture_graph: GraphCapture | None = None,
     ) -> None:
         self._limits = limits
+        self.on_computed: Callable[[StepPlan], None] | None = None
+        """Called after each step is launched, while the model has its hidden states."""
         self._device = device
         self._capture_graph = capture_graph
         self._adapters = AdapterTable(device, limits.max_seqs)
@@ -99,6 +101,7 @@ class Executor:
         self.host_store.detach()
         self._attention.close()
         self._adapters.model = None
+        self.on_computed = None
         del self._model, self._attention, self._states
         del self._persistent_batch, self._stage, self._graphs
 
@@ -181,6 +184,8 @@ class Executor:
             )
             launched_at, ready = time.perf_counter(), self._device.record_event()
             outputs = self._compute(self._adapters.attach(batch, plan), plan)
+            if self.on_computed is not None:
+                self.on_computed(plan)
         else:
             packed = self._persistent_batch.pack_padded_step(plan, captured.size)
             sample_index = captured.sample_index

@@ -86,6 +86,8 @@ class Batch:
     """[T] int64, number of the text of a pair that each token belongs to. None if all are 0."""
     states: BatchStates | None = None
     """States of the sequences, for models with recurrent layers."""
+    hidden_states: Tensor | None = None
+    """[T, hidden], for a draft head: hidden states that it continues, one position before that of each token."""
     adapters: BatchAdapters | None = None
     """Adapters of the sequences. None if none has one."""
 
@@ -113,11 +115,13 @@ class KvCacheShape:
     block_size: int
     """Tokens per block."""
     dtype: torch.dtype
-    """Dtype of the cached keys and values."""
+    """Dtype of the cached keys and values. int8 has a scale for each row, which is a token and KV head."""
     value_dim: int | None = None
     """Number of the last elements of a key that are the value, as in multi-head latent attention.
 
     None stores values beside the keys, with the same size."""
+    query_dtype: torch.dtype | None = None
+    """Dtype of queries, and of new keys and values. None is that of the cache."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -125,3 +129,8 @@ class KvCacheShape:
                 f"{self.num_heads} heads do not divide among {self.num_kv_heads} KV heads; "
                 "fix the model's config"
             )
+
+    @property
+    def exact_dim(self) -> int:
+        """Number of the first elements of an int8 key that are kept in bfloat16: those that are not its value."""
+        return 0 if self.value_dim is None else self.head_dim - self.value_dim

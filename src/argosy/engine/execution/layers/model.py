@@ -50,6 +50,7 @@ class Model(ABC):
             block_size=block_size,
             dtype=dtype or self.dtype,
             value_dim=sizes.value_dim,
+            query_dtype=self.dtype,
         )
         return self._device.create_attention(shape)
 

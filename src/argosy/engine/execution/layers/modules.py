@@ -237,6 +237,12 @@ class DecoderLayer(nn.Module):
             Output of the layer [T, hidden], which the next layer or the last norm adds to x in one pass with its norm.
         """
         normed = self.attention_in.add_and_norm(x, delta)
+        return self.forward_normed(x, normed, rope, batch, attention)
+
+    def forward_normed(
+        self, x: Tensor, normed: Tensor, rope: RopeRotation, batch: Batch, attention: Attention
+    ) -> Tensor:
+        """Compute the layer from `normed`, the input of the attention. The rest is that of `forward`."""
         output = self.attention.forward(normed, rope, batch, attention)
         normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(output))
         return self.mlp_out.forward(self.mlp.forward(normed, batch.token_adapters))

@@ -22,6 +22,12 @@ from argosy.engine.engine_config import (
 )
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
 from argosy.engine.execution.architectures.decoder_config import read_architecture
+from argosy.engine.execution.architectures.draft_head import (
+    DraftHeadArchitecture,
+    create_mtp_head,
+    is_eagle_head,
+    read_eagle_head,
+)
 from argosy.engine.execution.architectures.encoder import EncoderArchitecture
 from argosy.engine.execution.architectures.pooling import (
     PoolingLayout,
@@ -36,9 +42,11 @@ from argosy.engine.execution.checkpoint_formats.checkpoint import (
 )
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader
 from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.decoders.draft_head import DraftHead
 from argosy.engine.execution.decoders.generic_decoder import GenericDecoder, GenericModel
 from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.executor.block_copies import staging_bytes
+from argosy.engine.execution.executor.draft_head import KEPT_STATES, HeadDrafter
 from argosy.engine.execution.executor.draft_model import DraftModel, count_row_blocks
 from argosy.engine.execution.executor.executor import Executor, ExecutorParts
 from argosy.engine.execution.executor.output_stage import OutputStage
@@ -69,7 +77,11 @@ from argosy.engine.execution.loading.self_test import (
     run_self_test,
 )
 from argosy.engine.execution.loading.sleep_handler import ModelParts, SleepHandler
-from argosy.engine.execution.loading.weight_loader import load_decoder, load_encoder
+from argosy.engine.execution.loading.weight_loader import (
+    load_decoder,
+    load_draft_head,
+    load_encoder,
+)
 from argosy.engine.grammar import CompiledGrammar
 from argosy.engine.pooling import PoolingInfo
 from argosy.engine.scheduling import AdmittedSequence, SchedulerLimits, StepPlan
@@ -77,6 +89,8 @@ from argosy.model_store import stored_digest, verify_model
 from argosy.protocol import ArithmeticIdentity, ModelDescription, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Data types of the KV cache, apart from that of the model."""
 WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 COSTLIEST_PARAMS = SamplingParams(
     max_tokens=1,
@@ -147,7 +161,7 @@ def load_executor(
     path = _find_checkpoint(config, progress)
     plan = _plan_load(config, path, progress)
     loaded = _load_model(config, plan, progress)
-    draft = _load_draft_model(config, plan, progress)
+    draft = _load_draft_model(config, loaded, progress)
     return _prove(config, loaded, draft, progress, find_grammar, started_at)
 
 
@@ -166,7 +180,8 @@ def _reload(
     plan = _plan_load(config, path, progress, device)
     if plan.fingerprint != fingerprint:
         raise ValueError(f"{path}: the files of the model were replaced; restart the server")
-    return _load_model(config, plan, progress), _load_draft_model(config, plan, progress)
+    loaded = _load_model(config, plan, progress)
+    return loaded, _load_draft_model(config, loaded, progress)
 
 
 def _find_checkpoint(config: EngineConfig, progress: Callable[[str, float], None]) -> Path:
@@ -232,7 +247,7 @@ def _plan_load(
     progress("preparing the kernels", 0.0)  # compiled at the first start
     device = device or choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    kv_dtype = KV_DTYPES.get(config.kv_dtype, dtype)
     source: CheckpointReader | GenericModel
     architecture: AnyArchitecture
     stored = None
@@ -289,7 +304,7 @@ def _read_own_architecture(
 class _LoadedModel:
     """Model with its weights, of which executors can be created."""
 
-    model: Decoder | Encoder | GenericDecoder
+    model: Decoder | Encoder | GenericDecoder | DraftHead
     pooler: Pooler | None
     plan: _LoadPlan
     mapped_bytes: int
@@ -299,17 +314,34 @@ class _LoadedModel:
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a KV block."""
-        architecture = self.plan.architecture
-        bytes_per_token = architecture.kv_bytes_per_token(self.plan.kv_dtype.itemsize)
+        architecture, kv_dtype = self.plan.architecture, self.plan.kv_dtype
+        bytes_per_token = architecture.kv_bytes_per_token(
+            kv_dtype.itemsize, has_scales=kv_dtype == torch.int8
+        )
         return architecture.kv_layout.block_bytes(bytes_per_token, block_size)
 
     def position_block_bytes(self, block_size: int) -> int:
         """Return the bytes of the KV blocks of `block_size` tokens in all groups."""
         return len(self.plan.architecture.kv_layout.windows) * self.block_bytes(block_size)
 
-    def create_draft_model(self, limits: SchedulerLimits) -> DraftModel:
-        """Create a draft model of it, with its own KV cache, for a target with these limits."""
-        return DraftModel(self.model, self.plan.device, limits, self.plan.kv_dtype)
+    def count_row_bytes(self, limits: SchedulerLimits) -> int:
+        """Return the bytes that a draft model of it needs for rows, beside its share of each block."""
+        row_blocks = limits.max_seqs * count_row_blocks(limits.block_size)
+        row_bytes = row_blocks * self.position_block_bytes(limits.block_size)
+        architecture = self.plan.architecture
+        if isinstance(architecture, DraftHeadArchitecture):
+            num_states = limits.max_seqs * KEPT_STATES + 2 * limits.max_step_tokens
+            row_bytes += num_states * architecture.hidden_states_width * self.plan.dtype.itemsize
+        return row_bytes
+
+    def create_draft_model(self, limits: SchedulerLimits, executor: Executor) -> DraftModel:
+        """Create a draft model of it, with its own KV cache, for the target of an executor with these limits."""
+        plan = self.plan
+        if not isinstance(self.model, DraftHead):
+            return DraftModel(self.model, plan.device, limits, plan.kv_dtype)
+        drafter = HeadDrafter(self.model, plan.device, limits, plan.dtype, plan.kv_dtype)
+        executor.on_computed = drafter.watch_target()
+        return drafter
 
     def create_executor(
         self,
@@ -394,41 +426,108 @@ def _load_model(
     pooler = None
     if plan.pooling is not None and not isinstance(model, GenericDecoder):
         pooler = load_pooler(plan.pooling, model, CheckpointReader(plan.path), device, dtype)
+    return _LoadedModel(model, pooler, plan, cache.mapped_bytes, _list_files(plan, cache))
+
+
+def _list_files(plan: _LoadPlan, cache: PackCache) -> list[Path]:
+    """Return the files that the weights of a model are mapped from."""
     files = weight_files(plan.path)
-    if cache.path is not None:
-        files = [*files, cache.path]
-    return _LoadedModel(model, pooler, plan, cache.mapped_bytes, files)
+    return files if cache.path is None else [*files, cache.path]
 
 
 def _load_draft_model(
-    config: EngineConfig, target: _LoadPlan, progress: Callable[[str, float], None]
+    config: EngineConfig, loaded: _LoadedModel, progress: Callable[[str, float], None]
 ) -> _LoadedModel | None:
     """Load the draft model that the settings name. None if there is none, or if it could never be used.
 
     Raises:
         ValueError: It cannot draft for the target. The message says what to do.
     """
-    name = config.draft_model
+    target, name = loaded.plan, config.draft_source
     if name is None:
         return None
     if target.pooling is not None:
         raise ValueError(
-            "the model computes vectors, for which nothing is drafted; leave draft_model out"
+            "the model computes vectors, for which nothing is drafted; leave draft_model and speculative_config out"
         )
     if config.speculation == "off" or _find_obstacle(config, target) is not None:
         return None
-    draft_config = msgspec.structs.replace(
-        config, model=name, revision=None, digest=None, task="generate", kv_memory_bytes=None
-    )
-    plan = _plan_load(
-        draft_config, _find_checkpoint(draft_config, progress), progress, target.device
-    )
-    if plan.architecture.state_bytes or target.architecture.kv_layout.windows[0] is not None:
+    if target.architecture.kv_layout.windows[0] is not None:
         raise ValueError(
-            f"{name} cannot draft for {config.model}, because one of them has recurrent states or no layer that "
-            "attends to all tokens; use another draft_model, or none"
+            f"nothing can draft for {config.model}, because no layer attends to all tokens; use no draft_model"
+        )
+    if config.speculative_config is not None and config.speculative_config.method == "mtp":
+        return _load_draft_head(config, loaded, target.path, progress)
+    draft_config = msgspec.structs.replace(
+        config,
+        model=name,
+        revision=None,
+        digest=None,
+        task="generate",
+        kv_memory_bytes=None,
+        draft_model=None,
+        speculative_config=None,
+    )
+    path = _find_checkpoint(draft_config, progress)
+    is_head = is_eagle_head(path)
+    if not is_head and config.speculative_config and config.speculative_config.method == "eagle3":
+        raise ValueError(f"{name} is no EAGLE-3 head; use the method draft_model for other models")
+    if is_head:
+        return _load_draft_head(draft_config, loaded, path, progress)
+    plan = _plan_load(draft_config, path, progress, target.device)
+    if plan.architecture.state_bytes:
+        raise ValueError(
+            f"{name} cannot draft for {config.model}, because it has recurrent states; use another draft_model, or none"
         )
     return _load_model(draft_config, plan, progress)
+
+
+def _load_draft_head(
+    config: EngineConfig,
+    loaded: _LoadedModel,
+    path: Path,
+    progress: Callable[[str, float], None],
+) -> _LoadedModel:
+    """Load the EAGLE-3 head in `path`, or that for multi-token prediction if `path` is the target's own.
+
+    Raises:
+        ValueError: It cannot draft for the target. The message says what to do.
+    """
+    target, device = loaded.model, loaded.plan.device
+    if not isinstance(target, Decoder) or device.torch_device.type != "cpu":
+        raise ValueError(
+            f"the head in {path} cannot draft for a model on a GPU or of transformers; use --device cpu and "
+            "--model-impl argosy, or another draft_model"
+        )
+    reader = CheckpointReader(path, computes_float8=device.computes_float8)
+    create = create_mtp_head if path == loaded.plan.path else read_eagle_head
+    architecture = create(path, reader.files.keys(), target.architecture)
+    stored = reader.find_stored_integers() if config.quantize is None else None
+    plan = replace(
+        loaded.plan,
+        path=path,
+        fingerprint=f"{checkpoint_fingerprint(path)} {architecture.method}",
+        stored_format=None if stored is None else stored.description,
+        architecture=architecture,
+        source=reader,
+    )
+    check_memory(
+        MemoryNeeds(architecture, config, plan.dtype.itemsize, plan.kv_dtype.itemsize),
+        device.free_bytes(),
+        ("int8", "int4"),
+    )
+    with _open_pack_cache(config, plan) as cache:
+        head = load_draft_head(
+            reader,
+            architecture,
+            target,
+            device,
+            plan.dtype,
+            lambda done: progress(LOADING_WEIGHTS, done),
+            quantize=config.quantize,
+            pack_cache=cache,
+        )
+    return _LoadedModel(head, None, plan, cache.mapped_bytes, _list_files(plan, cache))
 
 
 def _prove(
@@ -471,7 +570,7 @@ def _prove(
     can_verify_drafts = _can_verify_drafts(config, plan, self_test)
     draft_model = None
     if draft is not None and can_verify_drafts:
-        draft_model = draft.create_draft_model(limits)
+        draft_model = draft.create_draft_model(limits, executor)
         draft_model.warm_up()
 
     is_exact = self_test is None or self_test.is_exact
@@ -481,7 +580,7 @@ def _prove(
             executor=loaded.create_parts(limits, find_grammar),
             create_draft_model=None
             if draft is None or not can_verify_drafts
-            else lambda: draft.create_draft_model(limits),
+            else lambda: draft.create_draft_model(limits, executor),
             compute_check=lambda: compute_check(
                 loaded.model,
                 device,
@@ -550,8 +649,8 @@ def _count_reserved_bytes(
     on_device = limits.num_blocks * block_bytes + needs.state_bytes
     on_device += (limits.state_snapshots or 0) * plan.architecture.state_bytes
     if draft is not None:
-        num_blocks = limits.num_blocks + limits.max_seqs * count_row_blocks(config.block_size)
-        on_device += num_blocks * draft.position_block_bytes(config.block_size)
+        on_device += limits.num_blocks * draft.position_block_bytes(config.block_size)
+        on_device += draft.count_row_bytes(limits)
     if config.enable_lora:
         on_device += config.adapter_memory_bytes
     is_cpu = plan.device.torch_device.type == "cpu"
@@ -658,7 +757,7 @@ def _resolve_limits(
     if draft is not None:
         draft_block_bytes = draft.position_block_bytes(config.block_size)
         mapped_bytes += draft.mapped_bytes
-        working_bytes += limits.max_seqs * count_row_blocks(config.block_size) * draft_block_bytes
+        working_bytes += draft.count_row_bytes(limits)
     return resolve_limits(
         config,
         limits,

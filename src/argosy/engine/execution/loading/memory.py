@@ -115,7 +115,9 @@ class MemoryNeeds:
         layout = self.architecture.kv_layout
         if not layout.windows:
             return 0
-        bytes_per_token = self.architecture.kv_bytes_per_token(self.kv_dtype_bytes)
+        bytes_per_token = self.architecture.kv_bytes_per_token(
+            self.kv_dtype_bytes, has_scales=config.kv_dtype == "int8"
+        )
         block_bytes = layout.block_bytes(bytes_per_token, config.block_size)
         if config.num_blocks is not None:
             return config.num_blocks * block_bytes

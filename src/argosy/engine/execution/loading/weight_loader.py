@@ -21,6 +21,7 @@ from argosy.engine.execution.architectures.checkpoint_tensors import (
     find_parts,
 )
 from argosy.engine.execution.architectures.decoder import ModelArchitecture
+from argosy.engine.execution.architectures.draft_head import DraftHeadArchitecture
 from argosy.engine.execution.architectures.encoder import EncoderArchitecture
 from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     GroupedSource,
@@ -35,12 +36,16 @@ from argosy.engine.execution.checkpoint_formats.reader import (
     StoredPart,
 )
 from argosy.engine.execution.decoders.decoder import Decoder
+from argosy.engine.execution.decoders.draft_head import DraftHead
 from argosy.engine.execution.encoders.encoder import Encoder
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.kernels.pack_cache import PackCache
 from argosy.engine.execution.layers.modules import LoadableModule, Projection, StoredMatrix
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger(__name__)
+
+VOCABULARY_MAP = "d2t"
+"""Tensor of an EAGLE-3 head that maps its tokens to those of the target."""
 
 
 def load_decoder(
@@ -103,6 +108,46 @@ def load_encoder(
     head = "none" if architecture.classifier is None else "classifier"
     loader.load(encoder, architecture, progress, head)
     return encoder
+
+
+def load_draft_head(
+    checkpoint: CheckpointReader,
+    architecture: DraftHeadArchitecture,
+    target: Decoder,
+    device: Device,
+    dtype: torch.dtype,
+    progress: Callable[[float], None],
+    *,
+    quantize: QuantizeSetting | None = None,
+    pack_cache: PackCache | None = None,
+) -> DraftHead:
+    """Build the draft head of `architecture` for a target, with the weights of a checkpoint.
+
+    The other arguments and errors are those of `load_decoder`.
+    """
+    head = DraftHead(architecture, target, device, dtype, None if quantize == "none" else quantize)
+    loader = _Loader(checkpoint, device, dtype, quantize is None, pack_cache or PackCache())
+    loader.load(head, architecture, progress, "separate" if architecture.has_head else "shared")
+    if architecture.method == "eagle3" and VOCABULARY_MAP in checkpoint.files:
+        head.target_tokens = _read_vocabulary_map(checkpoint, architecture)
+    return head
+
+
+def _read_vocabulary_map(
+    checkpoint: CheckpointReader, architecture: DraftHeadArchitecture
+) -> list[int]:
+    """Return the target's token for each of a head, which stores the differences."""
+    offsets = checkpoint.read_integers(VOCABULARY_MAP)
+    size = architecture.draft_vocab_size
+    tokens: list[int] = (
+        (offsets + torch.arange(len(offsets))).tolist() if offsets.dim() == 1 else []
+    )
+    if len(tokens) != size or min(tokens) < 0 or max(tokens) >= architecture.vocab_size:
+        raise ValueError(
+            f"{checkpoint.path}: {VOCABULARY_MAP} does not map {size} tokens to those of the model; "
+            "config.json and the weights belong to different models"
+        )
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)

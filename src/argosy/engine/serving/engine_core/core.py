@@ -16,6 +16,7 @@ import structlog
 
 from argosy.engine.engine_config import EngineConfig, SpeculativeConfig
 from argosy.engine.engine_request import AdapterSource, EngineRequest
+from argosy.engine.execution.architectures.draft_head import is_eagle_head
 from argosy.engine.execution.checkpoint_formats.checkpoint import resolve_model_path
 from argosy.engine.execution.drafting import create_drafters
 from argosy.engine.execution.executor.output_stage import StepHandle
@@ -575,19 +576,23 @@ def _load_grammar_tokenizer(config: EngineConfig, vocab_size: int) -> GrammarTok
 
 
 def _check_draft_tokenizer(config: EngineConfig) -> None:
-    """Check that the draft model has the tokenizer of the model.
+    """Check that the draft model has the tokenizer of the model. The head of a model may have none.
 
     Raises:
         ValueError: It has another one.
     """
-    if config.draft_model is None:
+    source = config.draft_source
+    if source is None or source == config.model:
         return
     path = resolve_model_path(config.model, config.revision, config.digest)
+    draft_path = resolve_model_path(source, None)
+    if is_eagle_head(draft_path) and not (draft_path / "tokenizer.json").exists():
+        return
     digest = Tokenizer.load(path).digest
-    draft_digest = Tokenizer.load(resolve_model_path(config.draft_model, None)).digest
+    draft_digest = Tokenizer.load(draft_path).digest
     if digest != draft_digest:
         raise ValueError(
-            f"{config.draft_model} cannot draft for {config.model}, because its tokenizer is another one "
+            f"{source} cannot draft for {config.model}, because its tokenizer is another one "
             f"({draft_digest[:12]}, not {digest[:12]}); use a draft_model with the same tokenizer"
         )
 

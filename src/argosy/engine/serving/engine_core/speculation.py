@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -28,6 +28,8 @@ ASSUMED_MATCH = 16
 """Size of a match after which drafts of texts are assumed to be accepted as often as those of a draft model."""
 MAX_PAUSE_STEPS = 4
 """Maximum number of steps for which no drafter is asked, after they had no drafts for any sequence."""
+
+_Result = TypeVar("_Result")
 
 log = structlog.get_logger(__name__)
 
@@ -78,11 +80,14 @@ class Speculation:
         are only asked in some steps.
         """
         self._draft_model_s = 0.0
+        if self.draft_model is not None:
+            self._run_draft_model(self.draft_model, lambda model: model.catch_up(running))
+        caught_up_s = self._draft_model_s
         if self._pause_steps_left:
             self._pause_steps_left -= 1
             return {}
         drafts = self._select_drafts(running)
-        has_work = bool(drafts) or self._draft_model_s > 0
+        has_work = bool(drafts) or self._draft_model_s > caught_up_s
         self._pause_steps = 0 if has_work else min(self._pause_steps + 1, MAX_PAUSE_STEPS)
         self._pause_steps_left = self._pause_steps
         return drafts
@@ -127,8 +132,7 @@ class Speculation:
             try:
                 proposed = drafter.propose(waiting, limits)
                 for seq, draft in zip(waiting, proposed, strict=True):
-                    tokens = self._find_valid(draft.tokens)
-                    if tokens:
+                    if draft.tokens and (tokens := self._find_valid(draft.tokens)):
                         drafts[seq] = tokens
                         source = DraftSource(drafter.name, 1 << (draft.match_size.bit_length() - 1))
                         candidates[seq] = DraftCandidate(
@@ -166,18 +170,29 @@ class Speculation:
         sequences = [seq for seq in lengths if candidates[seq].needs_passes]
         if not sequences:
             return
+        limits = [lengths[seq] for seq in sequences]
+        before_s = self._draft_model_s
+        proposed = self._run_draft_model(
+            draft_model, lambda model: model.propose(sequences, limits)
+        ) or [[] for _ in sequences]
+        for seq, tokens in zip(sequences, proposed, strict=True):
+            drafts[seq] = self._find_valid(tokens)
+        if draft_model.num_passes:
+            self._policy.record_passes(draft_model.num_passes, self._draft_model_s - before_s)
+
+    def _run_draft_model(
+        self, draft_model: DraftModel, run: Callable[[DraftModel], _Result]
+    ) -> _Result | None:
+        """Call the draft model and measure the time. If it raises, return None, and do not call it again."""
         started_at = self._clock()
+        result = None
         try:
-            proposed = draft_model.propose(sequences, [lengths[seq] for seq in sequences])
+            result = run(draft_model)
         except Exception:
             log.exception("drafter_failed", drafter=draft_model.name)
             self.draft_model = None
-            proposed = [[] for _ in sequences]
-        for seq, tokens in zip(sequences, proposed, strict=True):
-            drafts[seq] = self._find_valid(tokens)
-        self._draft_model_s = self._clock() - started_at
-        if draft_model.num_passes:
-            self._policy.record_passes(draft_model.num_passes, self._draft_model_s)
+        self._draft_model_s += self._clock() - started_at
+        return result
 
     def _max_drafts(self, seq: Sequence) -> int:
         """Return the largest number of drafts that a sequence has room for."""

@@ -10,7 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.architectures.architecture import AttentionParams
+from argosy.engine.execution.architectures.architecture import SCALE_BYTES, AttentionParams
 from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.cpu.native_kernels import AttentionCall, Kernels, load_kernels
@@ -63,26 +63,30 @@ class NativeAttention(Attention):
 
     def __init__(self, shape: KvCacheShape, threads: int, kernels: Kernels) -> None:
         block_size, dtype = shape.block_size, shape.dtype
+        is_rounded = dtype == torch.int8
+        if is_rounded:
+            dtype = torch.bfloat16 if shape.query_dtype == torch.bfloat16 else torch.float32
         if block_size % 8:
             raise NativeUnavailableError(
                 f"block_size {block_size} is not a multiple of 8; choose 16 or 32"
             )
-        if dtype == torch.bfloat16:
-            self._run = kernels.attention_bfloat16
-        elif dtype == torch.float32:
-            self._run = kernels.attention_float32
-        else:
+        if dtype not in kernels.attention:
             raise NativeUnavailableError(f"no kernel for {dtype}; choose bfloat16 or float32")
         if block_size % 16:
             self.name = "native, 8 keys"
+        self._run = (kernels.attention_int8 if is_rounded else kernels.attention)[dtype]
         value_dim = shape.value_dim or shape.head_dim
         if (shape.head_dim - value_dim) % 2:
             raise NativeUnavailableError("the values start in the middle of a pair of elements")
+        if is_rounded and shape.exact_dim % 4:
+            raise NativeUnavailableError("the values start in the middle of a word of bytes")
         lanes = self.ROW_ALIGNMENT_BYTES // dtype.itemsize
         width = -(-shape.head_dim // lanes) * lanes
+        if is_rounded:
+            width += shape.exact_dim + SCALE_BYTES
         sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, block_size, width)
-        keys = huge_zeros(sizes, dtype)
-        values = huge_zeros(sizes, dtype) if shape.value_dim is None else None
+        keys = huge_zeros(sizes, shape.dtype)
+        values = huge_zeros(sizes, keys.dtype) if shape.value_dim is None else None
         super().__init__(keys, values)
         self._layer_pointers = [
             (keys[layer].data_ptr(), None if values is None else values[layer].data_ptr())

@@ -143,9 +143,9 @@ class CpuDevice(Device):
         return create_group_linear(source, bias, self._max_threads, get_packed)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
-        if shape.dtype.itemsize == 1:
+        if shape.dtype == torch.float8_e4m3fn:
             raise ValueError(
-                "the CPU has no fp8 KV cache; leave kv_dtype at auto, or use a CUDA device"
+                "the CPU has no fp8 KV cache; set kv_dtype to auto or int8, or use a CUDA device"
             )
         return create_cpu_attention(shape, threads=self._max_threads)
 

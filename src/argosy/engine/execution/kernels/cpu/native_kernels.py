@@ -35,7 +35,8 @@ _DTYPE_SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
 class Kernels:
     """Loaded kernel library. Its functions do not check their arguments and run without the GIL.
 
-    - `attention_float32`, `attention_bfloat16`: take the address of an `AttentionCall`.
+    - `attention`, `attention_int8`: by the dtype of queries, take the address of an `AttentionCall`. The cache is in
+      that dtype, or in bytes with scales.
     - `linear`: takes the address of a `LinearCall`.
     - `norm`, `delta_rule`, `lora`, `sample`, `logprobs`: by dtype, take the address of a `NormCall`, `DeltaRuleCall`,
       `LoraCall`, `SampleCall` or `LogprobCall`.
@@ -52,8 +53,8 @@ class Kernels:
         self.isa = isa
         library = ctypes.CDLL(str(path))
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self.attention_float32 = _function(library, "argosy_attention_float32", None, pointer)
-        self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
+        self.attention = _by_dtype(library, "attention")
+        self.attention_int8 = _by_dtype(library, "attention_int8")
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
         self.delta_rule = _by_dtype(library, "delta_rule")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.engine.execution.architectures.architecture import AttentionParams
+from argosy.engine.execution.architectures.architecture import SCALE_BYTES, AttentionParams
+from argosy.engine.execution.checkpoint_formats.quantization import quantize_rows
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.huge_pages import huge_zeros
@@ -33,13 +34,16 @@ class TorchAttention(Attention):
     def __init__(self, shape: KvCacheShape) -> None:
         block_size, kv_heads, head_dim = shape.block_size, shape.num_kv_heads, shape.head_dim
         sizes = (shape.num_layers, shape.num_blocks, block_size, kv_heads, head_dim)
+        self._codec = None
+        if shape.dtype == torch.int8:
+            self._codec = RoundedRows(head_dim, shape.exact_dim, shape.query_dtype or torch.float32)
+            sizes = (*sizes[:-1], self._codec.row_bytes)
         self._keys = huge_zeros(sizes, shape.dtype)
+        self._values = self._keys
         if shape.value_dim is None:
             self._values = huge_zeros(sizes, shape.dtype)
-            super().__init__(self._keys, self._values)
-        else:
-            self._values = self._keys[..., head_dim - shape.value_dim :]
-            super().__init__(self._keys, None)
+        super().__init__(self._keys, None if self._values is self._keys else self._values)
+        self._value_dim = shape.value_dim or head_dim
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size
@@ -59,13 +63,9 @@ class TorchAttention(Attention):
     ) -> Tensor:
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        keys = self._keys[params.layer]
-        slots = batch.slot_mappings[params.group]
-        keys.flatten(0, 1).index_copy_(0, slots, k.to(keys.dtype))
+        self._store(self._keys, k, batch, params)
         if v is not None:
-            values = self._values[params.layer]
-            values.flatten(0, 1).index_copy_(0, slots, v.to(values.dtype))
-
+            self._store(self._values, v, batch, params)
         _, heads, head_dim = q.shape
         query_lens = batch.query_start_loc.long().diff()
         sequence = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
@@ -77,7 +77,7 @@ class TorchAttention(Attention):
         padded = torch.zeros(len(tiles), self.QUERY_TILE, heads, head_dim)
         padded[index] = q.float() * params.scale
         # Build one matrix per KV head. The query heads that share a KV head become rows.
-        units = padded.unflatten(2, (keys.shape[2], -1)).transpose(1, 2).flatten(2, 3)
+        units = padded.unflatten(2, (k.shape[1], -1)).transpose(1, 2).flatten(2, 3)
         outputs = [
             self._attend(queries, tile_ids[:, 0], tile_ids[:, 1], batch, params)
             for queries, tile_ids in zip(
@@ -87,6 +87,11 @@ class TorchAttention(Attention):
         out = torch.cat(outputs).unflatten(2, (self.QUERY_TILE, -1)).transpose(1, 2).flatten(2, 3)
         rows: Tensor = out[index]
         return rows.to(q.dtype)
+
+    def _store(self, cache: Tensor, rows: Tensor, batch: Batch, params: AttentionParams) -> None:
+        slots = cache[params.layer].flatten(0, 1)
+        stored = rows.to(cache.dtype) if self._codec is None else self._codec.round(rows)
+        slots.index_copy_(0, batch.slot_mappings[params.group], stored)
 
     def _attend(
         self, q: Tensor, sequence: Tensor, tile: Tensor, batch: Batch, params: AttentionParams
@@ -104,7 +109,7 @@ class TorchAttention(Attention):
         last = torch.minimum(positions[:, -1], length - 1) // self._tile
         row_max = torch.full(q.shape[:3], -torch.inf)
         total = torch.zeros(q.shape[:3])
-        out = torch.zeros(*q.shape[:3], self._values.shape[-1])
+        out = torch.zeros(*q.shape[:3], self._value_dim)
         for index in range(int(first.min()), int(last.max()) + 1):
             active = ((first <= index) & (index <= last)).nonzero().flatten()
             if active.numel() == 0:
@@ -132,7 +137,7 @@ class TorchAttention(Attention):
             rescale = torch.exp(old_max - base)
             row_max[active] = new_max
             total[active] = total[active] * rescale + weights.sum(-1)
-            values = self._gather(self._values, params, blocks, valid)
+            values = self._gather(self._values, params, blocks, valid)[..., -self._value_dim :]
             out[active] = out[active] * rescale[..., None] + torch.matmul(weights, values)
         if params.sinks is not None:  # a row (token of the tile, query head of the group)
             sinks = params.sinks.view(q.shape[1], -1).repeat(1, self.QUERY_TILE)
@@ -155,8 +160,47 @@ class TorchAttention(Attention):
         Invalid positions are zero, because a block may still contain another sequence's values, which may not be
         finite.
         """
-        tile = cache[params.layer][blocks].flatten(1, 2).transpose(1, 2).float()
+        rows = cache[params.layer][blocks]
+        rows = rows.float() if self._codec is None else self._codec.expand(rows)
+        tile = rows.flatten(1, 2).transpose(1, 2)
         return torch.where(valid[:, None, :, None], tile, 0.0)
+
+
+class RoundedRows:
+    """Rows of an int8 KV cache: bytes with a scale for each row, as the torch reference for all kernels.
+
+    A row depends on nothing but itself, see `quantize_rows`. Its last bytes are the scale.
+    """
+
+    def __init__(self, size: int, exact_dim: int, dtype: torch.dtype) -> None:
+        """Describe rows of `size` elements, of which the first `exact_dim` are kept in bfloat16.
+
+        Expanded rows are rounded to `dtype`.
+        """
+        self._exact_bytes = 2 * exact_dim
+        self._exact_dim = exact_dim
+        self._size = size
+        self._dtype = dtype
+        self._padding = -(size + exact_dim) % SCALE_BYTES
+        self.row_bytes = size + exact_dim + self._padding + SCALE_BYTES
+
+    def round(self, rows: Tensor) -> Tensor:
+        """Round rows [..., size] to int8 [..., row_bytes]."""
+        exact, rest = rows.tensor_split((self._exact_dim,), -1)
+        integers, scales = quantize_rows(rest.flatten(0, -2), rest.shape[-1])
+        parts = (
+            exact.to(torch.bfloat16).contiguous().view(torch.int8),
+            F.pad(integers.to(torch.int8).view(rest.shape), (0, self._padding)),
+            scales.view(torch.int8).view(*rows.shape[:-1], SCALE_BYTES),
+        )
+        return torch.cat(parts, -1)
+
+    def expand(self, rows: Tensor) -> Tensor:
+        """Return rows [..., row_bytes] as float32 [..., size]."""
+        exact = rows[..., : self._exact_bytes].contiguous().view(torch.bfloat16).float()
+        integers = rows[..., self._exact_bytes : self._size + self._exact_dim]
+        scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+        return torch.cat((exact, (integers * scales).to(self._dtype).float()), -1)
 
 
 def _visible(key_positions: Tensor, positions: Tensor, window: int | None) -> Tensor:

@@ -29,21 +29,26 @@ struct WorkItem {
 
 // Working memory of one thread. A row is one head of one token.
 struct ThreadWorkspace {
-    uint32_t *q, *row, *weights, *panel, *values;
+    uint32_t *q, *row, *weights, *panel, *values, *expanded;
     float *scores, *rescale;
+    RoundedRow rounded;
     SoftmaxSums sums, next;
 
-    // `values` is room for a tile of values that are extracted from keys.
-    ThreadWorkspace(Scratch &memory, int64_t rows, int64_t words, int64_t width, size_t value_words) {
+    // `values` is room for a tile of values that are extracted from keys, and `expanded` for one of expanded bytes.
+    ThreadWorkspace(Scratch &memory, int64_t rows, int64_t words, int64_t width, size_t value_words,
+                    size_t expanded_words) {
         memory.reset(Scratch::lines_for<uint32_t>(rows * words) + 2 * Scratch::lines_for<uint32_t>(rows * TILE) +
                      Scratch::lines_for<uint32_t>(words) + Scratch::lines_for<uint32_t>(LANES * width) +
-                     Scratch::lines_for<uint32_t>(value_words) + Scratch::lines_for<float>(rows) +
+                     Scratch::lines_for<uint32_t>(value_words) + Scratch::lines_for<uint32_t>(expanded_words) +
+                     Scratch::lines_for<float>(rows) + RoundedRow::scratch_lines(2 * words) +
                      2 * SoftmaxSums::scratch_lines(rows, width));
         q = memory.allocate<uint32_t>(rows * words);
         row = memory.allocate<uint32_t>(words);
         weights = memory.allocate<uint32_t>(rows * TILE);
         panel = memory.allocate<uint32_t>(LANES * width);
         values = memory.allocate<uint32_t>(value_words);
+        expanded = memory.allocate<uint32_t>(expanded_words);
+        rounded = RoundedRow::allocate(memory, 2 * words);
         scores = memory.allocate<float>(rows * TILE);
         rescale = memory.allocate<float>(rows);
         sums = SoftmaxSums::allocate(memory, rows, width);
@@ -52,12 +57,12 @@ struct ThreadWorkspace {
     }
 };
 
-template <class Unit> class AttentionKernel {
+template <class Unit, bool ROUNDED> class AttentionKernel {
     using T = typename Unit::T;
     using Scalar = typename T::Scalar;
 
     const ArgosyAttention &a;
-    const KvCache<Unit> cache{a};
+    const KvCache<Unit, ROUNDED> cache{a};
     const Softmax softmax{a.scale, a.softcap, a.window};
     const int64_t words = cache.words, width = cache.value_width;
     const int64_t group = a.heads / a.kv_heads;
@@ -80,7 +85,7 @@ template <class Unit> class AttentionKernel {
             for (int64_t d = 0; d < a.value_dim; d += LANES) {
                 // Adding zero turns -0 into 0. Which of them a sum has depends on the number of masked keys.
                 const f32x16 x = load<f32x16>(sums.out + row * width + d) / total + 0.0f;
-                KvCache<Unit>::Row::store_lanes(out + d, x, a.value_dim - d);
+                KvCache<Unit, ROUNDED>::Row::store_lanes(out + d, x, a.value_dim - d);
             }
         }
     }
@@ -105,19 +110,20 @@ template <class Unit> class AttentionKernel {
         sums.clear(rows, width);
         Tile next = cache.load_tile(item.sequence, head, range_start(item, range), oldest, newest, workspace.panel);
         for (int64_t start = range_start(item, range); start <= newest; start += TILE) {
-            const Tile tile = next;
+            const Tile stored = next;
             const bool last = start + TILE > newest;
             next = last ? cache.load_tile(item.sequence, head_after, range_start(item, range), oldest, newest, nullptr)
                         : cache.load_tile(item.sequence, head, start + TILE, oldest, newest, workspace.panel);
-            Unit::compute_scores(workspace.q, padded, words, tile, next, workspace.scores);
+            const int64_t valid = a.seq_lens[item.sequence] - start;
+            const Tile tile = cache.expand_tile(stored, next, valid, workspace.expanded);
+            const Tile &prefetched = ROUNDED ? tile : next;
+            Unit::compute_scores(workspace.q, padded, words, tile, prefetched, workspace.scores);
             for (int64_t row = 0; row < rows; row++)
                 workspace.rescale[row] = softmax.scores_to_weights<T>(
                     workspace.scores + row * TILE, a.positions[item.first + row / group], start,
                     workspace.weights + row * Unit::WEIGHT_WORDS, sums.peak[row], sums.total + row * LANES);
-            const Tile summed =
-                a.values ? tile
-                         : cache.extract_values(tile, a.seq_lens[item.sequence] - start, workspace.values);
-            Unit::accumulate_values(workspace.weights, padded, summed, next, workspace.rescale, sums.out, width);
+            const Tile summed = a.values ? tile : cache.extract_values(tile, valid, workspace.values);
+            Unit::accumulate_values(workspace.weights, padded, summed, prefetched, workspace.rescale, sums.out, width);
         }
     }
 
@@ -224,9 +230,9 @@ template <class Unit> class AttentionKernel {
             static thread_local Scratch memory;
             [[maybe_unused]] const Unit unit{};
             const size_t value_words = a.values ? 0 : TILE / T::PER_WORD * width;
-            ThreadWorkspace workspace(memory, rows, words, width, value_words);
+            ThreadWorkspace workspace(memory, rows, words, width, value_words, cache.expanded_words());
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < a.tokens; t++) cache.store_token(t, workspace.row);
+            for (int64_t t = 0; t < a.tokens; t++) cache.store_token(t, workspace.row, workspace.rounded);
             if (max_ranges) {
                 attend_shared_ranges(shared_items, shared_sums, workspace);
             } else {
@@ -238,22 +244,27 @@ template <class Unit> class AttentionKernel {
     }
 };
 
+template <bool ROUNDED> void attend_float32(const ArgosyAttention &call) {
+    if (call.block_size % LANES == 0)
+        AttentionKernel<VectorUnit<Float, LANES>, ROUNDED>(call).run();
+    else
+        AttentionKernel<VectorUnit<Float, LANES / 2>, ROUNDED>(call).run();
+}
+
+template <bool ROUNDED> void attend_bfloat16(const ArgosyAttention &call) {
+    if (call.block_size % LANES) return AttentionKernel<VectorUnit<Bfloat16, LANES / 2>, ROUNDED>(call).run();
+#ifdef ARGOSY_AMX
+    if (amx_allowed()) return AttentionKernel<MatrixUnit, ROUNDED>(call).run();
+#endif
+    AttentionKernel<VectorUnit<Bfloat16, LANES>, ROUNDED>(call).run();
+}
+
 }  // namespace
 
 extern "C" {
 
-void argosy_attention_float32(const ArgosyAttention *call) {
-    if (call->block_size % LANES == 0)
-        AttentionKernel<VectorUnit<Float, LANES>>(*call).run();
-    else
-        AttentionKernel<VectorUnit<Float, LANES / 2>>(*call).run();
-}
-
-void argosy_attention_bfloat16(const ArgosyAttention *call) {
-    if (call->block_size % LANES) return AttentionKernel<VectorUnit<Bfloat16, LANES / 2>>(*call).run();
-#ifdef ARGOSY_AMX
-    if (amx_allowed()) return AttentionKernel<MatrixUnit>(*call).run();
-#endif
-    AttentionKernel<VectorUnit<Bfloat16, LANES>>(*call).run();
-}
+void argosy_attention_float32(const ArgosyAttention *call) { attend_float32<false>(*call); }
+void argosy_attention_bfloat16(const ArgosyAttention *call) { attend_bfloat16<false>(*call); }
+void argosy_attention_int8_float32(const ArgosyAttention *call) { attend_float32<true>(*call); }
+void argosy_attention_int8_bfloat16(const ArgosyAttention *call) { attend_bfloat16<true>(*call); }
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention_bytes.h"
 #include "attention_call.h"
 #include "attention_units.h"
 #include "elements.h"
@@ -36,7 +37,8 @@ inline void transpose_pairs(const uint32_t *from, int64_t words, int64_t keys, u
 }
 #endif
 
-template <class Unit> class KvCache {
+// Cache of the unit's elements, or of rows that are rounded to bytes if ROUNDED, see attention_bytes.h.
+template <class Unit, bool ROUNDED> class KvCache {
     using T = typename Unit::T;
     using Scalar = typename T::Scalar;
     static constexpr int N = T::PER_WORD;
@@ -55,9 +57,9 @@ template <class Unit> class KvCache {
         return copy;
     }
 
-    // Store one token's values in the words at `base`. Another thread may be writing the other element of these words.
-    void store_value(int64_t base, int64_t element, const Scalar *from) const {
-        Scalar *to = (Scalar *)((uint32_t *)a.values + base) + element;
+    // Store one token's values in the words at `words`. Another thread may be writing the other element of these words.
+    void store_value(uint32_t *words, int64_t element, const Scalar *from) const {
+        Scalar *to = (Scalar *)words + element;
         int64_t d = 0;
 #ifdef __AVX512BW__
         if constexpr (N == 2)
@@ -93,14 +95,25 @@ template <class Unit> class KvCache {
             }
     }
 
+    // Words before the panel of a block's token at `offset`.
+    int64_t panel_offset(int64_t block, int64_t head, int64_t offset) const {
+        return ((block * a.kv_heads + head) * (a.block_size / W) + offset / W) * panel_words;
+    }
+
   public:
     using Row = std::conditional_t<N == 2, Bfloat16Row, FloatRow>;
+    using Bytes = BytePanels<Unit, Row>;
     const int64_t words = padded_words(a.head_dim);
     const int64_t width = words * N;                        // padded head dimension
     const int64_t value_width = padded_words(a.value_dim) * N;  // padded size of a value
-    const int64_t head_words = a.block_size * words;  // words of one block and head, keys or values
+    const Bytes bytes{width, a.values ? 0 : a.head_dim - a.value_dim};
+    const int64_t panel_words = ROUNDED ? bytes.panel_words : W * words;  // words of a panel of keys, or of values
+
 
     explicit KvCache(const ArgosyAttention &call) : a(call) {}
+
+    // Words that a tile takes when its bytes are expanded.
+    size_t expanded_words() const { return ROUNDED ? (a.values ? 2 : 1) * TILE * words : 0; }
 
     static int64_t padded_words(int64_t size) { return (size + LANES * N - 1) / (LANES * N) * LANES; }
 
@@ -113,17 +126,24 @@ template <class Unit> class KvCache {
             rotate<Row>((Scalar *)to, from, a.cos + t * a.rotary_dim, a.sin + t * a.rotary_dim, a.rotary_dim);
     }
 
-    // Store token t's keys and values in the cache. `row` is scratch memory for a row.
-    void store_token(int64_t t, uint32_t *row) const {
+    // Store token t's keys and values in the cache. `row` is scratch memory for a row, and `rounded` for its bytes.
+    void store_token(int64_t t, uint32_t *row, RoundedRow &rounded) const {
         const int64_t block = a.slot_mapping[t] / a.block_size, offset = a.slot_mapping[t] % a.block_size;
+        const int64_t element = offset % W;
         for (int64_t head = 0; head < a.kv_heads; head++) {
-            const int64_t base = (block * a.kv_heads + head) * head_words;
-            uint32_t *key = (uint32_t *)a.keys + base + offset / W * W * words + offset % W;
+            const int64_t panel = panel_offset(block, head, offset);
+            uint32_t *key = (uint32_t *)a.keys + panel, *value = (uint32_t *)a.values + panel;
             load_row(row, a.k, a.k_stride, t, head);
-            for (int64_t word = 0; word < words; word++) key[word * W] = row[word];
+            if constexpr (ROUNDED)
+                bytes.store_key(row, element, rounded, key);
+            else
+                for (int64_t word = 0; word < words; word++) key[word * W + element] = row[word];
             if (!a.values) continue;
             const Scalar *v = (const Scalar *)a.v + t * a.v_stride + head * a.head_dim;
-            store_value(base + offset / N * width, offset % N, v);
+            if constexpr (ROUNDED)
+                bytes.store_value(v, a.head_dim, element, rounded, value);
+            else
+                store_value(value + element / N * width, element % N, v);
         }
     }
 
@@ -140,13 +160,37 @@ template <class Unit> class KvCache {
         for (int i = 0; i < TILE / W; i++) {
             const int64_t position = start + std::clamp(i * W, tile.unused_keys, tile.used_keys - W);
             const int64_t valid = std::min<int64_t>(W, length - position);
-            const int64_t base = (blocks[position / a.block_size] * a.kv_heads + head) * head_words;
-            const int64_t panel = base + position % a.block_size / W * W * words;
+            const int64_t panel = panel_offset(blocks[position / a.block_size], head, position % a.block_size);
             tile.keys[i] = (const uint32_t *)a.keys + panel;
             tile.values[i] = a.values ? (const uint32_t *)a.values + panel : tile.keys[i];
-            if (copy && a.values && i * W < tile.used_keys && valid < W) tile.values[i] = zero_tail(tile.values[i], valid, copy);
+            if constexpr (!ROUNDED)
+                if (copy && a.values && i * W < tile.used_keys && valid < W)
+                    tile.values[i] = zero_tail(tile.values[i], valid, copy);
         }
         return tile;
+    }
+
+    // Return the tile with its bytes expanded to elements in `copy`, and prefetch `next`. Keys after the first `valid`
+    // become zeros, as their scales may be those of another sequence.
+    Tile expand_tile(const Tile &tile, const Tile &next, int64_t valid, uint32_t *copy) const {
+        if constexpr (!ROUNDED) return tile;
+        Tile expanded = tile;
+        const int first = tile.unused_keys / W, last = tile.used_keys / W - 1;
+        uint32_t *const values = copy + TILE * words;
+        for (int panel = first; panel <= last; panel++) {
+            const int64_t count = std::min<int64_t>(W, valid - panel * W);
+            bytes.prefetch(next.keys[panel]);
+            bytes.expand_keys(tile.keys[panel], count, copy + panel * W * words);
+            if (!a.values) continue;
+            bytes.prefetch(next.values[panel]);
+            bytes.expand_values(tile.values[panel], count, values + panel * W * words);
+        }
+        for (int i = 0; i < TILE / W; i++) {
+            const int64_t at = std::clamp(i, first, last) * W * words;
+            expanded.keys[i] = copy + at;
+            expanded.values[i] = a.values ? values + at : expanded.keys[i];
+        }
+        return expanded;
     }
 
     // Return the tile with its values extracted from its keys to `copy`, scratch memory for a tile of values. Keys

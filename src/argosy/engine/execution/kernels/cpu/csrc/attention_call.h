@@ -3,7 +3,9 @@
 // Cache layout of one layer, with W keys side by side (16 if that divides block_size, else 8) and D padded to 16 words:
 //   keys   [block][kv head][block_size / W][words of D][W]   a word holds one float or two bfloat16
 //   values [block][kv head][words of block_size][D]
-// Without an array of values, the values are the last elements of the keys (multi-head latent attention).
+// A cache of int8 has bytes in place of the elements, and float32 scales [W] after each panel of keys and values.
+// Without an array of values, the values are the last elements of the keys (multi-head latent attention),
+// and int8 keys keep the elements before them in bfloat16.
 // One 16-lane multiply-add takes 16 keys (scores) or 16 dimensions (values). Both arrays are operands of vdpbf16ps and
 // of the matrix unit without rearrangement.
 #pragma once

@@ -80,10 +80,11 @@ struct RoundedBytes {
 };
 
 // Round values to bytes -127..127 times a scale, ties to even. The bytes are 0 if all magnitudes are below MIN_PEAK.
-template <int COUNT> inline RoundedBytes round_to_bytes(const float *values, uint8_t *bytes) {
+// `count` is a multiple of LANES.
+[[gnu::always_inline]] inline RoundedBytes round_to_bytes(const float *values, int64_t count, uint8_t *bytes) {
     constexpr float MIN_PEAK = 1e-30f;
     i32x16 max_bits{};
-    for (int i = 0; i < COUNT; i += LANES) {
+    for (int64_t i = 0; i < count; i += LANES) {
         const i32x16 bits = load<i32x16>(values + i) & 0x7fffffff;  // same order as the magnitudes, NaN largest
         max_bits = bits > max_bits ? bits : max_bits;
     }
@@ -92,12 +93,12 @@ template <int COUNT> inline RoundedBytes round_to_bytes(const float *values, uin
     float peak;
     std::memcpy(&peak, &bits, 4);
     if (bits >= 0x7f800000 || peak < MIN_PEAK) {
-        std::memset(bytes, 0, COUNT);
+        std::memset(bytes, 0, count);
         return {peak < MIN_PEAK ? 0.0f : __builtin_nanf(""), 0};
     }
     const float inverse = 1.0f / peak * 127.0f;
     i32x16 sum{};
-    for (int i = 0; i < COUNT; i += LANES) {
+    for (int64_t i = 0; i < count; i += LANES) {
         const i32x16 integers = __builtin_convertvector(round_nearest(load<f32x16>(values + i) * inverse), i32x16);
         sum += integers;
         store(bytes + i, __builtin_convertvector(integers, i8x16));

@@ -108,7 +108,7 @@ template <class E> struct CallLayout {
             alignas(64) uint8_t bytes[CHUNK];
             const int64_t first = c * CHUNK, size = chunk_words(a.cols, c) * 4;
             E::read((const typename E::Scalar *)a.x + row * a.x_stride + first, std::min(CHUNK, a.cols - first), values);
-            scales[row * chunks + c] = round_to_bytes<CHUNK>(values, bytes).scale;
+            scales[row * chunks + c] = round_to_bytes(values, CHUNK, bytes).scale;
             std::memcpy(inputs + row * row_bytes + first, bytes, size);
             for (int64_t g = 0; g < weight.chunk_groups(c); g++) {
                 int32_t sum = 0;

@@ -63,7 +63,7 @@ template <class E> struct CallLayout {
                 const auto *x = (const typename E::Scalar *)a.x + row * a.x_stride + first;
                 if (row < a.rows) E::read(x, std::min(CHUNK, a.cols - first), values);
                 alignas(64) uint8_t bytes[CHUNK];
-                const RoundedBytes rounded = round_to_bytes<CHUNK>(values, bytes);
+                const RoundedBytes rounded = round_to_bytes(values, CHUNK, bytes);
                 row_scales[row * chunks + chunk] = {rounded.scale, (uint32_t)rounded.sum * -128u};
                 for (int64_t w = 0; w < chunk_words(a.cols, chunk); w += STEP_ELEMENTS / 4)
                     std::memcpy(to + (first + w * 4) * tile_rows, bytes + w * 4, STEP_ELEMENTS);

@@ -1,0 +1,117 @@
+"""Settings of content rules: what is filtered from the prompts and answers of which requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from argosy.deployment.settings.routing_config import RequestConditions
+from argosy.policy.content import (
+    DETECTORS,
+    Action,
+    Detector,
+    Matcher,
+    PatternError,
+    Rule,
+    create_custom_detector,
+    create_word_detector,
+)
+from argosy.settings import ByOperator
+
+ALL_DETECTORS = "*"
+"""Stands for all detectors that Argosy has."""
+DetectorName = Annotated[
+    str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]{0,39})$(?!\n)", examples=["email"])
+]
+Actions = dict[DetectorName, Action]
+
+
+class ContentRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one content rule: its conditions, and what is filtered if they hold."""
+
+    output: ByOperator[Actions] = msgspec.field(default_factory=dict)
+    """Action for text in answers, by detector: `redact`, `mask`, `stop` or `report`. `*` stands for all detectors
+    that are built in. Log-probabilities and token ids are left out of filtered answers."""
+    tool_arguments: ByOperator[Literal["stop", "report", "as_output"]] = "stop"
+    """Action for text in the arguments of tool calls. A changed argument can change what a tool does, so the default
+    ends the answer."""
+    input: ByOperator[Actions] = msgspec.field(default_factory=dict)
+    """Action for text in prompts, by detector. `stop` refuses the request."""
+    restore: ByOperator[bool] = False
+    """Replace what is redacted in prompts by numbered placeholders, such as `[email_1]`, and put the originals in their
+    places in the answer."""
+    words: ByOperator[dict[DetectorName, Annotated[tuple[str, ...], Meta(min_length=1)]]] = (
+        msgspec.field(default_factory=dict)
+    )
+    """Detectors of whole words or phrases, whatever their case."""
+    patterns: ByOperator[dict[DetectorName, str]] = msgspec.field(default_factory=dict)
+    """Detectors of regular expressions (RE2, ASCII classes) whose matches are whole words of at most 256 characters."""
+
+
+class ContentMatchers(msgspec.Struct, frozen=True):
+    """The compiled detectors of a content rule. None where nothing is filtered."""
+
+    output: Matcher | None
+    tool_arguments: Matcher | None
+    input: Matcher | None
+
+
+def compile_content_rule(rule: ContentRule) -> ContentMatchers:
+    """Compile the detectors of a rule.
+
+    Raises:
+        ValueError: A detector is unknown, or a pattern or list of words cannot be used. The message says what to
+            change.
+    """
+    if not (rule.output or rule.input):
+        raise ValueError("nothing is filtered. Add `output` or `input` with a detector.")
+    if rule.restore and "redact" not in rule.input.values():
+        raise ValueError(
+            "restore: nothing in `input` has the action redact. Add it, or remove restore."
+        )
+    known = dict(DETECTORS)
+    for setting, names in (("words", rule.words), ("patterns", rule.patterns)):
+        for name in names:
+            if name in known or name == ALL_DETECTORS:
+                raise ValueError(f"{setting}: the name {name!r} is taken. Choose another one.")
+            try:
+                known[name] = (
+                    (create_word_detector(name, list(rule.words[name])),)
+                    if setting == "words"
+                    else (create_custom_detector(name, rule.patterns[name]),)
+                )
+            except PatternError as error:
+                raise ValueError(f"{setting}.{name}: {error}") from error
+    output = _list_rules("output", rule.output, known)
+    arguments = output
+    if rule.tool_arguments != "as_output":
+        action = rule.tool_arguments
+        arguments = [
+            each if each.action == "report" else each._replace(action=action) for each in output
+        ]
+    prompts = _list_rules("input", rule.input, known)
+    return ContentMatchers(
+        *(Matcher(each) if each else None for each in (output, arguments, prompts))
+    )
+
+
+def _list_rules(
+    setting: str, actions: Actions, known: Mapping[str, tuple[Detector, ...]]
+) -> list[Rule]:
+    """Return a rule for each detector, those that are named before those that `*` stands for."""
+    chosen = {name: action for name, action in actions.items() if name != ALL_DETECTORS}
+    unknown = sorted(chosen.keys() - known.keys())
+    if unknown:
+        names = ", ".join(known)
+        raise ValueError(f"{setting}: no detector has the name {unknown[0]!r}. Use one of {names}.")
+    if ALL_DETECTORS in actions:
+        chosen |= dict.fromkeys(DETECTORS.keys() - chosen.keys(), actions[ALL_DETECTORS])
+    return [
+        Rule(each, chosen[name])
+        for name, group in known.items()
+        if name in chosen
+        for each in group
+    ]

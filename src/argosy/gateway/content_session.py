@@ -1,0 +1,242 @@
+"""Content filters of one request: those of its prompt, and those of its answer's texts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from argosy.gateway.model_routes import RequestRule
+from argosy.gateway.request_fields import RequestFields
+from argosy.policy.content import (
+    JsonFilter,
+    Matcher,
+    Rule,
+    TextFilter,
+    create_custom_detector,
+)
+from argosy.protocol import ApiError
+
+MAX_PLACEHOLDERS = 10_000
+"""Different texts of one prompt that are put back in its answer. Further ones get the detector's name only."""
+TURN_CHARS = 1 << 15
+"""Characters of a prompt that are filtered before other requests have a turn of the event loop."""
+_UNFILTERED_KEYS = frozenset(
+    {"role", "type", "id", "tool_call_id", "name", "format", "detail", "cache_control"}
+)
+"""Fields of messages that are no text."""
+_ARGUMENTS = "arguments"
+"""Field of a tool call with a JSON document."""
+_DATA_URL = "data:"
+_PLACEHOLDER = re.compile(r"\[([a-z][a-z0-9_]{0,39})_([1-9][0-9]{0,4})\]")
+_PLACEHOLDERS = Matcher(
+    [
+        Rule(
+            create_custom_detector(
+                "placeholder", r"\[[a-z][a-z0-9_]{0,39}_[1-9][0-9]{0,4}\]"
+            )._replace(not_before="", not_after=None),
+            "redact",
+        )
+    ]
+)
+
+
+class ContentSession:
+    """Filters and findings of one request. No matched text is kept but what is put back in the answer.
+
+    Attributes:
+        rule: The content rule of the request.
+        findings: Number of matches by side (`input` or `output`), detector and action.
+    """
+
+    def __init__(self, rule: RequestRule) -> None:
+        assert rule.matchers is not None  # noqa: S101 - a content rule
+        self.rule = rule
+        self.findings: Counter[tuple[str, str, str]] = Counter()
+        self._matchers = rule.matchers
+        self._placeholders: dict[str, str] = {}
+        """Placeholders by what they stand for."""
+        self._originals: dict[str, str] = {}
+        """Originals by placeholder."""
+        self._numbers: Counter[str] = Counter()
+
+    @property
+    def filters_output(self) -> bool:
+        """Whether answers are changed or watched."""
+        return self._matchers.output is not None or self.rule.restores
+
+    # --- prompts -----------------------------------------------------------------------------------
+
+    async def filter_prompt(self, fields: RequestFields, names: tuple[str, ...]) -> None:
+        """Filter the texts of a request in its fields with these names.
+
+        Raises:
+            ApiError: 400 if the rule refuses what was found, or if the prompt is tokens, whose text is unknown.
+        """
+        if self._matchers.input is None:
+            return
+        for name in names:
+            if name in fields.raw:
+                value = msgspec.json.decode(fields.raw[name])
+                if _has_numbers(value):
+                    message = (
+                        f"The texts of {name!r} are filtered. Send text in place of token ids."
+                    )
+                    raise ApiError(400, "content_not_filterable", message, param=name)
+                holder = [value]
+                await self._filter_texts(holder, name)
+                fields.raw[name] = Raw(msgspec.json.encode(holder[0]))
+
+    async def _filter_texts(self, root: list[Any], name: str) -> None:
+        """Filter all texts in a JSON value, in the order in which they stand."""
+        assert self._matchers.input is not None  # noqa: S101 - checked by the caller
+        unyielded_chars = 0
+        for container, key in _find_texts(root):
+            text = container[key]
+            kind = JsonFilter if key == _ARGUMENTS else TextFilter
+            content_filter = kind(self._matchers.input, self._replace_in_prompt)
+            pieces = []
+            for start in range(0, len(text), TURN_CHARS):
+                unyielded_chars += len(text[start : start + TURN_CHARS])
+                if unyielded_chars > TURN_CHARS:
+                    unyielded_chars = 0
+                    await asyncio.sleep(0)
+                pieces.append(content_filter.feed(text[start : start + TURN_CHARS]))
+            container[key] = "".join(pieces) + content_filter.flush()
+            self._count("input", content_filter)
+            if content_filter.stopped_by is not None:
+                message = (
+                    f"The prompt has text that this gateway does not accept ({content_filter.stopped_by}). "
+                    "Remove it."
+                )
+                raise ApiError(400, "content_refused", message, param=name)
+
+    def _replace_in_prompt(self, rule: Rule, match: str) -> str:
+        if rule.action != "redact" or not self.rule.restores:
+            return rule.detector.replace(match, rule.action)
+        placeholder = self._placeholders.get(match)
+        if placeholder is None:
+            name = rule.detector.name
+            if len(self._placeholders) >= MAX_PLACEHOLDERS:
+                return f"[{name}]"
+            self._numbers[name] += 1
+            placeholder = self._placeholders[match] = f"[{name}_{self._numbers[name]}]"
+            self._originals[placeholder] = match
+        return placeholder
+
+    # --- answers -----------------------------------------------------------------------------------
+
+    def create_filter(self, *, is_json: bool, is_argument: bool) -> ChannelFilter:
+        """Create the filter of one text of an answer.
+
+        Args:
+            is_json: Whether the text is a JSON document that has to stay valid.
+            is_argument: Whether it is the arguments of a tool call.
+        """
+        matcher = self._matchers.tool_arguments if is_argument else self._matchers.output
+        return ChannelFilter(self, matcher, is_json=is_json)
+
+    def count_output(self, content_filter: TextFilter | JsonFilter) -> None:
+        """Count the matches of one text of an answer."""
+        self._count("output", content_filter)
+
+    def restore(self, placeholder: str, *, is_json: bool) -> str:
+        """Return the text that a placeholder stands for; itself if it stands for none."""
+        original = self._originals.get(placeholder, placeholder)
+        return msgspec.json.encode(original).decode()[1:-1] if is_json else original
+
+    @property
+    def has_placeholders(self) -> bool:
+        """Whether the prompt has texts that are put back in the answer."""
+        return bool(self._originals)
+
+    def _count(self, side: str, content_filter: TextFilter | JsonFilter) -> None:
+        for (name, action), count in content_filter.counts.items():
+            self.findings[side, name, action] += count
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the rule with each finding for explanations; the rule alone if it has found nothing."""
+        return [
+            {
+                "rule": self.rule.name,
+                "side": side,
+                "detector": name,
+                "action": action,
+                "count": count,
+            }
+            for (side, name, action), count in sorted(self.findings.items())
+        ] or [{"rule": self.rule.name, "count": 0}]
+
+
+class ChannelFilter:
+    """Filter of one text of an answer, which then gets back what was replaced in the prompt."""
+
+    def __init__(self, session: ContentSession, matcher: Matcher | None, *, is_json: bool) -> None:
+        """Create the filter of a text that begins now. See `ContentSession.create_filter`."""
+        kind = JsonFilter if is_json else TextFilter
+        self._session = session
+        self._filter = None if matcher is None else kind(matcher)
+        self._restorer = (
+            kind(
+                _PLACEHOLDERS, lambda _, placeholder: session.restore(placeholder, is_json=is_json)
+            )
+            if session.has_placeholders
+            else None
+        )
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a match has ended the text."""
+        return self._filter is not None and self._filter.stopped_by is not None
+
+    def feed(self, text: str) -> str:
+        """Add text, and return what is decided."""
+        if self._filter is not None:
+            text = self._filter.feed(text)
+            if self._filter.stopped_by is not None and self._restorer is not None:
+                return self._restorer.feed(text) + self._restorer.flush()
+        return text if self._restorer is None else self._restorer.feed(text)
+
+    def flush(self) -> str:
+        """Return the rest of the text, which has ended."""
+        text = "" if self._filter is None else self._filter.flush()
+        return (
+            text if self._restorer is None else self._restorer.feed(text) + self._restorer.flush()
+        )
+
+    def close(self) -> None:
+        """Count the matches of the text."""
+        if self._filter is not None:
+            self._session.count_output(self._filter)
+            self._filter = None
+
+
+def _find_texts(root: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the container and key of each text in a JSON value, in the order in which they stand."""
+    stack: list[Iterator[tuple[Any, Any]]] = [iter([(root, 0)])]
+    while stack:
+        entry = next(stack[-1], None)
+        if entry is None:
+            stack.pop()
+            continue
+        container, key = entry
+        value = container[key]
+        if isinstance(value, str):
+            if key not in _UNFILTERED_KEYS and not value.startswith(_DATA_URL):
+                yield container, key
+        elif isinstance(value, list):
+            stack.append(iter([(value, index) for index in range(len(value))]))
+        elif isinstance(value, Mapping):
+            stack.append(iter([(value, name) for name in list(value)]))
+
+
+def _has_numbers(value: Any) -> bool:  # noqa: ANN401 - any JSON
+    """Whether a prompt is a list of token ids, or of such lists."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, int | float) and not isinstance(value, bool)
