@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.drafting import Draft
+from argosy.engine.execution.executor.output_stage import CompletedStep
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.loading import executor_loader
@@ -27,7 +28,7 @@ from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.engine.serving.engine_core.speculation import Speculation
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
-from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.core_driver import RequestOutput, TickingClock, create_core, run_requests
 from tests.engine.pairwise import pairwise
 from tests.engine.test_core import intercept_steps
 from tests.engine.test_equivalence import (
@@ -263,20 +264,52 @@ def test_requests_without_speculation_run_beside_others() -> None:
     assert 0 < speculation.draft_tokens.total() < len(reference_output(1).tokens)
 
 
-def test_drafter_that_raises_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "event"),
+    [(0.0, "drafter_failed"), (0.3, "drafter_too_slow"), (1e9, "drafter_too_slow")],
+)
+def test_drafter_that_raises_or_takes_too_long_is_not_asked_again(
+    seconds: float, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single call that takes too long, however long, may be the machine's fault."""
     core, speculation = create_drafting("right")
     drafter = speculation.drafters[0]
-    propose, calls = drafter.propose, iter(range(3))
+    propose, calls = drafter.propose, itertools.count(1)
+    clock = core._clock  # noqa: SLF001 - the drafter spends time of the core's clock
+    assert isinstance(clock, TickingClock)
 
     def fail(
         sequences: collections.abc.Sequence[Sequence], limits: collections.abc.Sequence[int]
     ) -> list[Draft]:
-        next(calls)
+        if next(calls) > 3 and not seconds:
+            raise RuntimeError
+        clock.now += seconds
         return propose(sequences, limits)
 
     monkeypatch.setattr(drafter, "propose", fail)
-    assert_equal_to_reference(run_requests(core, requests()))
+    with structlog.testing.capture_logs() as logs:
+        assert_equal_to_reference(run_requests(core, requests()))
+    assert [log["event"] for log in logs if log.get("drafter") == "scripted"] == [event]
+    assert next(calls) == (5 if not seconds else 4)
     assert not speculation.drafters
+
+
+def test_grammar_with_slow_masks_has_fewer_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft has a mask of its own, for which other requests would wait."""
+    constrained = [request for request in requests() if request.params.grammar]
+    core, speculation = create_drafting("right")
+    submit = core.executor.submit
+
+    def submit_slowly(plan: StepPlan) -> CompletedStep:
+        result = submit(plan).result()
+        return CompletedStep(replace(result, durations=result.durations._replace(mask_fill_s=10.0)))
+
+    monkeypatch.setattr(core.executor, "submit", submit_slowly)
+    assert_equal_to_reference(run_requests(core, constrained))
+    first = speculation.drafts.total()
+    assert first <= len(constrained)
+    assert_equal_to_reference(run_requests(core, requests()[:2]))
+    assert speculation.drafts.total() > first
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from argosy.engine.scheduling import Sequence
 
 MAX_DOMAIN_TOKENS = 1 << 20
 """Number of latest tokens that are kept of a domain, about 12 MB."""
+MIN_COUNTED_TOKENS = 1024
+"""Number of tokens that a domain counts for at least, because its index has memory for them."""
 MAX_TOKENS = 4 * MAX_DOMAIN_TOKENS
 """Number of tokens of all domains. Beyond it, those of the domain that was least recently used are dropped."""
 
@@ -67,5 +69,9 @@ class DomainWindowDrafter:
             index = indexes[domain] = TokenIndex(MAX_DOMAIN_TOKENS)
         index.append([SEPARATOR, *seq.tokens[seq.prompt_len :]])
         indexes.move_to_end(domain)
-        while sum(min(each.length, MAX_DOMAIN_TOKENS) for each in indexes.values()) > MAX_TOKENS:
+        while sum(map(_count_tokens, indexes.values())) > MAX_TOKENS:
             indexes.popitem(last=False)
+
+
+def _count_tokens(index: TokenIndex) -> int:
+    return max(MIN_COUNTED_TOKENS, min(index.length, MAX_DOMAIN_TOKENS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,18 @@ ASSUMED_MATCH = 16
 """Size of a match after which drafts of texts are assumed to be accepted as often as those of a draft model."""
 MAX_PAUSE_STEPS = 4
 """Maximum number of steps for which no drafter is asked, after they had no drafts for any sequence."""
+MAX_DRAFTING_S, MAX_DRAFTING_S_PER_SEQUENCE = 0.002, 0.0001
+"""Seconds that a call of a drafter may take, and those that it may take for each sequence beside them."""
+MAX_OVERRUN_S, MAX_CALL_OVERRUN_S = 0.5, 0.2
+"""Seconds beyond these after which a drafter is not asked again, and how much of them one call counts at most.
+
+Calls that are faster than allowed make up for slower ones, such as the first one for a long prompt. A process that is
+stopped for a moment disables no drafter.
+"""
+MAX_MASKS_S = 0.01
+"""Maximum seconds of a step for the masks of drafts. A grammar has one for each of its drafts."""
+MASK_WEIGHT = 1 / 8
+"""Weight of a new measurement in the mean."""
 
 _Result = TypeVar("_Result")
 
@@ -68,6 +80,12 @@ class Speculation:
         """Request id -> its earlier drafts."""
         self._proposed_by_row: dict[int, DraftCandidate] = {}
         """Row -> its latest drafts."""
+        self._overruns_s: defaultdict[str, float] = defaultdict(float)
+        """Drafter -> seconds by which its calls took longer than allowed."""
+        self._mask_s = 0.0
+        """Mean seconds for the mask of a token."""
+        self._max_masked_drafts = MAX_DRAFT_TOKENS
+        """Maximum number of drafts of a sequence with a grammar."""
         self._pause_steps = 0
         """Number of steps of the latest pause. 0 while there are drafts."""
         self._pause_steps_left = 0
@@ -76,8 +94,8 @@ class Speculation:
         """Return drafts of the running sequences, as many as make the next step faster.
 
         The first drafter that has any for a sequence gives all of them, unless those of the draft model are accepted
-        more often. A drafter that raises is not asked again. While there are no drafts for any sequence, the drafters
-        are only asked in some steps.
+        more often. A drafter that raises or takes too long is not asked again. While there are no drafts for any
+        sequence, the drafters are only asked in some steps.
         """
         self._draft_model_s = 0.0
         if self.draft_model is not None:
@@ -98,6 +116,9 @@ class Speculation:
         """Ask the drafters, and return as many of their drafts as make the next step faster."""
         decoding = [seq for seq in running if seq.is_prefilled]
         waiting = [seq for seq in decoding if seq.can_draft]
+        if self._mask_s:
+            num_masked = sum(bool(seq.params.grammar) for seq in waiting)
+            self._max_masked_drafts = int(MAX_MASKS_S / self._mask_s / max(1, num_masked))
         drafts: dict[Sequence, list[int]] = {}
         candidates: dict[Sequence, DraftCandidate] = {}
         self._ask_drafters(waiting, drafts, candidates)
@@ -129,6 +150,7 @@ class Speculation:
             if not waiting:
                 break
             limits = [self._max_drafts(seq) for seq in waiting]
+            started_at = self._clock()
             try:
                 proposed = drafter.propose(waiting, limits)
                 for seq, draft in zip(waiting, proposed, strict=True):
@@ -141,7 +163,18 @@ class Speculation:
             except Exception:
                 log.exception("drafter_failed", drafter=drafter.name)
                 self.drafters.remove(drafter)
+            else:
+                self._check_duration(drafter, len(waiting), self._clock() - started_at)
             waiting = [seq for seq in waiting if seq not in drafts]
+
+    def _check_duration(self, drafter: Drafter, num_sequences: int, seconds: float) -> None:
+        """Ask a drafter no more if its calls have taken much longer than allowed."""
+        name, allowed_s = drafter.name, MAX_DRAFTING_S + MAX_DRAFTING_S_PER_SEQUENCE * num_sequences
+        overrun_s = self._overruns_s[name] + min(seconds - allowed_s, MAX_CALL_OVERRUN_S)
+        self._overruns_s[name] = max(0.0, overrun_s)
+        if overrun_s > MAX_OVERRUN_S:
+            log.error("drafter_too_slow", drafter=name, seconds=seconds, allowed_s=allowed_s)
+            self.drafters.remove(drafter)
 
     def _add_draft_model(
         self,
@@ -196,7 +229,8 @@ class Speculation:
 
     def _max_drafts(self, seq: Sequence) -> int:
         """Return the largest number of drafts that a sequence has room for."""
-        return min(self._max_draft_tokens, seq.max_length - seq.length)
+        limit = min(self._max_draft_tokens, seq.max_length - seq.length)
+        return min(limit, self._max_masked_drafts) if seq.params.grammar else limit
 
     def _find_valid(self, tokens: list[int]) -> list[int]:
         """Return the drafts up to the first one that is no token of the model."""
@@ -213,6 +247,9 @@ class Speculation:
 
     def record_step(self, plan: StepPlan, result: StepResult) -> None:
         """Count the drafts of a step, and those among them that were accepted."""
+        if result.masked_rows:
+            seconds = result.durations.mask_fill_s / result.masked_rows
+            self._mask_s += MASK_WEIGHT * (seconds - self._mask_s)
         for chunk, drafts in plan.draft_tokens.items():
             history, source, _, needed_passes = self._proposed_by_row[plan.rows[chunk]]
             num_accepted = max(0, len(result.windows[chunk]) - 1)
