@@ -7,6 +7,7 @@ import json
 import sys
 from itertools import islice
 
+from models.chat_format import render
 from models.corpus.chat import generate_documents
 
 
@@ -15,10 +16,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rendered", action="store_true", help="print texts in the chat format")
     options = parser.parse_args()
     for document in islice(generate_documents(options.seed), options.count):
         turns = [{"role": turn.role, "content": turn.content} for turn in document.messages]
         line = {"messages": turns} if turns else {"text": document.prose}
+        if options.rendered:
+            line = {"text": render(document)}
         sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

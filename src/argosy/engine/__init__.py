@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from argosy.engine.llm import LLM
     from argosy.engine.offline_request_processor import LoRARequest
     from argosy.engine.outputs import CompletionOutput, RequestOutput
+    from argosy.engine.quantization.quantize import QuantizedModel, quantize_model
     from argosy.engine.serving.api_server.replica_server import serve_replica
     from argosy.engine.serving.api_server.replica_server_config import (
         REPLICA_OPTIONS,
@@ -58,6 +59,7 @@ __all__ = [
     "EngineRequest",
     "LoRARequest",
     "PrestartedCore",
+    "QuantizedModel",
     "ReplicaServerConfig",
     "RequestOutput",
     "StoredIntegers",
@@ -66,6 +68,7 @@ __all__ = [
     "find_stored_integers",
     "prebuild_kernels",
     "prebuild_token_index",
+    "quantize_model",
     "read_any_architecture",
     "read_pooling_layout",
     "resolve_model_path",
@@ -93,6 +96,8 @@ _MODULE_BY_NAME = {
     "ReplicaServerConfig": "serving.api_server.replica_server_config",
     "resolve_model_path": "execution.checkpoint_formats.checkpoint",
     "StoredIntegers": "execution.checkpoint_formats.reader",
+    "QuantizedModel": "quantization.quantize",
+    "quantize_model": "quantization.quantize",
     "TemplateCapabilities": "serving.text",
     "find_stored_integers": "execution.loading.model_selection",
     "prebuild_kernels": "execution.kernels.cpu.native_kernels",

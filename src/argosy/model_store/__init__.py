@@ -25,6 +25,7 @@ from argosy.model_store.model_files import (
     MAX_LISTED_FILES,
     MODEL_PATTERNS,
     MODULE_PATTERNS,
+    QUALITY_FILE,
     check_no_pointers,
     gguf_part_names,
     group_gguf_models,
@@ -44,4 +45,13 @@ from argosy.model_store.model_store import (
     stored_digest,
 )
 from argosy.model_store.pull import PullObserver, pull_model
+from argosy.model_store.quality_report import (
+    QualityLimits,
+    QualityReport,
+    RecipeName,
+    RoundingMethod,
+    default_limits,
+    find_report_problem,
+    read_quality_report,
+)
 from argosy.model_store.verification import ModelMismatchError, compute_manifest, verify_model

@@ -17,12 +17,15 @@ MODULE_PATTERNS = tuple(
 """Patterns of the pooling and dense layers of an embedding model, which are in folders such as `1_Pooling`."""
 TORCH_PATTERNS = ("pytorch_model*.bin", "adapter_model.bin")
 """Patterns of weights that belong to the model if there are no safetensors files."""
+QUALITY_FILE = "argosy-quality.json"
+"""Name of the quality report beside a model. It names the digest, so that it cannot be a part of it."""
 IGNORED_PATTERNS = (
     "consolidated*",
+    QUALITY_FILE,
     *(f"[!0-9]*/{pattern}" for pattern in MODEL_PATTERNS if pattern != "*.jinja"),
     *("[!0-9]*/*.bin", "*/*.gguf"),
 )
-"""Patterns of other files: weights in other layouts, and folders except those of templates and modules."""
+"""Patterns of other files: weights in other layouts, reports, and folders except those of templates and modules."""
 MAX_LISTED_FILES = 8
 """Maximum number of files that an error lists."""
 MAX_PARTS = 10_000

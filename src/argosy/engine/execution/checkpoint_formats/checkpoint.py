@@ -16,6 +16,7 @@ from argosy.model_store import (
     MAX_LISTED_FILES,
     MODEL_PATTERNS,
     MODULE_PATTERNS,
+    QUALITY_FILE,
     REFERENCE_PREFIX,
     HubName,
     check_no_pointers,
@@ -194,6 +195,7 @@ def checkpoint_digest(path: Path) -> str:
     """
     digest = hashlib.sha256()
     files = {file for pattern in DIGEST_PATTERNS for file in path.glob(pattern)}
+    files.discard(path / QUALITY_FILE)
     for file in sorted(files.union(weight_files(path))):
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -183,7 +183,7 @@ class _Loader:
         for name, module in _children_first(model):
             if isinstance(module, LoadableModule):
                 num_done += sum(declared.numel() for declared in module.parameters(recurse=False))
-                self._load_module(name, module)
+                self.load_module(name, module)
                 progress(num_done / num_total)
         log.info(
             "checkpoint_loaded",
@@ -198,7 +198,7 @@ class _Loader:
             eos_token_ids=list(architecture.eos_token_ids),
         )
 
-    def _load_module(self, name: str, module: LoadableModule) -> None:
+    def load_module(self, name: str, module: LoadableModule) -> None:
         """Assign the parameters of a module, and pack its matrix."""
         weight = f"{name}.weight"
         is_kept = isinstance(module, Projection) and self._is_kept(weight, module)
@@ -269,6 +269,32 @@ class _Loader:
         if not self.pack_cache.is_stored:
             self.checkpoint.check_finite(parts, tensor)
         return nn.Parameter(tensor, requires_grad=False)
+
+
+def load_submodule(
+    checkpoint: CheckpointReader,
+    model: nn.Module,
+    name: str,
+    parts: Mapping[str, tuple[StoredPart, ...]],
+    device: Device,
+    dtype: torch.dtype,
+) -> None:
+    """Load the submodule `name` of a model, with matrices in `dtype`. `parts` are the stored parts of its parameters.
+
+    Raises:
+        ValueError: A tensor is damaged, not finite or of the wrong shape. The message names file and tensor.
+    """
+    loader = _Loader(
+        checkpoint,
+        device,
+        dtype,
+        keeps_stored_format=False,
+        pack_cache=PackCache(),
+        parts=dict(parts),
+    )
+    for full_name, module in _children_first(model.get_submodule(name), name):
+        if isinstance(module, LoadableModule):
+            loader.load_module(full_name, module)
 
 
 def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
