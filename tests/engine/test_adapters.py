@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from argosy.engine.execution.kernels.cpu.device import create_cpu_device
+from argosy.engine.execution.kernels.torch.lora import (
+    AdapterWeights,
+    LinearUpdate,
+    OutputRun,
+    TorchRowAdapters,
+)
 from tests.engine.adapter_files import ATTENTION, MLP, write_adapter
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.test_families import FAMILIES, MODELS
@@ -157,3 +167,222 @@ def test_rows_do_not_depend_on_other_rows_and_their_adapters(
     driver.adapters.remove(1)
     with pytest.raises(ValueError, match="no adapter is loaded in slot 1"):
         driver.forward([("alone 1 0", [3])])
+
+
+def test_kernel_equals_torch_for_any_ranks_and_sizes(isa: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    device = create_cpu_device(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for dtype, ranks, cols, splits in (
+        (torch.bfloat16, (1,), 33, ((0, 50),)),
+        (torch.bfloat16, (8, 17), 64, ((0, 7), (7, 40))),
+        (torch.bfloat16, (3, 256), 896, ((16, 17), (60, 800))),
+        (torch.float32, (5, 33), 31, ((0, 16), (40, 3), (43, 20))),
+        (torch.float16, (4,), 32, ((0, 16),)),
+    ):
+        outs = 1000
+        firsts = [sum(ranks[:number]) for number in range(len(ranks))]
+        runs = tuple(
+            # a third run has the ranks of the first one
+            OutputRun(first, firsts[i % len(ranks)], draw(size, ranks[i % len(ranks)]).to(dtype))
+            for i, (first, size) in enumerate(splits)
+        )
+        a = (draw(sum(ranks), cols) / cols**0.5).to(dtype)
+        updates = [
+            LinearUpdate(a, runs),
+            LinearUpdate(a, runs[:1], gain=1 + 0.1 * draw(outs), offset=draw(outs)),
+        ]
+        adapters = [AdapterWeights({2: update}) for update in updates]
+        x = draw(40, 2 * cols).to(dtype)[:, ::2]
+        before = draw(40, outs).to(dtype)
+        rows, starts = torch.randperm(40, generator=generator)[:23], torch.tensor([0, 14, 23])
+        expected, actual = before.clone(), before.clone()
+        TorchRowAdapters(adapters, rows, starts).update_linear(2, x, expected)
+        packed = [device.create_adapter(adapter, 4, dtype) for adapter in adapters]
+        assert all(adapter.num_bytes > 0 for adapter in packed)
+        row_adapters = device.create_row_adapters(packed, rows, starts, dtype)
+        row_adapters.update_linear(2, x, actual)
+        row_adapters.update_linear(3, x, actual)  # which no adapter changes
+        untouched = torch.ones(40, outs, dtype=torch.bool)
+        for first, size in splits:
+            untouched[rows, first : first + size] = False
+        assert torch.equal(actual[untouched], before[untouched])
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=10 * tolerance)
+
+
+# --- refusals ---------------------------------------------------------------------------------------
+
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIG_REFUSALS: list[tuple[dict[str, object], str]] = [
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
+    ({"r": 0}, "r is 0"),
+    ({"r": 10**30}, "r is 1000"),
+    ({"r": True}, "r is True"),
+    ({"lora_alpha": "8"}, "lora_alpha is '8'"),
+    ({"bias": "lora_only"}, "bias is 'lora_only'"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out is set"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
+    ({"use_qalora": True}, "use_qalora is set"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set"),
+    ({"velora_config": {"x": 1}}, "velora_config is set"),
+    ({"kasa_config": {"x": 1}}, "kasa_config is set"),
+    ({"monteclora_config": {"x": 1}}, "monteclora_config is set"),
+    ({"arrow_config": {"x": 1}}, "arrow_config is set"),
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
+    ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is set"),
+    ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
+    ({"init_lora_weights": "new"}, "init_lora_weights is 'new'"),
+    ({"use_dora": True, "lora_bias": True}, "use_dora and lora_bias"),
+    ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+    ({"use_something": True}, "the field 'use_something' is not known"),
+    ({"rank_pattern": {"(": 4}}, r"rank_pattern has the pattern '\(\?:\.\*"),
+    ({"rank_pattern": {"q_proj": 513}}, "rank_pattern.*513"),
+    ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern.*nan"),
+    ({"target_modules": r"(?<=x)q_proj"}, "target_modules has the pattern"),
+    ({"target_modules": ["v_proj"]}, "layers.0.self_attn.q_proj has tensors, but"),
+    ({"target_modules": ["q_proj", "v_proj"]}, "layers.0.self_attn.v_proj is one of the target"),
+    ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj has tensors, but"),
+    ({"exclude_modules": ["q_proj"]}, "layers.0.self_attn.q_proj has tensors, but"),
+    ({"r": 5}, r"lora_A \[4, 64\] and lora_B \[64, 4\] instead of \[5, 64\]"),
+    ({"use_dora": True}, "q_proj and use_dora do not agree"),
+    ({"lora_bias": True}, "q_proj and lora_bias do not agree"),
+    ({"modules_to_save": ["lm_head"]}, "lm_head is in modules_to_save or"),
+    ({"modules_to_save": ["score"]}, "names 'score'"),
+    ({"trainable_token_indices": [3]}, "embed_tokens is in modules_to_save or"),
+    ({"trainable_token_indices": [3, 3]}, "trainable_token_indices of 'embed_tokens'"),
+]
+TENSOR_REFUSALS: list[tuple[dict[str, Tensor], dict[str, object], str]] = [
+    ({f"{QUERY}.lora_A.weight": torch.full((4, 64), torch.nan)}, {}, "q_proj.* not finite"),
+    ({f"{QUERY}.lora_A.weight": torch.ones(4, 64).to(torch.int32)}, {}, "stored as torch.int32"),
+    ({f"{QUERY}.lora_B.weight": torch.ones(65, 4)}, {}, r"lora_B \[65, 4\]"),
+    (
+        {f"{QUERY}.lora_B.weight": torch.full((64, 4), 1e38)},
+        {"lora_alpha": 1e6},
+        "beyond the range",
+    ),
+    ({f"{QUERY}.lora_C.weight": torch.ones(4, 64)}, {}, "q_proj.lora_C is no module"),
+    ({"q_proj.weight": torch.ones(4, 64)}, {}, "'q_proj.weight', which is not known"),
+    ({f"{QUERY}.weight": torch.ones(64, 64)}, {}, "q_proj has a whole matrix"),
+    ({"base_model.model.model.norm.weight": torch.ones(64)}, {}, "norm is no module of Qwen2"),
+    (
+        {"base_model.model.model.layers.0.mlp.experts.1.down_proj.lora_A.weight": torch.ones(4, 4)},
+        {},
+        "mlp.experts.1.down_proj belongs to a mixture of experts",
+    ),
+    (
+        {"base_model.model.model.layers.0.self_attn.kv_b_proj.lora_A.weight": torch.ones(4, 4)},
+        {},
+        "kv_b_proj is absorbed",
+    ),
+    (
+        {"base_model.model.lm_head.weight": torch.ones(161, 64)},
+        {"modules_to_save": ["lm_head"]},
+        "cannot change the vocabulary",
+    ),
+    (
+        {
+            "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(
+                1, 64
+            )
+        },
+        {"trainable_token_indices": [160]},
+        "embed_tokens has rows",
+    ),
+    (
+        {f"base_model.model.x{number}.lora_A.weight": torch.ones(1) for number in range(10_001)},
+        {},
+        "more than 10000",
+    ),
+]
+
+
+def test_adapters_that_are_not_honoured_are_refused_by_name(tmp_path: Path) -> None:
+    base = make_family(tmp_path / "base", "qwen 2", tie_word_embeddings=False).path
+    table = DecoderDriver(load_checkpoint(base)).adapters
+
+    def check_refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message) as caught:
+            table.add(1, tmp_path / "adapter")
+        assert len(str(caught.value)) < 1000
+        assert str(tmp_path / "adapter") in str(caught.value)
+
+    for config, message in CONFIG_REFUSALS:
+        write_adapter(tmp_path / "adapter", base, ["q_proj"])
+        change_config(tmp_path / "adapter", config)
+        check_refused(message)
+    for tensors, config, message in TENSOR_REFUSALS:
+        write_adapter(tmp_path / "adapter", base, ["q_proj"], tensors=tensors)
+        change_config(tmp_path / "adapter", config)
+        check_refused(message)
+    write_adapter(tmp_path / "adapter", base, ["q_proj"])
+    assert table.add(1, tmp_path / "adapter") > 0  # nothing of the refused ones is in the slot
+
+
+def change_config(folder: Path, values: dict[str, object]) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_hostile_folders_are_refused(tmp_path: Path) -> None:
+    base = make_family(tmp_path / "base", "qwen 2", tie_word_embeddings=False).path
+    table = DecoderDriver(load_checkpoint(base)).adapters
+    folder = tmp_path / "adapter"
+    config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+
+    def check_refused(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            table.add(1, folder)
+
+    check_refused("there is no file adapter_config.json")
+    write_adapter(folder, base, ["q_proj"])
+    outside = tmp_path / "outside"
+    stored = tensors.read_bytes()
+    for file in (config, tensors):
+        content = file.read_bytes()
+        file.rename(outside)
+        file.symlink_to(outside)
+        check_refused(f"{file.name} is a link out of the folder")
+        file.unlink()
+        os.mkfifo(file)
+        check_refused(f"{file.name} is not a regular file")
+        file.unlink()
+        file.write_bytes(content)
+    text = config.read_text()
+    for changed, message in (
+        ("[" * 100_000, "cannot read"),
+        ("[]", "does not hold a JSON object"),
+        (" " * (5 << 20) + text, "more than"),
+    ):
+        config.write_text(changed)
+        check_refused(message)
+    config.write_text(text)
+    for content_bytes, message in (
+        (b"", "cannot read"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "the header of adapter_model"),
+        (stored[:-8], "cannot read"),
+        (stored.replace(b'"F32"', b'"F99"'), "F99"),
+        (overlap(stored), "cannot read"),
+    ):
+        tensors.write_bytes(content_bytes)
+        check_refused(message)
+    save_file({}, folder / "adapter_model-00002-of-00002.safetensors")
+    check_refused("beside adapter_model.safetensors")
+    (folder / "adapter_model-00002-of-00002.safetensors").unlink()
+    tensors.rename(folder / "adapter_model.bin")
+    check_refused("there is no file adapter_model.safetensors")
+
+
+def overlap(content: bytes) -> bytes:
+    """Return a file in which all tensors have the data of the first one."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    entries = [value for name, value in header.items() if name != "__metadata__"]
+    for entry in entries:
+        entry["data_offsets"] = entries[0]["data_offsets"]
+    changed = json.dumps(header).encode().ljust(size)
+    return len(changed).to_bytes(8, "little") + changed + content[8 + size :]

@@ -149,10 +149,22 @@ class _Builder:
         """Check that the settings and the tensors name the same modules."""
         config = self._config
         root = self._find_root(modules)
+        for listed in (*config.saved_modules, *config.token_ids):
+            if listed.rpartition(".")[2] not in (EMBEDDING, HEAD):
+                raise AdapterError(
+                    f"modules_to_save or trainable_token_indices names {listed[:80]!r}; only {EMBEDDING} and {HEAD} "
+                    "can be whole, or have rows of tokens"
+                )
         for name, module in modules.items():
             has_update = module.a is not None or module.b is not None
             if name not in self._parts and name != EMBEDDING:
                 raise AdapterError(_describe_refused(name, self._decoder))
+            if name not in (EMBEDDING, HEAD) and (
+                module.table is not None or module.base is not None
+            ):
+                raise AdapterError(
+                    f"{name} has a whole matrix, which only {EMBEDDING} and {HEAD} can have"
+                )
             if has_update and not config.is_targeted(module.path):
                 raise AdapterError(
                     f"{name} has tensors, but target_modules and layers_to_transform do not name it"
@@ -265,8 +277,11 @@ class _Builder:
                 "cannot change the vocabulary"
             )
         if module is None or (module.table is None and module.token_rows is None):
-            if is_saved:
-                raise AdapterError(f"{name} is one of the modules_to_save, but has no tensor")
+            is_tied = name == HEAD and self._decoder.architecture.tied_embeddings
+            if is_saved or (listed is not None and not is_tied):
+                raise AdapterError(
+                    f"{name} is in modules_to_save or trainable_token_indices, but has no tensor"
+                )
             return TokenRows()
         table, rows = module.table, module.token_rows
         if table is not None:

@@ -42,6 +42,14 @@ class AdapterTable:
         """
         if slot < 1 or slot in self._adapters:
             raise ValueError(f"slot {slot} is not free")
+        try:
+            adapter = self._load(folder)
+        except (ValueError, OSError) as error:
+            raise AdapterError(f"{folder}: {error}") from error
+        self._adapters[slot] = adapter
+        return adapter.num_bytes
+
+    def _load(self, folder: Path) -> DeviceAdapter:
         model = self.model
         if model is None:
             raise AdapterError("the model sleeps; wake it up before an adapter is loaded")
@@ -54,9 +62,7 @@ class AdapterTable:
             weights = build_adapter(
                 read_adapter(folder, family_prefixes(model)), model, self._device
             )
-            adapter = self._device.create_adapter(weights, len(model.adaptable), model.dtype)
-        self._adapters[slot] = adapter
-        return adapter.num_bytes
+            return self._device.create_adapter(weights, len(model.adaptable), model.dtype)
 
     def remove(self, slot: int) -> None:
         """Remove an adapter, whose memory is free once no step uses it. No row may have its slot."""

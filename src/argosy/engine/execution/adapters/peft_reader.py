@@ -83,16 +83,12 @@ def read_adapter(folder: Path, prefixes: Collection[str]) -> StoredAdapter:
         prefixes: Prefixes of the names of a decoder's modules in the model family.
 
     Raises:
-        AdapterError: A file is missing or damaged, or a field or tensor is not honoured. The message names it.
+        ValueError: A file is missing or damaged, or a field or tensor is not honoured. The message names it.
+        OSError: A file cannot be read.
     """
-    try:
-        config_file = _find_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES)
-        config = parse_peft_config(read_json(config_file))
-        return StoredAdapter(config, _read_tensors(folder, prefixes))
-    except (ValueError, OSError) as error:
-        message = str(error)
-        prefix = "" if message.startswith(str(folder)) else f"{folder}: "
-        raise AdapterError(f"{prefix}{message}") from error
+    config_file = _find_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES)
+    config = parse_peft_config(read_json(config_file))
+    return StoredAdapter(config, _read_tensors(folder, prefixes))
 
 
 def _find_file(folder: Path, name: str, max_bytes: int | None = None) -> Path:
