@@ -146,6 +146,7 @@ from argosy.deployment.settings.replica_config import (
 )
 from argosy.deployment.settings.routing_config import (
     ANY_HEADER_VALUE,
+    CacheRule,
     RequestConditions,
     RouteConfig,
     TrafficTarget,

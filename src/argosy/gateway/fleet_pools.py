@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from argosy.deployment import ContentRule, GatewayConfig, ModelConfig, RouteConfig
+from argosy.deployment import CacheRule, ContentRule, GatewayConfig, ModelConfig, RouteConfig
 from argosy.folders import state_folder
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
@@ -57,6 +57,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     models: Sequence[ModelConfig] = ()
     routes: Sequence[RouteConfig] = ()
     content_rules: Sequence[ContentRule] = ()
+    cache_rules: Sequence[CacheRule] = ()
     serving_replicas: Mapping[str, int] = {}
     """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
@@ -136,11 +137,11 @@ def _parse_pools(kind: type[P], body: bytes) -> tuple[P, tuple[str, ...]]:
     without which the route would match other requests.
 
     Raises:
-        ApiError: A known setting has an invalid value, or a content rule has an unknown one, without which text might
-            leave that it removes.
+        ApiError: A known setting has an invalid value. Or a content or cache rule has an unknown one, so that more
+            might leave than it permits.
     """
     pools, ignored = parse_request_body(kind, body)
-    unknown = [name for name in ignored if name.startswith("content_rules[].")]
+    unknown = [name for name in ignored if name.startswith(("content_rules[].", "cache_rules[]."))]
     if unknown:
         message = (
             f"This version does not know {unknown[0]}. Upgrade the gateway, or remove the setting."
@@ -299,7 +300,9 @@ class FleetPoolsHandler:
             entries = await run_in_daemon_thread(build_model_entries, config, pools.versions)
         except (ValueError, OSError) as error:
             raise ApiError(400, "invalid_value", str(error)) from error
-        self._registry.apply_config(entries, [*pools.routes, *pools.content_rules])
+        self._registry.apply_config(
+            entries, [*pools.routes, *pools.content_rules, *pools.cache_rules]
+        )
         self._registry.apply_startups(pools.startups)
         self._pools = pools
         self._published.set()

@@ -1,4 +1,4 @@
-"""Rules for requests as they are matched: model routes and content rules, and the sender of a request for them."""
+"""Rules for requests as they are matched: routes, content and cache rules, and the sender of a request for them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import Raw
 
 from argosy.deployment import (
     ANY_HEADER_VALUE,
+    CacheRule,
     ContentMatchers,
     ContentRule,
     RequestConditions,
@@ -24,6 +25,14 @@ from argosy.store import AccountSnapshot
 
 SESSION_HEADER = b"x-session-affinity"
 """Request header that names the session."""
+
+
+RULE_SETTINGS: Mapping[type[RequestConditions], str] = {
+    RouteConfig: "routes",
+    ContentRule: "content_rules",
+    CacheRule: "cache_rules",
+}
+"""Name of the setting of each kind of rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +120,7 @@ def _compile_rule(
     tenants, tiers = config.tenants, config.tiers
     return RequestRule(
         config=config,
-        name=rule_name(config, "routes" if matchers is None else "content_rules", index),
+        name=rule_name(config, RULE_SETTINGS[type(config)], index),
         target_model=models[config.target_model] if isinstance(config, RouteConfig) else "",
         matchers=matchers,
         model=None if config.model is None else models[config.model],

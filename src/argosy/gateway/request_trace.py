@@ -114,6 +114,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Version of the model that answers; empty without rollouts."""
     adapter: str = ""
     """Digest of the adapter that answers; empty if the model itself does."""
+    cache: list[dict[str, Any]] = []
+    """Cache rule of the request and how the cache answered; empty if no rule matched."""
     content: list[dict[str, Any]] = []
     """Content rule of the request with each finding, as in explanations; empty if no rule matched."""
 
@@ -185,6 +187,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             }
         if self.report is not None:
             fields["replica_report"] = msgspec.to_builtins(self.report)
+        if self.cache:
+            fields["cache"] = self.cache
         if self.content:
             fields["content"] = self.content
         if self.idempotency is not None:

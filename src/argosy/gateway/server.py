@@ -53,7 +53,13 @@ from argosy.gateway.pool import (
     Resolver,
     resolve_host,
 )
-from argosy.gateway.proxy import CompletionHandlers, FastPath, RoutingPreviewer, load_fast_path
+from argosy.gateway.proxy import (
+    CompletionHandlers,
+    FastPath,
+    ResponseCache,
+    RoutingPreviewer,
+    load_fast_path,
+)
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer, new_gateway_id
@@ -128,6 +134,7 @@ class GatewayServer:
                 models=list(pools.models),
                 routes=list(pools.routes),
                 content_rules=list(pools.content_rules),
+                cache_rules=list(pools.cache_rules),
             )
         self._config = config
         self._on_ready = on_ready
@@ -240,12 +247,18 @@ class GatewayServer:
                 if self._stop_requested.is_set():
                     return
             filters.append(ContentFilter(self._metrics))
+            cache_store = create_idempotency_store(config.response_cache, *redis, "cache")
+            await cache_store.start()
+            exit_stack.push_async_callback(cache_store.close)
+            cache = ResponseCache(
+                cache_store, self._metrics, config.response_cache.max_response_bytes
+            )
             if listen_sockets is None:
                 listen_sockets = exit_stack.enter_context(self._bind())
             fast_path = await self._start_fast_path()
             if fast_path is not None:
                 exit_stack.callback(fast_path.close)
-            await self._serve(filters, idempotency_store, listen_sockets, fast_path)
+            await self._serve(filters, cache, idempotency_store, listen_sockets, fast_path)
 
     async def _build_store_filters(
         self,
@@ -295,6 +308,7 @@ class GatewayServer:
     async def _serve(
         self,
         filters: list[RequestFilter],
+        cache: ResponseCache,
         idempotency_store: IdempotencyStore,
         listen_sockets: Sequence[socket.socket],
         fast_path: FastPath | None,
@@ -317,7 +331,9 @@ class GatewayServer:
         if store is not None and self._fleet_pools is not None:
             self._parts.append(self._build_fleet_part(store, self._fleet_pools))
             self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
-        generation = CompletionHandlers(self._models, config, filters, fast_path, self._outcomes)
+        generation = CompletionHandlers(
+            self._models, config, filters, fast_path, self._outcomes, cache
+        )
         background = BackgroundResponses(
             response_state, generation.chat_completions, generation.memory
         )

@@ -17,10 +17,10 @@ RESPONSE_OVERHEAD_BYTES = 512
 
 
 class IdempotencyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the idempotency store."""
+    """Settings of a store of responses: of those by idempotency key, or of the response cache."""
 
     retention_s: ByOperator[Annotated[float, Meta(gt=0, le=86_400)]] = 86_400.0
-    """How long a response is kept for a retry."""
+    """How long a response is kept."""
     max_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 64 * 1024 * 1024
     """Maximum size of all responses, including running ones. The oldest of the largest tenant are evicted first."""
     max_response_bytes: ByOperator[Annotated[int, Meta(ge=0)]] = 1024 * 1024
@@ -53,6 +53,9 @@ class IdempotencyStore(Protocol):
 
     async def claim(self, key: str, claim: InFlightClaim) -> InFlightClaim | CachedResponse | None:
         """Claim a key until `settle_claim`. Returns the existing claim or response, or None if the claim succeeded."""
+
+    async def forget(self, key: str) -> None:
+        """Remove the response of a key, if there is one."""
 
     def reserve_bytes(self, size_bytes: int) -> bool:
         """Reserve memory for a running response, evicting older ones. Returns whether there is enough."""
@@ -109,6 +112,11 @@ class MemoryIdempotencyStore:
             return stored.response
         holder = self._claims.setdefault(key, claim)
         return None if holder is claim else holder
+
+    async def forget(self, key: str) -> None:
+        stored = self._responses.pop(key, None)
+        if stored is not None:
+            self._memory.remove(stored)
 
     def reserve_bytes(self, size_bytes: int) -> bool:
         self._evict_expired()

@@ -96,9 +96,11 @@ def create_quota_backend(url: str | None, password: str | None = None) -> QuotaB
 
 
 def create_idempotency_store(
-    config: IdempotencyConfig, url: str | None, password: str | None
+    config: IdempotencyConfig, url: str | None, password: str | None, namespace: str = "answer"
 ) -> IdempotencyStore:
     """Create the idempotency store at a Redis URL as in `create_quota_backend`, or one in memory for None.
+
+    Stores with different namespaces share no responses and no bounds.
 
     Raises:
         ValueError: The URL is not valid, or redis-py is not installed.
@@ -110,4 +112,4 @@ def create_idempotency_store(
         from argosy.store.redis_idempotency_store import RedisIdempotencyStore
     except ModuleNotFoundError as error:
         raise ValueError(NO_REDIS_CLIENT) from error
-    return RedisIdempotencyStore(url, password, config, local)
+    return RedisIdempotencyStore(url, password, config, local, namespace=namespace)

@@ -58,6 +58,7 @@ class RedisIdempotencyStore:
         config: IdempotencyConfig,
         local: MemoryIdempotencyStore,
         *,
+        namespace: str = "answer",
         timeout_s: float = COMMAND_TIMEOUT_S,
         claim_ttl_s: float = CLAIM_TTL_S,
     ) -> None:
@@ -67,6 +68,7 @@ class RedisIdempotencyStore:
         self._local = local
         self._timeout_s = timeout_s
         self._claim_ttl_s = claim_ttl_s
+        self._prefix = f"{KEY_PREFIX}{namespace}"
         script = files("argosy.store").joinpath("idempotency.lua").read_text()
         self._write_script = self._redis.register_script(script)
         self._renew_script = self._redis.register_script(_RENEW_SCRIPT)
@@ -89,6 +91,17 @@ class RedisIdempotencyStore:
         if existing is not None:
             self._local.settle_claim(key, claim, None)
         return existing
+
+    async def forget(self, key: str) -> None:
+        """Remove a response locally and in Redis. Without Redis other gateways keep it."""
+        await self._local.forget(key)
+        if key in self._pending_writes:
+            await asyncio.wait({self._pending_writes[key]})
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._redis.delete(self._redis_key(key))
+        except (RedisError, OSError, TimeoutError):
+            self.is_connected = False
 
     def reserve_bytes(self, size_bytes: int) -> bool:
         """Reserve memory in this gateway."""
@@ -131,7 +144,7 @@ class RedisIdempotencyStore:
         claims = dict(self._local.claims)
         arguments = [int(self._claim_ttl_s * 1000), *map(_encode, claims.values())]
         await self._run_script(
-            self._renew_script, [_redis_key(name) for name in claims], arguments, timeout_s
+            self._renew_script, [self._redis_key(name) for name in claims], arguments, timeout_s
         )
 
     def _start_write(
@@ -167,7 +180,7 @@ class RedisIdempotencyStore:
         """
         if previous is not None:
             await asyncio.wait({previous})
-        keys = [_redis_key(key), f"{KEY_PREFIX}answers", f"{KEY_PREFIX}answers:bytes"]
+        keys = [self._redis_key(key), f"{self._prefix}s", f"{self._prefix}s:bytes"]
         encoded = b"" if value is None else _encode(value)
         arguments = [_encode(claim), encoded, math.ceil(ttl_s * 1000), self._config.max_bytes]
         existing = await self._run_script(self._write_script, keys, arguments, self._timeout_s)
@@ -193,6 +206,5 @@ class RedisIdempotencyStore:
         self.is_connected = True
         return reply
 
-
-def _redis_key(key: str) -> str:
-    return f"{KEY_PREFIX}answer:{key}"
+    def _redis_key(self, key: str) -> str:
+        return f"{self._prefix}:{key}"

@@ -167,6 +167,11 @@ class GatewayMetrics(Collector):
             "Rejections by a limit, by the limited unit.",
             *("model", "unit"),
         )
+        self.cache_requests = self._add_counter(
+            "argosy_gateway_cache_requests",
+            "Requests that a cache rule matches, by how the cache answered: hit, joined, miss or bypass.",
+            *("rule", "result"),
+        )
         self.content_matches = self._add_counter(
             "argosy_gateway_content_matches",
             "Matches of content rules, by the side on which they were found: input or output.",

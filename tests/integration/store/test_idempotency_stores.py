@@ -120,6 +120,16 @@ async def test_exactly_one_of_two_concurrent_claims_succeeds(open_stores: OpenSt
             assert sorted(each is None for each in existing) == [False, True]
 
 
+async def test_forgotten_response_is_computed_again(open_stores: OpenStores) -> None:
+    async with open_stores() as (first, second):
+        assert await first.claim("key", FIRST) is None
+        first.settle_claim("key", FIRST, RESPONSE)
+        assert await claim_when_settled(second, "key", SECOND) == RESPONSE
+        for store in (first, second):
+            await store.forget("key")
+        assert await second.claim("key", SECOND) is None
+
+
 async def test_response_expires_after_retention(open_stores: OpenStores) -> None:
     async with open_stores(IdempotencyConfig(retention_s=0.05)) as (first, second):
         assert await first.claim("key", FIRST) is None

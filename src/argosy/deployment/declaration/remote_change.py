@@ -36,6 +36,7 @@ def check_size(config: FleetConfig) -> None:
         ("pools", len(config.pools)),
         ("routes", len(config.routes)),
         ("content_rules", len(config.content_rules)),
+        ("cache_rules", len(config.cache_rules)),
     ):
         if count > MAX_ITEMS:
             problem = f"it has more than {MAX_ITEMS:,} items or names. Use `argosy apply`."

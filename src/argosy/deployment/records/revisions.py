@@ -50,6 +50,7 @@ _PUBLISHED_SETTINGS: dict[str, Any] = {
     "models": [],
     "routes": [],
     "content_rules": [],
+    "cache_rules": [],
     "pools_file": None,
     "handover": None,
 }

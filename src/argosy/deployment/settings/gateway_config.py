@@ -13,6 +13,7 @@ from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
 from argosy.deployment.settings.content_config import ContentRule, compile_content_rule
 from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
 from argosy.deployment.settings.routing_config import (
+    CacheRule,
     RequestConditions,
     RouteConfig,
     TrafficTarget,
@@ -188,6 +189,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model answers."""
     content_rules: ByOperator[list[ContentRule]] = []
     """Content rules in order. The first that matches a request decides what is filtered from its prompt and answer."""
+    cache_rules: ByOperator[list[CacheRule]] = []
+    """Cache rules in order. The first that matches a request decides whether its answer is kept for equal requests."""
+    response_cache: ByOperator[IdempotencyConfig] = IdempotencyConfig()
+    """Bounds of the answers that cache rules keep, in memory, or in `limits.redis` for all gateways."""
     fleet: ByCommandLine[
         Annotated[
             str, Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$(?!\n)", examples=["my-fleet"])
@@ -279,8 +284,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def rules(self) -> list[RequestConditions]:
-        """The routes and the content rules."""
-        return [*self.routes, *self.content_rules]
+        """The routes, the content rules and the cache rules."""
+        return [*self.routes, *self.content_rules, *self.cache_rules]
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -293,7 +298,7 @@ def load_config(path: Path) -> GatewayConfig:
     return document.decode(GatewayConfig, find_contradictions)
 
 
-RELOADABLE_SETTINGS = frozenset({"models", "routes", "content_rules"})
+RELOADABLE_SETTINGS = frozenset({"models", "routes", "content_rules", "cache_rules"})
 """Settings that a gateway applies while it runs. Changes of other settings need a restart."""
 
 
@@ -403,10 +408,11 @@ def _find_traffic_problems(config: GatewayConfig) -> Iterator[SettingError]:
 
 
 def _find_rule_problems(config: GatewayConfig, model_names: list[str]) -> Iterator[SettingError]:
-    """Yield an error for each problem of a route or a content rule."""
+    """Yield an error for each problem of a rule for requests."""
     settings: tuple[tuple[str, str, Sequence[RequestConditions]], ...] = (
         ("routes", "route", config.routes),
         ("content_rules", "content rule", config.content_rules),
+        ("cache_rules", "cache rule", config.cache_rules),
     )
     for setting, subject, rules in settings:
         names = [rule_name(rule, setting, index) for index, rule in enumerate(rules)]

@@ -116,6 +116,19 @@ class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
     """The model that answers. Its own routes are not applied, but its `traffic` and `fallback_models` are."""
 
 
+class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one cache rule: its conditions, and which answers are kept and replayed if they hold."""
+
+    max_age_s: ByOperator[Annotated[float, Meta(gt=0, le=86_400)]] = 3600.0
+    """Age from which an answer is computed again. `response_cache.retention_s` bounds it, too."""
+    sampled: ByOperator[bool] = False
+    """Keep sampled answers as well. By default only answers at temperature 0 or to a seed of the client are kept."""
+    tools: ByOperator[bool] = False
+    """Keep answers to requests with tools as well."""
+    charge: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.0
+    """Part of the model's price that a replayed answer costs."""
+
+
 def validate_conditions(
     config: RequestConditions, model_names: Collection[str], *, has_accounts: bool
 ) -> None:

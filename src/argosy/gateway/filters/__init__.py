@@ -18,4 +18,8 @@ from argosy.gateway.filters.idempotency_filter import (
 )
 from argosy.gateway.filters.limit_filter import LimitFilter, read_redis_password
 from argosy.gateway.filters.telemetry_filter import TelemetryFilter
-from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
+from argosy.gateway.filters.usage_recorder import (
+    UsageRecorder,
+    begin_usage_row,
+    flush_usage_forever,
+)

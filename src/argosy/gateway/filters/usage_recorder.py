@@ -40,7 +40,9 @@ class UsageRecorder:
             ApiError: 503 if the usage log is full.
         """
         try:
-            context.usage_slot = self._usage_log.allocate_slot(_begin_row(context), context.rates)
+            context.usage_slot = self._usage_log.allocate_slot(
+                begin_usage_row(context), context.rates
+            )
         except UsageLogFullError:
             message = (
                 "Usage cannot be recorded at the moment, so requests are rejected. Try again later."
@@ -54,7 +56,7 @@ class UsageRecorder:
     async def on_fallback(self, context: RequestContext) -> None:
         """Write the row for the model that answers now."""
         assert context.usage_slot is not None  # noqa: S101 - set by `on_request`
-        context.usage_slot.begin(_begin_row(context), context.rates)
+        context.usage_slot.begin(begin_usage_row(context), context.rates)
 
     def on_complete(self, context: RequestContext) -> None:
         """Complete the row with the billed tokens."""
@@ -71,7 +73,8 @@ class UsageRecorder:
         context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
 
 
-def _begin_row(context: RequestContext) -> UsageRecord:
+def begin_usage_row(context: RequestContext) -> UsageRecord:
+    """Return the row of a request that runs, for what answers now."""
     principal = context.principal
     return UsageRecord(
         request=context.response_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,11 +15,12 @@ from argosy.deployment import (
     MAX_MODEL_NAME_LENGTH,
     ContentRule,
     RequestConditions,
+    RouteConfig,
     compile_content_rule,
 )
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
 from argosy.gateway.model_registry.adapter_index import AdapterIndex, select_version
-from argosy.gateway.model_routes import RequestRule, compile_rules, find_subject
+from argosy.gateway.model_routes import RULE_SETTINGS, RequestRule, compile_rules, find_subject
 from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
@@ -88,7 +90,7 @@ class ModelRouter:
     def replace_models(
         self, pools_by_name: Mapping[str, Pool], rules: Sequence[RequestConditions]
     ) -> None:
-        """Replace all models, routes and content rules.
+        """Replace all models and rules for requests.
 
         Call `resolve_aliases` and `apply_snapshot` again afterwards, since aliases may have changed and the tenants of
         rules are unresolved.
@@ -99,13 +101,14 @@ class ModelRouter:
         """Aliases with a wildcard, shortest first."""
         self.pools = list({pool.model: pool for pool in pools_by_name.values()}.values())
         """Pools of the stable versions."""
-        content_rules = [rule for rule in rules if isinstance(rule, ContentRule)]
         self._configured = (
             pools_by_name,
-            [(rule, None) for rule in rules if not isinstance(rule, ContentRule)],
-            [(rule, compile_content_rule(rule)) for rule in content_rules],
+            [
+                (rule, compile_content_rule(rule) if isinstance(rule, ContentRule) else None)
+                for rule in rules
+            ],
         )
-        self._routes, self._content_rules = self._build_rules(AccountSnapshot())
+        self._rules = self._build_rules(AccountSnapshot())
         self._adapters, self._adapters_read_at = AdapterIndex(), -math.inf
 
     @property
@@ -122,10 +125,10 @@ class ModelRouter:
 
         The returned function is valid until the next `replace_models`.
         """
-        routes, content_rules = self._build_rules(snapshot)
+        rules = self._build_rules(snapshot)
         unknown_tenants = {
             rule.name: rule.unknown_tenants
-            for rule in (*routes, *content_rules)
+            for rule in itertools.chain.from_iterable(rules.values())
             if rule.unknown_tenants
         }
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
@@ -146,7 +149,7 @@ class ModelRouter:
                     models=logged_models,
                     count=len(unknown_models),
                 )
-            self._routes, self._content_rules = routes, content_rules
+            self._rules = rules
             self._logged_unknown_tenants = unknown_tenants
             self._logged_unknown_models = unknown_models
             apply_adapters()
@@ -250,11 +253,11 @@ class ModelRouter:
         if requested_target is None:
             raise _model_not_found(name)
         pool = requested_target.pool
-        if not self._routes and pool.traffic is None and pool.versions is None:
+        if not self._rules[RouteConfig] and pool.traffic is None and pool.versions is None:
             return requested_target
         subject = find_subject(principal, headers, fields, request_id)
         target, now = requested_target, time.time()
-        for route in self._routes:
+        for route in self._rules[RouteConfig]:
             if route.matches(requested_target.pool.model, principal, subject, headers, now):
                 target = RouteTarget(self._pools_by_name[route.target_model], route.name)
                 break
@@ -302,29 +305,26 @@ class ModelRouter:
             reason = f"adapter {version.digest}: {'candidate' if is_candidate else 'stable'}"
         return RouteTarget(pool, reason=reason, adapter=version)
 
-    def find_content_rule(
+    def find_rule(
         self,
+        kind: type[RequestConditions],
         principal: Principal,
         headers: Mapping[bytes, bytes],
         fields: RequestFields,
         request_id: str,
         answering: Pool,
     ) -> RequestRule | None:
-        """Return the first content rule that matches a request; None if nothing is filtered.
+        """Return the first rule of a kind that matches a request; None if none does.
 
         `answering` is the pool that answers. An adapter counts as its base model.
         """
-        if not self._content_rules:
+        rules = self._rules[kind]
+        if not rules:
             return None
         model = self._pools_by_name.get(self._match_alias(fields.model), answering).model
         subject, now = find_subject(principal, headers, fields, request_id), time.time()
         return next(
-            (
-                rule
-                for rule in self._content_rules
-                if rule.matches(model, principal, subject, headers, now)
-            ),
-            None,
+            (each for each in rules if each.matches(model, principal, subject, headers, now)), None
         )
 
     def _divide_traffic(
@@ -457,14 +457,15 @@ class ModelRouter:
 
     def _build_rules(
         self, snapshot: AccountSnapshot
-    ) -> tuple[tuple[RequestRule, ...], tuple[RequestRule, ...]]:
-        """Return the routes and the content rules."""
-        # Read all values at once, since another thread may call `replace_models`.
-        pools_by_name, routes, content_rules = self._configured
+    ) -> Mapping[type[RequestConditions], tuple[RequestRule, ...]]:
+        """Return the rules of each kind."""
+        # Read both values at once, since another thread may call `replace_models`.
+        pools_by_name, rules = self._configured
         models = {name: pool.model for name, pool in pools_by_name.items()}
-        return compile_rules(routes, models, snapshot), compile_rules(
-            content_rules, models, snapshot
-        )
+        return {
+            kind: compile_rules([rule for rule in rules if type(rule[0]) is kind], models, snapshot)
+            for kind in RULE_SETTINGS
+        }
 
     def _resolve_alias(self, term: T) -> T:
         pool = self._pools_by_name.get(term.model or "")  # None applies to all models

@@ -5,7 +5,7 @@ and when it runs are those of the `PlacementCore` (`policy.placement`), which th
 `RequestProxy` performs them: each attempt is one `UpstreamCall`. The `ResponseRelay` forwards the replica's stream to
 the client through a `ResponseWriter`, and checks its timeouts. A `StreamSplice` moves both sockets of a regular stream
 to the native `FastPath`. A `DemandMeter` counts the tokens that arrive and are served, for the autoscaler of the fleet.
-A `RoutingPreviewer` previews these decisions.
+A `RoutingPreviewer` previews these decisions. A `ResponseCache` answers equal requests with a kept response.
 """
 
 from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
@@ -13,5 +13,6 @@ from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error, starting_error
+from argosy.gateway.proxy.response_cache import ResponseCache
 from argosy.gateway.proxy.routing_preview import RoutingPreview, RoutingPreviewer
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes

@@ -13,11 +13,12 @@ import msgspec
 import structlog
 from msgspec import Raw
 
-from argosy.deployment import GatewayConfig
+from argosy.deployment import CacheRule, ContentRule, GatewayConfig, RequestConditions
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.content_session import ContentSession
 from argosy.gateway.http_route import find_deployment
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
+from argosy.gateway.model_routes import RequestRule
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
 from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
@@ -33,6 +34,7 @@ from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
+from argosy.gateway.proxy.response_cache import CachingWriter, ResponseCache
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import (
     AggregatingWriter,
@@ -96,6 +98,7 @@ class CompletionHandlers:
         filters: Sequence[RequestFilter],
         fast_path: FastPath | None,
         outcomes: OutcomeMeter | None = None,
+        cache: ResponseCache | None = None,
     ) -> None:
         """Create the handlers.
 
@@ -105,12 +108,14 @@ class CompletionHandlers:
             filters: Filters that each request passes, in this order.
             fast_path: Native code that forwards streams; None for none.
             outcomes: Measures the versions of pools with rollouts; None outside of fleets.
+            cache: Keeps answers by cache rules; None for none.
         """
         self._models = models
         self._config = config
         self._filters = filters
         self._fast_path = fast_path
         self._outcomes = outcomes
+        self._cache = cache
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
@@ -255,8 +260,7 @@ class CompletionHandlers:
             context.close_bill(
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
-            if context.content is not None or not fields.stream:
-                writer.close()
+            writer.close()
             complete_filters(context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
@@ -269,7 +273,25 @@ class CompletionHandlers:
         )
         if context.content is not None and context.content.filters_output:
             writer = ContentFilterWriter(writer, context, context.content)
+        rule = self._find_rule(
+            CacheRule, context.principal, context.exchange, context.fields, context.pool
+        )
+        if rule is not None and self._cache is not None and isinstance(rule.config, CacheRule):
+            writer = self._cache.create_writer(writer, context, rule.config, rule.name)
         return writer
+
+    def _find_rule(
+        self,
+        kind: type[RequestConditions],
+        principal: Principal,
+        exchange: HttpExchange,
+        fields: RequestFields,
+        pool: Pool,
+    ) -> RequestRule | None:
+        """Return the first rule of a kind that matches a request."""
+        return self._models.find_rule(
+            kind, principal, exchange.headers, fields, exchange.request_id, pool
+        )
 
     def _build_context(
         self, exchange: HttpExchange, fields: RequestFields, api: ApiShape, principal: Principal
@@ -294,9 +316,7 @@ class CompletionHandlers:
         unsupporting = _check_pool(pool, fields, api)
         if target.adapter is not None:
             unsupporting |= find_replicas_without_adapters(pool)
-        rule = self._models.find_content_rule(
-            principal, exchange.headers, fields, exchange.request_id, pool
-        )
+        rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
         now = self._clock()
         return RequestContext(
             exchange,
@@ -382,7 +402,8 @@ class CompletionHandlers:
         try:
             if await run_filters(filters, context):
                 await self._admit(context, relay)
-                await self._answer(context, continuation, relay, writer)
+                if not (isinstance(writer, CachingWriter) and await writer.replay()):
+                    await self._answer(context, continuation, relay, writer)
         except asyncio.CancelledError:
             task.uncancel()
             if context.end_reason is not EndReason.STOPPED:

@@ -1,0 +1,319 @@
+"""Response cache in a gateway: what hits, what never does, equal requests at once, and damaged or missing stores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, listening
+from tests.support.gateway_client import run_gateway_server
+from tests.support.gateway_processes import open_organisation
+from tests.support.native_upstream import NativeScript, NativeUpstream, continue_call, start_call
+
+from argosy.deployment import (
+    AuthConfig,
+    CacheRule,
+    ContentRule,
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+)
+from argosy.store import (
+    CachedResponse,
+    IdempotencyStore,
+    InFlightClaim,
+    Price,
+    StoreConfig,
+    create_idempotency_store,
+)
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Tell me"}]
+BODY: dict[str, Any] = {"model": "big", "messages": MESSAGES, "temperature": 0, "max_tokens": 50}
+
+
+@contextlib.asynccontextmanager
+async def caching_gateway(
+    *rules: CacheRule,
+    replica: FakeUpstream | None = None,
+    kind: str = "argosy",
+    **config: Any,  # noqa: ANN401
+) -> AsyncIterator[tuple[httpx2.AsyncClient, FakeUpstream]]:
+    if replica is None:
+        replica = NativeUpstream()
+        replica.native_script = NativeScript(
+            deltas=[{"content": each} for each in ("Hel", "lo ", "jo@example.com")]
+        )
+    async with listening(replica):
+        entry = ReplicaConfig(url=replica.url, kind=kind, model="m")  # type: ignore[arg-type]
+        settings = GatewayConfig(
+            port=0,
+            models=[ModelConfig(name="big", aliases=("other",), replicas=[entry])],
+            cache_rules=list(rules or [CacheRule(name="all")]),
+            **config,
+        )
+        async with run_gateway_server(settings) as (_, client):
+            yield client, replica
+
+
+def count(replica: FakeUpstream) -> int:
+    """Return the number of requests that a replica has computed."""
+    return sum("messages" in each.body for each in replica.requests)
+
+
+async def ask(
+    client: httpx2.AsyncClient,
+    headers: dict[str, str] | None = None,
+    **fields: Any,  # noqa: ANN401
+) -> httpx2.Response:
+    response = await client.post(CHAT, json=BODY | fields, headers=headers)
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def test_equal_requests_get_the_same_answer_in_every_form() -> None:
+    async with caching_gateway() as (client, replica):
+        first = await ask(client)
+        assert first.headers["x-argosy-cache"] == "miss"
+        second = await ask(client, user="somebody", metadata={"a": "b"})
+        assert (second.headers["x-argosy-cache"], second.headers["age"]) == ("hit", "0")
+        one, two = first.json(), second.json()
+        assert one.pop("id") != two.pop("id")
+        assert one.pop("created") <= two.pop("created")
+        assert one == two
+        stream = await ask(client, stream=True, stream_options={"include_usage": True})
+        chunks = [
+            json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")
+        ]
+        assert (
+            "".join(each["choices"][0]["delta"].get("content") or "" for each in chunks[:-1])
+            == "Hello jo@example.com"
+        )
+        assert chunks[-1]["usage"]["completion_tokens"] == one["usage"]["completion_tokens"]
+        assert len({each["id"] for each in chunks}) == 1
+        assert stream.text.endswith("data: [DONE]\n\n")
+        response = await client.post("/v1/responses", json={"model": "big", "input": "Tell me", "temperature": 0,
+                                                             "max_output_tokens": 50, "store": False})  # fmt: skip
+        assert response.json()["output"][0]["content"][0]["text"] == "Hello jo@example.com"
+        assert count(replica) <= 2
+        explanation = await client.get(f"/admin/requests/{second.headers['x-argosy-request']}")
+        assert explanation.json()["cache"] == [{"rule": "all", "result": "hit", "age_s": 0.0}]
+        assert explanation.json()["tokens"]["output"] == one["usage"]["completion_tokens"]
+        assert "argosy_gateway_cache_requests_total" in (await client.get("/metrics")).text
+
+
+RICH: dict[str, Any] = BODY | {
+    "messages": [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "more"}]},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "response_format": {"type": "json_object"},
+    "stop": ["x", "y"],
+    "seed": 7,
+    "top_p": 0.5,
+    "logprobs": False,
+    "logit_bias": {"1": 2},
+    "a_later_parameter": [1, None],
+}  # fmt: skip
+
+
+def mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Yield each value that differs from a JSON value in one place."""
+    match value:
+        case dict():
+            for name, each in value.items():
+                yield {key: other for key, other in value.items() if key != name}
+                yield from ({**value, name: other} for other in mutate(each))
+        case list():
+            yield [*value, *value[-1:]]
+            for index, each in enumerate(value):
+                yield value[:index] + value[index + 1 :]
+                yield from ([*value[:index], other, *value[index + 1 :]] for other in mutate(each))
+        case bool():
+            yield not value
+        case str():
+            yield value + " "
+        case int() | float():
+            yield value + 1
+        case _:
+            yield 0
+
+
+async def test_a_request_that_differs_in_one_place_never_hits() -> None:
+    async with caching_gateway(CacheRule(tools=True, sampled=True)) as (client, _):
+        assert (await ask(client, **RICH)).headers["x-argosy-cache"] == "miss"
+        results = Counter[str]()
+        for body in mutate(RICH):
+            if "model" in body:
+                response = await client.post(CHAT, json=body)
+                results[response.headers.get("x-argosy-cache", "refused")] += 1
+        assert set(results) == {"miss", "refused"}
+        assert results["miss"] > 60
+        shuffled = dict(reversed(RICH.items()))
+        assert (await ask(client, **shuffled)).headers["x-argosy-cache"] == "hit"
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "rule", "expected"),
+    [
+        ({"temperature": 1}, {}, CacheRule(), "bypass"),
+        ({"temperature": 1, "seed": 3}, {}, CacheRule(), "hit"),
+        ({"temperature": 1}, {}, CacheRule(sampled=True), "hit"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {}, CacheRule(), "bypass"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {}, CacheRule(tools=True), "hit"),
+        ({}, {"cache-control": "no-store"}, CacheRule(), "bypass"),
+        ({}, {"cache-control": "no-cache"}, CacheRule(), "miss"),
+        ({}, {}, CacheRule(headers={"x-cache": "1"}), None),
+    ],
+)  # fmt: skip
+async def test_rules_and_headers(
+    fields: dict[str, Any], headers: dict[str, str], rule: CacheRule, expected: str | None
+) -> None:
+    async with caching_gateway(rule) as (client, replica):
+        for _ in range(2):
+            response = await ask(client, headers, **fields)
+        assert response.headers.get("x-argosy-cache") == expected
+        assert count(replica) == (1 if expected == "hit" else 2)
+
+
+async def test_only_complete_answers_are_kept() -> None:
+    async with caching_gateway() as (client, replica):
+        assert isinstance(replica, NativeUpstream)
+        for reason in ("length", "content_filter"):
+            replica.native_script = NativeScript(deltas=[{"content": "a"}], finish_reason=reason)
+            for _ in range(2):
+                assert (await ask(client)).headers["x-argosy-cache"] == "miss"
+        call = [start_call(0, "f"), *(continue_call(0, each) for each in '{"a": 1}')]
+        replica.native_script = NativeScript(deltas=call, finish_reason="tool_calls")
+        answers = [(await ask(client)).json()["choices"] for _ in range(2)]
+        assert answers[0] == answers[1]
+        assert count(replica) == 5
+
+
+async def test_equal_requests_at_once_are_computed_once() -> None:
+    gate = asyncio.Event()
+
+    class SlowReplica(NativeUpstream):
+        async def _stream(self, request: UpstreamRequest) -> None:
+            await gate.wait()
+            await super()._stream(request)
+
+    replica = SlowReplica()
+    replica.native_script = NativeScript(deltas=[{"content": "Hi"}])
+    async with caching_gateway(replica=replica) as (client, _):
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=client.base_url, limits=limits, timeout=60) as crowd:
+            leader = asyncio.create_task(ask(crowd))
+            others = [
+                asyncio.create_task(ask(crowd, stream=number % 2 == 0)) for number in range(199)
+            ]
+            while (  # noqa: ASYNC110 - the gateway's own count
+                "argosy_gateway_requests_in_flight 201" not in (await client.get("/metrics")).text
+            ):
+                await asyncio.sleep(0.01)
+            gate.set()
+            responses = await asyncio.gather(leader, *others)
+        results = Counter(each.headers["x-argosy-cache"] for each in responses)
+        assert results == {"miss": 1, "joined": 199}
+        assert count(replica) == 1
+
+
+async def test_content_rules_filter_replayed_answers() -> None:
+    rule = ContentRule(headers={"x-filter": "1"}, output={"email": "redact"})
+    async with caching_gateway(content_rules=[rule]) as (client, replica):
+        assert "jo@example.com" in (await ask(client)).text
+        filtered = await ask(client, {"x-filter": "1"})
+        assert filtered.headers["x-argosy-cache"] == "hit"
+        assert filtered.json()["choices"][0]["message"]["content"] == "Hello [email]"
+        assert count(replica) == 1
+
+
+async def test_answers_in_one_piece_of_other_engines_are_kept() -> None:
+    message = {"role": "assistant", "content": "Hi", "tool_calls": None, "reasoning_content": "So"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    answer = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+    }
+
+    async def respond(request: UpstreamRequest) -> None:
+        request.send_json(200, answer)
+
+    async with caching_gateway(replica=FakeUpstream(respond), kind="openai") as (client, replica):
+        first, second = [(await ask(client)).json() for _ in range(2)]
+        for each in (first, second):
+            assert each["choices"][0]["message"]["content"] == "Hi"
+            assert each["choices"][0]["message"]["reasoning_content"] == "So"
+            assert each["usage"]["completion_tokens"] == 2
+        assert count(replica) == 1
+
+
+async def test_damaged_and_expired_entries_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    damaged: list[str] = []
+
+    def create_damaging_store(*arguments: Any) -> IdempotencyStore:  # noqa: ANN401
+        store = create_idempotency_store(*arguments)
+        claim_original = store.claim
+
+        async def claim(key: str, claim: InFlightClaim) -> InFlightClaim | CachedResponse | None:
+            found = await claim_original(key, claim)
+            if isinstance(found, CachedResponse) and not damaged:
+                damaged.append(key)
+                return msgspec.structs.replace(found, body=found.body[:-1] + b"!")
+            return found
+
+        monkeypatch.setattr(store, "claim", claim)
+        return store
+
+    monkeypatch.setattr("argosy.gateway.server.create_idempotency_store", create_damaging_store)
+    async with caching_gateway() as (client, replica):
+        results = [(await ask(client)).headers["x-argosy-cache"] for _ in range(3)]
+        assert results == ["miss", "miss", "hit"]
+        assert count(replica) == 2
+        assert len(damaged) == 1
+    async with caching_gateway(CacheRule(max_age_s=1e-9)) as (client, _):
+        for _ in range(2):
+            assert (await ask(client)).headers["x-argosy-cache"] == "miss"
+
+
+async def test_projects_share_no_answer_and_hits_cost_their_charge(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/argosy.db"
+    with open_organisation(url) as accounts:
+        keys = [accounts.key(accounts.project(name)) for name in ("one", "two")]
+        accounts.store.limits_and_prices.set_price(
+            Price(model="big", input=1000, cached_input=1000, output=10_000), actor="test"
+        )
+        async with caching_gateway(
+            CacheRule(charge=0.25), store=StoreConfig(url=url), auth=AuthConfig(mode="required")
+        ) as (client, replica):
+            results, costs = [], []
+            for key in (keys[0], keys[1], keys[0]):
+                headers = {"authorization": f"Bearer {key}"}
+                response = await ask(client, headers)
+                results.append(response.headers["x-argosy-cache"])
+                path = f"/admin/requests/{response.headers['x-argosy-request']}"
+                costs.append(
+                    (await client.get(path, headers=headers)).json()["ledger"]["nano_dollars"]
+                )
+            assert results == ["miss", "miss", "hit"]
+            assert costs[0] == costs[1] == 4 * costs[2] > 0
+            assert count(replica) == 2
