@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from argosy.constraints import read_tools
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.execution.kernels.cpu.isa import TORCH_ISA_NAME
 from argosy.engine.serving.engine_core.core import EngineCore
+from argosy.engine.serving.output_parsing import FORMATS, build_output_grammar
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
@@ -47,6 +49,25 @@ PERSON_GRAMMAR = json.dumps(
     }
 )
 TEXT_GRAMMAR = json.dumps({"grammars": [{"lark_grammar": "start: /[a-z ]{4,60}/"}]})
+MARKERS = {"<tool_call>": 4098, "</tool_call>": 4099}
+"""Special tokens of the bundled model around a call."""
+TOOL = {
+    "name": "find",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+CALL_GRAMMAR = build_output_grammar(
+    FORMATS["hermes"],
+    read_tools({"tools": [{"type": "function", "function": TOOL}]}),
+    None,
+    MARKERS.get,
+).text
+"""Free text, in which a call may begin at any token."""
 SAMPLING_PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
@@ -85,6 +106,14 @@ SAMPLING_PARAMS = [
         logit_bias={70: 50.0, 72: 50.0},
         banned_token_ids=tuple(range(300, 600)),
         stop_token_ids=(90,),
+    ),
+    SamplingParams(
+        seed=8,
+        max_tokens=40,
+        grammar=CALL_GRAMMAR,
+        logit_bias={MARKERS["<tool_call>"]: 8.0},
+        logprobs=1,
+        min_tokens=9,
     ),
     SamplingParams(
         temperature=0.0,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,35 +13,35 @@ import pytest
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import KvCacheGroups
 from argosy.engine.serving.engine_core.core import EngineCore
-from argosy.protocol import SamplingParams
+from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.generic_cases import GENERIC_FAMILIES
-from tests.engine.test_equivalence import INT8_KV, create_requests, format_options
+from tests.engine.test_equivalence import DTYPES, create_requests, format_options
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.test_speculation import ScriptedDrafter
 from tests.engine.transformers_reference import VOCAB, make_reference
+
+DEFAULT_MODELS = {(name, "bfloat16") for name in ("gpt-oss", "gemma 3", "deepseek 3", "qwen 3.5")}
+KINDS = ("right", "mixed", "rubbish")
+ALL_METHODS = "prediction,prompt_lookup,domain_window"
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logit_bias": {5: 2.0, 90: -100.0}, "banned_token_ids": (6, 7)},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.0, "allowed_token_ids": [*range(20, 60)], "presence_penalty": 1.0},
+    {"temperature": 0.7, "reasoning": ReasoningBlock(end_ids=(60, 62), budget=7)},
+    {"temperature": 0.0, "frequency_penalty": 1.0},
+]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((name, dtype), id=f"{name}-{dtype}", marks=marks)
-        for name, dtype, marks in (
-            ("gpt-oss", "bfloat16", ()),
-            ("gpt-oss", "int8", pytest.mark.exhaustive),
-            ("gpt-oss", INT8_KV, pytest.mark.exhaustive),
-            ("gemma 3", "bfloat16", ()),
-            ("gemma 3", INT8_KV, pytest.mark.exhaustive),
-            ("olmo 3", "bfloat16", pytest.mark.exhaustive),
-            ("deepseek 3", "bfloat16", ()),
-            ("deepseek 3", "float32", pytest.mark.exhaustive),
-            ("deepseek 3", INT8_KV, pytest.mark.exhaustive),
-            ("deepseek 2 lite", "int4", pytest.mark.exhaustive),
-            ("qwen 3.5", "bfloat16", ()),
-            ("qwen 3 next", "float32", pytest.mark.exhaustive),
-            ("qwen 3 next", "float32 KV int8", pytest.mark.exhaustive),
-            ("qwen 3.5 moe", "int8", pytest.mark.exhaustive),
-        )
+        pytest.param(case, id="-".join(case), marks=marks)
+        for case in product(FAMILIES | GENERIC_FAMILIES, [*DTYPES, "float32 KV int8"])
+        for marks in [() if case in DEFAULT_MODELS else pytest.mark.exhaustive]
     ],
 )
 def model(
@@ -55,10 +57,8 @@ def model(
 def requests() -> list[EngineRequest]:
     """Return requests with prompts of many lengths, half of them greedy."""
     params = [
-        SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True, logprobs=1
-        )
-        for seed, temperature in enumerate([0.9, 0.0] * 4)
+        SamplingParams(**fields, seed=seed, max_tokens=24, ignore_eos=True, logprobs=1)
+        for seed, fields in enumerate(PARAMS)
     ]
     return create_requests(params, range(3, VOCAB))
 
@@ -67,22 +67,16 @@ def run(
     model: tuple[Path, str],
     *,
     twice: bool = False,
-    drafts: dict[str, list[int]] | None = None,
     **options: object,
 ) -> tuple[dict[str, RequestOutput], EngineCore]:
     path, dtype = model
     core = create_core(path, **format_options(dtype) | {"max_seqs": 8} | options)
-    if drafts is not None:
-        assert (core.speculation is None) == (core.scheduler.limits.state_snapshots is not None)
-        if core.speculation is not None:
-            core.speculation.drafters = [ScriptedDrafter("mixed", drafts, core.info.vocab_size)]
     if "num_blocks" in options:
         core.scheduler.output_estimator.fraction = 0.0  # so that sequences are preempted
     outputs = run_requests(core, requests())
     return run_requests(core, requests()) if twice else outputs, core
 
 
-@pytest.mark.usefixtures("all_drafts")
 def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
     single, _ = run(model, max_seqs=1, prefix_cache=False)
     expected = {key: (output.tokens, output.logprobs) for key, output in single.items()}
@@ -95,8 +89,6 @@ def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
 
     check(run(model, prefix_cache=False)[0])
     check(run(model, max_step_tokens=17, max_steps_in_flight=1)[0])
-    drafts = {key: tokens for key, (tokens, _) in expected.items()}
-    check(run(model, drafts=drafts, warmup=True, max_step_tokens=64, max_seqs=5)[0])
     cached, core = run(model, twice=True)
     assert sum(output.cached_tokens or 0 for output in cached.values()) > 100
     check(cached)
@@ -115,3 +107,39 @@ def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
     ]
     for output in run_requests(core, siblings).values():
         assert (output.tokens, output.logprobs) == expected["0"]
+
+
+@pytest.mark.usefixtures("all_drafts")
+def test_drafts_change_no_output(model: tuple[Path, str]) -> None:
+    """Scripted drafts, right and wrong, and those of the own drafters, with preemptions and after a resume."""
+    expected, plain = run(model, max_seqs=1, prefix_cache=False)
+    outputs = {key: output.tokens for key, output in expected.items()}
+    options: dict[str, Any] = {
+        "warmup": True,
+        "max_step_tokens": 64,
+        "max_seqs": 5,
+        "speculation": ALL_METHODS,
+    }
+    num_blocks = KvCacheGroups(plain.scheduler.limits.kv_windows, 16).count_blocks(20 * 16)
+    _, core = run(model, num_blocks=num_blocks, **options)
+    assert (core.speculation is None) == (core.scheduler.limits.state_snapshots is not None)
+    if core.speculation is None:
+        return
+    predicted = [
+        msgspec.structs.replace(
+            request, prediction=[*outputs[request.id][2:], 9], resumed_tokens=resumed
+        )
+        for request in requests()
+        for resumed in [outputs[request.id][:9] if int(request.id) % 3 == 0 else []]
+    ]
+    vocab_size, all_drafters = core.info.vocab_size, [core.speculation.drafters]
+    all_drafters += [[ScriptedDrafter(kind, outputs, vocab_size)] for kind in KINDS]
+    for drafters in all_drafters:
+        core.speculation.drafters = drafters
+        accepted = core.speculation.accepted_tokens.total()
+        for key, output in run_requests(core, predicted).items():
+            skipped = 9 if int(key) % 3 == 0 else 0
+            assert output.tokens == outputs[key][skipped:]
+            assert output.logprobs == expected[key].logprobs[skipped:]
+            assert output.finish == expected[key].finish
+        assert core.speculation.accepted_tokens.total() > accepted
