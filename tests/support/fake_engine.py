@@ -90,6 +90,8 @@ class FakeEngine:
     last_core_exit: str = ""
     usage = ResourceUsage()
     sleep_level: int = 0
+    awake_bytes: int = 0
+    may_wake: asyncio.Event = field(default_factory=_set_event)
     wake_s = 0.0
     sleep_stats = SleepStats()
     memory_bound_bytes = 0
@@ -134,6 +136,7 @@ class FakeEngine:
             arithmetic=self.arithmetic,
             pooling=self.pooling,
             model=FAKE_MODEL,
+            awake_bytes=self.awake_bytes,
         )
 
     async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
@@ -147,6 +150,8 @@ class FakeEngine:
     async def set_sleep_level(self, level: int) -> bool:
         self.state = "sleeping" if level else "waking"
         await self.wait_idle()
+        if not level:
+            await self.may_wake.wait()
         self.sleep_level = level
         self.state = "sleeping" if level else "ready"
         return True

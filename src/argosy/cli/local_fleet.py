@@ -22,7 +22,7 @@ from argosy.process import handle_signals, raise_file_limit, run_in_daemon_threa
 from argosy.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    from argosy.deployment import GatewayConfig
+    from argosy.deployment import GatewayConfig, SleepConfig
     from argosy.gateway import GatewayServer
 
 FAILOVER_TIMEOUT_S = 120.0
@@ -32,7 +32,7 @@ START_POLL_INTERVAL_S = 0.1
 
 @dataclass(kw_only=True)
 class LocalFleet:
-    """Fleet of one model on this machine, with embedding models beside it.
+    """Fleet of one model on this machine, with further models beside it.
 
     Runs until SIGTERM, SIGINT, or the end of its terminal.
     """
@@ -51,6 +51,12 @@ class LocalFleet:
     """Whether explanations contain prompts and outputs."""
     embedding_models: Mapping[str, str]
     """Path or hub name of each embedding model by its public name."""
+    added_models: Mapping[str, str]
+    """Path or hub name of each further model by its public name."""
+    sleep: SleepConfig | None
+    """When models sleep; None if they never do."""
+    model_memory: str | None
+    """Memory for all models together; None sets no limit."""
     has_served: bool = False
     """Whether the gateway has been ready."""
     _auth_setup: AuthSetup | None = None
@@ -76,6 +82,10 @@ class LocalFleet:
             ServedModel((name,), str(resolve_model_path(source, None)))
             for name, source in self.embedding_models.items()
         ]
+        added_models = [
+            ServedModel((name,), str(resolve_model_path(source, None)))
+            for name, source in self.added_models.items()
+        ]
         with runtime_folder() as folder:
             pools = plan_pools(
                 model,
@@ -84,6 +94,7 @@ class LocalFleet:
                 self.server.drain_deadline_s,
                 self.options,
                 {"TMPDIR": str(folder)},  # so that no file of a killed replica is left
+                added_models=added_models,
             )
             uvloop.run(self._run(ReplicaFleet(pools, folder / "launcher")))
 
@@ -218,6 +229,7 @@ class LocalFleet:
             url,
             self.server.model_names_for(self.engine.model)[0],
             embedding_models=list(self.embedding_models),
+            added_models=list(self.added_models),
             key_required=self._auth_setup.key_required,
             tls=self.server.tls,
             store_url=self.auth_bootstrap.configured_store_url,
@@ -243,6 +255,7 @@ class LocalFleet:
                 ModelConfig(
                     name=model.names[0],
                     aliases=model.names[1:],
+                    sleep=self.sleep,
                     replicas=[
                         ReplicaConfig(name=replica.name, url=replica.url or "", kind="argosy")
                         for replica in replicas
@@ -261,6 +274,7 @@ class LocalFleet:
             queue=QueueConfig()
             if self.engine.request_timeout_s is None
             else QueueConfig(timeout_s=self.engine.request_timeout_s),
+            model_memory=self.model_memory,
             drain_deadline_s=server.drain_deadline_s,
             log_content=self.log_content,
         )

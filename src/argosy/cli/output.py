@@ -27,6 +27,7 @@ _STATE_COLORS = {
     "page": "red",
     "out_of_service": "yellow",
     "draining": "yellow",
+    "sleeping": "blue",
     "cordoned": "yellow",
     "ticket": "yellow",
 }

@@ -15,7 +15,8 @@ from argosy.cli.quantities import format_timestamp
 from argosy.cli.server_client import DEFAULT_URL, GatewayApiKey, GatewayUrl, call_admin_api
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, drain, cordon and weigh the replicas of a gateway."
+    no_args_is_help=True,
+    help="List, drain, cordon, weigh and put to sleep the replicas of a gateway.",
 )
 
 POLL_INTERVAL_S = 0.5
@@ -123,6 +124,36 @@ _add_change(
     "Let a replica get requests again, after a drain or a cordon.",
     "uncordon",
 )
+
+
+@app.command()
+def sleep(
+    replica: ReplicaArgument,
+    *,
+    model: ModelOption = None,
+    level: Annotated[int, Option(min=1, max=2, help="1 keeps the weights, 2 drops them too.")] = 1,
+    grace: Annotated[float, Option(min=0, help="Seconds after which running requests end.")] = 30.0,
+    reason: Reason = "",
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """Free the memory of a native replica, which keeps its process and its hits in host memory.
+
+    Requests for a model that may sleep wake it up, and so does `argosy replicas wake`.
+    """
+    fields = {
+        "replica": replica,
+        "model": model,
+        "level": level,
+        "grace_s": grace,
+        "reason": reason,
+    }
+    change = call_admin_api(url, api_key, "POST", "/admin/replicas/sleep", fields)
+    _print_change(change, "sleeps", json=json)
+
+
+_add_change("wake", "is awake", "Wake a native replica up that sleeps.")
 
 
 @app.command()

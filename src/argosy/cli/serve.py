@@ -27,10 +27,11 @@ from argosy.engine import ReplicaServerConfig
 from argosy.process import format_os_error
 
 
-def parse_embedding_models(values: Sequence[str], taken_names: Sequence[str]) -> dict[str, str]:
-    """Return the paths or hub names of embedding models by their public names.
+def parse_models(option: str, values: Sequence[str], taken_names: Sequence[str]) -> dict[str, str]:
+    """Return the paths or hub names of models by their public names.
 
     Args:
+        option: Option that has the values.
         values: Models, each alone or after its name and `=`.
         taken_names: Names that other models have.
 
@@ -43,9 +44,7 @@ def parse_embedding_models(values: Sequence[str], taken_names: Sequence[str]) ->
         if not separator or Path(value).exists():
             (name,), model = ReplicaServerConfig().model_names_for(value), value
         if name in models or name in taken_names:
-            raise ValueError(
-                f"two models are called {name!r}; name one with --embedding-model NAME={model}"
-            )
+            raise ValueError(f"two models are called {name!r}; name one with {option} NAME={model}")
         models[name] = model
     return models
 
@@ -75,6 +74,39 @@ def serve(
             help="Embedding model or reranker to serve at the same address, on the CPU; may be given several times.",
         ),
     ] = None,
+    add_model: Annotated[
+        list[str] | None,
+        Option(
+            "--add-model",
+            metavar="[NAME=]MODEL",
+            help="Further model to serve at the same address, with the same options; may be given several times.",
+        ),
+    ] = None,
+    model_memory: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Memory for all models together, like 16GiB. Models for which it has no room sleep, and a request"
+            " wakes them up.",
+        ),
+    ] = None,
+    sleep_after: Annotated[
+        float | None,
+        Option(
+            min=0,
+            metavar="SECONDS",
+            help="Free the memory of a model after this time without requests.",
+        ),
+    ] = None,
+    sleep_level: Annotated[
+        int,
+        Option(
+            min=1,
+            max=2,
+            help="What sleep frees: all but the weights (1), or the weights too (2).",
+            rich_help_panel="Advanced",
+        ),
+    ] = 1,
     gpus: Annotated[
         Literal["own", "shared"],
         Option(
@@ -118,6 +150,7 @@ def serve(
     from argosy.cli.local_fleet import LocalFleet
     from argosy.cli.replica_fleet import FleetFailedError
     from argosy.cli.startup_display import StartupDisplay
+    from argosy.deployment import SleepConfig
     from argosy.engine import build_replica_settings
     from argosy.fleet import group_replicas, usable_gpus
     from argosy.fleet.launchers import LaunchError
@@ -139,6 +172,8 @@ def serve(
                 console_insecure_http=console_insecure_http,
             )
             names = server.model_names_for(engine.model)
+            added = parse_models("--add-model", add_model or (), names)
+            sleeps = model_memory is not None or sleep_after is not None
             fleet = LocalFleet(
                 server=server,
                 engine=engine,
@@ -147,7 +182,14 @@ def serve(
                 display=display,
                 options=options,
                 log_content=log_content,
-                embedding_models=parse_embedding_models(embedding_model or (), names),
+                embedding_models=parse_models(
+                    "--embedding-model", embedding_model or (), (*names, *added)
+                ),
+                added_models=added,
+                sleep=SleepConfig(after_s=sleep_after, level=2 if sleep_level > 1 else 1)
+                if sleeps
+                else None,
+                model_memory=model_memory,
             )
             fleet.serve()
         except (ValueError, LaunchError) as error:

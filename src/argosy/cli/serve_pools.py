@@ -20,8 +20,11 @@ from argosy.fleet import VISIBLE_DEVICES_VARIABLE, ReplicaGroup
 START_TIMEOUT_S = 120.0
 MODEL_POOL = "replica"
 EMBEDDING_POOL = "embedding"
+ADDED_POOL = "model"
 GATEWAY_OPTIONS = frozenset({"host", "model", "port", "revision", "served_model_name", "uds"})
 """Options of `argosy serve` that its replicas do not have, or not as they are."""
+MODEL_OPTIONS = frozenset({"draft_model", "task"})
+"""Options that only the first model has, as they fit no other."""
 EMBEDDING_OPTIONS = frozenset(
     {
         "drain_deadline",
@@ -62,10 +65,13 @@ def plan_pools(
     drain_deadline_s: float,
     options: Mapping[str, Any],
     environment: Mapping[str, str],
+    *,
+    added_models: Sequence[ServedModel] = (),
 ) -> list[ServePool]:
-    """Return the pools of a model by its groups of replicas, and one for each embedding model, which runs on the CPU.
+    """Return the pools of a model by its groups of replicas, and one for each other model.
 
-    `options` are those on the command line, by name, and `environment` has variables of all replicas.
+    `options` are those on the command line, by name, and `environment` has variables of all replicas. Added models have
+    the same options, and embedding models run on the CPU.
     """
 
     def plan(
@@ -97,11 +103,12 @@ def plan_pools(
         )
 
     shared = {name: value for name, value in options.items() if name not in GATEWAY_OPTIONS}
+    num_others = len(embedding_models) + len(added_models)
     pools = [
         plan(
             MODEL_POOL if len(groups) == 1 else f"{MODEL_POOL}-{number}",
             model,
-            shared | {"colocated_replicas": group.colocated_replicas},
+            shared | {"colocated_replicas": group.colocated_replicas + len(added_models)},
             replicas=group.num_replicas,
             accelerators=group.accelerators,
             environment={**environment}
@@ -110,7 +117,18 @@ def plan_pools(
         )
         for number, group in enumerate(groups)
     ]
-    colocated = sum(group.num_replicas for group in groups) + len(embedding_models) - 1
+    colocated = sum(group.num_replicas for group in groups) + num_others - 1
+    pools += [
+        plan(
+            f"{ADDED_POOL}-{number}",
+            added_model,
+            {name: value for name, value in shared.items() if name not in MODEL_OPTIONS}
+            | {"colocated_replicas": colocated},
+            replicas=1,
+            environment={**environment},
+        )
+        for number, added_model in enumerate(added_models)
+    ]
     shared = {name: value for name, value in options.items() if name in EMBEDDING_OPTIONS}
     return pools + [
         plan(

@@ -42,6 +42,7 @@ class StartupDisplay(ProgressBar):
         model: str,
         *,
         embedding_models: Sequence[str] = (),
+        added_models: Sequence[str] = (),
         key_required: bool,
         tls: TlsConfig | None = None,
         store_url: str | None = None,
@@ -62,6 +63,8 @@ class StartupDisplay(ProgressBar):
         if key_required and not self._first_key_shown:
             self._print(key_hint(store_url))
         self._print(usage_hint(client_url(url, tls), model, key_required=key_required, tls=tls))
+        if added_models:
+            self._print(f"Also serves:  {', '.join(added_models)}")
         if embedding_models:
             self._print(f"Embeddings:   {', '.join(embedding_models)} at /v1/embeddings")
         if has_console:

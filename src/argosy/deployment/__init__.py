@@ -131,6 +131,7 @@ from argosy.deployment.settings.gateway_config import (
     ModelConfig,
     QueueConfig,
     SeriesConfig,
+    SleepConfig,
     Timeouts,
     load_config,
 )

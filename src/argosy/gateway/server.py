@@ -64,6 +64,7 @@ from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer, new_gateway_id
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.residency_manager import ResidencyManager
 from argosy.gateway.routes import add_openapi_route, build_routes
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
@@ -334,6 +335,10 @@ class GatewayServer:
         generation = CompletionHandlers(
             self._models, config, filters, fast_path, self._outcomes, cache
         )
+        residency = ResidencyManager(
+            lambda: self._models.pools, generation.read_demand, config.model_memory_bytes
+        )
+        self._parts.append(GatewayPart(tasks=[residency.run]))
         background = BackgroundResponses(
             response_state, generation.chat_completions, generation.memory
         )

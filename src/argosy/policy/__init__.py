@@ -92,6 +92,7 @@ from argosy.policy.reservation import (
     reserve,
     running_usage,
 )
+from argosy.policy.residency import Residency, ResidentModel, decide_residency
 from argosy.policy.resolved_addresses import ResolvedAddresses
 from argosy.policy.retries import Hedging, PoisonRequestTracker, RetryBudget, backoff_s
 from argosy.policy.routing import (

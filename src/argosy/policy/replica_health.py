@@ -3,7 +3,8 @@
 Five inputs decide the status, the first that applies wins:
 
 1. The circuit breaker is open: `ejected`.
-2. The replica reports that it is not ready, or has not reported yet: `starting`, `draining`, `unreachable`.
+2. The replica reports that it is not ready, or has not reported yet: `starting`, `sleeping`, `draining`,
+   `unreachable`.
 3. It cannot be reached although it was ready: `unreachable`. One request per half second is still sent to it.
 4. An operator decided so: `cordoned`, `draining`.
 5. It refused requests as full: `backoff`. Otherwise it is `ready`.
@@ -87,7 +88,7 @@ class ReplicaHealth:
         self._backpressure = Backpressure()
         self._outage = OutageTracker(grace_s)
         self._own_state = ReplicaStatus.READY if assume_ready else ReplicaStatus.STARTING
-        """State of the replica itself: ready, starting, draining or unreachable."""
+        """State of the replica itself: ready, starting, sleeping, draining or unreachable."""
         self._own_reason = ""
         """Explanation of `_own_state`, if the replica gave one."""
         self._admin_state = admin_state
@@ -135,6 +136,8 @@ class ReplicaHealth:
                 return f"drained {self._admin_reason}"
             case ReplicaStatus.DRAINING:
                 return "it reports that it drains"
+            case ReplicaStatus.SLEEPING:
+                return "its memory is freed until it is woken up"
             case ReplicaStatus.STARTING:
                 default = "it has not reported that it is ready"
                 return self._own_reason or self.last_failure or default
@@ -250,7 +253,7 @@ class ReplicaHealth:
         match self._own_state:
             case ReplicaStatus.READY:
                 self._outage.mark_up()
-            case ReplicaStatus.STARTING:
+            case ReplicaStatus.STARTING | ReplicaStatus.SLEEPING:
                 self._outage.mark_starting(now)
             case ReplicaStatus.DRAINING:
                 self._outage.mark_down(now)

@@ -23,6 +23,8 @@ class ReplicaStatus(StrEnum):
     """The replica takes requests."""
     STARTING = "starting"
     """The replica loads its model, restarts its engine, or has not been reached yet."""
+    SLEEPING = "sleeping"
+    """The replica has freed its memory, or is about to, and takes no requests until it is woken up."""
     DRAINING = "draining"
     """The replica finishes its running requests and takes no new ones, by its own report or an operator's decision."""
     CORDONED = "cordoned"
@@ -44,5 +46,7 @@ _REPORTED = {
     "ready": ReplicaStatus.READY,
     "starting": ReplicaStatus.STARTING,
     "restarting": ReplicaStatus.STARTING,
+    "sleeping": ReplicaStatus.SLEEPING,
+    "waking": ReplicaStatus.STARTING,
     "draining": ReplicaStatus.DRAINING,
 }

@@ -23,7 +23,7 @@ class Residency(StrEnum):
     AWAKE = "awake"
     WAKING = "waking"
     FALLING_ASLEEP = "falling asleep"
-    """It finishes its running requests, or frees its memory."""
+    """The model finishes its running requests, or frees its memory."""
     ASLEEP = "asleep"
 
 
@@ -79,7 +79,7 @@ class ResidentModel:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyDecision:
-    """What to begin now. Decide again when a model has changed its residency."""
+    """Changes to begin now. Decide again when a model has changed its residency."""
 
     wakes: Sequence[str] = ()
     sleeps: Sequence[str] = ()

@@ -103,22 +103,29 @@ def test_invalid_option_is_named_with_its_range(options: dict[str, Any], message
 def test_groups_of_replicas_and_embedding_models_are_pools() -> None:
     groups = [ReplicaGroup(2, shared_gpu="0"), ReplicaGroup(1, shared_gpu="GPU-7")]
     options = {"max_seqs": 4, "threads": 2}
-    pools = plan_pools(MODEL, [EMBEDDING], groups, 2.5, options, {"TMPDIR": "/run/x"})
+    added = ServedModel(("coder",), "/models/coder")
+    pools = plan_pools(
+        MODEL, [EMBEDDING], groups, 2.5, options, {"TMPDIR": "/run/x"}, added_models=[added]
+    )
     config = declare_fleet(pools)
     assert parse_fleet(dump_fleet(config, "json")) == config
-    first, second, embedding = config.pools
+    first, second, coder, embedding = config.pools
     assert [(pool.name, pool.replicas) for pool in config.pools] == [
         ("replica-0", 2),
         ("replica-1", 1),
+        ("model-0", 1),
         ("embedding-0", 1),
     ]
     assert first.environment == {"TMPDIR": "/run/x", "CUDA_VISIBLE_DEVICES": "0"}
     assert second.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
     assert options_of(config.engines[second.engine].command)["max_seqs"] == 4
+    coder_options = options_of(config.engines[coder.engine].command)
+    assert (coder_options["max_seqs"], coder_options["colocated_replicas"]) == (4, 4)
     _, engine = build_replica_settings(options_of(config.engines[embedding.engine].command))
     assert (engine.device, engine.threads, engine.max_seqs) == ("cpu", 2, 64)
     assert [(model.name, model.aliases) for model in config.models] == [
         ("chat", ("other name",)),
+        ("coder", ()),
         ("minilm", ()),
     ]
 

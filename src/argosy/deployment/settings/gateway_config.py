@@ -24,7 +24,15 @@ from argosy.deployment.settings.routing_config import (
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
 from argosy.protocol import parse_endpoint
-from argosy.settings import ByCommandLine, ByOperator, SettingError, SettingPath, SettingsDocument
+from argosy.settings import (
+    ByCommandLine,
+    ByOperator,
+    SettingError,
+    SettingPath,
+    SettingsDocument,
+    Size,
+    parse_size,
+)
 from argosy.store import IdempotencyConfig, StoreConfig
 
 MAX_MODEL_NAME_LENGTH = 200
@@ -62,6 +70,18 @@ class GivingWayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     the tier go first."""
 
 
+class SleepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the native replicas of a model sleep, which frees their memory. A request wakes them up (`cold_start`)."""
+
+    after_s: ByOperator[Annotated[float, Meta(ge=0, le=604_800)] | None] = None
+    """Time without requests after which they sleep. None lets them sleep only when other models need the memory
+    (`model_memory`)."""
+    level: ByOperator[Literal[1, 2]] = 1
+    """1 keeps the weights, 2 drops them too."""
+    pinned: ByOperator[bool] = False
+    """Whether they never sleep, so that their memory counts but is never freed."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name and the replicas that answer for it."""
 
@@ -77,6 +97,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hedging."""
     giving_way: ByOperator[GivingWayConfig] = GivingWayConfig()
     """When running streams pause for waiting requests."""
+    sleep: ByOperator[SleepConfig | None] = None
+    """When the model's replicas sleep. None lets them never sleep."""
     replicas: ByCommandLine[list[ReplicaConfig]] = []
     """The servers behind the model. Required, unless a controller runs the model's replicas, or other models answer
     (`traffic`)."""
@@ -233,7 +255,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     queue: ByOperator[QueueConfig] = QueueConfig()
     """How much may wait for each model, and how long."""
     cold_start: ByOperator[ColdStartConfig] = ColdStartConfig()
-    """How requests wait for a model that is scaled to zero."""
+    """How requests wait for a model that is scaled to zero or sleeps."""
+    model_memory: ByOperator[Size | None] = None
+    """Memory for all models with `sleep` together, if they run on one machine. Those that wait for it wake up in turn.
+    None sets no limit."""
     idempotency: ByOperator[IdempotencyConfig] = IdempotencyConfig()
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ByOperator[ExplainConfig] = ExplainConfig()
@@ -286,6 +311,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def rules(self) -> list[RequestConditions]:
         """The routes, the content rules and the cache rules."""
         return [*self.routes, *self.content_rules, *self.cache_rules]
+
+    @property
+    def model_memory_bytes(self) -> int | None:
+        """Memory of all models that may sleep in bytes."""
+        return None if self.model_memory is None else parse_size(self.model_memory)
 
 
 def load_config(path: Path) -> GatewayConfig:

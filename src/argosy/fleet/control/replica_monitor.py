@@ -151,7 +151,8 @@ class ReplicaMonitor:
         stated = _read_status(response.content)
         reading = msgspec.structs.replace(
             last,
-            is_serving=response.status_code == 200,
+            is_serving=response.status_code == 200
+            or (load is not None and load.state in SLEEP_STATES),
             ready_problem=""
             if response.status_code in EXPECTED_STATUSES
             else f"{paths.ready} answers {response.status_code}, see `ready_path` of its engine",
@@ -170,6 +171,10 @@ class ReplicaMonitor:
         if is_idle or last.load is None or load.step != last.load.step:
             return msgspec.structs.replace(reading, last_step_at=now)
         return reading
+
+
+SLEEP_STATES = frozenset({"sleeping", "waking"})
+"""States in which a replica is well, but frees its memory until a gateway wakes it up."""
 
 
 async def warm_up_replica(url: str, model: str) -> None:

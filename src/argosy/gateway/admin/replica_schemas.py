@@ -102,6 +102,12 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     labels: dict[str, str]
     phase: str
     startup: StartupProgress | None
+    sleep_level: int
+    """How much memory sleep has freed: 0 none, 1 all but the weights, 2 the weights, too."""
+    wake_s: float
+    """Seconds that the replica took to wake up last; 0 if it has not slept."""
+    awake_bytes: int
+    """Memory that the replica needs while it is awake at most; 0 if unknown."""
 
 
 class ReplicaChangeView(
@@ -194,6 +200,9 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         labels=report.labels if report else {},
         phase=report.phase if report else "",
         startup=report.startup if report else None,
+        sleep_level=report.sleep_level if report else 0,
+        wake_s=report.wake_s if report else 0.0,
+        awake_bytes=report.awake_bytes if report else 0,
     )
 
 
@@ -247,6 +256,15 @@ class DrainReplica(ReplicaName, frozen=True, kw_only=True, forbid_unknown_fields
 
     grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 0.0
     """How long running streams may continue there before they move."""
+
+
+class SleepReplica(ReplicaName, frozen=True, kw_only=True):
+    """Body of `POST /admin/replicas/sleep`."""
+
+    level: Literal[1, 2] = 1
+    """1 keeps the weights, 2 drops them too."""
+    grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
+    """Time after which running requests end that keep the replica awake."""
 
 
 class WeighReplica(ReplicaName, frozen=True, kw_only=True, forbid_unknown_fields=True):

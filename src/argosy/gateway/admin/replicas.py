@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import structlog
+
 from argosy.deployment import GATEWAY_POOL
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.replica_schemas import (
@@ -21,18 +23,21 @@ from argosy.gateway.admin.replica_schemas import (
     ReplicaLogView,
     ReplicaName,
     ReplicaView,
+    SleepReplica,
     WeighReplica,
     to_replica_view,
 )
 from argosy.gateway.admin.schemas import Page, build_page, get_given_fields
 from argosy.gateway.event_loop import LoopSlices
 from argosy.gateway.model_registry import ReplicaChange
-from argosy.gateway.pool import Pool
+from argosy.gateway.pool import Pool, change_sleep
+from argosy.gateway.upstream import UpstreamError
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.store import CONTROLLER_LOG, AuditEntry, ReplicaState, Store
 
 endpoints = AdminEndpoints()
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 REPLICAS = "/admin/replicas"
 AUDIT_ACTIONS = "replica."
@@ -128,6 +133,62 @@ async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaL
             query.replica, run.started_at, query, as_text=query.format == "text"
         ),
         runs=runs,
+    )
+
+
+@endpoints.register(
+    "POST",
+    f"{REPLICAS}/sleep",
+    "operator",
+    "gateway",
+    body_type=SleepReplica,
+    is_nonblocking=True,
+)
+async def sleep_replica(scope: AdminScope, request: AdminRequest) -> ReplicaChangeView:
+    """Free the memory of a native replica. It finishes its running requests before."""
+    return await _change_sleep(scope, request, request.body.level, request.body.grace_s)
+
+
+@endpoints.register(
+    "POST",
+    f"{REPLICAS}/wake",
+    "operator",
+    "gateway",
+    body_type=ReplicaName,
+    is_nonblocking=True,
+)
+async def wake_replica(scope: AdminScope, request: AdminRequest) -> ReplicaChangeView:
+    """Let a native replica that sleeps allocate its memory again, and get requests."""
+    return await _change_sleep(scope, request, 0, None)
+
+
+async def _change_sleep(
+    scope: AdminScope, request: AdminRequest, level: int, deadline_s: float | None
+) -> ReplicaChangeView:
+    """Change the sleep of the replicas with a name. They keep their state for all gateways themselves."""
+    body = request.body
+    changed = scope.replicas.find(body.replica, body.model)
+    for pool, replica in changed:
+        if not replica.is_native:
+            raise ApiError(
+                400,
+                "invalid_value",
+                f"{replica.name} is no native replica, so that it does not sleep.",
+            )
+        try:
+            await change_sleep(replica, level, deadline_s)
+        except (UpstreamError, TimeoutError) as error:
+            raise ApiError(502, "upstream_failed", f"{replica.name}: {error}") from error
+        log.info(
+            "replica_sleep_changed",
+            model=pool.model,
+            replica=replica.name,
+            level=level,
+            actor=request.actor,
+            reason=body.reason,
+        )
+    return ReplicaChangeView(
+        persistent=True, replicas=[to_replica_view(pool, replica) for pool, replica in changed]
     )
 
 

@@ -172,7 +172,7 @@ def build_pool(model_entries: ModelEntries) -> Pool:
 
 def build_version_pool(model: ModelConfig, version: str, replicas: list[ReplicaEndpoint]) -> Pool:
     """Build the pool of one version of a model."""
-    return Pool(
+    pool = Pool(
         model.name,
         replicas,
         model.routing,
@@ -180,6 +180,8 @@ def build_version_pool(model: ModelConfig, version: str, replicas: list[ReplicaE
         build_giving_way(model.giving_way),
         version,
     )
+    pool.sleep = model.sleep
+    return pool
 
 
 def build_hedging(model: ModelConfig) -> Hedging | None:

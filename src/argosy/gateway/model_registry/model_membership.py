@@ -73,6 +73,7 @@ class ModelMembership:
                 pool = build_version_pool(model, digest, [])
                 membership = self._memberships[digest] = PoolMembership(pool, (), self._resolve)
             membership.pool.set_routing_policy(model.routing, build_hedging(model))
+            membership.pool.sleep = model.sleep
             membership.pool.giving_way = build_giving_way(model.giving_way)
             membership.apply_entries(replicas)
         retired = [self._memberships.pop(digest) for digest in removed]

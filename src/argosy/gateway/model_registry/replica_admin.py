@@ -62,6 +62,16 @@ class ReplicaAdmin:
         """Yield the replicas of all pools, or of one model. Raises NotFoundError for an unknown model."""
         return ((pool, replica) for pool in self.pools(model) for replica in pool.replicas.values())
 
+    def find(self, name: str, model: str | None) -> list[tuple[Pool, ReplicaEndpoint]]:
+        """Return the replicas with this name, in one pool or in all. Raises NotFoundError if there is none."""
+        found = [each for each in self.replicas(model) if each[1].name == name]
+        if not found:
+            known = sorted({replica.name for _, replica in self.replicas(model)})[:20]
+            raise NotFoundError(
+                f"There is no replica {name[:200]!r}. Use one of: {', '.join(known)}."
+            )
+        return found
+
     async def change(
         self, name: str, model: str | None, change: ReplicaChange, actor: str
     ) -> list[tuple[Pool, ReplicaEndpoint]]:
@@ -72,12 +82,7 @@ class ReplicaAdmin:
             ValueError: A field is invalid.
             StoreError: The decision cannot be stored. Nothing was changed.
         """
-        changed = [found for found in self.replicas(model) if found[1].name == name]
-        if not changed:
-            known = sorted({replica.name for _, replica in self.replicas(model)})[:20]
-            raise NotFoundError(
-                f"There is no replica {name[:200]!r}. Use one of: {', '.join(known)}."
-            )
+        changed = self.find(name, model)
         for pool, replica in changed:
             decision = await self._store_change(pool.model, replica, change, actor)
             self.models.apply_decision(*decision)

@@ -14,3 +14,4 @@ from argosy.gateway.pool.pool import ModelStartup, Pool, PoolVersions
 from argosy.gateway.pool.prefix_map import PrefixMap, build_prefix_map
 from argosy.gateway.pool.prober import Prober
 from argosy.gateway.pool.replica_endpoint import AdminSettings, ReplicaEndpoint
+from argosy.gateway.pool.sleep_change import change_sleep

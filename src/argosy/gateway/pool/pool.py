@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import structlog
 
+from argosy.deployment import SleepConfig
 from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint, ignore_change
 from argosy.policy import Hedging, ReplicaStatus, RoutingPolicyName, StatusChange
 from argosy.policy.placement import GivingWay, PlacementPool
@@ -114,6 +115,10 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         """Pools that answer in place of this one; None if it always answers."""
         self.startup: ModelStartup | None = None
         """How far the start of the first replica is, if the fleet scales the pool to zero and it has no replica."""
+        self.sleep: SleepConfig | None = None
+        """When the model sleeps; None if it never does."""
+        self.keep_alive_s: float | None = None
+        """Time without requests after which it sleeps, if an operator's request has set one in place of `sleep`'s."""
         self._on_capacity_change: Callable[[], None] = ignore_change
         for replica in replicas:
             self._observe(replica)

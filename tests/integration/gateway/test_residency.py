@@ -1,0 +1,115 @@
+"""Models that sleep: who is awake in too little memory, and what clients of a sleeping model receive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import httpx2
+import pytest
+from tests.support.fake_engine import FakeEngine, constant_script, reply_script
+from tests.support.gateway_client import CHAT, run_gateway_server
+from tests.support.replica_servers import MODEL, serve
+from tests.support.waiting import until
+
+from argosy.deployment import (
+    ColdStartConfig,
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    SleepConfig,
+)
+from argosy.engine.serving.text import Tokenizer
+
+AWAKE_BYTES = 1000
+REPLY = "Hello there."
+
+
+@contextlib.asynccontextmanager
+async def run_models(
+    tokenizer: Tokenizer,
+    count: int,
+    sleep: SleepConfig | None,
+    memory: int | None = None,
+    **settings: Any,  # noqa: ANN401 - of the gateway
+) -> AsyncIterator[tuple[list[FakeEngine], httpx2.AsyncClient]]:
+    """Run a gateway with models `m0`, `m1`, ... of one replica each."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines, models = [], []
+        for number in range(count):
+            engine = FakeEngine(tokenizer, constant_script(reply_script(tokenizer, REPLY)))
+            engine.awake_bytes = AWAKE_BYTES
+            engines.append(engine)
+            running = await stack.enter_async_context(serve(engine))
+            replica = ReplicaConfig(url=running.url, model=MODEL, name=f"r{number}", kind="argosy")
+            models.append(ModelConfig(name=f"m{number}", replicas=[replica], sleep=sleep))
+        config = GatewayConfig(port=0, models=models, model_memory=memory, **settings)
+        _, client = await stack.enter_async_context(run_gateway_server(config))
+        yield engines, client
+
+
+async def ask(client: httpx2.AsyncClient, number: int, **fields: object) -> httpx2.Response:
+    body = {"model": f"m{number}", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return await client.post(CHAT, json=body)
+
+
+def count_awake(engines: list[FakeEngine]) -> int:
+    return sum(not engine.sleep_level for engine in engines)
+
+
+async def test_requests_wake_models_within_the_memory(tokenizer: Tokenizer) -> None:
+    async with run_models(tokenizer, 5, SleepConfig(), 2 * AWAKE_BYTES) as (engines, client):
+        await until(lambda: count_awake(engines) == 2)
+        most_awake = 0
+        for turn in range(3):
+            numbers = [(turn + n) % 5 for n in range(5)] * 2
+            answers = [asyncio.create_task(ask(client, number)) for number in numbers]
+            while not all(answer.done() for answer in answers):
+                most_awake = max(most_awake, count_awake(engines))
+                await asyncio.sleep(0)
+            assert [each.result().status_code for each in answers] == [200] * len(numbers)
+        assert most_awake == 2
+        views = (await client.get("/admin/replicas")).json()["data"]
+        assert {view["status"] for view in views} == {"ready", "sleeping"}
+
+
+async def test_idle_model_sleeps_at_its_level_and_streams_learn_of_its_waking(
+    tokenizer: Tokenizer,
+) -> None:
+    notices = ColdStartConfig(comment_interval_s=0.05, event_interval_s=0.05)
+    async with run_models(
+        tokenizer,
+        *(1, SleepConfig(after_s=0.2, level=2)),
+        cold_start=notices,
+        early_stream_start_s=0.05,
+    ) as ((engine,), client):
+        await until(lambda: engine.sleep_level == 2)
+        may_wake = engine.may_wake = asyncio.Event()
+        body = {"model": "m0", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        received = ""
+        async with client.stream("POST", CHAT, json=body) as response:
+            async for text in response.aiter_text():
+                received += text
+                if ": argosy starting" in received:
+                    may_wake.set()
+        assert '"content":"Hello' in received
+        await until(lambda: engine.sleep_level == 2)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_operator_puts_a_replica_to_sleep(tokenizer: Tokenizer, level: int) -> None:
+    async with run_models(tokenizer, 1, None) as ((engine,), client):
+        decide = partial(client.post, json={"replica": "r0", "reason": "test"})
+        slept = await client.post("/admin/replicas/sleep", json={"replica": "r0", "level": level})
+        (view,) = slept.json()["replicas"]
+        assert (slept.status_code, view["status"], engine.sleep_level) == (200, "sleeping", level)
+        waiting = asyncio.create_task(ask(client, 0))
+        woken = await decide("/admin/replicas/wake")
+        assert woken.json()["replicas"][0]["status"] == "ready"
+        assert json.loads((await waiting).content)["choices"][0]["message"]["content"] == REPLY
+        unknown = await client.post("/admin/replicas/wake", json={"replica": "r1"})
+        assert unknown.status_code == 404
