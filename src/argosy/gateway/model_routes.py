@@ -68,8 +68,12 @@ class RequestRule:
         subject: TrafficSubject,
         headers: Mapping[bytes, bytes],
         now: float,
+        fields: RequestFields | None,
     ) -> bool:
-        """Return whether all conditions hold for a request to a model (by its primary name) at a Unix time."""
+        """Return whether all conditions hold for a request to a model (by its primary name) at a Unix time.
+
+        Conditions of fields hold for no request whose fields are unknown.
+        """
         windows, flag, flags = self.config.windows, self.config.percentage_flag, self.config.flags
         if not (
             (self.model is None or self.model == model)
@@ -82,6 +86,7 @@ class RequestRule:
             )
             and (windows is None or any(window.contains(now) for window in windows))
             and (flag is None or flag.is_on(subject))
+            and self._matches_fields(fields)
         ):
             return False
         for name, value in self.headers:
@@ -89,6 +94,19 @@ class RequestRule:
             if actual is None or (value is not None and actual != value):
                 return False
         return True
+
+    def _matches_fields(self, fields: RequestFields | None) -> bool:
+        """Return whether the conditions of a request's fields hold."""
+        config = self.config
+        least, most = config.min_prompt_tokens, config.max_prompt_tokens
+        if least is most is config.tools is config.media is None:
+            return True
+        return fields is not None and (
+            (least is None or fields.estimated_prompt_tokens >= least)
+            and (most is None or fields.estimated_prompt_tokens <= most)
+            and (config.tools is None or fields.has_tools == config.tools)
+            and (config.media is None or fields.has_media == config.media)
+        )
 
 
 def compile_rules(

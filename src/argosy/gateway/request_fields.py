@@ -176,6 +176,11 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
         return any(kind in messages for kind in _MEDIA_KINDS)
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the request describes tools."""
+        return any(bytes(self.raw.get(name, b"[]")) not in {b"[]", b"null"} for name in TOOL_FIELDS)
+
+    @property
     def can_aggregate_stream(self) -> bool:
         """Whether a non-streaming response can be aggregated from a native replica's stream."""
         if self.raw.keys().isdisjoint(NON_STREAMING_FIELDS):

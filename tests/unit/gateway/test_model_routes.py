@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -116,6 +117,34 @@ def test_route_matches_any_flag_of_principal() -> None:
     route = RouteConfig(flags=("beta", "new"), target_model="next")
     for flags, model in (((), "qwen"), (("old",), "qwen"), (("new", "old"), "next")):
         assert resolve_model(route, principal=Principal(flags=frozenset(flags))) == model
+
+
+@pytest.mark.parametrize(
+    ("conditions", "matching"),
+    [
+        ({"min_prompt_tokens": 1000}, {"long"}),
+        ({"max_prompt_tokens": 999}, {"short", "tools", "picture"}),
+        ({"tools": True}, {"tools"}),
+        ({"tools": False, "max_prompt_tokens": 999}, {"short", "picture"}),
+        ({"media": True}, {"picture"}),
+        ({"media": False, "tools": False}, {"short", "long"}),
+    ],
+)
+def test_conditions_of_the_request(conditions: dict[str, Any], matching: set[str]) -> None:
+    route = RouteConfig(target_model="next", **conditions)
+    message, picture = {"role": "user", "content": "hi"}, {"type": "image_url", "image_url": {}}
+    bodies: dict[str, dict[str, Any]] = {
+        "short": {"messages": [message], "tools": []},
+        "long": {"messages": [{"role": "user", "content": "hi " * 2000}]},
+        "tools": {"messages": [message], "tools": [{"type": "function"}]},
+        "picture": {"messages": [{"role": "user", "content": [picture]}]},
+    }
+    router = make_router(route)
+    for name, body in bodies.items():
+        fields = parse_request_fields(msgspec.json.encode(body), "messages")
+        target = router.resolve_target("qwen", Principal(), {}, fields)
+        assert (target.pool.model == "next") == (name in matching), name
+    assert resolve_model(route) == "qwen"  # the fields are unknown
 
 
 @given(

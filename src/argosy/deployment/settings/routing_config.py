@@ -107,6 +107,14 @@ class RequestConditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Feature flag of a part of the tenants or users. It must be on for the request's."""
     windows: ByOperator[Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None] = None
     """Times of the day or week. One of them must contain the request's arrival."""
+    min_prompt_tokens: ByOperator[Annotated[int, Meta(ge=1)] | None] = None
+    """Smallest prompt, in tokens as the gateway estimates them: a quarter of the bytes of its text and tools."""
+    max_prompt_tokens: ByOperator[Annotated[int, Meta(ge=1)] | None] = None
+    """Largest prompt, in the same tokens."""
+    tools: ByOperator[bool | None] = None
+    """Whether the request must have tools, or must have none."""
+    media: ByOperator[bool | None] = None
+    """Whether the request must have pictures, sounds, videos or files, or must have none."""
 
 
 class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +156,9 @@ def validate_conditions(
         raise ValueError(
             "tenants, tiers and flags belong to accounts, which need a store. Add `store`, or remove them."
         )
+    least, most = config.min_prompt_tokens, config.max_prompt_tokens
+    if least is not None and most is not None and least > most:
+        raise ValueError("no prompt has min_prompt_tokens above max_prompt_tokens. Exchange them.")
     names = [name.lower() for name in config.headers or ()]
     duplicates = {name for name in names if names.count(name) > 1}
     if duplicates:

@@ -258,7 +258,7 @@ class ModelRouter:
         subject = find_subject(principal, headers, fields, request_id)
         target, now = requested_target, time.time()
         for route in self._rules[RouteConfig]:
-            if route.matches(requested_target.pool.model, principal, subject, headers, now):
+            if route.matches(requested_target.pool.model, principal, subject, headers, now, fields):
                 target = RouteTarget(self._pools_by_name[route.target_model], route.name)
                 break
         if target.pool.traffic is not None:
@@ -324,7 +324,12 @@ class ModelRouter:
         model = self._pools_by_name.get(self._match_alias(fields.model), answering).model
         subject, now = find_subject(principal, headers, fields, request_id), time.time()
         return next(
-            (each for each in rules if each.matches(model, principal, subject, headers, now)), None
+            (
+                each
+                for each in rules
+                if each.matches(model, principal, subject, headers, now, fields)
+            ),
+            None,
         )
 
     def _divide_traffic(
