@@ -230,23 +230,33 @@ def make_bigram_model(path: Path) -> tuple[Path, Path]:
     return target, head
 
 
-def make_eagle_head(path: Path, *, is_old: bool) -> HeadReference:
-    """Save a target, and an EAGLE-3 head with the settings and tensors of older or of newer tools."""
+def make_eagle_head(path: Path, form: str) -> HeadReference:
+    """Save a target, and an EAGLE-3 head with the settings and tensors of a tool that trains them."""
     target, head = path / "target", path / "head"
     model = make_reference(target, "Llama", {"num_hidden_layers": NUM_LAYERS}).model
     head.mkdir()
     heads, kv_heads, size = 4, 2, 24
-    layers = [2, NUM_LAYERS // 2, NUM_LAYERS - 3] if is_old else [0, 3, 4]
-    config = SIZES | {
-        "architectures": ["LlamaForCausalLM" if is_old else "LlamaForCausalLMEagle3"],
+    layers = [2, NUM_LAYERS // 2, NUM_LAYERS - 3] if form == "early" else [1, 3, 4]
+    adds_normed = form == "speculators"
+    config: dict[str, Any] = SIZES | {
+        "architectures": ["LlamaForCausalLM" if form == "early" else "LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "head_dim": size,
+        "intermediate_size": 80,
         "hidden_act": "silu",
-        "draft_vocab_size": DRAFT_VOCAB,
         "rms_norm_eps": EPS,
     }
-    if not is_old:
-        config |= {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": layers}
+    if form == "speculators":
+        config = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": config,
+            "norm_before_residual": True,
+            "eagle_aux_hidden_state_layer_ids": layers,
+        }
+    elif form != "early":
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]}
+    config["draft_vocab_size"] = DRAFT_VOCAB
     (head / CONFIG).write_text(json.dumps(config))
     shapes = {
         "fc": (HIDDEN, 3 * HIDDEN),
@@ -263,10 +273,8 @@ def make_eagle_head(path: Path, *, is_old: bool) -> HeadReference:
         "norm": (HIDDEN,),
         "lm_head": (DRAFT_VOCAB, HIDDEN),
     }
-    if is_old:
+    if form != "eagle 3":
         shapes["embed_tokens"] = (VOCAB, HIDDEN)
-    config["intermediate_size"] = 80
-    (head / CONFIG).write_text(json.dumps(config))
     torch.manual_seed(3)
     w = {
         name: torch.randn(shape) * 0.2 + (1.0 if len(shape) == 1 else 0.0)
@@ -275,7 +283,9 @@ def make_eagle_head(path: Path, *, is_old: bool) -> HeadReference:
     target_tokens = sorted(torch.randperm(VOCAB)[:DRAFT_VOCAB].tolist())
     maps = {"d2t": torch.tensor(target_tokens) - torch.arange(DRAFT_VOCAB)}
     maps["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
-    save_file({f"{name}.weight": tensor for name, tensor in w.items()} | maps, head / WEIGHTS)
+    layer = "layers.0" if form == "speculators" else "midlayer"
+    stored = {f"{name.replace('midlayer', layer)}.weight": w[name] for name in w}
+    save_file(stored | maps, head / WEIGHTS)
     embedding = w.get("embed_tokens", model.model.embed_tokens.weight)
 
     def rotate(x: Tensor) -> Tensor:
@@ -296,7 +306,7 @@ def make_eagle_head(path: Path, *, is_old: bool) -> HeadReference:
         k, v = (x.repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v))
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * size**-0.5 + causal_mask(len(tokens))
         attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        x = (states if is_old else normed) + F.linear(attended, w["midlayer.self_attn.o_proj"])
+        x = (normed if adds_normed else states) + F.linear(attended, w["midlayer.self_attn.o_proj"])
         middle = rms_norm(x, w["midlayer.post_attention_layernorm"])
         gate, up = (F.linear(middle, w[f"midlayer.mlp.{name}_proj"]) for name in ("gate", "up"))
         return x + F.linear(F.silu(gate) * up, w["midlayer.mlp.down_proj"])

@@ -37,22 +37,23 @@ from tests.engine.test_equivalence import requests, shared_core
 from tests.engine.transformers_reference import VOCAB
 
 MAPS = {"d2t", "t2d"}
-PREFILLS = [(5, 50, 0), (70, 100, 0), (70, 20, 0), (61, 9, 0), (70, 100, 37), (67, 9, 48)]
+PREFILLS = [(5, 50, 0), (70, 20, 0), (61, 9, 0), (70, 100, 37), (67, 9, 48)]
 """Lengths of a prompt and of the chunks in which it is computed, and of the prefix that the drafter does not see."""
-LAYOUTS = ["eagle 3", "old eagle 3", *MTP_CASES]
+EAGLE_FORMS = ["eagle 3", "early", "speculators"]
+LAYOUTS = [*EAGLE_FORMS, *MTP_CASES]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
 def test_drafts_equal_reference(layout: str, tmp_path: Path) -> None:
     """After prefills in one chunk and in several, and after windows of which some drafts were rejected."""
-    if layout in MTP_CASES:
-        reference = make_mtp_head(tmp_path, MTP_CASES[layout])
-    else:
-        reference = make_eagle_head(tmp_path, is_old=layout.startswith("old"))
+    is_mtp = layout in MTP_CASES
+    reference = (
+        make_mtp_head(tmp_path, MTP_CASES[layout]) if is_mtp else make_eagle_head(tmp_path, layout)
+    )
     device, target = create_cpu_device(1), load_checkpoint(reference.target)
     reader = CheckpointReader(reference.head)
-    read = create_mtp_head if layout in MTP_CASES else read_eagle_head
+    read = create_mtp_head if is_mtp else read_eagle_head
     architecture = read(reference.head, reader.files.keys(), target.architecture)
     assert target.architecture.has_head
     head = load_draft_head(reader, architecture, target, device, torch.float32, lambda _: None)
@@ -159,7 +160,7 @@ def test_heads_change_no_output_and_give_several_tokens_a_step(
 def test_heads_of_other_models_are_refused_by_name(
     bigram_model: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    make_eagle_head(tmp_path, is_old=False)
+    make_eagle_head(tmp_path, EAGLE_FORMS[0])
     other = str(tmp_path / "head")
     mtp = SpeculativeConfig(method="mtp")
     no_head = SpeculativeConfig(method="eagle3", model=str(DRAFT_MODEL))
@@ -177,5 +178,15 @@ def test_heads_of_other_models_are_refused_by_name(
     for message, (model, options) in refusals.items():
         with pytest.raises(ValueError, match=message):
             create_core(model, warmup=True, **options)
-    useless = create_core(bigram_model[0], speculative_config=mtp)
-    assert useless.speculation is None
+
+
+def test_head_shares_the_memory_of_the_kv_cache(bigram_model: tuple[Path, Path]) -> None:
+    """Without a warm-up, there are no drafts and no head."""
+    options = {"num_blocks": None, "kv_memory_bytes": 1 << 22}
+    mtp = SpeculativeConfig(method="mtp")
+    plain, drafting = (
+        create_core(bigram_model[0], warmup=warmup, speculative_config=mtp, **options)
+        for warmup in (False, True)
+    )
+    assert plain.speculation is None
+    assert drafting.scheduler.limits.num_blocks == plain.scheduler.limits.num_blocks * 4 // 5

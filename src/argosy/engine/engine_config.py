@@ -52,6 +52,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Minimum number of equal tokens. Values below 3 count as 3."""
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Maximum number of compared tokens in vLLM. The longest match is always preferred here."""
+    draft_tensor_parallel_size: Literal[1] = 1
+    """Number of devices of the draft model in vLLM."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the model does not fit the method."""

@@ -20,7 +20,9 @@ from argosy.engine.execution.config.checkpoint_config import MAX_WIDTH, Checkpoi
 
 DraftHeadMethod = Literal["eagle3", "mtp"]
 EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-"""Names of EAGLE-3 heads in `architectures`. Early ones have that of Llama, and a `draft_vocab_size`."""
+"""Names of EAGLE-3 heads in `architectures`. Early ones have that of Llama, and a `draft_vocab_size`.
+
+Those of the library speculators state a `speculators_model_type`, and their layer in `transformer_layer_config`."""
 NUM_EAGLE_LAYERS = 3
 """Number of layers of the target whose hidden states an EAGLE-3 head reads."""
 _LLAMA = "LlamaForCausalLM"
@@ -83,9 +85,9 @@ def is_eagle_head(path: Path) -> bool:
     _, values = read_config_values(path)
     names = values.get("architectures")
     stated = {str(name) for name in names} if isinstance(names, list) else set()
-    return bool(stated & {*EAGLE_ARCHITECTURES}) or (
-        _LLAMA in stated and "draft_vocab_size" in values
-    )
+    is_early = _LLAMA in stated and "draft_vocab_size" in values
+    is_of_speculators = values.get("speculators_model_type") == "eagle3"
+    return bool(stated & {*EAGLE_ARCHITECTURES}) or is_early or is_of_speculators
 
 
 def read_eagle_head(
@@ -99,12 +101,15 @@ def read_eagle_head(
     file, values = read_config_values(path)
     family = FAMILIES[_LLAMA]
     config = CheckpointConfig(file, values, family.defaults)
+    config = replace(config, values=config.section("transformer_layer_config") | values)
     layer = build_architecture(_LLAMA, family, config, ())
     if layer.num_layers != 1:
         raise config.error("num_hidden_layers", "1, because an EAGLE-3 head has one layer")
     section = config.with_values(config.section("eagle_config"))
     if section.get("use_aux_hidden_state") is False:
         raise section.error("use_aux_hidden_state", "true, or absent")
+    if config.flag("norm_before_fc"):
+        raise config.error("norm_before_fc", "false, or absent")
     hidden_size = config.optional_integer("target_hidden_size", maximum=MAX_WIDTH)
     hidden_size = hidden_size or layer.hidden_size
     has_embedding = "embed_tokens.weight" in stored_names
