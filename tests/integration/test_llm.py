@@ -13,9 +13,18 @@ import numpy as np
 import pytest
 import structlog
 import torch
+from tests.engine.adapter_files import write_adapter
 from tests.support.export_gguf import export
 
-from argosy import LLM, ApiError, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
+from argosy import (
+    LLM,
+    ApiError,
+    AsyncLLM,
+    EngineConfig,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+)
 from argosy.models import BUNDLED_MODEL
 
 CONFIG = EngineConfig(
@@ -171,6 +180,36 @@ def test_seed_of_llm_makes_unseeded_requests_repeatable() -> None:
     first = run()
     assert first[0] != first[1]
     assert run() == first
+
+
+def test_adapters_follow_their_prompt_and_their_files(tmp_path: Path) -> None:
+    folders = [
+        write_adapter(tmp_path / "a", BUNDLED_MODEL, seed=1),
+        write_adapter(tmp_path / "b", BUNDLED_MODEL, seed=2),
+    ]
+    (tmp_path / "b" / "chat_template.jinja").write_text(
+        "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    )
+    a, b = (LoRARequest(path.name, n, str(path)) for n, path in enumerate(folders, 1))
+    with LLM(CONFIG, progress="off") as llm:
+        plain = texts(llm.generate(["Once"] * 2, GREEDY))
+        with pytest.raises(ValueError, match="enable_lora"):
+            llm.generate("Once", GREEDY, lora_request=a)
+    config = msgspec.structs.replace(CONFIG, enable_lora=True)
+    with LLM(config, progress="off") as llm:
+        mixed = texts(llm.generate(["Once"] * 4, GREEDY, lora_request=[None, a, b, a]))
+        assert mixed[0] == plain[0]
+        assert mixed[1] == mixed[3]
+        assert len(set(mixed)) == 3
+        assert texts(llm.generate(["Once"], GREEDY, lora_request=b)) == [mixed[2]]
+        (templated,) = llm.chat(CONVERSATION, GREEDY, lora_request=b)
+        assert templated.prompt == "<Hello! How are you?>"
+        (untemplated,) = llm.chat(CONVERSATION, GREEDY, lora_request=a)
+        assert untemplated.prompt == llm.chat(CONVERSATION, GREEDY)[0].prompt
+        with pytest.raises(ValueError, match="lora_request needs LoRARequest"):
+            llm.generate("Once", GREEDY, lora_request=object())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="has no adapter_config"):
+            llm.generate("Once", GREEDY, lora_request=LoRARequest("x", 3, str(BUNDLED_MODEL)))
 
 
 def test_chat_accepts_vllm_arguments(llm: LLM) -> None:

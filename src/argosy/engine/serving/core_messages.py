@@ -92,13 +92,9 @@ _STATUS_BY_CODE = {
 """Status of failures that are none of the engine. It is 400 if the request would fail on every replica."""
 
 
-def failure_error(reason: str, code: str) -> ApiError:
-    """Return the error of a response for a failure that the core reports."""
-    return ApiError(
-        _STATUS_BY_CODE.get(code, 500),
-        code,
-        f"The engine could not finish the request: {reason}.",
-    )
+def failure_status(code: str) -> int:
+    """Return the HTTP status for the code of a failure that the core reports."""
+    return _STATUS_BY_CODE.get(code, 500)
 
 
 def check_success(delta: Delta) -> None:
@@ -109,8 +105,11 @@ def check_success(delta: Delta) -> None:
             may succeed, 499 if it was cancelled.
     """
     if delta.finish_reason == "error":
-        raise failure_error(
-            delta.error or "the engine gave no reason", delta.error_code or "engine_error"
+        reason, code = delta.error or "the engine gave no reason", delta.error_code
+        raise ApiError(
+            failure_status(code or ""),
+            code or "engine_error",
+            f"The engine could not finish the request: {reason}.",
         )
     if delta.finish_reason == "cancelled":
         raise ApiError(499, "cancelled", "The request was cancelled before it finished.")

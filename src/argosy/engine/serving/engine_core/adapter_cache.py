@@ -137,8 +137,9 @@ class AdapterCache:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `advance` must be called soon."""
-        return bool(self._queue) or not all(each.is_late for each in self._loading)
+        """Whether `advance` and `drain_report` must be called soon."""
+        is_loading = not all(each.is_late for each in self._loading)
+        return self._has_changes or is_loading or bool(self._queue)
 
     @property
     def num_resident(self) -> int:
@@ -211,10 +212,11 @@ class AdapterCache:
         self._remove_if_unloading(adapter)
 
     def drop_unused(self) -> None:
-        """Remove the adapters that no request uses and that are not pinned."""
+        """Remove the adapters that no request uses and that are not pinned, without a report."""
         for adapter in list(self._adapters.values()):
             if adapter.is_evictable:
                 self._remove(adapter)
+        self._has_changes = False
 
     def advance(self, now: float) -> None:
         """Publish finished loads, start those that have room, and fail those that take too long."""

@@ -35,7 +35,7 @@ from argosy.engine.serving.core_messages import (
     StepOutputs,
     ToCore,
     UnloadAdapter,
-    failure_error,
+    failure_status,
 )
 from argosy.engine.serving.engine_core.core_handle import CoreHandle
 from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE, CoreLaunchSpec
@@ -490,7 +490,8 @@ class EngineClient:
                     loaded.set_result(None)
                 else:
                     message, code = failure
-                    loaded.set_exception(failure_error(message, code))
+                    message = f"The adapter is not loaded: {message}."
+                    loaded.set_exception(ApiError(failure_status(code), code, message))
 
     def _fail_adapter_loads(self, error: ApiError) -> None:
         loads, self._adapter_loads = self._adapter_loads, {}
