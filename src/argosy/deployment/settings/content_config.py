@@ -11,6 +11,7 @@ from msgspec import Meta
 from argosy.deployment.settings.routing_config import RequestConditions
 from argosy.policy.content import (
     DETECTORS,
+    MARKUP_DETECTORS,
     Action,
     Detector,
     Matcher,
@@ -22,7 +23,7 @@ from argosy.policy.content import (
 from argosy.settings import ByOperator
 
 ALL_DETECTORS = "*"
-"""Stands for all detectors that Argosy has."""
+"""Stands for all detectors of personal data and secrets."""
 DetectorName = Annotated[
     str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]{0,39})$(?!\n)", examples=["email"])
 ]
@@ -34,7 +35,7 @@ class ContentRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
 
     output: ByOperator[Actions] = msgspec.field(default_factory=dict)
     """Action for text in answers, by detector: `redact`, `mask`, `stop` or `report`. `*` stands for all detectors
-    that are built in. Log-probabilities and token ids are left out of filtered answers."""
+    of personal data and secrets. Log-probabilities and token ids are left out of filtered answers."""
     tool_arguments: ByOperator[Literal["stop", "report", "as_output"]] = "stop"
     """Action for text in the arguments of tool calls. A changed argument can change what a tool does, so the default
     ends the answer."""
@@ -72,7 +73,7 @@ def compile_content_rule(rule: ContentRule) -> ContentMatchers:
         raise ValueError(
             "restore: nothing in `input` has the action redact. Add it, or remove restore."
         )
-    known = dict(DETECTORS)
+    known = DETECTORS | MARKUP_DETECTORS
     for setting, names in (("words", rule.words), ("patterns", rule.patterns)):
         for name in names:
             if name in known or name == ALL_DETECTORS:

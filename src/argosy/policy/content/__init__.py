@@ -7,6 +7,7 @@ text is divided.
 
 from argosy.policy.content.detectors import (
     DETECTORS,
+    MARKUP_DETECTORS,
     Action,
     Detector,
     create_custom_detector,

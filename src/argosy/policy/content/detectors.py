@@ -381,6 +381,35 @@ DETECTORS = _group_detectors()
 """Detectors by the name that settings use."""
 
 
+_MARKUP_TAGS = (
+    "script|iframe|frame|object|embed|applet|style|link|meta|base|form|input|button|textarea|select|svg|math|img|image|"
+    "picture|video|audio|source|track|template|portal"
+)
+MARKUP_DETECTORS: dict[str, tuple[Detector, ...]] = {
+    "html": (
+        Detector(
+            "html",
+            _pattern(f"(?i)</?(?:{_MARKUP_TAGS})"),
+            "",
+            _NO_WORD_AFTER,
+            swallowed=r"^<\n",
+            swallowed_until=">",
+        ),
+    ),
+    "markdown_image": (
+        Detector(
+            "markdown_image",
+            _pattern(r"!\[[^\[\]\n]{0,100}\]\("),
+            "",
+            swallowed=r"^\n",
+            swallowed_until=r"\)",
+        ),
+    ),
+    "script_link": (Detector("script_link", _pattern(r"(?i)(?:javascript|vbscript):"), _WORD),),
+}
+"""Detectors of markup that runs or loads something where an answer is shown, by the name that settings use."""
+
+
 def create_word_detector(name: str, words: list[str]) -> Detector:
     """Return a detector of whole words, whatever their case.
 
