@@ -198,12 +198,14 @@ SCORES: dict[str, dict[str, Any]] = {
 @pairwise(
     group=(
         1,
-        3,
         7,
-        8,
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 4, 5, 6)),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (2, 3, 4, 5, 6, 8)),
     ),
-    head_dim=(64, 96, 128, 256),
+    head_dim=(
+        64,
+        128,
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (96, 256)),
+    ),
     start=(20, 508),
     scores=tuple(SCORES),
 )
