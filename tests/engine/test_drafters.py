@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from argosy.engine.engine_request import EngineRequest
+from argosy.engine.execution.executor.draft_model import DraftModel
+from argosy.engine.scheduling import DraftLengthPolicy
+from argosy.models import DRAFT_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import run_requests
 from tests.engine.test_equivalence import (
@@ -40,31 +44,73 @@ def test_tokens_that_a_grammar_forces_are_accepted() -> None:
     assert accepted["forced_tokens"] > 0.5 * drafted["forced_tokens"] > 5
 
 
-def count_drafts(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """Return how many tokens are drafted for a second request of the same text after a first one."""
-    core = create(0, warmup=True, speculation="domain_window")
-    speculation = core.speculation
-    assert speculation is not None
-    for number, fields in enumerate((first, second)):
-        request = EngineRequest(
-            id=str(number),
-            prompt=[*range(300, 340)],
-            params=SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
-            **fields,
-        )
-        (output,) = run_requests(core, [request]).values()
-        assert len(output.tokens) == 24
-        assert number or not speculation.draft_tokens
-    return speculation.draft_tokens["domain_window"]
+SHARED: dict[str, Any] = {"cache_domain": "a", "shares_outputs": True}
+PROMPT, OTHER_PROMPT = [*range(300, 340)], [*range(500, 540)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+REPETITIVE = msgspec.structs.replace(GREEDY, allowed_token_ids=[700, 701])
 
 
-def test_outputs_are_drafts_within_their_cache_domain_only() -> None:
-    """A tenant who guesses the beginning of another's output sees no faster answer."""
-    shared: dict[str, Any] = {"cache_domain": "a", "shares_outputs": True}
-    assert count_drafts(shared, shared) > 0
-    for first, second in (
-        (shared, shared | {"cache_domain": "b"}),
-        (shared, {"cache_domain": "a"}),
-        ({"cache_domain": "a"}, shared),
-    ):
-        assert count_drafts(first, second) == 0
+def observe_steps(
+    victim: tuple[list[int], SamplingParams, dict[str, Any]],
+    attacker: dict[str, Any],
+    options: dict[str, Any],
+) -> list[tuple[int, ...]]:
+    """Return the steps of an attacker's answers after those of a victim: their tokens, and those that each delivers."""
+    core = create(0, warmup=True, prefix_cache=False, **options)
+    prompt, params, fields = victim
+    for number in range(3):
+        run_requests(core, [EngineRequest(id=f"{number}", prompt=prompt, params=params, **fields)])
+    steps = []
+    for _ in range(2):
+        core.add(EngineRequest(id="attacker", prompt=PROMPT, params=GREEDY, **attacker))
+        while core.has_work:
+            outputs = core.step()
+            delivered = (len(delta.tokens) for delta in outputs.deltas)
+            steps.append((outputs.stats.step_tokens, *delivered))
+    return steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "prediction,forced_tokens,prompt_lookup,domain_window"},
+        {"speculation": "prompt_lookup", "draft_model": str(DRAFT_MODEL)},
+    ],
+    ids=["texts", "model"],
+)
+def test_drafts_reveal_nothing_of_texts_in_other_cache_domains(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant who guesses a text of another one, or how often it repeats itself, sees the steps of a wrong guess.
+
+    The measured durations of steps, which all share, are taken to be equal.
+    """
+    record = DraftLengthPolicy.record_step
+    monkeypatch.setattr(
+        DraftLengthPolicy, "record_step", lambda policy, *_: record(policy, 1, 0, 0.02)
+    )
+    monkeypatch.setattr(DraftLengthPolicy, "record_passes", lambda *_: None)
+    monkeypatch.setattr(DraftModel, "warm_up", lambda _: None)
+    victims = [(PROMPT, GREEDY), (OTHER_PROMPT, GREEDY), (PROMPT, REPETITIVE)]
+    attacker = SHARED | {"cache_domain": "b"}
+    right, other, repetitive = (
+        observe_steps((*victim, SHARED), attacker, options) for victim in victims
+    )
+    assert right == other == repetitive
+    neighbours = [observe_steps((*victim, SHARED), SHARED, options) for victim in victims[:2]]
+    assert neighbours[0] != neighbours[1], "within a domain the guess can be confirmed"
+
+
+@pytest.mark.parametrize(
+    ("victim", "attacker"),
+    [(SHARED, {"cache_domain": "a"}), ({"cache_domain": "a"}, SHARED)],
+    ids=["to nobody", "of nobody"],
+)
+def test_outputs_of_requests_that_share_none_are_no_drafts(
+    victim: dict[str, Any], attacker: dict[str, Any]
+) -> None:
+    right, other = (
+        observe_steps((prompt, GREEDY, victim), attacker, {"speculation": "domain_window"})
+        for prompt in (PROMPT, OTHER_PROMPT)
+    )
+    assert right == other

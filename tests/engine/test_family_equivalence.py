@@ -15,7 +15,7 @@ from argosy.engine.scheduling import KvCacheGroups
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
-from tests.engine.generic_cases import GENERIC_FAMILIES
+from tests.engine.generic_cases import GENERIC_FAMILIES, GENERIC_MODELS
 from tests.engine.test_equivalence import DTYPES, create_requests, format_options
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.test_speculation import ScriptedDrafter
@@ -50,7 +50,9 @@ def model(
     name, dtype = request.param
     family, options = (FAMILIES | GENERIC_FAMILIES)[name]
     path = tmp_path_factory.mktemp("model")
-    return make_reference(path, family, options, model=MODELS.get(family, "")).path, dtype
+    return make_reference(
+        path, family, options, model=(MODELS | GENERIC_MODELS).get(family, "")
+    ).path, dtype
 
 
 @cache
@@ -70,7 +72,9 @@ def run(
     **options: object,
 ) -> tuple[dict[str, RequestOutput], EngineCore]:
     path, dtype = model
-    core = create_core(path, **format_options(dtype) | {"max_seqs": 8} | options)
+    core = create_core(
+        path, **format_options(dtype) | {"max_seqs": 8, "task": "generate"} | options
+    )
     if "num_blocks" in options:
         core.scheduler.output_estimator.fraction = 0.0  # so that sequences are preempted
     outputs = run_requests(core, requests())

@@ -143,7 +143,7 @@ def test_text_that_defeats_its_drafter_is_hardly_slower(
     rates = []
     for _ in range(3):  # one batch after another, the first of which teaches the policy
         duration = plain = 0.0
-        histories = [DraftHistory() for _ in range(num_sequences)]
+        histories = [policy.create_history(b"domain") for _ in range(num_sequences)]
         for _ in range(130):
             candidates = [DraftCandidate(history, LOOKUP, 16) for history in histories]
             lengths = policy.select_lengths(candidates, num_sequences)

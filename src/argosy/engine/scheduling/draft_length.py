@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
@@ -34,13 +35,15 @@ MIN_ROW_COST = 1 / 4
 
 Measured durations are noisy, and those that are too low by chance would select the most drafts.
 """
+MAX_DOMAINS = 4096
+"""Number of cache domains whose acceptance is known."""
 MAX_RIDGES = 2
 """Maximum number of tokens of a step with drafts, in times in which the weights are read."""
 
 _SEQUENCE_WEIGHT = 1 / 4
 _DRAFT_MODEL_WEIGHT = 1 / 16
 """Weight of a new outcome of a draft model, whose acceptance changes less than that of texts."""
-_POOL_WEIGHT = 1 / 64
+_MEAN_WEIGHT = 1 / 64
 _COST_WEIGHT = 1 / 8
 """Weight of a new measurement in the averages."""
 _DECODE_HALF_LIFE_STEPS = 64.0
@@ -80,11 +83,13 @@ class _SourceHistory:
 
 
 class DraftHistory:
-    """Acceptance of earlier drafts of one sequence, by source."""
+    """Acceptance of earlier drafts of one sequence, by source, and the mean of all sequences of its cache domain."""
 
-    __slots__ = ("sources",)
+    __slots__ = ("means", "sources")
 
-    def __init__(self) -> None:
+    def __init__(self, means: dict[DraftSource, float] | None = None) -> None:
+        """Create the history of a new sequence, which starts from `means` and changes them."""
+        self.means: dict[DraftSource, float] = {} if means is None else means
         self.sources: dict[DraftSource, _SourceHistory] = {}
 
 
@@ -98,8 +103,11 @@ class DraftLengthPolicy:
         """
         self._pass_s = pass_s
         self._ridge_tokens = ridge_tokens
-        self._acceptance: dict[DraftSource, float] = {}
-        """Mean of all sequences, from which new ones start."""
+        self._means: OrderedDict[bytes, dict[DraftSource, float]] = OrderedDict()
+        """Acceptance in each cache domain, least recently used first.
+
+        Other domains must not see it, because it depends on how often texts repeat themselves.
+        """
         self._costs = [_initial_cost(rows, ridge_tokens) for rows in _COST_ROWS]
         """Duration of a step of `_COST_ROWS` tokens relative to that of one token. Never decreases."""
         self._min_row_cost = MIN_ROW_COST / ridge_tokens
@@ -107,6 +115,14 @@ class DraftLengthPolicy:
         """Number of probes for which `PROBE_SHARE` of the time has sufficed, and that were not computed."""
         self._decode_s = OnlineLinearFit(_DECODE_HALF_LIFE_STEPS)
         """Duration of a step without drafts by its number of sequences."""
+
+    def create_history(self, domain: bytes) -> DraftHistory:
+        """Return the history of a new sequence of a cache domain."""
+        means = self._means.setdefault(domain, {})
+        self._means.move_to_end(domain)
+        if len(self._means) > MAX_DOMAINS:
+            self._means.popitem(last=False)
+        return DraftHistory(means)
 
     def select_lengths(
         self, candidates: Sequence[DraftCandidate], num_decodes: int, prefill_tokens: int = 0
@@ -152,12 +168,12 @@ class DraftLengthPolicy:
         """Record that the first `accepted` of `drafted` drafts were accepted."""
         weight = _DRAFT_MODEL_WEIGHT if needed_passes else _SEQUENCE_WEIGHT
         entry = self._find_history(history, source)
-        pooled = self._acceptance[source]
+        mean = history.means[source]
         for index in range(min(accepted + 1, drafted)):
             outcome = float(index < accepted)
             entry.acceptance += weight * (outcome - entry.acceptance)
-            pooled += _POOL_WEIGHT * (outcome - pooled)
-        self._acceptance[source] = pooled
+            mean += _MEAN_WEIGHT * (outcome - mean)
+        history.means[source] = mean
         if accepted:
             entry.wait = FIRST_PROBE_WAIT
             self._spare_probes += 1.0
@@ -190,8 +206,8 @@ class DraftLengthPolicy:
     def _find_history(self, history: DraftHistory, source: DraftSource) -> _SourceHistory:
         entry = history.sources.get(source)
         if entry is None:
-            pooled = self._acceptance.setdefault(source, 1.0 - 1.0 / (1.0 + source.match_size / 4))
-            entry = history.sources[source] = _SourceHistory(pooled)
+            mean = history.means.setdefault(source, 1.0 - 1.0 / (1.0 + source.match_size / 4))
+            entry = history.sources[source] = _SourceHistory(mean)
         return entry
 
     def _maximize_rate(

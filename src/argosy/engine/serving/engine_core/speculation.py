@@ -89,6 +89,7 @@ class Speculation:
         self._pause_steps = 0
         """Number of steps of the latest pause. 0 while there are drafts."""
         self._pause_steps_left = 0
+        self._num_running = 0
 
     def propose(self, running: collections.abc.Collection[Sequence]) -> dict[Sequence, list[int]]:
         """Return drafts of the running sequences, as many as make the next step faster.
@@ -101,6 +102,8 @@ class Speculation:
         if self.draft_model is not None:
             self._run_draft_model(self.draft_model, lambda model: model.catch_up(running))
         caught_up_s = self._draft_model_s
+        if len(running) != self._num_running:
+            self._end_pause(len(running))
         if self._pause_steps_left:
             self._pause_steps_left -= 1
             return {}
@@ -158,7 +161,7 @@ class Speculation:
                         drafts[seq] = tokens
                         source = DraftSource(drafter.name, 1 << (draft.match_size.bit_length() - 1))
                         candidates[seq] = DraftCandidate(
-                            self._find_history(seq.id), source, len(tokens)
+                            self._find_history(seq), source, len(tokens)
                         )
             except Exception:
                 log.exception("drafter_failed", drafter=drafter.name)
@@ -186,7 +189,7 @@ class Speculation:
         source, estimate = DraftSource(draft_model.name, ASSUMED_MATCH), self._policy.estimate
         for seq in waiting:
             candidate = DraftCandidate(
-                self._find_history(seq.id), source, self._max_drafts(seq), needs_passes=True
+                self._find_history(seq), source, self._max_drafts(seq), needs_passes=True
             )
             other = candidates.get(seq)
             if other is None or estimate(candidate) > estimate(other):
@@ -239,10 +242,10 @@ class Speculation:
                 return tokens[:index]
         return tokens[: self._max_draft_tokens]
 
-    def _find_history(self, request_id: str) -> DraftHistory:
-        history = self._histories.get(request_id)
+    def _find_history(self, seq: Sequence) -> DraftHistory:
+        history = self._histories.get(seq.id)
         if history is None:
-            history = self._histories[request_id] = DraftHistory()
+            history = self._histories[seq.id] = self._policy.create_history(seq.cache_salt)
         return history
 
     def record_step(self, plan: StepPlan, result: StepResult) -> None:
@@ -285,8 +288,14 @@ class Speculation:
             },
         }
 
+    def _end_pause(self, num_running: int) -> None:
+        """Ask the drafters in the next step, so that no text of other requests delays the drafts of a new one."""
+        self._pause_steps = self._pause_steps_left = 0
+        self._num_running = num_running
+
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
+        self._end_pause(0)
         self._histories.pop(request_id, None)
         for drafter in self.drafters:
             drafter.release(request_id)
