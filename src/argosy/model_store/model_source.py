@@ -27,10 +27,12 @@ from argosy.model_store.manifest import (
     parse_manifest,
 )
 from argosy.model_store.model_files import (
+    QUALITY_FILE,
     gguf_part_names,
     list_model_files,
     select_model_files,
 )
+from argosy.model_store.quality_report import MAX_REPORT_BYTES
 from argosy.models import BUNDLED_MODELS
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ class ModelSource:
     revision: str = ""
     card: Mapping[str, str] = field(default_factory=dict)
     """`licence` and `base_model`, as far as the publisher says so."""
+    report: bytes | None = None
+    """Quality report beside the model, which is not a part of it."""
     may_link: bool = False
     """Whether the files never change in place, so that the store may link them."""
 
@@ -131,7 +135,11 @@ def open_source(source: str, revision: str | None) -> ModelSource:
         card_folder = path if path.is_dir() else path.parent
         card = read_model_card(_read_text(card_folder / "README.md"))
         return ModelSource(
-            source=source, files=_local_files(path), revision=revision or "", card=card
+            source=source,
+            files=_local_files(path),
+            revision=revision or "",
+            card=card,
+            report=_read_local_report(path),
         )
     name = HubName.parse(source)
     if name is None:
@@ -146,6 +154,7 @@ def open_source(source: str, revision: str | None) -> ModelSource:
         files=tuple(map(_with_hub_hash, _local_files(path))),
         revision=commit or revision or "",
         card=fetch_model_card(name.repository, commit),
+        report=_read_local_report(path),
         may_link=True,
     )
 
@@ -198,6 +207,11 @@ def _read_local_manifest(path: Path) -> Manifest | None:
     return parse_manifest(file.read_bytes(), str(file)) if file.is_file() else None
 
 
+def _read_local_report(path: Path) -> bytes | None:
+    file = path / QUALITY_FILE
+    return file.read_bytes()[:MAX_REPORT_BYTES] if file.is_file() else None
+
+
 def _open_url(url: str, revision: str | None) -> ModelSource:
     file_system, root = _find_file_system(url)
     try:
@@ -211,6 +225,10 @@ def _open_url(url: str, revision: str | None) -> ModelSource:
         if "README.md" in details:
             content = file_system.cat_file(str(details["README.md"]["name"]), start=0, end=1 << 16)
             card = read_model_card(content.decode(errors="replace"))
+        report: bytes | None = None
+        if QUALITY_FILE in details:
+            file = str(details[QUALITY_FILE]["name"])
+            report = bytes(file_system.cat_file(file, start=0, end=MAX_REPORT_BYTES))
     except ModelStoreError:
         raise
     except Exception as error:
@@ -229,7 +247,7 @@ def _open_url(url: str, revision: str | None) -> ModelSource:
     files = tuple(
         _remote_file(file_system, url, name, details[name], hashes.get(name)) for name in names
     )
-    return ModelSource(source=url, files=files, revision=revision or "", card=card)
+    return ModelSource(source=url, files=files, revision=revision or "", card=card, report=report)
 
 
 def _find_file_system(url: str) -> tuple[AbstractFileSystem, str]:

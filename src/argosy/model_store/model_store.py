@@ -32,6 +32,7 @@ from argosy.model_store.manifest import (
     digest_of,
     parse_manifest,
 )
+from argosy.model_store.model_files import QUALITY_FILE
 
 FOLDER_VARIABLE = "ARGOSY_MODELS"
 REFERENCE_PREFIX = "store:"
@@ -229,10 +230,12 @@ class ModelStore:
         """Return the file by which a download is locked."""
         return self._locks / key
 
-    def publish(self, manifest: Manifest, version: ModelVersion) -> ModelVersion:
+    def publish(
+        self, manifest: Manifest, version: ModelVersion, report: bytes | None = None
+    ) -> ModelVersion:
         """Make a model visible whose files are all in the store. Readers see all of it or nothing.
 
-        A version that exists keeps its stage.
+        A version that exists keeps its stage, and its quality report if no other one is given.
 
         Raises:
             OSError: The folder cannot be written.
@@ -243,6 +246,8 @@ class ModelStore:
                 replace_file(file, manifest.encode())
                 file.chmod(0o444)
             self._link_model(manifest, version.digest)
+            if report is not None:
+                replace_file(self.model_folder(version.digest) / QUALITY_FILE, report)
             known = self._read_version(self._version_file(version.name, version.digest))
             if known is not None:
                 version = msgspec.structs.replace(version, stage=known.stage)

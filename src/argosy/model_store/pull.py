@@ -104,7 +104,7 @@ def pull_model(
                 size=manifest.size,
                 pulled_at=time.time(),
             )
-            return store.publish(manifest, version)
+            return store.publish(manifest, version, found.report)
 
 
 def default_name(source: str) -> str:

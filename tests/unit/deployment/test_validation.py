@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 import pytest
+from tests.support.small_models import write_small_model
 from tools.settings_docs import struct_in
 
 import argosy
@@ -25,6 +26,12 @@ from argosy.deployment import (
     load_fleet,
     parse_fleet,
     parse_remote_change,
+)
+from argosy.model_store import (
+    compute_manifest,
+    list_model_files,
+    open_model_store,
+    pull_model,
 )
 from argosy.settings import changed_by
 from argosy.store import open_memory_store
@@ -41,6 +48,26 @@ SECRET_HEADER = (
     % "replicas: 1"
 )
 DIGEST = "sha256:" + "0" * 64
+QUALITY_REPORT: dict[str, Any] = {
+    "base_digest": DIGEST,
+    "arithmetic": "a",
+    "recipe": "w8a8",
+    "method": "gptq",
+    "calibration_tokens": 1000,
+    "data_digest": DIGEST,
+    "tokens": 100,
+    "base_perplexity": 20.0,
+    "perplexity": 20.1,
+    "mean_kl": 0.01,
+    "p99_kl": 0.1,
+    "max_kl": 0.2,
+    "same_top": 0.99,
+    "same_top5": 0.98,
+    "greedy_prompts": 1,
+    "greedy_tokens": 12.5,
+    "max_greedy_tokens": 128,
+    "limits": {},
+}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +214,55 @@ def test_contradiction_names_file_of_the_setting(tmp_path: Path) -> None:
         load_fleet([base, overlay])
 
 
+GATED = "models: [{{name: chat, source: {}, quality_gate: required}}]\npools: [{{name: chat, model: chat}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"perplexity": 20.3}, "the perplexity rises by 1.50% (limit 1.00%)"),
+        ({"mean_kl": 0.03}, "the mean KL divergence is 0.0300 (limit 0.02)"),
+        ({"same_top": 0.9}, "90.00% of the most likely tokens are the same (limit 98.00%)"),
+        ({"digest": DIGEST}, f"its quality report is that of another model, {DIGEST}"),
+        ({"mean_kl": "low"}, "is no quality report: Expected `float`, got `str`"),
+        (None, "it has no quality report"),
+    ],
+)
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_required_report_decides_whether_a_version_is_served(
+    changes: dict[str, Any] | None,
+    problem: str | None,
+    is_stored: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "store"))
+    model = write_small_model(tmp_path / "model")
+    digest = compute_manifest(list_model_files(model)).digest
+    if changes is not None:
+        report = QUALITY_REPORT | {"digest": digest} | changes
+        (model / "argosy-quality.json").write_bytes(msgspec.json.encode(report))
+    source = f"./model, digest: '{digest}'"
+    if is_stored:
+        assert pull_model(open_model_store(), str(model), name="chat").digest == digest
+        source = "'store:chat'"
+    file = tmp_path / "fleet.yaml"
+    file.write_text(GATED.format(source))
+    if problem is None:
+        assert load_fleet([file]).models[0].digest == digest
+        return
+    with pytest.raises(ValueError, match=re.escape(problem)) as error:
+        load_fleet([file])
+    assert f"{file}: models[0].quality_gate: " in str(error.value)
+    with pytest.raises(ValueError, match="a report belongs to a digest"):
+        parse_fleet(GATED.format("./model"))
+    if is_stored:
+        in_force = parse_fleet(GATED.format(f"'{DIGEST}'"))
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            parse_remote_change(GATED.format(f"'{digest}'"), "change", in_force)
+
+
 IN_FORCE = """
 fleet: demo
 models:
@@ -247,6 +323,11 @@ def old() -> FleetConfig:
         ("argosy.db", "other.db", "store"),
         ("fleet: demo", "auth: {mode: disabled}", "auth"),
         ("fleet: demo", "log_content: true", "log_content"),
+        (
+            "source: owner/chat",
+            "source: owner/chat, quality_gate: required",
+            "models[0].quality_gate",
+        ),
         ("source: owner/chat", "source: 'ftp://10.0.0.1/x'", "models[0].source"),
         ("source: owner/chat", "source: 'https://other.example.com/x'", "models[0].source"),
         (

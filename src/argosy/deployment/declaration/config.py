@@ -192,6 +192,9 @@ class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """SHA-256 digest of the model's manifest (`argosy models show`). Another digest is another model, so its replicas
     are replaced. Replicas of the engine `argosy` compare every file with it before they load one; other engines do
     not."""
+    quality_gate: ByCommandLine[Literal["off", "required"]] = "off"
+    """`required` refuses a declaration of a version without a passing quality report for its digest. `argosy quantize`
+    writes the report beside the model. `argosy models pull` keeps it in the store."""
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

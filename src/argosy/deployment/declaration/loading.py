@@ -22,8 +22,11 @@ from argosy.model_store import (
     DIGEST_PREFIX,
     REFERENCE_PREFIX,
     ModelStoreError,
+    find_report_problem,
     open_model_store,
+    read_quality_report,
 )
+from argosy.models import BUNDLED_MODELS
 from argosy.settings import SettingError, SettingsDocument
 from argosy.store import StoreConfig
 
@@ -62,8 +65,10 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
     models = []
     for index, model in enumerate(config.models):
         file = Path(document.file_of(("models", index, "source")))
-        stored = _resolve_stored(model, f"{file}: models[{index}]")
-        models.append(_resolve_path(stored, file))
+        where = f"{file}: models[{index}]"
+        resolved = _resolve_path(_resolve_stored(model, where), file)
+        _check_quality(resolved, where)
+        models.append(resolved)
     return msgspec.structs.replace(
         config, fleet=config.fleet or _name_from(paths[0]), models=models
     )
@@ -117,6 +122,7 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
     """Decode a declaration in YAML or JSON that changes a fleet and does not come from this machine.
 
     Names of stored models become their digests. See `check_remote_change` for what it may not change.
+    Quality reports are read from the model store and the files of this machine.
 
     `old` is the declaration in force, whose fleet is meant if the text names none. Error messages have `name`.
 
@@ -135,6 +141,8 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
         _resolve_stored(model, f"{name}: models[{index}]")
         for index, model in enumerate(config.models)
     ]
+    for index, model in enumerate(models):
+        _check_quality(model, f"{name}: models[{index}]")
     return msgspec.structs.replace(_name_fleet(config, old.fleet), models=models)
 
 
@@ -191,6 +199,24 @@ def _resolve_stored(model: FleetModelConfig, where: str) -> FleetModelConfig:
             f"{where}.digest: {source} has the digest {digest}, not {model.digest}. Remove one of the two."
         )
     return msgspec.structs.replace(model, source=digest, digest=digest)
+
+
+def _check_quality(model: FleetModelConfig, where: str) -> None:
+    """Check that a model whose gate requires it has a passing quality report for its digest."""
+    if model.quality_gate == "off" or model.source is None:
+        return
+    digest, source = model.digest or "", model.source
+    try:
+        stored = open_model_store().model_path(digest)
+        path = stored or BUNDLED_MODELS.get(source) or Path(source)
+        problem = find_report_problem(read_quality_report(path), digest)
+    except (ModelStoreError, OSError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise ValueError(
+            f"{where}.quality_gate: {source} cannot be served: {problem.rstrip('.')}. Quantize it again with another "
+            "recipe or more calibration text, or declare a version that passes."
+        )
 
 
 def _name_from(path: Path) -> str:

@@ -23,6 +23,7 @@ from argosy.deployment.declaration.engines import (
 )
 from argosy.deployment.declaration.replica_command import find_engine
 from argosy.deployment.settings.gateway_config import find_contradictions
+from argosy.model_store import DIGEST_PREFIX, REFERENCE_PREFIX
 from argosy.settings import (
     SettingError,
     SettingPath,
@@ -197,6 +198,14 @@ def _check_model(
                 yield _fail(
                     path, setting, "it belongs to a `source`. Add the source, or remove it."
                 )
+    is_stored = (model.source or "").startswith((REFERENCE_PREFIX, DIGEST_PREFIX))
+    if model.quality_gate == "required" and model.digest is None and not is_stored:
+        yield _fail(
+            path,
+            "quality_gate",
+            "a report belongs to a digest. Add the `digest` (`argosy quantize` prints it), or take the source from the "
+            "model store.",
+        )
     is_down = not (config.pools or config.gateways)  # see `stop_everything`
     served = {pool.model for pool in config.pools}
     has_pool = model.name in served or not served <= {each.name for each in config.models}
