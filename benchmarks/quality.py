@@ -1,6 +1,6 @@
 """Measure the quality of quantized weights: perplexity, and greedy agreement with bfloat16. Prints JSON lines.
 
-    python -m benchmarks.quality [--tokens 20000] [--shape llama-160m]
+    python -m benchmarks.quality [--tokens 20000] [--shape llama-160m] [--recipes]
 
 The bundled model runs on generated text of a seed that it was not trained on. A model with random weights runs on
 random tokens. There only the agreement is meaningful, as a lower bound, since no token has a high probability. Both
@@ -10,12 +10,18 @@ figures are computed from prompt log-probabilities of the public API.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from models.chat_format import render
 from models.corpus.chat import generate_documents
@@ -23,6 +29,7 @@ from tokenizers import Tokenizer
 
 from argosy import LLM, SamplingParams
 from argosy.engine import EngineConfig
+from argosy.model_store import RecipeName, RoundingMethod
 from argosy.models import BUNDLED_MODEL
 from benchmarks.checkpoints import SHAPES, make_checkpoint
 
@@ -102,13 +109,34 @@ def compare(name: str, model: Path, texts: list[list[int]]) -> None:
         print(json.dumps(line), flush=True)
 
 
+def quantize(recipe: str, method: str) -> dict[str, object]:
+    """Quantize the bundled model in a process of its own, and return its report, seconds and peak memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = ("--output", f"{folder}/model", "--recipe", recipe, "--method", method, "--json")
+        command = [sys.executable, "-m", "argosy.cli", "quantize", str(BUNDLED_MODEL), *output]
+        start, printed = time.perf_counter(), Path(folder) / "printed"
+        with printed.open("wb") as file, subprocess.Popen(command, stdout=file) as process:
+            _, _, usage = os.wait4(process.pid, 0)
+            process.returncode = 0
+        seconds = time.perf_counter() - start
+        report: dict[str, object] = json.loads(printed.read_bytes().splitlines()[-1])
+    return report | {"seconds": round(seconds, 1), "peak_mib": usage.ru_maxrss >> 10}
+
+
 def main() -> None:
     """Print a JSON line for each model and format."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-160m")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
+    parser.add_argument(
+        "--recipes", action="store_true", help="compare the recipes and methods of argosy quantize"
+    )
     options = parser.parse_args()
+    if options.recipes:
+        for recipe, method in itertools.product(get_args(RecipeName), get_args(RoundingMethod)):
+            print(json.dumps(quantize(recipe, method)), flush=True)
+        return
     compare("argosy-mini", BUNDLED_MODEL, held_out(options.tokens))
     vocabulary = int(str(SHAPES[options.shape]["vocab_size"]))
     texts = noise(min(options.tokens, 2048), vocabulary)

@@ -93,6 +93,7 @@ EXHAUSTIVE = {
     "declare-a-fleet.md",
     "first-fleet.md",
     "models.md",
+    "quantize.md",
     "roll-out-a-version.md",
     "rotate-keys.md",
     "troubleshoot.md",
