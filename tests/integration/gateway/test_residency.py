@@ -100,6 +100,23 @@ async def test_idle_model_sleeps_at_its_level_and_streams_learn_of_its_waking(
         await until(lambda: engine.sleep_level == 2)
 
 
+async def test_keep_alive_of_ollama_decides_for_operators(tokenizer: Tokenizer) -> None:
+    async with run_models(tokenizer, 2, SleepConfig()) as ((engine, other), client):
+
+        async def load(keep_alive: object) -> httpx2.Response:
+            return await client.post(
+                "/api/generate", json={"model": "m0", "keep_alive": keep_alive}
+            )
+
+        assert (await load(0)).json()["done_reason"] == "unload"
+        await until(lambda: engine.sleep_level)
+        assert "x-argosy-ignored-fields" not in (await load("5m")).headers
+        await until(lambda: not engine.sleep_level)
+        assert not other.sleep_level
+    async with run_models(tokenizer, 1, None) as (_, client):
+        assert (await load(0)).headers["x-argosy-ignored-fields"] == "keep_alive"
+
+
 @pytest.mark.parametrize("level", [1, 2])
 async def test_operator_puts_a_replica_to_sleep(tokenizer: Tokenizer, level: int) -> None:
     async with run_models(tokenizer, 1, None) as ((engine,), client):

@@ -10,9 +10,15 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.dialects.dialect import start_rendering, start_translation
+from argosy.gateway.auth import has_role
+from argosy.gateway.dialects.dialect import (
+    name_ignored_fields,
+    start_rendering,
+    start_translation,
+)
 from argosy.gateway.http_route import Handler
 from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
 from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError, ModelCard, ModelDescription, parse_body
@@ -122,16 +128,34 @@ class OllamaHandlers:
         request = await exchange.parse_body(
             body, partial(translate, clock=time.time, refuse_unknown=self._refuse_unknown)
         )
+        model, keep_alive_s = request.body["model"], request.output.keep_alive_s
         if is_load_request(request):
-            self._models.resolve_target(request.body["model"], principal, exchange.headers)
+            pool = self._models.resolve_target(model, principal, exchange.headers).pool
+            if keep_alive_s != 0.0:
+                pool.record_unserved(time.monotonic())  # wakes a model up that sleeps
+            self._apply_keep_alive(exchange, principal, pool, keep_alive_s)
             request.output.finish_load()
             content = _encode(request.output.build_response())
             await exchange.send_response(200, content)
             return
+        if keep_alive_s is not None:
+            pool = self._models.find_target(model, principal, exchange.headers).pool
+            self._apply_keep_alive(exchange, principal, pool, keep_alive_s)
         request.output.read_first_output_s = exchange.read_first_output_s
         start_translation(exchange, request, encode_ollama_error)
         handler = self._completion if request.is_completion else self._chat
         await handler(exchange, principal)
+
+    def _apply_keep_alive(
+        self, exchange: HttpExchange, principal: Principal, pool: Pool, keep_alive_s: float | None
+    ) -> None:
+        """Keep a model that may sleep in memory for this time without requests. Names the field if it has no effect."""
+        if keep_alive_s is None:
+            return
+        if pool.sleep is None or not has_role(principal, "operator", "gateway"):
+            name_ignored_fields(exchange, ("keep_alive",))
+            return
+        pool.keep_alive_s = keep_alive_s
 
     async def tags(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /api/tags`: the models."""

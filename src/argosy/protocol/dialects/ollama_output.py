@@ -55,7 +55,8 @@ class OllamaOutput(DialectOutput):
         clock: Returns seconds since the epoch.
         is_streamed: Whether the output arrives as it is generated. Without that, only `read_first_output_s` knows the
             time to the first token. If it is unknown, the whole duration counts as generation.
-        unloads: Whether a request without a prompt unloads the model instead of loading it.
+        keep_alive_s: Time for which the model shall stay in memory; None if the request says nothing of it. With 0, a
+            request without a prompt unloads the model instead of loading it.
     """
 
     stream_content_type = NDJSON_CONTENT_TYPE
@@ -71,13 +72,13 @@ class OllamaOutput(DialectOutput):
         clock: Callable[[], float],
         *,
         is_streamed: bool = True,
-        unloads: bool = False,
+        keep_alive_s: float | None = None,
     ) -> None:
         super().__init__()
         self._model = model
         self._is_chat = endpoint == "chat"
         self._clock = clock
-        self._unloads = unloads
+        self.keep_alive_s = keep_alive_s
         self._requested_at = clock()
         self._is_streamed = is_streamed
         self._first_output_at: float | None = None if is_streamed else self._requested_at
@@ -141,7 +142,7 @@ class OllamaOutput(DialectOutput):
 
     def finish_load(self) -> None:
         """End the response to a request without a prompt."""
-        reason = "unload" if self._unloads else "load"
+        reason = "unload" if self.keep_alive_s == 0.0 else "load"
         self._response = {**self._line(done=True), "done_reason": reason}
         self._unsent.append(_encode_line(self._response))
 

@@ -5,6 +5,7 @@ Facts are from the types of the client `ollama` 0.6.3. Options that concern how 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable
@@ -43,7 +44,11 @@ _OPTION_NAMES = {
 """Names of options in a chat."""
 _INTEGER_OPTIONS = frozenset({"num_predict", "seed", "top_k"})
 """Options that clients may write as floats, since some languages have no other numbers."""
-_NO_TIME = re.compile(r"0+(?:\.0+)?(?:ns|us|ms|s|m|h)?")
+_DURATION = re.compile(
+    r"([+-]?)((?:\d{1,9}(?:\.\d{1,9})?(?:ns|us|ms|s|m|h))+|\d{1,9}(?:\.\d{1,9})?)"
+)
+_DURATION_PART = re.compile(r"([\d.]+)(ns|us|ms|s|m|h)")
+_UNIT_S = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _TAG = ":latest"
 Clock = Callable[[], float]
 """Returns seconds since the epoch."""
@@ -84,7 +89,7 @@ class OllamaRequest(ExtensionFields, frozen=True, kw_only=True):
     options: dict[str, Any] | None = None
     think: bool | str | None = None
     keep_alive: float | str | None = None
-    """How long Ollama keeps the model in memory. Here replicas keep it always."""
+    """How long the model stays in memory without requests: seconds or a duration. Negative is for ever."""
     truncate: bool | None = None
     """Whether the oldest messages of a conversation that is too long are dropped. Default true."""
     shift: bool | None = None
@@ -98,17 +103,18 @@ class OllamaRequest(ExtensionFields, frozen=True, kw_only=True):
         return self.stream is not False
 
     @property
-    def unloads(self) -> bool:
-        """Whether the model shall leave memory after the request."""
-        keep_alive = self.keep_alive
-        if isinstance(keep_alive, str):
-            return _NO_TIME.fullmatch(keep_alive) is not None
-        return keep_alive == 0
+    def keep_alive_s(self) -> float | None:
+        """Seconds of `keep_alive`, infinite if it is negative. None if it is missing or no duration."""
+        value = self.keep_alive
+        seconds = _parse_duration_s(value) if isinstance(value, str) else value
+        return math.inf if seconds is not None and seconds < 0 else seconds
 
     def create_output(self, endpoint: Literal["chat", "generate"], clock: Clock) -> OllamaOutput:
         """Return the builder of the response."""
         return OllamaOutput(
-            self.model, endpoint, clock, is_streamed=self.is_streamed, unloads=self.unloads
+            *(self.model, endpoint, clock),
+            is_streamed=self.is_streamed,
+            keep_alive_s=self.keep_alive_s,
         )
 
 
@@ -215,6 +221,17 @@ def _build_conversation(request: OllamaGenerateRequest) -> list[dict[str, Any]]:
         known = [system, *(message for message in known if message["role"] != "system")]
     content = _user_content(request.prompt or "", request.images)
     return [*known, {"role": "user", "content": content}]
+
+
+def _parse_duration_s(text: str) -> float | None:
+    """Return the seconds of a duration such as `1h30m` or `-1`; None if the text is none."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        return None
+    sign, duration = match.groups()
+    parts = _DURATION_PART.findall(duration)
+    seconds = sum(float(n) * _UNIT_S[unit] for n, unit in parts) if parts else float(duration)
+    return -seconds if sign == "-" else seconds
 
 
 def is_load_request(request: TranslatedRequest[OllamaOutput]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,18 @@ def test_generate_is_a_chat_unless_raw() -> None:
     assert request.is_completion
     assert request.body["prompt"] == "Hi"
     assert request.ignored == ("options.num_ctx", "logprobs")
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        *((5, 5.0), (-1, math.inf), ("5m", 300.0), ("1h30m", 5400.0), ("-1s", math.inf)),
+        *(("90", 90.0), ("0.5s", 0.5), ("soon", None), ("", None), ("5 m", None), (None, None)),
+    ],
+)
+def test_keep_alive_is_seconds_or_a_duration(value: object, seconds: float | None) -> None:
+    request = translate_ollama_chat(encode({"model": "big", "keep_alive": value}), lambda: 0.0)
+    assert request.output.keep_alive_s == seconds
 
 
 @pytest.mark.parametrize(
