@@ -13,6 +13,7 @@ from tests.support.small_models import write_small_model
 from argosy.deployment import (
     FleetConfig,
     PoolConfig,
+    SleepConfig,
     build_gateway_config,
     dump_fleet,
     load_fleet,
@@ -86,12 +87,15 @@ def test_secrets_are_resolved_when_a_replica_starts(tmp_path: Path) -> None:
 
 
 def test_each_gateway_has_its_port_and_no_settings_of_the_controller() -> None:
-    config, _ = parse_pool("{name: p, model: hub}")
+    config, _ = parse_pool("{name: p, model: hub, sleep: {after_s: 60, level: 2}}")
     first, second = build_gateway_config(config), build_gateway_config(config, 1)
     assert (first.port, second.port) == (8000, 8001)
     assert type(first) is not type(config)
     assert not hasattr(first, "pools")
     assert not hasattr(first.models[0], "source")
+    assert [model.sleep for model in first.models if model.name == "hub"] == [
+        SleepConfig(after_s=60.0, level=2)
+    ]
     free = msgspec.structs.replace(config, port=0)
     assert build_gateway_config(free, 1).port == 0
 

@@ -193,6 +193,8 @@ class _Effects:
             )
         if setting == "spares":
             return _plan_count(difference, name, new.spares - old.spares)
+        if setting == "sleep":
+            return _build_change(difference, ChangeEffect.GATEWAY_RELOAD)
         if setting in _POOL_COUNTS and not new.is_autoscaled:
             present = count_serving(old, self._scaled)
             added = 0 if name in self._counted_pools else new.initial_replicas - present

@@ -12,7 +12,12 @@ from msgspec import Meta
 
 from argosy.deployment.declaration.engines import EngineKind, OptionName, OptionValue
 from argosy.deployment.declaration.rollout_config import RolloutConfig
-from argosy.deployment.settings.gateway_config import GatewayConfig, ModelConfig, ModelName
+from argosy.deployment.settings.gateway_config import (
+    GatewayConfig,
+    ModelConfig,
+    ModelName,
+    SleepConfig,
+)
 from argosy.http_server import listen_addresses
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import ByCommandLine, ByOperator, Size, parse_size
@@ -273,6 +278,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How the number of replicas follows the demand. It needs `min_replicas` and `max_replicas`."""
     spares: ByOperator[ReplicaCount] = 0
     """Number of further replicas that are started and warm, and serve when another one is lost."""
+    sleep: ByOperator[SleepConfig | None] = None
+    """When the replicas sleep, which frees their memory while their processes stay. None leaves that to the model."""
     launcher: ByCommandLine[LauncherName] = "local"
     """Where the replicas run: `local` are processes on the controller's machine, `ray` are nodes of a Ray cluster, and
     `kubernetes` are pods."""
@@ -447,8 +454,12 @@ def build_gateway_config(config: FleetConfig, ordinal: int = 0) -> GatewayConfig
     `ordinal` is the number of the gateway. Each listens on a port of its own.
     """
     settings = {name: getattr(config, name) for name in _GATEWAY_FIELDS}
+    sleeps = {pool.model: pool.sleep for pool in config.pools if pool.sleep is not None}
     models = [
-        ModelConfig(**{name: getattr(model, name) for name in _MODEL_FIELDS})
+        ModelConfig(
+            **{name: getattr(model, name) for name in _MODEL_FIELDS}
+            | ({"sleep": sleeps[model.name]} if model.name in sleeps else {})
+        )
         for model in config.models
     ]
     port = config.port + ordinal if config.port else 0
