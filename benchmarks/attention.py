@@ -1,4 +1,6 @@
-"""Compare paged attention with torch's SDPA over contiguous keys and values, with alternating calls. Prints JSON lines.
+"""Compare paged attention with torch's SDPA over contiguous keys and values, and with an int8 cache. Prints JSON lines.
+
+Calls alternate. `int8_ratio` is the time with the model's data type divided by that with an int8 cache.
 
 python -m benchmarks.attention [--only decode|prefill|mixed] [--threads N] [--seconds S] [--block-size N]
 """
@@ -81,7 +83,12 @@ def make_batch(chunks: list[Chunk], block_size: int) -> Batch:
 
 
 def paged(
-    shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int, block_size: int
+    shape: Shape,
+    chunks: list[Chunk],
+    dtype: torch.dtype,
+    threads: int,
+    block_size: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> Callable[[], object]:
     """Return paged attention of all layers, including rotation and storing of the new tokens."""
     batch = make_batch(chunks, block_size)
@@ -92,7 +99,8 @@ def paged(
         head_dim=shape.head_dim,
         num_blocks=batch.block_tables.numel(),
         block_size=block_size,
-        dtype=dtype,
+        dtype=cache_dtype or dtype,
+        query_dtype=dtype,
     )
     attention = create_cpu_attention(cache, threads=threads, backend="native")
     tokens = len(batch.positions)
@@ -144,20 +152,26 @@ def measure(
     block_size: int,
 ) -> dict[str, float]:
     """Return the minimum time of a layer in milliseconds, and the rates of KV bytes read and of multiply-adds."""
-    run_native = paged(shape, chunks, dtype, threads, block_size)
-    run_sdpa = sdpa(shape, chunks, dtype)
-    run_native(), run_sdpa()
-    pairs: list[tuple[float, float]] = []
+    runs = (
+        paged(shape, chunks, dtype, threads, block_size),
+        sdpa(shape, chunks, dtype),
+        paged(shape, chunks, dtype, threads, block_size, torch.int8),
+    )
+    for run in runs:
+        run()
+    rounds: list[list[float]] = []
     end = time.perf_counter() + seconds
-    while len(pairs) < 5 or time.perf_counter() < end:
-        pairs.append((milliseconds(run_native), milliseconds(run_sdpa)))
-    best_ms = min(a for a, _ in pairs)
+    while len(rounds) < 5 or time.perf_counter() < end:
+        rounds.append([milliseconds(run) for run in runs])
+    best_ms, sdpa_ms, int8_ms = (min(column) for column in zip(*rounds, strict=True))
     kv_bytes = sum(n for _, n in chunks) * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     attended_positions = sum(count * (2 * length - count + 1) / 2 for count, length in chunks)
     return {
         "native_ms": round(best_ms, 4),
-        "sdpa_ms": round(min(b for _, b in pairs), 4),
-        "ratio": round(median(a / b for a, b in pairs), 3),
+        "sdpa_ms": round(sdpa_ms, 4),
+        "int8_ms": round(int8_ms, 4),
+        "ratio": round(median(native / other for native, other, _ in rounds), 3),
+        "int8_ratio": round(median(native / int8 for native, _, int8 in rounds), 3),
         "kv_gb_s": round(kv_bytes / best_ms / 1e6, 1),
         "gflop_s": round(4 * attended_positions * shape.heads * shape.head_dim / best_ms / 1e6, 1),
     }

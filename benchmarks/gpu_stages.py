@@ -194,7 +194,8 @@ def check_outputs(setting: Setting) -> None:
             "bfloat16": {},
             "eager": {"graphs": False},
             "fp8 weights": {"quantize": "fp8"},
-            "fp8 KV": {"kv_dtype": "fp8"},
+            "fp8 KV": {"kv_dtype": "fp8", "kv_scales": "unit"},
+            "int8 KV": {"kv_dtype": "int8"},
         }
         outputs = {}
         for name, options in formats.items():

@@ -34,7 +34,13 @@ from argosy.models import BUNDLED_MODEL
 from benchmarks.checkpoints import SHAPES, make_checkpoint
 
 HELD_OUT_SEED = 1_000_003
-FORMATS = ("int8", "int4")
+FORMATS = {
+    "bfloat16": {},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "bfloat16, KV int8": {"kv_dtype": "int8"},
+}
+"""Options of each format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,13 @@ def noise(tokens: int, vocabulary: int) -> list[list[int]]:
     return [[rng.randrange(10, vocabulary) for _ in range(256)] for _ in range(-(-tokens // 256))]
 
 
-def predictions(model: Path, texts: list[list[int]], quantize: str | None) -> list[Prediction]:
+def predictions(model: Path, texts: list[list[int]], options: dict[str, str]) -> list[Prediction]:
     """Return the prediction of every token of the texts except the first of each text."""
     config = EngineConfig(
         model=str(model),
         dtype="bfloat16",
-        quantize=quantize,  # type: ignore[arg-type]
         prefix_cache=False,
+        **options,  # type: ignore[arg-type]
     )
     outputs = LLM(config).generate(
         list(texts), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
@@ -95,12 +101,12 @@ def agreement(predicted: list[Prediction], reference: list[Prediction]) -> float
 
 def compare(name: str, model: Path, texts: list[list[int]]) -> None:
     """Print a line for each weight format."""
-    reference = predictions(model, texts, None)
-    for form in (None, *FORMATS):
-        predicted = predictions(model, texts, form) if form else reference
+    reference = predictions(model, texts, {})
+    for label, options in FORMATS.items():
+        predicted = predictions(model, texts, options) if options else reference
         line = {
             "model": name,
-            "weights": form or "bfloat16",
+            "weights": label,
             "tokens": len(predicted),
             "perplexity": round(perplexity(predicted), 4),
             "perplexity_ratio": round(perplexity(predicted) / perplexity(reference), 5),

@@ -207,8 +207,7 @@ class AttentionCase:
         """Return keys and values as an int8 cache rounds them, and those of other caches unchanged."""
         if self.cache_dtype != torch.int8:
             return k, v
-        exact_dim = self.kv_cache_shape().exact_dim
-        codec = RoundedRows(self.head_dim, exact_dim, TORCH_DTYPES[self.dtype])
+        codec = RoundedRows(self.head_dim, self.kv_cache_shape().exact_dim)
         k = codec.expand(codec.round(k))
         v = codec.expand(codec.round(v)) if self.value_dim is None else k[..., -self.value_dim :]
         return k, v

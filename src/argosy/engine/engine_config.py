@@ -179,6 +179,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Memory",
         ),
     ] = "auto"
+    kv_scales: (
+        Annotated[
+            Literal["unit"],
+            option(
+                "Scales of an fp8 KV cache, without which it is refused: unit stores keys and values as they are.",
+                "Memory",
+            ),
+        ]
+        | None
+    ) = None
     host_kv_bytes: Annotated[
         int, option("Host memory for evicted KV blocks; by default none.", "Memory", ge=0)
     ] = 0

@@ -38,7 +38,7 @@ from argosy.engine.execution.kernels.gpu import (
 from argosy.engine.execution.kernels.gpu import experts as expert_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
-BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"
+BFLOAT16, FLOAT32, FLOAT8, INT8 = "*bf16", "*fp32", "*fp8e4nv", "*i8"
 POINTERS = {
     "query_start_loc": "*i32",
     "work": "*i32",
@@ -76,8 +76,10 @@ ALL_SHAPES = "all" in sys.argv[1:]
 REPRESENTATIVES = {
     "attend 128 decode",
     "attend 128 prefill, float8 cache",
+    "attend 64 decode, int8 cache",
     "list_work",
     f"store {FLOAT8}",
+    f"store {INT8}",
     "merge_ranges",
     "gather blocks",
     "attend latents 16 heads",
@@ -158,6 +160,8 @@ ATTENTION: dict[str, tuple[tuple[int, int, int], str]] = {
     "128 decode, float8 cache": (LLAMA_70B, FLOAT8),
     "128 prefill, float8 cache": (LLAMA_70B, FLOAT8),
     "64 decode": (QWEN, BFLOAT16),
+    "64 decode, int8 cache": (QWEN, INT8),
+    "128 prefill, int8 cache": (LLAMA, INT8),
     "64 prefill": (QWEN, BFLOAT16),
     "64 decode, gpt-oss": (GPT_OSS, BFLOAT16),
     "64 prefill, gpt-oss": (GPT_OSS, BFLOAT16),
@@ -189,6 +193,7 @@ def report_attention_kernels() -> None:
             "ROWS": tile.rows,
             "BLOCK": 16,
             "SOFTCAP": softcap,
+            "INT8": cache == INT8,
             "PRECISION": "tf32x3",
         }
         types = {"q": dtype, "out": dtype, "keys": cache, "values": cache}
@@ -202,7 +207,7 @@ def report_attention_kernels() -> None:
             num_stages=tile.stages,
         )
     shared = {"HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "WIDTH": 128}
-    for cache in (BFLOAT16, FLOAT8):
+    for cache in (BFLOAT16, FLOAT8, INT8):
         constants = {
             "HEADS": 32,
             "KV_HEADS": 8,
@@ -215,6 +220,7 @@ def report_attention_kernels() -> None:
             "ROUND_BEFORE_WEIGHT": True,
             "FLOAT8": cache == FLOAT8,
             "MAX_VALUE": 448.0,
+            "INT8": cache == INT8,
         }
         types = {"keys": cache, "values": cache, "tokens": "i32", "eps": "fp32"}
         report(f"store {cache}", attention_kernels.rotate_and_store, constants, types, num_warps=4)

@@ -118,17 +118,22 @@ SHAPES = [
 ]
 
 
-FORMATS = ((16, "bfloat16"), (32, "float32"))
-"""Block sizes and types. The default tier runs each shape with one of them, alternating."""
+FORMATS: tuple[tuple[int, str, torch.dtype | None], ...] = (
+    (16, "bfloat16", None),
+    (32, "float32", None),
+    (16, "float32", torch.int8),
+    (32, "bfloat16", torch.int8),
+)
+"""Block sizes, types, and types of the cache. The default tier runs each shape with one of them, alternating."""
 
 
 @pytest.mark.parametrize(
-    ("shape", "block_size", "dtype"),
+    ("shape", "block_size", "dtype", "cache_dtype"),
     [
         pytest.param(
             shape.values[0],
             *block_format,
-            id=f"{shape.id}-{block_format[1]}",
+            id=f"{shape.id}-{block_format[1]}-{block_format[2] or 'plain'}",
             marks=() if number % len(FORMATS) == index else pytest.mark.exhaustive,
         )
         for number, shape in enumerate(SHAPES)
@@ -136,9 +141,10 @@ FORMATS = ((16, "bfloat16"), (32, "float32"))
     ],
 )
 def test_attention_matches_dense_reference(
-    shape: dict[str, int], block_size: int, dtype: str
+    shape: dict[str, int], block_size: int, dtype: str, cache_dtype: torch.dtype | None
 ) -> None:
-    case = GpuAttentionCase(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
+    options = {"block_size": block_size, "dtype": dtype, "cache_dtype": cache_dtype}
+    case = GpuAttentionCase(**shape, **options)  # type: ignore[arg-type]
     assert_matches_reference(case, case.run(threads=1))
 
 
@@ -314,7 +320,7 @@ def test_work_list_has_each_range_once_in_items_of_similar_size(
     assert len(used) <= scratch_rows
 
 
-@pytest.mark.parametrize("cache_dtype", [None, KV_FLOAT8])
+@pytest.mark.parametrize("cache_dtype", [None, KV_FLOAT8, torch.int8])
 @pytest.mark.parametrize("operand", [0, 1, 2], ids=["query", "key", "value"])
 def test_nan_affects_own_row_only(operand: int, cache_dtype: torch.dtype | None) -> None:
     case = GpuAttentionCase([80, 30], dtype="bfloat16", cache_dtype=cache_dtype)

@@ -49,7 +49,12 @@ SMALL = {
 """Sizes for which every matrix is one tile, because the interpreter is slow."""
 FORMATS = [
     pytest.param({}, id="bfloat16"),
-    pytest.param({"quantize": "fp8", "kv_dtype": "fp8"}, id="float8", marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"quantize": "fp8", "kv_dtype": "fp8", "kv_scales": "unit"},
+        id="float8",
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param({"kv_dtype": "int8"}, id="int8-cache", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -165,7 +170,7 @@ def test_graphs_caching_and_preemption_do_not_change_output(
     model: Path, gpu: HostDevice, options: dict[str, object]
 ) -> None:
     if "kv_dtype" in options and read_architecture(model).latent is not None:
-        pytest.skip("latents have no float8 cache on GPUs")
+        pytest.skip("latents have no cache of bytes on GPUs")
     expected = reference_outputs(model, gpu, **options)
     assert expected["4"].tokens[2:4] == [9, 10], "the budget closes the reasoning block"
     assert not gpu.graphs
@@ -306,16 +311,16 @@ def test_unsupported_formats_are_rejected_with_remedy(model: Path, gpu: HostDevi
     with pytest.raises(ValueError, match="remove quantize fp8"):
         create_gpu_core(model, quantize="fp8")
     with pytest.raises(ValueError, match="remove kv_dtype fp8"):
+        create_gpu_core(model, kv_dtype="fp8", kv_scales="unit")
+    with pytest.raises(ValueError, match="set kv_dtype to int8"):
         create_gpu_core(model, kv_dtype="fp8")
-    with pytest.raises(ValueError, match="no int8 KV cache"):
-        create_gpu_core(model, kv_dtype="int8")
 
 
 def test_missing_gpu_is_reported_with_remedy() -> None:
     with pytest.raises(ValueError, match="choose --device cpu"):
         create_core(BUNDLED_MODEL, device="cuda")
     with pytest.raises(ValueError, match="set kv_dtype to auto or int8"):
-        create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")
+        create_core(BUNDLED_MODEL, device="cpu", kv_dtype="fp8", kv_scales="unit")
 
 
 DENSE_LAYER = {"_norm": 2, "_matmul": 4, "rotate_and_store": 1, "attend": 1, "_gated_activation": 1}

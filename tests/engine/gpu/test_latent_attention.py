@@ -134,5 +134,5 @@ def test_unsupported_dtypes_of_the_cache_are_refused_with_remedy() -> None:
     case.create_attention()
     with pytest.raises(ValueError, match="serve it in bfloat16"):
         replace(case, dtype="float32").create_attention()
-    with pytest.raises(ValueError, match="remove kv_dtype fp8"):
+    with pytest.raises(ValueError, match="set kv_dtype to auto"):
         replace(case, cache_dtype=KV_FLOAT8).create_attention()

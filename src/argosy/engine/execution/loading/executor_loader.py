@@ -248,6 +248,11 @@ def _plan_load(
     device = device or choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     kv_dtype = KV_DTYPES.get(config.kv_dtype, dtype)
+    if config.kv_dtype == "fp8" and config.kv_scales is None:
+        raise ValueError(
+            "an fp8 KV cache needs scales, which are not read from checkpoints; set kv_dtype to int8, or on a GPU "
+            "kv_scales to unit, which stores keys and values as they are"
+        )
     source: CheckpointReader | GenericModel
     architecture: AnyArchitecture
     stored = None

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from argosy.engine.execution.architectures.architecture import AttentionParams
+from argosy.engine.execution.architectures.architecture import SCALE_BYTES, AttentionParams
 from argosy.engine.execution.kernels.attention import Attention, contiguous_heads
 from argosy.engine.execution.kernels.batch import Batch, KvCacheShape
 from argosy.engine.execution.kernels.gpu.attention_kernels import (
@@ -67,7 +67,8 @@ class TritonAttention(Attention):
         """Allocate the cache.
 
         Args:
-            shape: Sizes of the KV cache. With dtype float8_e4m3fn, it needs half the memory of bfloat16.
+            shape: Sizes of the KV cache. With dtype float8_e4m3fn, it needs half the memory of bfloat16. With int8, the
+                rows of a block and head are followed by their float32 scales.
             device: Device of the cache.
             num_multiprocessors: Number of multiprocessors of the device, all of which should be busy.
             scales: float32 [layers, 2, kv_heads], factors of a float8 cache's keys and values. None is 1.
@@ -81,7 +82,19 @@ class TritonAttention(Attention):
             raise ValueError(
                 f"a head of {head_dim} in {dtype} does not fit into a GPU's shared memory; serve it in bfloat16"
             )
-        sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, head_dim)
+        self._int8 = dtype == torch.int8
+        if self._int8 and (shape.block_size * head_dim) % SCALE_BYTES:
+            raise ValueError(
+                f"int8 blocks of {shape.block_size} tokens leave their scales unaligned; choose block_size 16"
+            )
+        row_bytes = head_dim + SCALE_BYTES if self._int8 else head_dim
+        sizes = (
+            shape.num_layers,
+            shape.num_blocks,
+            shape.num_kv_heads,
+            shape.block_size,
+            row_bytes,
+        )
         self._keys = torch.zeros(sizes, dtype=dtype, device=device)
         self._values = self._keys if is_latent else torch.zeros_like(self._keys)
         super().__init__(self._keys, None if is_latent else self._values)
@@ -95,7 +108,9 @@ class TritonAttention(Attention):
         self._listed_batch: Batch | None = None
         self._work_lists: dict[tuple[int, int], _WorkList] = {}
         """Work lists of `_listed_batch` by the tokens of a tile and the window."""
-        self.name = "triton, float8 cache" if self._float8 else "triton"
+        self.name = "triton"
+        if dtype.itemsize == 1:
+            self.name += ", float8 cache" if self._float8 else ", int8 cache"
 
     def __call__(
         self,
@@ -175,6 +190,7 @@ class TritonAttention(Attention):
             ROUND_BEFORE_WEIGHT=norm is not None and norm.rounds_before_weight,
             FLOAT8=self._float8,
             MAX_VALUE=FLOAT8_MAX,
+            INT8=self._int8,
             num_warps=4,
         )
         return queries
@@ -221,6 +237,7 @@ class TritonAttention(Attention):
             BLOCK=self._block_size,
             WINDOWED=window > 0,
             SOFTCAP=params.softcap is not None,
+            INT8=self._int8,
             PRECISION="tf32x3",  # for float32: three products with 22 bits in total
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -15,6 +15,9 @@ RANGE_SIZE = 512
 KEY_TILE = tl.constexpr(64)
 RANGE_KEYS = tl.constexpr(RANGE_SIZE)
 RANGE_TILES = tl.constexpr(RANGE_SIZE // 64)
+SCALE_BYTES = tl.constexpr(4)
+MIN_PEAK = tl.constexpr(1e-30)
+"""Magnitude below which the elements of a row are rounded to zeros."""
 LOG2E = tl.constexpr(1.4426950408889634)
 WORK_FIELDS = 5
 """Numbers of a record of the work list, see `list_work`."""
@@ -53,6 +56,7 @@ def rotate_and_store(
     ROUND_BEFORE_WEIGHT: tl.constexpr,
     FLOAT8: tl.constexpr,
     MAX_VALUE: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Normalize (NORMED) and rotate ROWS heads of tokens, and store them.
 
@@ -87,10 +91,32 @@ def rotate_and_store(
             value = value.to(tl.float32) / tl.load(scales + KV_HEADS + head)[:, None]
             key = tl.clamp(key, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
             value = tl.clamp(value, -MAX_VALUE, MAX_VALUE, propagate_nan=tl.PropagateNan.ALL)
-        offset = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
-        offset += col[None, :]
+        start = (slot // BLOCK * KV_HEADS + head) * BLOCK
+        if INT8:
+            key, key_scale = _round_rows(key)
+            value, value_scale = _round_rows(value)
+            start *= HEAD_DIM + SCALE_BYTES
+            scale = (start + BLOCK * HEAD_DIM) // SCALE_BYTES + slot % BLOCK
+            tl.store(keys.to(tl.pointer_type(tl.float32)) + scale, key_scale, mask=slot >= 0)
+            tl.store(values.to(tl.pointer_type(tl.float32)) + scale, value_scale, mask=slot >= 0)
+        else:
+            start *= HEAD_DIM
+        offset = (start + slot % BLOCK * HEAD_DIM)[:, None] + col[None, :]
         tl.store(keys + offset, key.to(keys.dtype.element_ty), mask=mask)
         tl.store(values + offset, value.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _round_rows(rows):
+    """Round rows to integers -127..127 times their scales, as `quantize_rows` does. Returns both, in float32."""
+    rows = rows.to(tl.float32)
+    peak = tl.max(tl.abs(rows), axis=1)
+    is_finite = tl.max(tl.where(rows - rows == 0.0, 0, 1), axis=1) == 0
+    inverse = tl.where(peak >= MIN_PEAK, tl.div_rn(1.0, peak) * 127.0, 0.0)
+    # The sum with 1.5 * 2^23 has no fractional bits.
+    integers = rows * inverse[:, None] + 12582912.0 - 12582912.0
+    scale = tl.where(peak >= MIN_PEAK, tl.div_rn(peak, 127.0), 0.0)
+    return tl.where(is_finite[:, None], integers, 0.0), tl.where(is_finite, scale, float("nan"))
 
 
 @triton.jit
@@ -308,6 +334,7 @@ def attend(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend the tokens of one item of the work list, and one KV head, to the item's ranges.
@@ -354,7 +381,7 @@ def attend(
             acc, peak, total = _attend_tile(
                 query, acc, peak, total, start, position, oldest, length, block_row, keys, values, kv_head,
                 window, key_scale, softcap, col,
-                HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
+                HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, INT8, PRECISION,
             )  # fmt: skip
         merged, merged_peak, merged_total = _merge_sums(
             merged, merged_peak, merged_total, acc, peak, total
@@ -374,7 +401,7 @@ def attend(
                 acc, peak, total = _attend_tile(
                     query, acc, peak, total, tile * KEY_TILE, position, oldest, length, block_row, keys, values,
                     kv_head, window, key_scale, softcap, col,
-                    HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
+                    HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, INT8, PRECISION,
                 )  # fmt: skip
             tl.store(sums + index[:, None] * HEAD_DIM + col[None, :], acc, mask=mask)
             tl.store(peaks + index, peak, mask=row_mask)
@@ -466,6 +493,7 @@ def _attend_tile(
     BLOCK: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add one tile of keys to the online softmax. A row that sees no key of the tile keeps its sums.
@@ -478,11 +506,20 @@ def _attend_tile(
     if WINDOWED:
         key_mask &= key >= oldest
     block = tl.load(block_row + key // BLOCK, mask=key_mask, other=0).to(tl.int64)
-    row = (block * KV_HEADS + kv_head) * BLOCK + key % BLOCK
+    row = (block * KV_HEADS + kv_head) * BLOCK
+    if INT8:
+        row *= HEAD_DIM + SCALE_BYTES
+        scale_index = (row + BLOCK * HEAD_DIM) // SCALE_BYTES + key % BLOCK
+    else:
+        row *= HEAD_DIM
+    row += key % BLOCK * HEAD_DIM
     col_mask = col < HEAD_DIM
     mask = key_mask[None, :] & col_mask[:, None]
-    panel = tl.load(keys + row[None, :] * HEAD_DIM + col[:, None], mask=mask, other=0.0)
+    panel = tl.load(keys + row[None, :] + col[:, None], mask=mask, other=0.0)
     scores = tl.dot(query, panel.to(query.dtype), input_precision=PRECISION) * scale
+    if INT8:
+        key_scales = keys.to(tl.pointer_type(tl.float32)) + scale_index
+        scores *= tl.load(key_scales, mask=key_mask, other=0.0)[None, :]
     if SOFTCAP:
         # softcap * tanh(x / softcap), where tanh(u) is 1 - 2 / (exp(2 u) + 1)
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
@@ -495,9 +532,13 @@ def _attend_tile(
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(peak - base)
     mask = key_mask[:, None] & col_mask[None, :]
-    panel = tl.load(values + row[:, None] * HEAD_DIM + col[None, :], mask=mask, other=0.0)
+    panel = tl.load(values + row[:, None] + col[None, :], mask=mask, other=0.0)
+    scaled = weights
+    if INT8:
+        value_scales = values.to(tl.pointer_type(tl.float32)) + scale_index
+        scaled *= tl.load(value_scales, mask=key_mask, other=0.0)[None, :]
     acc = acc * rescale[:, None]
-    acc = tl.dot(weights.to(query.dtype), panel.to(query.dtype), acc, input_precision=PRECISION)
+    acc = tl.dot(scaled.to(query.dtype), panel.to(query.dtype), acc, input_precision=PRECISION)
     return acc, new_peak, tl.fma(total, rescale, tl.sum(weights, axis=1))
 
 

@@ -155,8 +155,6 @@ class GpuDevice(Device):
         return select_experts(logits, correction, architecture, dtype)
 
     def create_attention(self, shape: KvCacheShape) -> Attention:
-        if shape.dtype == torch.int8:
-            raise ValueError("GPUs have no int8 KV cache; set kv_dtype to fp8 or auto")
         if shape.dtype == torch.float8_e4m3fn:
             self._require_float8("kv_dtype fp8")
         attention_type = TritonAttention if shape.value_dim is None else TritonLatentAttention

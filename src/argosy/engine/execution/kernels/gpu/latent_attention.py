@@ -88,8 +88,8 @@ class TritonLatentAttention(TritonAttention):
             raise ValueError("latent attention has one KV head, which is also its value")
         if shape.dtype.itemsize == 1:
             raise ValueError(
-                "there are no GPU kernels for latent attention (DeepSeek, Kimi, GLM-4.7-Flash) with float8; "
-                "remove kv_dtype fp8"
+                "there are no GPU kernels for latent attention (DeepSeek, Kimi, GLM-4.7-Flash) with a KV cache of "
+                "bytes; set kv_dtype to auto"
             )
         if shape.head_dim * shape.dtype.itemsize > MAX_KEY_BYTES:
             raise ValueError(

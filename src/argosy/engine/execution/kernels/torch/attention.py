@@ -36,7 +36,7 @@ class TorchAttention(Attention):
         sizes = (shape.num_layers, shape.num_blocks, block_size, kv_heads, head_dim)
         self._codec = None
         if shape.dtype == torch.int8:
-            self._codec = RoundedRows(head_dim, shape.exact_dim, shape.query_dtype or torch.float32)
+            self._codec = RoundedRows(head_dim, shape.exact_dim)
             sizes = (*sizes[:-1], self._codec.row_bytes)
         self._keys = huge_zeros(sizes, shape.dtype)
         self._values = self._keys
@@ -169,18 +169,15 @@ class TorchAttention(Attention):
 class RoundedRows:
     """Rows of an int8 KV cache: bytes with a scale for each row, as the torch reference for all kernels.
 
-    A row depends on nothing but itself, see `quantize_rows`. Its last bytes are the scale.
+    A row depends on nothing but itself, see `quantize_rows`. Its last bytes are the scale, of which its elements are
+    multiples.
     """
 
-    def __init__(self, size: int, exact_dim: int, dtype: torch.dtype) -> None:
-        """Describe rows of `size` elements, of which the first `exact_dim` are kept in bfloat16.
-
-        Expanded rows are rounded to `dtype`.
-        """
+    def __init__(self, size: int, exact_dim: int) -> None:
+        """Describe rows of `size` elements, of which the first `exact_dim` are bfloat16 multiples of the scale."""
         self._exact_bytes = 2 * exact_dim
         self._exact_dim = exact_dim
         self._size = size
-        self._dtype = dtype
         self._padding = -(size + exact_dim) % SCALE_BYTES
         self.row_bytes = size + exact_dim + self._padding + SCALE_BYTES
 
@@ -188,10 +185,13 @@ class RoundedRows:
         """Round rows [..., size] to int8 [..., row_bytes]."""
         exact, rest = rows.tensor_split((self._exact_dim,), -1)
         integers, scales = quantize_rows(rest.flatten(0, -2), rest.shape[-1])
+        if self._exact_dim:
+            scales.masked_fill_(scales == 0, 1.0)
+        scales = scales.view(*rows.shape[:-1], 1)
         parts = (
-            exact.to(torch.bfloat16).contiguous().view(torch.int8),
+            (exact.float() / scales).to(torch.bfloat16).view(torch.int8),
             F.pad(integers.to(torch.int8).view(rest.shape), (0, self._padding)),
-            scales.view(torch.int8).view(*rows.shape[:-1], SCALE_BYTES),
+            scales.view(torch.int8),
         )
         return torch.cat(parts, -1)
 
@@ -200,7 +200,7 @@ class RoundedRows:
         exact = rows[..., : self._exact_bytes].contiguous().view(torch.bfloat16).float()
         integers = rows[..., self._exact_bytes : self._size + self._exact_dim]
         scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-        return torch.cat((exact, (integers * scales).to(self._dtype).float()), -1)
+        return torch.cat((exact, integers.float()), -1) * scales
 
 
 def _visible(key_positions: Tensor, positions: Tensor, window: int | None) -> Tensor:

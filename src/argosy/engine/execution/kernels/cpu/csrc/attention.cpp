@@ -19,7 +19,7 @@ namespace {
 using namespace argosy;
 
 constexpr int MAX_ITEM_ROWS = 32;             // maximum rows of a work item, unless one token has more heads
-constexpr int MAX_EXTRACTING_ROWS = 128;      // the same if values are extracted from keys, once per item and tile
+constexpr int MAX_EXTRACTING_ROWS = 128;      // the same if values or bytes are converted once per item and tile
 constexpr int64_t RANGE_KEYS = 32 * TILE;     // keys that are summed before the sums are merged
 constexpr int64_t MIN_THREAD_WORK = 1 << 17;  // key elements that 16 rows process while a thread wakes up
 
@@ -30,17 +30,17 @@ struct WorkItem {
 // Working memory of one thread. A row is one head of one token.
 struct ThreadWorkspace {
     uint32_t *q, *row, *weights, *panel, *values, *expanded;
-    float *scores, *rescale;
+    float *scores, *rescale, *scales;
     RoundedRow rounded;
     SoftmaxSums sums, next;
 
     // `values` is room for a tile of values that are extracted from keys, and `expanded` for one of expanded bytes.
     ThreadWorkspace(Scratch &memory, int64_t rows, int64_t words, int64_t width, size_t value_words,
-                    size_t expanded_words) {
+                    size_t expanded_words, size_t scale_count) {
         memory.reset(Scratch::lines_for<uint32_t>(rows * words) + 2 * Scratch::lines_for<uint32_t>(rows * TILE) +
                      Scratch::lines_for<uint32_t>(words) + Scratch::lines_for<uint32_t>(LANES * width) +
                      Scratch::lines_for<uint32_t>(value_words) + Scratch::lines_for<uint32_t>(expanded_words) +
-                     Scratch::lines_for<float>(rows) + RoundedRow::scratch_lines(2 * words) +
+                     Scratch::lines_for<float>(rows) + Scratch::lines_for<float>(scale_count) + RoundedRow::scratch_lines(2 * words) +
                      2 * SoftmaxSums::scratch_lines(rows, width));
         q = memory.allocate<uint32_t>(rows * words);
         row = memory.allocate<uint32_t>(words);
@@ -51,6 +51,7 @@ struct ThreadWorkspace {
         rounded = RoundedRow::allocate(memory, 2 * words);
         scores = memory.allocate<float>(rows * TILE);
         rescale = memory.allocate<float>(rows);
+        scales = memory.allocate<float>(scale_count);
         sums = SoftmaxSums::allocate(memory, rows, width);
         next = SoftmaxSums::allocate(memory, rows, width);
         std::fill_n(rescale, rows, 1.0f);
@@ -66,7 +67,7 @@ template <class Unit, bool ROUNDED> class AttentionKernel {
     const Softmax softmax{a.scale, a.softcap, a.window};
     const int64_t words = cache.words, width = cache.value_width;
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t tile_tokens = std::max<int64_t>(1, (a.values ? MAX_ITEM_ROWS : MAX_EXTRACTING_ROWS) / group);
+    const int64_t tile_tokens = std::max<int64_t>(1, (a.values && !ROUNDED ? MAX_ITEM_ROWS : MAX_EXTRACTING_ROWS) / group);
 
     int64_t rows_of(const WorkItem &item) const { return (item.last - item.first) * group; }
 
@@ -105,6 +106,7 @@ template <class Unit, bool ROUNDED> class AttentionKernel {
                       ThreadWorkspace &workspace) const {
         const int64_t rows = rows_of(item);
         const int64_t padded = (rows + Unit::ROW_ALIGNMENT - 1) / Unit::ROW_ALIGNMENT * Unit::ROW_ALIGNMENT;
+        const bool takes_bytes = ROUNDED && a.values && Unit::takes_bytes(rows);
         const int64_t oldest = softmax.first_visible(a.positions[item.first]);
         const int64_t newest = std::min(a.positions[item.last - 1], (range + 1) * RANGE_KEYS - 1);
         sums.clear(rows, width);
@@ -115,15 +117,25 @@ template <class Unit, bool ROUNDED> class AttentionKernel {
             next = last ? cache.load_tile(item.sequence, head_after, range_start(item, range), oldest, newest, nullptr)
                         : cache.load_tile(item.sequence, head, start + TILE, oldest, newest, workspace.panel);
             const int64_t valid = a.seq_lens[item.sequence] - start;
-            const Tile tile = cache.expand_tile(stored, next, valid, workspace.expanded);
-            const Tile &prefetched = ROUNDED ? tile : next;
-            Unit::compute_scores(workspace.q, padded, words, tile, prefetched, workspace.scores);
+            if constexpr (ROUNDED) cache.read_scales(stored, valid, workspace.scales, next, !takes_bytes);
+            const Tile tile = ROUNDED && !takes_bytes ? cache.expand_tile(stored, workspace.expanded) : stored;
+            const Tile &prefetched = ROUNDED && !takes_bytes ? tile : next;
+            if (takes_bytes)
+                Unit::template compute_scores<ROUNDED>(workspace.q, padded, words, tile, prefetched, workspace.scores);
+            else
+                Unit::compute_scores(workspace.q, padded, words, tile, prefetched, workspace.scores);
             for (int64_t row = 0; row < rows; row++)
                 workspace.rescale[row] = softmax.scores_to_weights<T>(
-                    workspace.scores + row * TILE, a.positions[item.first + row / group], start,
+                    workspace.scores + row * TILE, ROUNDED ? workspace.scales : nullptr,
+                    a.positions[item.first + row / group], start,
                     workspace.weights + row * Unit::WEIGHT_WORDS, sums.peak[row], sums.total + row * LANES);
             const Tile summed = a.values ? tile : cache.extract_values(tile, valid, workspace.values);
-            Unit::accumulate_values(workspace.weights, padded, summed, prefetched, workspace.rescale, sums.out, width);
+            if (takes_bytes)
+                Unit::template accumulate_values<ROUNDED>(workspace.weights, padded, summed, prefetched,
+                                                          workspace.rescale, sums.out, width);
+            else
+                Unit::accumulate_values(workspace.weights, padded, summed, prefetched, workspace.rescale, sums.out,
+                                        width);
         }
     }
 
@@ -230,7 +242,8 @@ template <class Unit, bool ROUNDED> class AttentionKernel {
             static thread_local Scratch memory;
             [[maybe_unused]] const Unit unit{};
             const size_t value_words = a.values ? 0 : TILE / T::PER_WORD * width;
-            ThreadWorkspace workspace(memory, rows, words, width, value_words, cache.expanded_words());
+            ThreadWorkspace workspace(memory, rows, words, width, value_words, cache.expanded_words(),
+                                      cache.scale_count());
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < a.tokens; t++) cache.store_token(t, workspace.row, workspace.rounded);
             if (max_ranges) {

@@ -112,8 +112,9 @@ template <class Unit, bool ROUNDED> class KvCache {
 
     explicit KvCache(const ArgosyAttention &call) : a(call) {}
 
-    // Words that a tile takes when its bytes are expanded.
+    // Words that a tile takes when its bytes are expanded, and its scales.
     size_t expanded_words() const { return ROUNDED ? (a.values ? 2 : 1) * TILE * words : 0; }
+    size_t scale_count() const { return ROUNDED ? 2 * TILE : 0; }
 
     static int64_t padded_words(int64_t size) { return (size + LANES * N - 1) / (LANES * N) * LANES; }
 
@@ -170,20 +171,27 @@ template <class Unit, bool ROUNDED> class KvCache {
         return tile;
     }
 
-    // Return the tile with its bytes expanded to elements in `copy`, and prefetch `next`. Keys after the first `valid`
-    // become zeros, as their scales may be those of another sequence.
-    Tile expand_tile(const Tile &tile, const Tile &next, int64_t valid, uint32_t *copy) const {
-        if constexpr (!ROUNDED) return tile;
+    // Copy the scales of a tile's keys and values to `to`, [2][TILE]. Scales of keys after the first `valid` become
+    // zeros, as they may be those of another sequence. The scales of `next` are prefetched, or all of its panels.
+    void read_scales(const Tile &tile, int64_t valid, float *to, const Tile &next, bool prefetches_panels) const {
+        for (int i = 0; i < TILE / W; i++) {
+            const int panel = std::clamp(i, tile.unused_keys / W, tile.used_keys / W - 1);
+            const int64_t count = i == panel ? valid - i * W : 0;
+            bytes.prefetch(next.keys[i], prefetches_panels);
+            if (a.values) bytes.prefetch(next.values[i], prefetches_panels);
+            bytes.read_scales(tile.keys[i], count, to + i * W);
+            bytes.read_scales(tile.values[i], count, to + TILE + i * W);
+        }
+    }
+
+    // Return the tile with its bytes expanded to elements in `copy`.
+    Tile expand_tile(const Tile &tile, uint32_t *copy) const {
         Tile expanded = tile;
         const int first = tile.unused_keys / W, last = tile.used_keys / W - 1;
         uint32_t *const values = copy + TILE * words;
         for (int panel = first; panel <= last; panel++) {
-            const int64_t count = std::min<int64_t>(W, valid - panel * W);
-            bytes.prefetch(next.keys[panel]);
-            bytes.expand_keys(tile.keys[panel], count, copy + panel * W * words);
-            if (!a.values) continue;
-            bytes.prefetch(next.values[panel]);
-            bytes.expand_values(tile.values[panel], count, values + panel * W * words);
+            bytes.expand_keys(tile.keys[panel], copy + panel * W * words);
+            if (a.values) bytes.expand_values(tile.values[panel], values + panel * W * words);
         }
         for (int i = 0; i < TILE / W; i++) {
             const int64_t at = std::clamp(i, first, last) * W * words;

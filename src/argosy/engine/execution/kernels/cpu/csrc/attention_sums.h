@@ -32,16 +32,22 @@ struct SoftmaxSums {
     }
 };
 
-// Store a row's weights of a tile as words, rounded to the element type. Returns `sum` plus the rounded weights.
-template <class T> inline f32x16 store_weights(uint32_t *words, const f32x16 (&weight)[PANELS], f32x16 sum) {
+// Store a row's weights of a tile as words, rounded to the element type. Returns `sum` plus the rounded weights, or
+// with the `scales` of values, which the stored weights are multiplied by, plus the weights.
+template <class T>
+inline f32x16 store_weights(uint32_t *words, f32x16 (&weight)[PANELS], const float *scales, f32x16 sum) {
     constexpr bool pairs = T::PER_WORD == 2;
     constexpr uint32_t ones = pairs ? 0x3f803f80u : 0x3f800000u;
+    for (int p = 0; scales && p < PANELS; p++) {
+        sum += weight[p];
+        weight[p] *= load<f32x16>(scales + p * LANES);
+    }
     for (int p = 0; p < PANELS; p += T::PER_WORD, words += LANES) {
         if constexpr (pairs)
             store_bfloat16(words, weight[p], weight[p + 1]);
         else
             store(words, weight[p]);
-        sum = T::madd(sum, ones, load<u32x16>(words));
+        if (!scales) sum = T::madd(sum, ones, load<u32x16>(words));
     }
     return sum;
 }
@@ -70,13 +76,15 @@ class Softmax {
     int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
     // Convert the scores of a row at `position` over the tile at `start` to weights. Returns the factor that rescales
-    // the row's earlier sums. A row that sees no key of the tile keeps its sums.
+    // the row's earlier sums. A row that sees no key of the tile keeps its sums. `scales` are null, or [2][TILE]: those
+    // of the keys and of the values.
     template <class T>
-    float scores_to_weights(const float *scores, int64_t position, int64_t start, uint32_t *weights, float &peak,
-                 float *total) const {
+    float scores_to_weights(const float *scores, const float *scales, int64_t position, int64_t start,
+                            uint32_t *weights, float &peak, float *total) const {
         const int64_t first = first_visible(position) - start, last = position - start;
         f32x16 score[PANELS];
         for (int p = 0; p < PANELS; p++) score[p] = load<f32x16>(scores + p * LANES);
+        for (int p = 0; scales && p < PANELS; p++) score[p] *= load<f32x16>(scales + p * LANES);
         if (softcap != 0)
             for (int p = 0; p < PANELS; p++) score[p] = apply_softcap(score[p]);
         if (first > 0 || last < TILE - 1) {
@@ -91,7 +99,8 @@ class Softmax {
         const float factor = new_peak == old_peak ? 1.0f : rescale_factor(old_peak, new_peak);
         const float base = new_peak == NO_SCORE ? 0.0f : new_peak * score_scale_log2;
         for (int p = 0; p < PANELS; p++) score[p] = exp2_lanes(score[p] * score_scale_log2 - base);
-        store(total, store_weights<T>(weights, score, load<f32x16>(total) * factor));
+        const float *value_scales = scales ? scales + TILE : nullptr;
+        store(total, store_weights<T>(weights, score, value_scales, load<f32x16>(total) * factor));
         peak = new_peak;
         return factor;
     }

@@ -42,8 +42,33 @@ template <class Element, int W> struct VectorUnit {
     static constexpr int MAX_SUM_VECTORS = 4;
 #endif
 
-    static u32x16 key_vector(const Tile &tile, int panel, int64_t word) {
-        if constexpr (W == LANES) return load<u32x16>(tile.keys[panel] + word * W);
+    // Load a vector of words, which BYTES are expanded to.
+    template <bool BYTES> static u32x16 load_words(const uint32_t *panel, int64_t word) {
+        if constexpr (!BYTES) return load<u32x16>(panel + word);
+        u32x16 words;
+        T::expand_bytes(&words, (const uint8_t *)panel + word * T::PER_WORD);
+        return words;
+    }
+
+    // Prefetch the line of the words at `word`. Several vectors of BYTES share one, which that at index 0 prefetches.
+    template <bool BYTES> static void prefetch(const uint32_t *panel, int64_t word, int64_t index) {
+        if constexpr (!BYTES)
+            __builtin_prefetch(panel + word);
+        else if (index * T::PER_WORD % 64 == 0)
+            __builtin_prefetch((const uint8_t *)panel + word * T::PER_WORD);
+    }
+
+    template <bool BYTES> static u32x16 key_vector(const Tile &tile, int panel, int64_t word) {
+        if constexpr (W == LANES) return load_words<BYTES>(tile.keys[panel], word * W);
+        if constexpr (BYTES) {
+            constexpr int HALF = W * T::PER_WORD;
+            uint8_t halves[2 * HALF];
+            for (int half = 0; half < 2; half++)
+                std::memcpy(halves + half * HALF, (const uint8_t *)tile.keys[2 * panel + half] + word * HALF, HALF);
+            u32x16 words;
+            T::expand_bytes(&words, halves);
+            return words;
+        }
         u32x16 both;
         std::memcpy(&both, tile.keys[2 * panel] + word * W, 32);
         std::memcpy((char *)&both + 32, tile.keys[2 * panel + 1] + word * W, 32);
@@ -51,14 +76,14 @@ template <class Element, int W> struct VectorUnit {
     }
 
     // Compute the scores of a block of rows for panels panel .. panel + P - 1, and prefetch the same panels of `next`.
-    template <int R, int P>
+    template <bool BYTES, int R, int P>
     static void score_block(const uint32_t *q, int64_t words, const Tile &tile, const Tile &next, int panel,
                             float *scores) {
         f32x16 sum[R][P] = {};
         for (int64_t word = 0; word < words; word++) {
             u32x16 key[P];
-            for (int p = 0; p < P; p++) key[p] = key_vector(tile, panel + p, word);
-            for (int p = 0; p < P; p++) __builtin_prefetch(next.keys[panel + p] + word * W);
+            for (int p = 0; p < P; p++) key[p] = key_vector<BYTES>(tile, panel + p, word);
+            for (int p = 0; p < P; p++) prefetch<BYTES>(next.keys[panel + p], word * W, word * W);
             for (int r = 0; r < R; r++)
                 for (int p = 0; p < P; p++) sum[r][p] = T::madd(sum[r][p], q[r * words + word], key[p]);
         }
@@ -67,7 +92,7 @@ template <class Element, int W> struct VectorUnit {
     }
 
     // Accumulate C columns of a block of rows, and prefetch the same columns of `next`.
-    template <int R, int C>
+    template <bool BYTES, int R, int C>
     static void accumulate_block(const uint32_t *weights, const Tile &tile, const Tile &next, const float *rescale,
                                  float *out, int64_t width, int64_t column) {
         constexpr int PANEL_WORDS = W / T::PER_WORD;
@@ -75,12 +100,12 @@ template <class Element, int W> struct VectorUnit {
         for (int r = 0; r < R; r++)
             for (int c = 0; c < C; c++) sum[r][c] = load<f32x16>(out + r * width + column + c * LANES) * rescale[r];
         for (int panel = 0; panel < tile.used_keys / W; panel++) {
-            const uint32_t *row = tile.values[panel] + column, *weight = weights + panel * PANEL_WORDS;
-            const uint32_t *next_values = next.values[panel] + column;
-            for (int word = 0; word < PANEL_WORDS; word++, row += width, next_values += width)
+            const uint32_t *weight = weights + panel * PANEL_WORDS;
+            for (int word = 0; word < PANEL_WORDS; word++)
                 for (int c = 0; c < C; c++) {
-                    const u32x16 value = load<u32x16>(row + c * LANES);
-                    __builtin_prefetch(next_values + c * LANES);
+                    const int64_t at = word * width + column + c * LANES;
+                    const u32x16 value = load_words<BYTES>(tile.values[panel], at);
+                    prefetch<BYTES>(next.values[panel], at, c * LANES);
                     for (int r = 0; r < R; r++) sum[r][c] = T::madd(sum[r][c], weight[r * WEIGHT_WORDS + word], value);
                 }
         }
@@ -97,19 +122,24 @@ template <class Element, int W> struct VectorUnit {
         run(std::integral_constant<int, large>{});
     }
 
+    // Whether rows are few enough that each of the bytes is expanded once.
+    static bool takes_bytes(int64_t rows) { return rows <= MAX_SUM_VECTORS / 2; }
+
     // scores[rows][TILE] = q[rows][words] . keys
+    template <bool BYTES = false>
     static void compute_scores(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, const Tile &next,
                                float *scores) {
         dispatch_by_rows(rows, [&](auto block_rows) {
             for_row_blocks<block_rows>(rows, [&](auto block, int64_t r) {
                 constexpr int P = std::min(PANELS, MAX_SUM_VECTORS / block_rows);
                 for (int panel = 0; panel * LANES < tile.used_keys; panel += P)
-                    score_block<block, P>(q + r * words, words, tile, r ? tile : next, panel, scores + r * TILE);
+                    score_block<BYTES, block, P>(q + r * words, words, tile, r ? tile : next, panel, scores + r * TILE);
             });
         });
     }
 
     // out[rows][width] = out * rescale + weights[rows][WEIGHT_WORDS] . values
+    template <bool BYTES = false>
     static void accumulate_values(const uint32_t *weights, int64_t rows, const Tile &tile, const Tile &next,
                                   const float *rescale, float *out, int64_t width) {
         dispatch_by_rows(rows, [&](auto block_rows) {
@@ -120,9 +150,9 @@ template <class Element, int W> struct VectorUnit {
                 float *sum = out + r * width;
                 int64_t column = 0;
                 for (; column + C * LANES <= width; column += C * LANES)
-                    accumulate_block<block, C>(weight, tile, prefetched, rescale + r, sum, width, column);
+                    accumulate_block<BYTES, block, C>(weight, tile, prefetched, rescale + r, sum, width, column);
                 for (; column < width; column += LANES)
-                    accumulate_block<block, 1>(weight, tile, prefetched, rescale + r, sum, width, column);
+                    accumulate_block<BYTES, block, 1>(weight, tile, prefetched, rescale + r, sum, width, column);
             });
         });
     }
@@ -139,6 +169,9 @@ struct MatrixUnit {
     // Tiles 0-3: sums. Tiles 4, 5: queries and keys, 32 dimensions. Tiles 6, 7: weights and values of 16 keys.
     AmxTiles tiles{{16, 16, 16, 16, 16, 16, 16, 8}, {64, 64, 64, 64, 64, 64, 32, 64}};
 
+    static bool takes_bytes(int64_t) { return false; }
+
+    template <bool BYTES = false>
     static void compute_scores(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, const Tile &next,
                                float *scores) {
         for (int p = 0; p < PANELS; p++)
@@ -161,6 +194,7 @@ struct MatrixUnit {
         }
     }
 
+    template <bool BYTES = false>
     static void accumulate_values(const uint32_t *weights, int64_t rows, const Tile &tile, const Tile &next,
                                   const float *rescale, float *out, int64_t width) {
         for (int p = 0; p < PANELS; p++)

@@ -106,10 +106,22 @@ inline void store_bfloat16(void *to, f32x16 first, f32x16 second) {
 #endif
 }
 
+// Convert sixteen signed bytes to float32.
+inline f32x16 bytes_to_float(const void *from) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#else
+    using i8x16 = int8_t __attribute__((vector_size(16)));
+    return __builtin_convertvector(__builtin_convertvector(load<i8x16>(from), i32x16), f32x16);
+#endif
+}
+
 // Element types of 32-bit words: the number of elements per word, and madd, which adds a * b to `sum` per lane.
 struct Float {
     using Scalar = float;
     static constexpr int PER_WORD = 1;
+    // Convert 16 bytes to the same number of elements, exactly.
+    static inline void expand_bytes(void *to, const void *from) { store(to, bytes_to_float(from)); }
     static inline f32x16 madd(f32x16 sum, uint32_t a, u32x16 b) {
         float scalar;
         std::memcpy(&scalar, &a, 4);
@@ -120,6 +132,10 @@ struct Float {
 struct Bfloat16 {
     using Scalar = uint16_t;
     static constexpr int PER_WORD = 2;
+    // Convert 32 bytes to the same number of elements, exactly.
+    static inline void expand_bytes(void *to, const void *from) {
+        store_bfloat16(to, bytes_to_float(from), bytes_to_float((const char *)from + LANES));
+    }
     static inline f32x16 madd(f32x16 sum, uint32_t a, u32x16 b) {
 #ifdef __AVX512BF16__
         return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
