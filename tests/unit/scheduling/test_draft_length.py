@@ -135,27 +135,34 @@ def test_measured_durations_become_the_estimate(num_decodes: int, slowdown: floa
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.1])
 @pytest.mark.parametrize("num_sequences", [1, 8, 32])
+@pytest.mark.parametrize("pass_cost", [0.0, 0.4])
 def test_text_that_defeats_its_drafter_is_hardly_slower(
-    num_sequences: int, acceptance: float
+    num_sequences: int, acceptance: float, pass_cost: float
 ) -> None:
-    """Each sequence has drafts in every step, and each token adds a twentieth to the duration of a step."""
-    policy, rng = DraftLengthPolicy(RIDGE), random.Random(3)
+    """Each sequence has drafts in every step, and each token adds a twentieth to the duration of a step.
+
+    With a `pass_cost`, a draft model computes one draft of each sequence in as much of a step.
+    """
+    policy, rng = DraftLengthPolicy(RIDGE, 0.003 * pass_cost), random.Random(3)
     rates = []
     for _ in range(3):  # one batch after another, the first of which teaches the policy
         duration = plain = 0.0
         histories = [policy.create_history(b"domain") for _ in range(num_sequences)]
         for _ in range(130):
-            candidates = [DraftCandidate(history, LOOKUP, 16) for history in histories]
+            candidates = [
+                DraftCandidate(history, LOOKUP, 16, needs_passes=pass_cost > 0)
+                for history in histories
+            ]
             lengths = policy.select_lengths(candidates, num_sequences)
             tokens = num_sequences
             for history, length in zip(histories, lengths, strict=True):
                 accepted = next((i for i in range(length) if rng.random() >= acceptance), length)
-                policy.record_drafts(history, LOOKUP, length, accepted)
+                policy.record_drafts(history, LOOKUP, length, accepted, needed_passes=pass_cost > 0)
                 tokens += accepted
             plain_step = 0.95 + 0.05 * num_sequences
             step = plain_step + 0.05 * sum(lengths)
             policy.record_step(num_sequences, sum(lengths), 0.003 * step)
-            duration += step
+            duration += step + pass_cost * max(lengths)
             plain += plain_step * tokens / num_sequences
         rates.append(plain / duration)
     assert min(rates[1:]) > 0.985

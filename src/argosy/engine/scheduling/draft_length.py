@@ -149,7 +149,8 @@ class DraftLengthPolicy:
                 self._spare_probes + PROBE_SHARE * cost / row_cost, MAX_SPARE_PROBES
             )
             max_rows = self._max_rows_beside_others(rows, max_rows)
-            self._add_probes(candidates, lengths, max_rows - rows - sum(lengths))
+            pass_price = self._find_pass_cost(num_decodes) / row_cost
+            self._add_probes(candidates, lengths, max_rows - rows - sum(lengths), pass_price)
         return lengths
 
     def estimate(self, candidate: DraftCandidate) -> float:
@@ -270,16 +271,26 @@ class DraftLengthPolicy:
         return lengths
 
     def _add_probes(
-        self, candidates: Sequence[DraftCandidate], lengths: list[int], max_probes: int
+        self,
+        candidates: Sequence[DraftCandidate],
+        lengths: list[int],
+        max_probes: int,
+        pass_price: float,
     ) -> None:
-        """Draft one token of a candidate that has been without drafts for long enough."""
-        for index, (history, source, size, _) in enumerate(candidates):
+        """Draft one token of a candidate that has been without drafts for long enough.
+
+        A pass of a draft model counts as `pass_price` probes, which later ones wait for.
+        """
+        for index, (history, source, size, needs_passes) in enumerate(candidates):
             if lengths[index] or size <= 0:
                 continue
             entry = history.sources[source]
             entry.skipped += 1
-            if entry.skipped > entry.wait and max_probes > 0 and self._spare_probes >= 1.0:
-                self._spare_probes -= 1.0
+            price = 1.0 + (pass_price if needs_passes else 0.0)
+            is_due = entry.skipped > entry.wait and max_probes > 0 and price < inf
+            if is_due and self._spare_probes >= 1.0:
+                self._spare_probes -= price
+                pass_price = 0.0 if needs_passes else pass_price
                 lengths[index] = 1
                 max_probes -= 1
                 entry.skipped = 0
