@@ -75,8 +75,8 @@ class Decoder(nn.Module, Model):
         self.dtype = dtype
         self.watched_layers: tuple[int, ...] = ()
         """Numbers of layers after which `hidden_states` are kept, for a draft head."""
-        self.hidden_states: Tensor | None = None
-        """[T, watched layers * hidden], those of the latest batch. None if no layer is watched."""
+        self.hidden_states: list[Tensor] = []
+        """[T, hidden] after each of the watched layers, of the latest batch."""
         with torch.device("meta"):
             self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
@@ -127,11 +127,11 @@ class Decoder(nn.Module, Model):
         watched: dict[int, Tensor] = {}
         for number, layer in enumerate(self._layers):
             if number in self.watched_layers:
-                watched[number] = _add(x, delta)
+                watched[number] = x.clone() if delta is None else x + delta
             delta = layer.forward(x, delta, rotations[layer.rope_index], batch, attention)
         if self.watched_layers:
-            watched[len(self._layers)] = _add(x, delta)
-            self.hidden_states = torch.cat([watched[number] for number in self.watched_layers], 1)
+            watched[len(self._layers)] = x if delta is None else x + delta
+            self.hidden_states = [watched[number] for number in self.watched_layers]
         if not batch.logit_index.numel():
             size = (
                 self.architecture.hidden_size if self.head is None else self.architecture.vocab_size
@@ -155,11 +155,6 @@ class Decoder(nn.Module, Model):
         batch.adapters.logits.replace_logits(x, logits)
         batch.adapters.logits.update_linear(head.number, x, logits)
         return logits.float()
-
-
-def _add(x: Tensor, delta: Tensor | None) -> Tensor:
-    """Return the sum, which is no view of x, because the next layer changes x."""
-    return x.clone() if delta is None else x + delta
 
 
 def build_attention(architecture: ModelArchitecture) -> Iterator[nn.Module]:

@@ -63,8 +63,8 @@ class HiddenStates:
             slots += [row * KEPT_STATES + i % KEPT_STATES for i in range(end - kept, end)]
             first += count
         if len(sources) < first:
-            states = states[torch.tensor(sources, device=states.device)]
-        self._kept[torch.tensor(slots, device=states.device)] = states
+            states = states.index_select(0, self._to_device(sources))
+        self._kept.index_copy_(0, self._to_device(slots), states)
 
     def has_prefill(self, row: int) -> bool:
         """Return whether the latest step computed more tokens of a row than are kept."""
@@ -96,7 +96,10 @@ class HiddenStates:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_kept(self, slots: list[int]) -> Tensor:
-        return self._kept[torch.tensor(slots, dtype=torch.int64, device=self._kept.device)]
+        return self._kept.index_select(0, self._to_device(slots))
+
+    def _to_device(self, indices: list[int]) -> Tensor:
+        return torch.tensor(indices, dtype=torch.int64, device=self._kept.device)
 
 
 class HeadDrafter(DraftModel):
@@ -128,9 +131,8 @@ class HeadDrafter(DraftModel):
         target = self._head.watch_target()
 
         def record(plan: StepPlan) -> None:
-            states, target.hidden_states = target.hidden_states, None
-            if states is not None:
-                self.hidden_states.record_step(plan, states)
+            states, target.hidden_states = target.hidden_states, []
+            self.hidden_states.record_step(plan, torch.cat(states, 1))
 
         return record
 
@@ -140,16 +142,14 @@ class HeadDrafter(DraftModel):
         copies: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         for seq in running:
-            if not seq.can_draft:
+            is_decode = seq.is_prefilled and not hidden.has_prefill(seq.row)
+            if is_decode or not seq.can_draft:
                 continue
             row = self._rows.get(seq.id)
             is_current = row is not None and row.preemptions == seq.preemptions
             length = row.length if row is not None and is_current else hidden.find_first(seq.row)
             end = min(hidden.ends[seq.row], len(seq.tokens) - self.lookahead)
-            if seq.is_prefilled:
-                end -= 1  # from the last token on, drafts are sampled
-                if not hidden.has_prefill(seq.row) and end - length < KEPT_STATES - 2 * MAX_WINDOW:
-                    continue
+            end -= seq.is_prefilled  # from the last token on, drafts are sampled
             if end > length:
                 row = self._update_row(seq, end, copies)
                 chunks.append(self._extend_row(seq, row, end))
