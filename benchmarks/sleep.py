@@ -26,6 +26,8 @@ from benchmarks.server_process import RunningServer, run_server
 
 ANSWER_MARGIN_S = 1.0
 """Time beside the waking in which a model that slept has to begin its answer."""
+MEMORY_REPORT_S = 4.0
+"""Time after which a gateway knows the memory of a replica that has fallen asleep."""
 PROMPT_TOKENS = 512
 KV_TOKENS = 8192
 
@@ -98,8 +100,13 @@ async def run_swaps(
     async with run_server(*common, "--sleep-after", "86400") as server:
         views = (await server.client.get("/admin/replicas")).json()["data"]
         awake_bytes = max(view["awake_bytes"] for view in views)
-    asleep_bytes = 400 << 20
+        body = {"replica": views[0]["replica"]}
+        (await server.client.post("/admin/replicas/sleep", json=body)).raise_for_status()
+        await asyncio.sleep(MEMORY_REPORT_S)
+        views = (await server.client.get("/admin/replicas")).json()["data"]
+        asleep_bytes = min(view["usage"]["memory_bytes"] for view in views)
     memory = num_awake * awake_bytes + (num_models - num_awake) * asleep_bytes
+    memory += (awake_bytes - asleep_bytes) // 2  # not enough for another one
     async with run_server(*common, "--model-memory", str(memory)) as server:
         return await _load_models(server, names, seconds, rate)
 
