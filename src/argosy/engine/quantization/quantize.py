@@ -16,6 +16,7 @@ from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, 
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.execution.loading.model_selection import select_implementation
+from argosy.engine.offline_request_processor import configure_quiet_logging
 from argosy.engine.quantization.calibration_text import CalibrationText, read_calibration_text
 from argosy.engine.quantization.checkpoint_writer import CheckpointWriter, new_folder
 from argosy.engine.quantization.model_quantizer import ModelQuantizer, QuantizationSummary
@@ -77,6 +78,7 @@ def quantize_model(
     Raises:
         ValueError: The model or the text cannot be used, or the folder cannot be written. The message says what to do.
     """
+    configure_quiet_logging()
     base = resolve_model_path(model, None)
     _check_model(base)
     with new_folder(output.expanduser().absolute()) as folder:
