@@ -17,6 +17,7 @@ from argosy.process import private_memory_bytes
 from argosy.protocol import SamplingParams
 from tests.engine.adapter_files import write_adapter
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.test_speculation import ScriptedDrafter
 
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, logprobs=2)
 PROMPT = list(range(100, 150))
@@ -116,6 +117,22 @@ def test_resumed_and_preempted_requests_keep_tokens(
         tokens = request.resumed_tokens + outputs[request.id].tokens
         assert tokens == expected[request.id].tokens
     assert core.scheduler.preemptions
+    core.close()
+
+
+@pytest.mark.usefixtures("all_drafts")
+def test_drafts_are_verified_with_the_adapter_of_their_row(
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+) -> None:
+    core = make_core(warmup=True)
+    assert core.speculation is not None
+    drafts = {name: output.tokens for name, output in expected.items()}
+    core.speculation.drafters = [ScriptedDrafter("mixed", drafts, core.info.vocab_size)]
+    requests = [make_request(name, sources[name]) for name in expected]
+    outputs = run_requests(core, requests)
+    for name, output in expected.items():
+        assert_equal(outputs[name], output)
+    assert core.speculation.accepted_tokens.total() > 20
     core.close()
 
 

@@ -12,6 +12,7 @@ from argosy.engine.execution.adapters.peft_config import AdapterError, PeftConfi
 from argosy.engine.execution.adapters.peft_reader import (
     ModuleTensors,
     StoredAdapter,
+    is_finite,
     strip_prefix,
 )
 from argosy.engine.execution.architectures.decoder_families import FAMILIES
@@ -60,8 +61,8 @@ class _LinearBuilder:
     """Update of one linear layer, of which modules are added one after the other."""
 
     num_outputs: int
-    order: Tensor
-    """[N], row of the stored matrix of each output."""
+    order: Tensor | None
+    """[N], row of the stored matrix of each output. None is the same order."""
     a: list[Tensor] = field(default_factory=list)
     runs: list[OutputRun] = field(default_factory=list)
     gain: Tensor | None = None
@@ -69,15 +70,21 @@ class _LinearBuilder:
 
     def add(self, part: _Part, a: Tensor, b: Tensor, factors: _Factors) -> None:
         """Add a module with A [ranks, K] and B [rows of the part, ranks]."""
-        inside = (self.order >= part.start) & (self.order < part.start + part.size)
-        outputs = inside.nonzero().flatten()
         first_rank = sum(map(len, self.a))
         self.a.append(a)
-        ends = (outputs.diff() != 1).nonzero().flatten() + 1
-        for run in outputs.tensor_split(ends):
-            rows = self.order[run] - part.start
-            self.runs.append(OutputRun(int(run[0]), first_rank, b[rows].contiguous()))
-        rows = self.order[outputs] - part.start
+        outputs: Tensor | slice = slice(part.start, part.start + part.size)
+        rows: Tensor | slice = slice(None)
+        if self.order is None:
+            self.runs.append(OutputRun(part.start, first_rank, b))
+        else:
+            inside = (self.order >= part.start) & (self.order < part.start + part.size)
+            outputs = inside.nonzero().flatten()
+            rows = self.order[outputs] - part.start
+            ends = ((outputs.diff() != 1).nonzero().flatten() + 1).tolist()
+            for run, run_rows in zip(
+                outputs.tensor_split(ends), rows.tensor_split(ends), strict=True
+            ):
+                self.runs.append(OutputRun(int(run[0]), first_rank, b[run_rows]))
         if factors.gain is not None:
             self.gain = torch.ones(self.num_outputs) if self.gain is None else self.gain
             self.gain[outputs] = factors.gain[rows]
@@ -196,7 +203,7 @@ class _Builder:
             size = sum(rows for _, rows in part.stored.parts)
             order = projection.row_order
             self._linears[projection.number] = _LinearBuilder(
-                size, torch.arange(size) if order is None else torch.tensor(order)
+                size, None if order is None else torch.tensor(order)
             )
         factors = self._compute_factors(name, module, part, scale)
         scaled = self._round(b.float() * scale, name)
@@ -218,7 +225,7 @@ class _Builder:
 
     def _round(self, tensor: Tensor, name: str) -> Tensor:
         rounded = tensor.to(self._dtype, copy=True)
-        if not all(bool(end.isfinite()) for end in torch.aminmax(rounded)):
+        if not is_finite(rounded):
             raise AdapterError(f"{name} has values beyond the range of the model's dtype")
         return rounded
 
