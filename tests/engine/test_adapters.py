@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from argosy.engine.engine_config import QuantizeSetting
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.torch.lora import (
     AdapterWeights,
@@ -25,6 +26,10 @@ from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import Reference, make_reference
 
 ALL = [*ATTENTION, *MLP]
+OTHER_FAMILIES = [
+    *("qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+]
 PROMPT = [*range(3, 40), 9, 3, 77]
 
 # --- PEFT -------------------------------------------------------------------------------------------
@@ -84,7 +89,8 @@ def test_every_honoured_field_gives_the_logits_of_peft(
     driver = DecoderDriver(load_checkpoint(base.path))
     modules = {name for name, _ in base.model.named_modules()}
     for slot, (case, config) in enumerate(PEFT_CASES.items(), 1):
-        present = [t for t in ALL if any(name.endswith(t) for name in modules)]
+        names = [*ALL, *OTHER_FAMILIES]
+        present = [name for name in names if any(path.endswith(f".{name}") for path in modules)]
         if config["target_modules"] == ALL:
             config |= {"target_modules": present}
         wrapped = make_family(tmp_path / "copy", family, tie_word_embeddings=is_tied)
@@ -96,6 +102,10 @@ def test_every_honoured_field_gives_the_logits_of_peft(
             continue
         randomize(model, seed=slot)
         model.eval().save_pretrained(str(tmp_path / case))
+        if model.peft_config["default"].target_parameters:
+            with pytest.raises(ValueError, match="target_parameters is set"):
+                driver.adapters.add(slot, tmp_path / case)
+            continue
         driver.adapters.add(slot, tmp_path / case)
         driver.slots[case] = slot
         (logits,) = driver.forward([(case, PROMPT)])
@@ -120,12 +130,22 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 # --- independence of the batch ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantize"),
+    [
+        ("qwen 2", torch.bfloat16, None),
+        ("qwen 2", torch.float32, None),
+        pytest.param("qwen 2", torch.bfloat16, "int8", marks=pytest.mark.exhaustive),
+        pytest.param("qwen 2", torch.bfloat16, "int4", marks=pytest.mark.exhaustive),
+        pytest.param("gpt-oss", torch.bfloat16, None, marks=pytest.mark.exhaustive),
+        pytest.param("qwen 3.5", torch.bfloat16, None, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_rows_do_not_depend_on_other_rows_and_their_adapters(
-    tmp_path: Path, isa: str, dtype: torch.dtype
+    tmp_path: Path, isa: str, family: str, dtype: torch.dtype, quantize: QuantizeSetting | None
 ) -> None:
-    base = make_family(tmp_path / "base", "qwen 2", tie_word_embeddings=False)
-    driver = DecoderDriver(load_checkpoint(base.path, dtype))
+    base = make_family(tmp_path / "base", family, tie_word_embeddings=False)
+    driver = DecoderDriver(load_checkpoint(base.path, dtype, quantize=quantize))
     prompts = [list(range(3, 3 + size)) for size in (1, 5, 23, 40)]
     without = [driver.logits_in_one_chunk(prompt) for prompt in prompts]
     folders = [
@@ -198,6 +218,7 @@ def test_kernel_equals_torch_for_any_ranks_and_sizes(isa: str) -> None:
         adapters = [AdapterWeights({2: update}) for update in updates]
         x = draw(40, 2 * cols).to(dtype)[:, ::2]
         before = draw(40, outs).to(dtype)
+        before[:, ::3] = -0.0  # to which a base row must not add 0
         rows, starts = torch.randperm(40, generator=generator)[:23], torch.tensor([0, 14, 23])
         expected, actual = before.clone(), before.clone()
         TorchRowAdapters(adapters, rows, starts).update_linear(2, x, expected)
@@ -210,6 +231,7 @@ def test_kernel_equals_torch_for_any_ranks_and_sizes(isa: str) -> None:
         for first, size in splits:
             untouched[rows, first : first + size] = False
         assert torch.equal(actual[untouched], before[untouched])
+        assert actual[untouched].signbit().equal(before[untouched].signbit())
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=10 * tolerance)
 
