@@ -342,6 +342,18 @@ def test_adapters_that_are_not_honoured_are_refused_by_name(tmp_path: Path) -> N
         change_config(tmp_path / "adapter", config)
         check_refused(message)
     write_adapter(tmp_path / "adapter", base, ["q_proj"])
+    tokenizer: dict[str, Any] = {"model": {"vocab": {"a": 0}}, "added_tokens": []}
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    added = [{"content": "<new>", "id": 160}]
+    for changed, message in (
+        (tokenizer | {"added_tokens": added}, "tokenizer.json has other tokens"),
+        (tokenizer | {"model": {"vocab": {"a": 1}}}, "tokenizer.json has other tokens"),
+        ({}, "tokenizer.json has no model"),
+    ):
+        (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(changed))
+        check_refused(message)
+    tokenizer["model"]["type"] = "BPE"  # which changes no token
+    (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert table.add(1, tmp_path / "adapter") > 0  # nothing of the refused ones is in the slot
 
 

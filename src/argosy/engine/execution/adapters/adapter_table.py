@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from argosy.engine.execution.adapters.adapter_builder import build_adapter, family_prefixes
 from argosy.engine.execution.adapters.peft_config import AdapterError
-from argosy.engine.execution.adapters.peft_reader import read_adapter
+from argosy.engine.execution.adapters.peft_reader import check_tokenizer, read_adapter
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.batch import Batch, BatchAdapters, RowAdapters
 from argosy.engine.execution.kernels.device import Device, DeviceAdapter
@@ -58,6 +58,8 @@ class AdapterTable:
                 f"{model.architecture.architecture} does not run on Argosy's own decoder, so that it cannot have "
                 "adapters"
             )
+        if model.checkpoint is not None:
+            check_tokenizer(folder, model.checkpoint)
         with torch.inference_mode():
             weights = build_adapter(
                 read_adapter(folder, family_prefixes(model)), model, self._device

@@ -24,6 +24,8 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 4 << 20
 MAX_TENSORS = 10_000
+TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 16 << 20
 _FLOAT_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 _TENSOR_NAME = re.compile(
@@ -113,6 +115,32 @@ def _find_file(folder: Path, name: str, max_bytes: int | None = None) -> Path:
     if max_bytes is not None and state.st_size > max_bytes:
         raise AdapterError(f"{name} has {state.st_size} bytes, more than {max_bytes}")
     return file
+
+
+def check_tokenizer(folder: Path, base: Path) -> None:
+    """Check that the tokens of an adapter's tokenizer.json, if it has one, are those of its base.
+
+    Raises:
+        ValueError: The tokens differ, or the file is damaged.
+    """
+    if not (folder / TOKENIZER_FILE).exists() or not (base / TOKENIZER_FILE).is_file():
+        return
+    files = _find_file(folder, TOKENIZER_FILE, MAX_TOKENIZER_BYTES), base / TOKENIZER_FILE
+    contents = [file.read_bytes() for file in files]
+    if contents[0] != contents[1] and _read_tokens(files[0]) != _read_tokens(files[1]):
+        raise AdapterError(
+            f"{TOKENIZER_FILE} has other tokens than the base; an adapter cannot change the vocabulary"
+        )
+
+
+def _read_tokens(file: Path) -> tuple[object, object]:
+    """Return the vocabulary of a tokenizer, and its added tokens."""
+    values = read_json(file)
+    model, added = values.get("model"), values.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(added, list):
+        raise AdapterError(f"{file.name} has no model or added_tokens")
+    tokens = {str(each.get("content")): each.get("id") for each in added if isinstance(each, dict)}
+    return model.get("vocab"), tokens
 
 
 def _read_tensors(folder: Path, prefixes: Collection[str]) -> dict[str, ModuleTensors]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,8 @@ class Decoder(nn.Module, Model):
                 if architecture.has_head
                 else None
             )
+        self.checkpoint: Path | None = None
+        """Directory or file from which the weights were loaded."""
         self.adaptable: list[Projection] = []
         """Linear layers that adapters can change, by `Projection.number`."""
         for name, module in self.named_modules():

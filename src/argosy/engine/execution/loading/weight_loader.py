@@ -84,6 +84,7 @@ def load_decoder(
     loader = _Loader(checkpoint, device, dtype, quantize is None, pack_cache or PackCache())
     loader.load(decoder, architecture, progress, head)
     _warn_of_long_factors(architecture)
+    decoder.checkpoint = checkpoint.path
     return decoder
 
 
