@@ -24,7 +24,7 @@ BAR_WIDTH = 28
 """Width of the bars in characters."""
 MAX_REASON_CHARS = 100
 MIN_GAP_BAR_MS = 1.0
-COST_TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
+COST_TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "adapter_s", "total_s")
 SECTION_KEYS = frozenset(
     {
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),

@@ -5,6 +5,7 @@ The cost of a replica is a sum of terms in seconds, so no weights need tuning:
     (queued tokens + uncached tokens of this prompt) / prefill_tokens_per_s
     + inter_token_s * expected output tokens
     + MEMORY_BARRIER_S * k / (1 - k), where k is kv_usage_ratio
+    + time to load a missing adapter
 
 A replica without a recent load report costs `STALE_PENALTY_S` more. The sum is divided by the replica's weight, so
 that a replica of weight 0.5 gets the next request only if it costs less than half. The other policies scale a
@@ -97,12 +98,13 @@ class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
     stale_s: float
     weight: float = 1.0
     """Weight of the replica, by which the sum is divided."""
+    adapter_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Weighted sum of all terms, by which candidates are compared."""
         total_s = self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
-        return total_s / self.weight
+        return (total_s + self.adapter_s) / self.weight
 
 
 class RoutingCandidate(msgspec.Struct, frozen=True):
@@ -138,9 +140,12 @@ class RoutingPolicy(Protocol):
 
 
 def estimate_cost(
-    load: ReplicaLoad, uncached_tokens: int, output_tokens: int, now: float
+    load: ReplicaLoad, uncached_tokens: int, output_tokens: int, now: float, adapter_s: float = 0.0
 ) -> RoutingCost:
-    """Estimate what a request with these uncached prompt tokens and expected output tokens costs on a replica."""
+    """Estimate what a request with these uncached prompt tokens and expected output tokens costs on a replica.
+
+    `adapter_s` is the time to load the request's adapter.
+    """
     rate = max(load.prefill_tokens_per_s, 1.0)
     used = min(max(load.kv_usage_ratio, 0.0), MAX_KV_USAGE_RATIO)
     stale = now - load.reported_at > STALE_AFTER_S
@@ -152,6 +157,7 @@ def estimate_cost(
         memory_s=MEMORY_BARRIER_S * used / (1.0 - used),
         stale_s=STALE_PENALTY_S if stale else 0.0,
         weight=load.weight,
+        adapter_s=adapter_s,
     )
 
 

@@ -61,7 +61,8 @@ ReplicaWeight = Annotated[float, Meta(ge=0.001, le=1000)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 ContentDigest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 """Digest of the files of a model or an adapter, as the model store computes it."""
-AdapterReplicas = Annotated[int, Meta(ge=0, le=1000)]
+MAX_ADAPTER_REPLICAS = 1000
+AdapterReplicas = Annotated[int, Meta(ge=0, le=MAX_ADAPTER_REPLICAS)]
 Percent = Annotated[int, Meta(ge=0, le=100)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
@@ -229,6 +230,11 @@ class Adapter(AccountRecord, frozen=True, kw_only=True):
     min_replicas: AdapterReplicas = 0
     """Number of replicas that keep it loaded without requests."""
     created_at: float
+
+    @property
+    def min_homes(self) -> int:
+        """Fewest replicas that keep it loaded."""
+        return MAX_ADAPTER_REPLICAS if self.pinned else self.min_replicas
 
 
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):

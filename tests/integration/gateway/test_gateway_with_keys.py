@@ -53,6 +53,7 @@ FREE_PATHS = (
         "/openapi.json",
     ),
     *("/health", "/ready", "/metrics", "/replicas/", "/admin/", "/console"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 """Begins of paths that list what the gateway knows, or need a higher role."""
 PATHS_OF_INPUT = {"/api/embed", "/v1/responses", "/v1/responses/input_tokens"}

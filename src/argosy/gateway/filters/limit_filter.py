@@ -45,6 +45,7 @@ from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, EarlyStopReason, TokenUsage
 from argosy.store import (
     AccountSnapshot,
+    Adapter,
     Clock,
     Limit,
     OwnerKind,
@@ -202,7 +203,7 @@ class LimitFilter:
                 unknown and the project fails closed.
         """
         fields, principal = context.fields, context.principal
-        limit_set = self._get_limit_set(principal, context.pool.model, context.model)
+        limit_set = self._get_limit_set(principal, context.pool.model, context.adapter)
         now = self._clock()
         wall_time = now - steady_clock.offset_s
         rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], wall_time)
@@ -244,7 +245,7 @@ class LimitFilter:
         )
         self._running[context] = state
         if has_waited:  # the limits may have changed while units were acquired
-            current_limit_set = self._get_limit_set(principal, context.pool.model, context.model)
+            current_limit_set = self._get_limit_set(principal, context.pool.model, context.adapter)
             if current_limit_set.meters != limit_set.meters:
                 state.change_limits(current_limit_set)
         return True
@@ -372,7 +373,7 @@ class LimitFilter:
         # By limits, because the same ones apply to all requests of a caller for a model, and there may be thousands.
         has_exceeded_by_set: dict[int, bool] = {}
         for context, state in tuple(self._running.items()):
-            limit_set = self._get_limit_set(context.principal, context.pool.model, context.model)
+            limit_set = self._get_limit_set(context.principal, context.pool.model, context.adapter)
             has_exceeded = has_exceeded_by_set.get(id(limit_set))
             if has_exceeded is None:
                 has_exceeded = any(limit.meter in exceeded for limit in limit_set.meters)
@@ -396,11 +397,13 @@ class LimitFilter:
         counter = self._backend.create_meter(limit)
         return QuotaLimit(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
-    def _get_limit_set(self, principal: Principal, model: str, adapter: str = "") -> LimitSet:
+    def _get_limit_set(
+        self, principal: Principal, model: str, adapter: Adapter | None = None
+    ) -> LimitSet:
         """Return the limits for a model, or for an adapter, which those for its base model limit too."""
         organisation, project = principal.organisation, principal.project
-        adapter = adapter or model
-        cache_key = (principal.key, principal.user, project, organisation, model, adapter)
+        name = model if adapter is None else adapter.name
+        cache_key = (principal.key, principal.user, project, organisation, model, name)
         limit_set = self._limit_sets.get(cache_key)
         if limit_set is None:
             if len(self._limit_sets) >= MAX_CACHED_LIMIT_SETS:
@@ -415,12 +418,12 @@ class LimitFilter:
                 meter
                 for owner in owners
                 for meter in self._meters_by_owner.get(owner, ())
-                if meter.model in {None, model, adapter}
+                if meter.model in {None, model, name}
             )
             limit_set = LimitSet(
                 meters,
                 project not in self._fail_closed_projects,
-                (principal.key or principal.user or project, adapter),
+                (principal.key or principal.user or project, name),
                 any(meter.unit == "nano_dollars" for meter in meters),
                 RateLimitHeaders(meters),
             )

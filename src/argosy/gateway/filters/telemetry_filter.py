@@ -187,8 +187,9 @@ class TelemetryFilter:
 
 
 def _record_route(context: RequestContext) -> None:
-    trace = context.trace
-    trace.model, trace.routing_policy = context.model, context.pool.routing_policy
+    trace, adapter = context.trace, context.adapter
+    trace.model = context.pool.model if adapter is None else adapter.name
+    trace.adapter = "" if adapter is None else adapter.digest
+    trace.routing_policy = context.pool.routing_policy
     trace.route_name, trace.route_reason = context.route_name, context.route_reason
-    trace.adapter = "" if context.adapter is None else context.adapter.digest
     context.announce_version()

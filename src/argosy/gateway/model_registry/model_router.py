@@ -242,8 +242,9 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist. 403 if the principal may not use it.
         """
-        adapter = self._find_adapter(name, principal)
-        if adapter is not None:
+        if name not in self._pools_by_name and (
+            (adapter := self._adapters.find(name, principal)) is not None
+        ):
             return self._target_adapter(adapter, principal, headers, fields, request_id)
         alias = self._match_alias(name)
         requested_target = self._targets.get(alias)
@@ -274,10 +275,6 @@ class ModelRouter:
     def has_model(self, name: str) -> bool:
         """Whether a model or an alias has exactly this name, so that no adapter can."""
         return name in self._pools_by_name
-
-    def _find_adapter(self, name: str, principal: Principal) -> Adapter | None:
-        """Return the adapter of a name that no model has; None if the caller knows none."""
-        return None if name in self._pools_by_name else self._adapters.find(name, principal)
 
     def _target_adapter(
         self,
@@ -410,7 +407,7 @@ class ModelRouter:
         Raises:
             ApiError: 404 if the model does not exist or the principal may not use it.
         """
-        adapter = self._find_adapter(name, principal)
+        adapter = None if self.has_model(name) else self._adapters.find(name, principal)
         if adapter is not None and (card := self._adapter_card(adapter, principal)) is not None:
             return card
         alias = self._match_alias(name)

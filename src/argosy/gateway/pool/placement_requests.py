@@ -12,6 +12,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy import BLOCK_BYTES, compute_prefix_keys
 from argosy.policy.placement import PlacementRequest
+from argosy.store import Adapter
 
 MAX_AFFINITY_BYTES = 64 * 1024
 MAX_DIGESTED_BYTES = 64 * 1024
@@ -34,17 +35,19 @@ def build_placement_request(
     request_id: str,
     fields: RequestFields,
     principal: Principal,
-    content: str,
+    model: str,
+    adapter: Adapter | None = None,
     *,
     tier: int,
     deadline: float,
     start_wait_s: float,
     unsuitable: set[str],
 ) -> PlacementRequest:
-    """Build the placement request of a request to a model.
+    """Build the placement request of a request to a model, or to an adapter of it.
 
-    `content` names what computes the prompt: the model, or the digest of an adapter.
+    An adapter's digest stands for the model in the keys of the prompt's blocks, since it changes what is cached.
     """
+    content = model if adapter is None else adapter.digest
     return PlacementRequest(
         request_id,
         fields.estimated_prompt_tokens,
@@ -62,6 +65,8 @@ def build_placement_request(
         sequence_count=fields.sequence_count,
         max_output_tokens=fields.max_output_tokens,
         session_id=fields.session_id,
+        adapter="" if adapter is None else adapter.digest,
+        min_homes=0 if adapter is None else adapter.min_homes,
         deadline=deadline,
         is_stream=fields.stream,
         can_aggregate=fields.stream or fields.can_aggregate_stream,

@@ -210,6 +210,8 @@ class ReplicaEndpoint(PlacementReplica):
         load.prefill_tokens_per_s = report.prefill_tokens_per_s or load.prefill_tokens_per_s
         load.inter_token_s = report.decode_s or load.inter_token_s
         load.reported_at, load.sent_tokens = now, 0
+        self.adapters = {each.digest: each.size_bytes for each in report.adapters}
+        self.adapter_bytes_per_s = report.adapter_load_bytes_per_s
         self.update_slot_shares(report.other_gateways)
         self.on_capacity_change()
 

@@ -67,6 +67,7 @@ from argosy.policy.placement import (
     RequestState,
 )
 from argosy.protocol import ApiError, format_event
+from argosy.store import Adapter
 
 HTTP_CREATED = 201
 """Treated as 200, because some web frameworks answer every POST with it."""
@@ -338,7 +339,8 @@ class RequestProxy:
             if status == HTTP_CREATED:
                 status = 200
             if plan is not None and status == 200:
-                self._check_adapter(call, load, status)
+                if adapter is not None:
+                    check_adapter(replica, adapter.digest, load, status, call.headers)
                 if is_fastest:
                     self._on_opened(call, plan)
                 return plan
@@ -347,7 +349,8 @@ class RequestProxy:
             if status == ARITHMETIC_MISMATCH_STATUS and context.delivered.arithmetic_id:
                 raise UnsuitableReplicaError
             content = await call.read_body()
-            self._check_adapter(call, load, status, content)
+            if adapter is not None:
+                self._check_adapter(call, adapter, load, status, content)
         finally:
             deadlines.remove(call)
         return check_buffered_response(
@@ -355,14 +358,16 @@ class RequestProxy:
         )
 
     def _check_adapter(
-        self, call: UpstreamCall, load: AdapterLoad | None, status: int, content: bytes = b""
+        self,
+        call: UpstreamCall,
+        adapter: Adapter,
+        load: AdapterLoad | None,
+        status: int,
+        body: bytes,
     ) -> None:
-        """Check that a response is that of the request's adapter, if it has one. Raises as `check_adapter`."""
-        adapter = self._context.adapter
-        if adapter is not None:
-            may_reload = not self._request.failed_attempts
-            found = (status, call.headers, content)
-            check_adapter(call.replica, adapter.digest, load, *found, may_reload=may_reload)
+        """Check that a buffered response is that of the request's adapter. Raises as `check_adapter`."""
+        found, may_reload = (status, call.headers, body), not self._request.failed_attempts
+        check_adapter(call.replica, adapter.digest, load, *found, may_reload=may_reload)
 
     def _on_opened(self, call: UpstreamCall, start: ResponseStart) -> None:
         """Report that the response of this attempt is used."""

@@ -42,13 +42,14 @@ MAX_EXCLUDED = 100
 TIE_S = 1e-9
 """Difference of two costs up to which the random number decides."""
 
-CostTerm = Literal["queue_s", "prefill_s", "decode_s", "memory_s", "stale_s"]
+CostTerm = Literal["queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "adapter_s"]
 TERM_REASONS: dict[CostTerm, str] = {
     "queue_s": "fewer prompt tokens wait there",
     "prefill_s": "less of the prompt has to be computed there",
     "decode_s": "it generates tokens faster",
     "memory_s": "its KV cache has more room",
     "stale_s": "its load report is fresh",
+    "adapter_s": "it has the adapter",
 }
 """Why a replica is cheaper than another one, by the term of the cost that differs most."""
 
@@ -66,6 +67,7 @@ class CandidatePreview(msgspec.Struct, frozen=True, kw_only=True):
     decode_s: float
     memory_s: float
     stale_s: float
+    adapter_s: float
     weight: float
     """Weight of the replica, by which the sum is divided."""
     total_s: float
@@ -193,7 +195,8 @@ class RoutingPreviewer:
             "preview",
             fields,
             principal,
-            target.pool.model if target.adapter is None else target.adapter.digest,
+            target.pool.model,
+            target.adapter,
             tier=tier,
             deadline=math.inf,
             start_wait_s=find_start_wait_s(headers, self._cold_start, is_stream=fields.stream),

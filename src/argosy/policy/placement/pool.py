@@ -7,6 +7,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from argosy.policy.adapter_placement import (
+    AdapterRates,
+    count_homes,
+    estimate_load_s,
+    select_homes,
+)
 from argosy.policy.breaker import eligible_replicas
 from argosy.policy.placement.giving_way import GivingWay
 from argosy.policy.placement.replica import TIER_RANKS, PlacementReplica
@@ -98,6 +104,8 @@ class PlacementPool(Generic[R]):
         """Time until which requests wait for replacements of removed replicas."""
         self.recent_prompts = RecentPrompts()
         """The latest prompts, to show which prefixes they share."""
+        self.adapter_rates = AdapterRates()
+        """How often adapters are requested."""
         self._policy = ROUTING_POLICIES[routing_policy]()
         self._recent_placements = RecentPlacements()
         self._mean_output_tokens = EwmaMean(OUTPUT_HALF_LIFE_SAMPLES, DEFAULT_OUTPUT_TOKENS)
@@ -338,6 +346,10 @@ class PlacementPool(Generic[R]):
             return None
         keys, selected = request.block_keys, selection.replica
         selected.prefix_index.on_prompt_sent(keys)
+        if request.adapter:
+            selected.adapters.setdefault(request.adapter, 0)
+            if not request.records:
+                self.adapter_rates.record(request.adapter, now)
         if keys and not request.records:
             self.recent_prompts.add(RecentPrompt(keys, request.tenant, now))
         if len(self.replicas) > MAX_COMPARED_REPLICAS:
@@ -369,6 +381,10 @@ class PlacementPool(Generic[R]):
         selectable = self._selectable_replicas(keys, request.tier, excluded, now, random_source)
         if not selectable:
             return None
+        adapter_s = dict[str, float]()
+        if request.adapter:
+            selectable = self._select_homes(request, selectable, now)
+            adapter_s = self._estimate_adapter_loads(request.adapter, selectable)
         output_tokens = self.expected_output_tokens(request)
         candidates: list[RoutingCandidate] = []
         # Tokens that a resumed stream has to compute again, except where it ran, whose cache still has them.
@@ -381,11 +397,41 @@ class PlacementPool(Generic[R]):
                 uncached = max(0, uncached - cached)
             if output_so_far and replica.name != last:
                 uncached += output_so_far
-            cost = estimate_cost(replica.load, uncached, output_tokens, now)
+            cost = estimate_cost(
+                replica.load, uncached, output_tokens, now, adapter_s.get(replica.name, 0.0)
+            )
             candidates.append(RoutingCandidate(replica.load, uncached, cost, match))
         affinity_key = request.session_id or (keys[0].hex() if keys else "")
         chosen = policy(candidates, affinity_key, random_source.random(), now)
         return Selection(self.replicas[chosen.load.name], chosen, candidates, output_tokens)
+
+    def find_homes(self, adapter: str, min_homes: int, now: float) -> list[R]:
+        """Return the eligible replicas that keep an adapter, by the rate of its requests."""
+        return self._find_homes(adapter, min_homes, self.eligible_replicas(), now)
+
+    def _select_homes(self, request: PlacementRequest, selectable: list[R], now: float) -> list[R]:
+        """Return the homes of a request's adapter among the selectable replicas."""
+        return self._find_homes(request.adapter, request.min_homes, selectable, now)
+
+    def _find_homes(
+        self, adapter: str, min_homes: int, replicas: Sequence[R], now: float
+    ) -> list[R]:
+        count = count_homes(self.adapter_rates.per_minute(adapter, now), min_homes)
+        if count >= len(replicas):
+            return [*replicas]
+        loads = {each.name: each.load.slots_in_use / each.load.weight for each in replicas}
+        homes = select_homes(adapter, loads, count)
+        return [replica for replica in replicas if replica.name in homes]
+
+    def _estimate_adapter_loads(self, adapter: str, replicas: Sequence[R]) -> dict[str, float]:
+        """Return the seconds that loading an adapter takes, by the names of the replicas that lack it."""
+        sizes = (each.adapter_size(adapter) for each in self.replicas.values())
+        size = next(filter(None, sizes), 0)
+        return {
+            each.name: estimate_load_s(size, each.adapter_bytes_per_s)
+            for each in replicas
+            if not each.has_adapter(adapter)
+        }
 
     def _selectable_replicas(
         self,

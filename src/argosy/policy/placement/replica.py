@@ -12,6 +12,7 @@ from argosy.policy.prefix_cache_index import EstimatedPrefixIndex, PrefixCacheIn
 from argosy.policy.replica_health import ReplicaHealth
 from argosy.policy.routing import ReplicaLoad
 from argosy.policy.smoothing import EwmaRate
+from argosy.protocol import adapter_digest_prefix
 
 TIER_RANKS = range(LOWEST_TIER + 1)
 DEFAULT_MAX_CONCURRENCY = 256
@@ -42,6 +43,10 @@ class PlacementReplica:
     """Whether the replica reports that its results do not depend on other requests, bit for bit."""
     slot_shares: tuple[int, ...] | None = field(default=None, kw_only=True)
     """Slots that this gateway may use if its next request has tier 0, 1 or 2; None if it may use all."""
+    adapters: dict[str, int] = field(default_factory=dict, init=False)
+    """Sizes in bytes of the adapters that it has or was sent requests for since the report, by digest or its prefix."""
+    adapter_bytes_per_s: float = field(default=0.0, init=False)
+    """Reported rate of loading adapters; 0 if it is unknown."""
     _last_used_at: float = field(default=0.0, init=False)
     """Time at which `expire_speed` last saw a running request or reset the rates."""
     _is_sole_request: bool = field(default=False, init=False)
@@ -71,6 +76,14 @@ class PlacementReplica:
     def resumes_exactly(self) -> bool:
         """Whether a stream of this replica can move to another one of its arithmetic without losing a token."""
         return self.is_native and self.is_exact and bool(self.arithmetic_id)
+
+    def has_adapter(self, digest: str) -> bool:
+        """Whether the replica has an adapter loaded, or loads it for another request."""
+        return digest in self.adapters or adapter_digest_prefix(digest) in self.adapters
+
+    def adapter_size(self, digest: str) -> int:
+        """Return the reported size of an adapter in bytes; 0 if it is unknown."""
+        return self.adapters.get(adapter_digest_prefix(digest), 0)
 
     # --- room for requests -----------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ class PlacementRequest(QueuedRequest, eq=False):
     """Sequences that a replica computes for it, each of which takes a slot."""
     max_output_tokens: int | None = None
     session_id: str = ""
+    adapter: str = ""
+    """Digest of the adapter that computes the response; empty for the model itself."""
+    min_homes: int = 0
+    """Fewest replicas that keep the adapter."""
     is_stream: bool = True
     """Whether the client receives the response as a stream."""
     can_aggregate: bool = True

@@ -2,7 +2,7 @@
 import { html } from "../vendor.js";
 import { count, duration, visible } from "../core/format.js";
 
-const PARTS = [["queue_s", "Queue", "s2"], ["prefill_s", "Prefill", "s3"], ["decode_s", "Decode", "s1"], ["memory_s", "Memory", "s4"], ["stale_s", "Old report", "s6"]];
+const PARTS = [["queue_s", "Queue", "s2"], ["prefill_s", "Prefill", "s3"], ["decode_s", "Decode", "s1"], ["memory_s", "Memory", "s4"], ["stale_s", "Old report", "s6"], ["adapter_s", "Adapter", "s5"]];
 
 export function Candidates({ label, candidates, chosen }) {
   const hasCache = candidates.some((each) => each.cached_tokens !== undefined);
