@@ -48,11 +48,16 @@ def load_text_processing() -> TextProcessing:
 
 
 def bundled_model_engine(
-    blocks: int = 512, max_seqs: int = 64, *, warmup: bool = False
+    blocks: int = 512, max_seqs: int = 64, *, warmup: bool = False, enable_lora: bool = False
 ) -> EngineClient:
     """Create an engine client for the bundled model, without starting it."""
     config = EngineConfig(
-        model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, max_seqs=max_seqs, warmup=warmup
+        model=str(BUNDLED_MODEL),
+        threads=1,
+        num_blocks=blocks,
+        max_seqs=max_seqs,
+        warmup=warmup,
+        enable_lora=enable_lora,
     )
     return EngineClient(config)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from argosy.cli.account_lookup import (
     OrganisationFilterOption,
@@ -22,6 +24,7 @@ from argosy.cli.account_lookup import (
     open_or_create_store,
 )
 from argosy.cli.output import JsonOutput, print_records, shorten_digests
+from argosy.cli.server_client import GatewayApiKey, call_admin_api
 
 if TYPE_CHECKING:
     from argosy.store import Adapter, Store
@@ -50,29 +53,54 @@ ShareOption = Annotated[
 def list_adapters(
     *,
     organisation: OrganisationFilterOption = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of a gateway, which also knows where adapters are loaded, and those of the fleet file.",
+            envvar="ARGOSY_URL",
+        ),
+    ] = None,
+    api_key: GatewayApiKey = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """List the adapters of the registry. Those of the fleet file are in `/v1/models`."""
-    with open_existing_store(store) as opened_store:
-        owner = find_id(find_organisation, opened_store, organisation)
-        found = opened_store.adapters.list_adapters(owner)
-        names = account_names(opened_store)
+    """List the adapters of the registry, with `--url` also on how many replicas they are wanted and loaded."""
+    found: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    if url is not None:
+        parameters = {"organisation": organisation, "limit": "1000"}
+        found = call_admin_api(url, api_key, "GET", "/admin/adapters", parameters=parameters)[
+            "data"
+        ]
+    else:
+        with open_existing_store(store) as opened_store:
+            owner = find_id(find_organisation, opened_store, organisation)
+            found = [asdict(each) for each in opened_store.adapters.list_adapters(owner)]
+            names = account_names(opened_store)
     if json:
         _print_json(found)
         return
     print_records(
         found,
-        ("Adapter", "Base model", "Owner", "Version", "Candidate", "Share", "Keep", "Id"),
+        (
+            *("Adapter", "Base model", "Owner", "Version", "Candidate", "Share", "Keep"),
+            *(("Wanted", "Loaded") if url is not None else ()),
+            "Id",
+        ),
         lambda adapter: (
-            adapter.name,
-            adapter.base_model,
+            adapter["name"],
+            adapter["base_model"],
             _format_owner(adapter, names),
-            shorten_digests(adapter.digest),
-            shorten_digests(adapter.candidate or ""),
-            f"{adapter.candidate_percent} %" if adapter.candidate else "",
-            "all" if adapter.pinned else adapter.min_replicas or "",
-            adapter.id,
+            shorten_digests(adapter["digest"]),
+            shorten_digests(adapter["candidate"] or ""),
+            f"{adapter['candidate_percent']} %" if adapter["candidate"] else "",
+            "all" if adapter["pinned"] else adapter["min_replicas"] or "",
+            *(
+                (adapter["wanted_replicas"], adapter["resident_replicas"])
+                if url is not None
+                else ()
+            ),
+            adapter["id"],
         ),
         "There are no adapters. Add one with `argosy adapters add`.",
         json=False,
@@ -222,11 +250,9 @@ def _find_adapter(store: Store, reference: str, organisation: str | None) -> Ada
     )
 
 
-def _format_owner(adapter: Adapter, names: dict[str, str]) -> str:
-    if adapter.organisation is None:
-        return "all"
-    owners = [adapter.organisation, adapter.project]
-    return "/".join(names[owner] for owner in owners if owner is not None)
+def _format_owner(adapter: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    owners = [adapter["organisation"], adapter["project"]]
+    return "/".join(names.get(owner, owner) for owner in owners if owner is not None) or "all"
 
 
 def _print_json(value: object) -> None:

@@ -114,6 +114,7 @@ from argosy.deployment.records.status import (
     find_store_problem,
     read_fleet_status,
 )
+from argosy.deployment.settings.adapter_config import AdapterConfig
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 from argosy.deployment.settings.content_config import (
     ContentMatchers,

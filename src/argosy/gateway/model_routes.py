@@ -121,7 +121,7 @@ def compile_rules(
         models: The primary name of each model by each of its names.
         snapshot: The accounts that conditions may name.
     """
-    ids = _tenant_ids(snapshot) if any(config.tenants for config, _ in configs) else {}
+    ids = find_tenant_ids(snapshot) if any(config.tenants for config, _ in configs) else {}
     return tuple(
         _compile_rule(config, matchers, index, models, ids)
         for index, (config, matchers) in enumerate(configs)
@@ -154,7 +154,7 @@ def _compile_rule(
     )
 
 
-def _tenant_ids(snapshot: AccountSnapshot) -> Mapping[str, set[str]]:
+def find_tenant_ids(snapshot: AccountSnapshot) -> Mapping[str, set[str]]:
     """Return the ids of organisations and projects by each name that a rule may use for them."""
     ids_by_name: defaultdict[str, set[str]] = defaultdict(set)
     organisation_names: dict[str, tuple[str, str]] = {}

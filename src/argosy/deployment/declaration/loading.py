@@ -13,6 +13,7 @@ from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig
 from argosy.deployment.declaration.documents import find_unset_variables
 from argosy.deployment.declaration.remote_change import check_remote_change, check_size
 from argosy.deployment.declaration.validation import find_fleet_problems
+from argosy.deployment.settings.adapter_config import resolve_adapters
 from argosy.deployment.settings.gateway_config import (
     GatewayConfig,
     ModelConfig,
@@ -184,7 +185,8 @@ def _resolve_path(model: FleetModelConfig, file: Path) -> FleetModelConfig:
 
 
 def _resolve_stored(model: FleetModelConfig, where: str) -> FleetModelConfig:
-    """Replace a reference to the model store by a digest."""
+    """Replace references to the model store by digests."""
+    model = msgspec.structs.replace(model, adapters=resolve_adapters(model.adapters, where))
     source = model.source
     if source is None or not source.startswith((REFERENCE_PREFIX, DIGEST_PREFIX)):
         return model

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from argosy.deployment.settings.adapter_config import AdapterConfig, resolve_adapters
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
 from argosy.deployment.settings.content_config import ContentRule, compile_content_rule
 from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
@@ -102,6 +103,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     replicas: ByCommandLine[list[ReplicaConfig]] = []
     """The servers behind the model. Required, unless a controller runs the model's replicas, or other models answer
     (`traffic`)."""
+    adapters: ByOperator[Annotated[tuple[AdapterConfig, ...], Meta(max_length=2000)]] = ()
+    """Adapters (LoRA) of the model, beside those of `argosy adapters`."""
     traffic: ByOperator[tuple[TrafficTarget, ...]] = ()
     """Models that answer for this one, each for a part of the users. A user stays at one model, also when the weight of
     that model grows. Empty if the model itself answers."""
@@ -325,7 +328,14 @@ def load_config(path: Path) -> GatewayConfig:
         ValueError: The file cannot be read or a setting is invalid. The message names the file and the key.
     """
     document = SettingsDocument.read([path])
-    return document.decode(GatewayConfig, find_contradictions)
+    config = document.decode(GatewayConfig, find_contradictions)
+    models = [
+        msgspec.structs.replace(
+            model, adapters=resolve_adapters(model.adapters, f"{path}: models[{index}]")
+        )
+        for index, model in enumerate(config.models)
+    ]
+    return msgspec.structs.replace(config, models=models)
 
 
 RELOADABLE_SETTINGS = frozenset({"models", "routes", "content_rules", "cache_rules"})
@@ -357,6 +367,10 @@ def find_contradictions(
             )
         yield from _find_replica_problems(model, (*path, "replicas"))
     yield from _find_duplicates("model name", names)
+    has_accounts = has_controller or config.store is not None
+    yield from _find_adapter_problems(
+        config, {name for name, _ in names}, has_accounts=has_accounts
+    )
     yield from _find_traffic_problems(config)
     yield from _find_rule_problems(config, [name for name, _ in names])
     if config.advertise_url is not None:
@@ -415,6 +429,25 @@ def _find_replica_problems(model: ModelConfig, path: SettingPath) -> Iterator[Se
         problem = find_contradiction(replica)
         if problem is not None:
             yield SettingError(f"{replica.url}: {problem}", here)
+
+
+def _find_adapter_problems(
+    config: GatewayConfig, model_names: Collection[str], *, has_accounts: bool
+) -> Iterator[SettingError]:
+    names: list[tuple[str, SettingPath]] = []
+    for index, model in enumerate(config.models):
+        for at, adapter in enumerate(model.adapters):
+            path: SettingPath = ("models", index, "adapters", at)
+            owner = "" if adapter.owner is None else f" of {adapter.owner}"
+            names.append((f"{adapter.name}{owner}", (*path, "name")))
+            if adapter.name in model_names:
+                problem = f"a model is called {adapter.name!r}. Rename the adapter."
+                yield SettingError.at((*path, "name"), problem)
+            if adapter.owner is not None and not has_accounts:
+                yield SettingError.at(
+                    (*path, "owner"), "owners are organisations, which need a store. Add `store`."
+                )
+    yield from _find_duplicates("adapter", names)
 
 
 def _find_traffic_problems(config: GatewayConfig) -> Iterator[SettingError]:

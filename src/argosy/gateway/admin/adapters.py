@@ -36,10 +36,18 @@ _DIGEST_PREFIX = "sha256:"
 
 @endpoints.register("GET", ADAPTERS, "viewer", query_type=OrganisationFilter)
 def list_adapters(scope: AdminScope, request: AdminRequest) -> Page[AdapterView]:
-    """List the adapters of the registry, oldest first."""
-    query = request.query
+    """List the adapters of the registry, oldest first, and on the first page those of the fleet file."""
+    query, models = request.query, scope.replicas.models
     found = scope.adapters.list_adapters(query.organisation, query.page_request)
-    return to_page(found, AdapterView, query)
+    page = to_page([_view(scope, adapter) for adapter in found], AdapterView, query)
+    owner = scope.organisation_id or query.organisation
+    if query.after is None:
+        page.data.extend(
+            _view(scope, adapter)
+            for adapter in models.declared_adapters
+            if owner in {None, adapter.organisation}
+        )
+    return page
 
 
 @endpoints.register("POST", ADAPTERS, "operator", body_type=NewAdapterVersion)
@@ -48,13 +56,13 @@ def add_adapter_version(scope: AdminScope, request: AdminRequest) -> AdapterView
     fields = get_given_fields(request.body)
     _check_name(scope, request, fields["name"], fields["base_model"])
     added = scope.adapters.add_version(**fields, actor=request.actor)
-    return to_view(added, AdapterView)
+    return _view(scope, added)
 
 
 @endpoints.register("GET", ADAPTERS + "/{id}", "viewer")
 def get_adapter(scope: AdminScope, request: AdminRequest) -> AdapterView:
     """Get an adapter."""
-    return to_view(scope.adapters.get_adapter(request.resource_id), AdapterView)
+    return _view(scope, scope.adapters.get_adapter(request.resource_id))
 
 
 @endpoints.register("PATCH", ADAPTERS + "/{id}", "operator", body_type=AdapterChange)
@@ -63,13 +71,13 @@ def change_adapter(scope: AdminScope, request: AdminRequest) -> AdapterView:
     changed = scope.adapters.change_adapter(
         request.resource_id, **get_given_fields(request.body), actor=request.actor
     )
-    return to_view(changed, AdapterView)
+    return _view(scope, changed)
 
 
 @endpoints.register("POST", ADAPTERS + "/{id}/promote", "operator")
 def promote_adapter(scope: AdminScope, request: AdminRequest) -> AdapterView:
     """Let the candidate version answer all requests. Running ones keep the version that they began with."""
-    return to_view(scope.adapters.promote(request.resource_id, actor=request.actor), AdapterView)
+    return _view(scope, scope.adapters.promote(request.resource_id, actor=request.actor))
 
 
 @endpoints.register("DELETE", ADAPTERS + "/{id}", "operator")
@@ -133,6 +141,11 @@ def unload_lora_adapter(scope: AdminScope, request: AdminRequest) -> Iterator[st
     return iter([f"Success: LoRA adapter '{name}' removed successfully."])
 
 
+def _view(scope: AdminScope, adapter: Adapter) -> AdapterView:
+    wanted, resident = scope.replicas.models.count_adapter_replicas(adapter)
+    return to_view(adapter, AdapterView, wanted_replicas=wanted, resident_replicas=resident)
+
+
 def _find_adapter(scope: AdminScope, reference: str) -> Adapter | None:
     """Return the adapter with an id, or with a name in the whole reach of the caller's role."""
     return next(
@@ -157,6 +170,11 @@ def _check_name(scope: AdminScope, request: AdminRequest, name: str, base_model:
     models = scope.replicas.models
     if models.has_model(name):
         raise ConflictError(f"A model is called {name!r}. Choose another name.")
+    if any(
+        adapter.name == name and scope.organisation_id in {None, adapter.organisation}
+        for adapter in models.declared_adapters
+    ):
+        raise ConflictError(f"The fleet file has an adapter {name!r}. Change it there.")
     if base_model not in {pool.model for pool in models.pools} or not can_use_model(
         request.principal, base_model
     ):

@@ -76,7 +76,12 @@ class PriceView(Price, frozen=True, kw_only=True, tag_field="object", tag="price
 
 
 class AdapterView(Adapter, frozen=True, kw_only=True, tag_field="object", tag="adapter"):
-    """An adapter of a base model under a name."""
+    """An adapter of a base model under a name. Those of the fleet file have ids that begin with `declared`."""
+
+    wanted_replicas: int
+    """Number of replicas that keep it loaded; 0 if the next request loads it."""
+    resident_replicas: int
+    """Number of replicas that have it loaded, as this gateway knows."""
 
 
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):

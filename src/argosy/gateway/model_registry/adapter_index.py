@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from argosy.deployment import AdapterConfig
+from argosy.gateway.model_routes import find_tenant_ids
 from argosy.gateway.principal import Principal
 from argosy.policy.traffic import TrafficSubject, choose_weighted, sticky_key
-from argosy.store import Adapter
+from argosy.store import AccountSnapshot, Adapter
+
+DECLARED = "declared"
+"""Beginning of the ids of adapters that are in the settings."""
 
 
 class _Scope(NamedTuple):
@@ -17,6 +22,13 @@ class _Scope(NamedTuple):
 
     organisation: str | None
     project: str | None
+
+
+class DeclaredAdapter(NamedTuple):
+    """Adapter in the settings, with the name of its base model."""
+
+    base_model: str
+    config: AdapterConfig
 
 
 class AdapterIndex:
@@ -66,6 +78,36 @@ def select_version(
     if prefers_candidate or choose_weighted(adapter.id, sticky_key(subject, ()), shares):
         return msgspec.structs.replace(adapter, digest=candidate)
     return adapter
+
+
+def resolve_owners(
+    declared: Sequence[DeclaredAdapter], snapshot: AccountSnapshot
+) -> tuple[list[Adapter], dict[str, str]]:
+    """Return declared adapters with the ids of their owners, and the unknown owners by adapter."""
+    ids = find_tenant_ids(snapshot) if any(each.config.owner for each in declared) else {}
+    organisations = {project.id: project.organisation for project in snapshot.projects}
+    adapters, unknown = [], {}
+    for base_model, config in declared:
+        owners = [None] if config.owner is None else sorted(ids.get(config.owner, ()))
+        if not owners and config.owner is not None:
+            unknown[config.name] = config.owner
+        for owner in owners:
+            is_project = owner in organisations
+            adapters.append(
+                Adapter(
+                    id=f"{DECLARED}/{base_model}/{config.name}",
+                    organisation=organisations.get(owner or "", owner),
+                    project=owner if is_project else None,
+                    name=config.name,
+                    base_model=base_model,
+                    digest=config.source,
+                    base_digest=config.base_digest,
+                    pinned=config.pinned,
+                    min_replicas=config.min_replicas,
+                    created_at=0.0,
+                )
+            )
+    return adapters, unknown
 
 
 def _list_scopes(principal: Principal) -> Iterator[_Scope]:

@@ -18,6 +18,7 @@ from argosy.deployment import (
     build_traffic_route,
     find_replica_proxy,
 )
+from argosy.gateway.model_registry.adapter_index import DeclaredAdapter
 from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.pool import AdminSettings, Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.rollout_messages import PublishedVersions
@@ -224,4 +225,14 @@ def build_model_router(
     return ModelRouter(
         build_pools_by_name(model_entries, [build_pool(entries) for entries in model_entries]),
         rules,
+        list_declared_adapters(model_entries),
     )
+
+
+def list_declared_adapters(model_entries: Sequence[ModelEntries]) -> list[DeclaredAdapter]:
+    """Return the adapters in the settings of the models."""
+    return [
+        DeclaredAdapter(entries.model.name, adapter)
+        for entries in model_entries
+        for adapter in entries.model.adapters
+    ]

@@ -19,12 +19,18 @@ from argosy.deployment import (
     compile_content_rule,
 )
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
-from argosy.gateway.model_registry.adapter_index import AdapterIndex, select_version
+from argosy.gateway.model_registry.adapter_index import (
+    AdapterIndex,
+    DeclaredAdapter,
+    resolve_owners,
+    select_version,
+)
 from argosy.gateway.model_routes import RULE_SETTINGS, RequestRule, compile_rules, find_subject
 from argosy.gateway.pool import Pool, PoolVersions
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
 from argosy.gateway.request_fields import RequestFields
+from argosy.policy import count_homes
 from argosy.policy.traffic import TrafficRoute, TrafficSubject, sticky_key
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
 from argosy.store import AccountSnapshot, Adapter, Limit, Price, ReplicaSetting
@@ -74,7 +80,10 @@ class ModelRouter:
     """Maps public model names and aliases to pools, and applies routes to other models, which must all have a pool."""
 
     def __init__(
-        self, pools_by_name: Mapping[str, Pool], rules: Sequence[RequestConditions] = ()
+        self,
+        pools_by_name: Mapping[str, Pool],
+        rules: Sequence[RequestConditions] = (),
+        adapters: Sequence[DeclaredAdapter] = (),
     ) -> None:
         self._created_at = int(time.time())
         self._logged_unknown_tenants: dict[str, tuple[str, ...]] = {}
@@ -85,12 +94,15 @@ class ModelRouter:
         self._adapters_read_at = -math.inf
         self._decisions = dict[tuple[str, str], _Decision]()
         """Decisions that the last applied snapshot may lack, by model and replica."""
-        self.replace_models(pools_by_name, rules)
+        self.replace_models(pools_by_name, rules, adapters)
 
     def replace_models(
-        self, pools_by_name: Mapping[str, Pool], rules: Sequence[RequestConditions]
+        self,
+        pools_by_name: Mapping[str, Pool],
+        rules: Sequence[RequestConditions],
+        adapters: Sequence[DeclaredAdapter] = (),
     ) -> None:
-        """Replace all models and rules for requests.
+        """Replace all models, rules for requests and declared adapters.
 
         Call `resolve_aliases` and `apply_snapshot` again afterwards, since aliases may have changed and the tenants of
         rules are unresolved.
@@ -109,7 +121,11 @@ class ModelRouter:
             ],
         )
         self._rules = self._build_rules(AccountSnapshot())
-        self._adapters, self._adapters_read_at = AdapterIndex(), -math.inf
+        self._declared_adapters = adapters
+        self._adapters_read_at = -math.inf
+        self.declared_adapters: list[Adapter] = []
+        """Adapters in the settings, with the ids of their owners."""
+        self.prepare_adapters(AccountSnapshot(read_at=-math.inf))()
 
     @property
     def all_pools(self) -> list[Pool]:
@@ -131,6 +147,8 @@ class ModelRouter:
             for rule in itertools.chain.from_iterable(rules.values())
             if rule.unknown_tenants
         }
+        _, unknown_owners = resolve_owners(self._declared_adapters, snapshot)
+        unknown_tenants |= {f"adapter {name}": (owner,) for name, owner in unknown_owners.items()}
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
         apply_adapters = self.prepare_adapters(snapshot)
         known_models = self._pools_by_name.keys() | {each.name for each in snapshot.adapters}
@@ -169,13 +187,26 @@ class ModelRouter:
 
     def prepare_adapters(self, snapshot: AccountSnapshot) -> Callable[[], None]:
         """Index the adapters of a snapshot, and return a function that applies them in order. Thread-safe."""
-        adapters = AdapterIndex(snapshot.adapters)
+        declared, _ = resolve_owners(self._declared_adapters, snapshot)
+        adapters = AdapterIndex([*snapshot.adapters, *declared])
 
         def apply() -> None:
             if snapshot.read_at >= self._adapters_read_at:
                 self._adapters, self._adapters_read_at = adapters, snapshot.read_at
+                self.declared_adapters = declared
 
         return apply
+
+    def count_adapter_replicas(self, adapter: Adapter) -> tuple[int, int]:
+        """Return on how many replicas an adapter is to be kept, and how many have it now. Thread-safe."""
+        pool = self._pools_by_name.get(adapter.base_model)
+        if pool is None:
+            return 0, 0
+        replicas = [*pool.replicas.values()]
+        rate = pool.adapter_rates.per_minute(adapter.digest, time.monotonic())
+        wanted = count_homes(rate, adapter.min_homes) if rate or adapter.min_homes else 0
+        resident = sum(replica.has_adapter(adapter.digest) for replica in replicas)
+        return min(wanted, len(replicas)), resident
 
     def apply_decision(self, setting: ReplicaSetting, stored_at: float) -> None:
         """Apply an operator's decision at once. Snapshots that may have been read before it do not undo it.

@@ -14,6 +14,7 @@ from argosy.gateway.model_registry.model_entries import (
     build_model_router,
     build_pool,
     build_pools_by_name,
+    list_declared_adapters,
 )
 from argosy.gateway.model_registry.model_membership import ModelMembership
 from argosy.gateway.model_registry.pool_membership import PoolMembership
@@ -107,7 +108,11 @@ class ModelRegistry:
     def _replace_models(self) -> None:
         model_entries, rules = self._configured
         pools = [membership.pool for membership in self._memberships.values()]
-        self.router.replace_models(build_pools_by_name(model_entries, pools), rules)
+        self.router.replace_models(
+            build_pools_by_name(model_entries, pools),
+            rules,
+            list_declared_adapters(model_entries),
+        )
 
     def _retire(self, membership: ModelMembership | PoolMembership) -> None:
         """Close the pools of a removed model or version after their last requests have ended."""

@@ -23,8 +23,8 @@ from argosy.protocol import ADAPTER_HEADER, JSON_MEDIA_TYPE, invalid_request
 LOAD_TIMEOUT_S = 60.0
 RELOAD_INTERVAL_S = 10.0
 """Time for which a failed load call of a replica is not repeated."""
-ADAPTER_LOAD_FAILED = "adapter_load_failed"
-"""Error code of a native replica that cannot load an adapter."""
+ADAPTER_ERRORS = (b'"adapter_load_failed"', b'"invalid_adapter"', b'"model_not_found"')
+"""Error codes of a native replica that cannot load an adapter, as its responses contain them."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -107,7 +107,7 @@ def check_adapter(
         raise AdapterUnavailableError(f"it does not know it: {parse_error_message(body)}")
     if replica.is_native and status == 200 and headers.get(ADAPTER_HEADER) != digest.encode():
         raise AdapterUnavailableError("it answered without it")
-    if ADAPTER_LOAD_FAILED.encode() in body[:4096] and status != 200:
+    if replica.is_native and status != 200 and any(code in body for code in ADAPTER_ERRORS):
         raise AdapterUnavailableError(parse_error_message(body))
 
 
