@@ -48,7 +48,12 @@ def load_text_processing() -> TextProcessing:
 
 
 def bundled_model_engine(
-    blocks: int = 512, max_seqs: int = 64, *, warmup: bool = False, enable_lora: bool = False
+    blocks: int = 512,
+    max_seqs: int = 64,
+    *,
+    warmup: bool = False,
+    enable_lora: bool = False,
+    adapter_memory_bytes: int = 1 << 30,
 ) -> EngineClient:
     """Create an engine client for the bundled model, without starting it."""
     config = EngineConfig(
@@ -58,6 +63,7 @@ def bundled_model_engine(
         max_seqs=max_seqs,
         warmup=warmup,
         enable_lora=enable_lora,
+        adapter_memory_bytes=adapter_memory_bytes,
     )
     return EngineClient(config)
 

@@ -20,6 +20,7 @@ import uvloop
 
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
+from argosy.gateway.adapter_keeper import AdapterKeeper
 from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
@@ -346,6 +347,7 @@ class GatewayServer:
         if store is not None:
             upkeep = [response_state.maintain_forever, background.watch_forever]
             self._parts.append(GatewayPart(tasks=upkeep, read_gauges=response_state.read_gauges))
+        self._parts.append(GatewayPart(tasks=[AdapterKeeper(self._models).run]))
         await self._registry.start()
         for part in self._parts:
             if part.start is not None:

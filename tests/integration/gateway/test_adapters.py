@@ -129,6 +129,21 @@ async def test_a_restarted_server_is_sent_the_load_call_again(gateway: AdapterGa
     assert base.json()["choices"][0]["text"] == "rough"
 
 
+async def test_a_pinned_adapter_is_loaded_before_its_first_request(
+    gateway: AdapterGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
+    _, _, operator = await gateway.add_tenant()
+    body = {"name": "support", "base_model": "big", "digest": FIRST, "pinned": True}
+    added = await gateway.client.post("/admin/adapters", json=body, headers=operator)
+    assert added.json().items() >= {"wanted_replicas": 1, "resident_replicas": 0}.items()
+    upstream = gateway.admin.upstreams[0]
+    await until(lambda: upstream.adapter_loads == 1)
+    listed = (await gateway.client.get("/admin/adapters", headers=operator)).json()["data"]
+    assert [each["resident_replicas"] for each in listed] == [1]
+    assert upstream.requests == []
+
+
 async def test_versions_change_and_end_as_their_operator_decides(gateway: AdapterGateway) -> None:
     organisation, user, operator = await gateway.add_tenant()
     await gateway.load(operator, FIRST)

@@ -93,5 +93,8 @@ def test_a_pool_sends_an_adapter_to_its_home_and_counts_the_load() -> None:
     replicas[0].adapters = {digests[0].removeprefix("sha256:")[:16]: 50_000_000}
     assert replicas[0].has_adapter(digests[0])
     assert not replicas[0].has_adapter(digests[1])
-    homes = {send(digests[0], 1.0 + 0.1 * index)[0] for index in range(40)}
-    assert len(homes) == 2
+    assert len(pool.find_homes(f"sha256:{'f' * 64}", 0, 1.0)) == 1
+    for index in range(40):
+        send(digests[0], 1.0 + 0.1 * index)
+    assert len(pool.find_homes(digests[0], 0, 5.0)) == 2
+    assert len(pool.find_homes(digests[1], 3, 5.0)) == 3

@@ -44,10 +44,10 @@ class AdapterIndex:
             scope = _Scope(adapter.organisation, adapter.project)
             self._adapters.setdefault(scope, {})[adapter.name] = adapter
 
-    @property
-    def names(self) -> set[str]:
-        """Names of all adapters."""
-        return {name for adapters in self._adapters.values() for name in adapters}
+    def __iter__(self) -> Iterator[Adapter]:
+        """Yield all adapters."""
+        for adapters in self._adapters.values():
+            yield from adapters.values()
 
     def find(self, name: str, principal: Principal) -> Adapter | None:
         """Return the adapter that a caller means by a name, or None."""

@@ -26,7 +26,7 @@ from argosy.gateway.model_registry.adapter_index import (
     select_version,
 )
 from argosy.gateway.model_routes import RULE_SETTINGS, RequestRule, compile_rules, find_subject
-from argosy.gateway.pool import Pool, PoolVersions
+from argosy.gateway.pool import Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
 from argosy.gateway.request_fields import RequestFields
@@ -196,6 +196,27 @@ class ModelRouter:
                 self.declared_adapters = declared
 
         return apply
+
+    def find_missing_adapters(self, now: float) -> list[tuple[ReplicaEndpoint, str]]:
+        """Return the replicas that lack an adapter that they shall keep, with its digest."""
+        missing = []
+        for adapter in self._adapters:
+            pool = self._pools_by_name.get(adapter.base_model)
+            if pool is None:
+                continue
+            versions = [adapter.digest]
+            if adapter.candidate is not None and adapter.candidate_percent:
+                versions.append(adapter.candidate)
+            for digest in versions:
+                rate = pool.adapter_rates.per_minute(digest, now)
+                if count_homes(rate, adapter.min_homes) > 1 or adapter.min_homes:
+                    missing += [
+                        (replica, digest)
+                        for replica in pool.find_homes(digest, adapter.min_homes, now)
+                        if replica.may_load_adapters
+                        and not (replica.has_adapter(digest) or replica.health.is_down)
+                    ]
+        return missing
 
     def count_adapter_replicas(self, adapter: Adapter) -> tuple[int, int]:
         """Return on how many replicas an adapter is to be kept, and how many have it now. Thread-safe."""

@@ -141,6 +141,12 @@ class ReplicaEndpoint(PlacementReplica):
         has_call = bool(self.adapter.adapter_load_path and self.adapter_root)
         return self.may_be_native or has_call
 
+    def has_adapter(self, digest: str) -> bool:
+        """Whether the replica has an adapter loaded, or loads it for another request."""
+        if self.is_native:
+            return PlacementReplica.has_adapter(self, digest)
+        return digest in self.adapter_loads
+
     def adapter_path(self, digest: str) -> str:
         """Return the folder of an adapter on the server's machine."""
         return f"{self.adapter_root}/{digest.removeprefix(DIGEST_PREFIX)}"

@@ -1,0 +1,72 @@
+"""Keeping of adapters: those that replicas shall have are loaded before a request needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import msgspec
+import structlog
+
+from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.pool import ReplicaEndpoint
+from argosy.gateway.proxy.adapter_loading import (
+    LOAD_TIMEOUT_S,
+    AdapterUnavailableError,
+    load_adapter,
+)
+from argosy.gateway.upstream import UpstreamError, fetch_response
+from argosy.protocol import JSON_MEDIA_TYPE
+
+CHECK_INTERVAL_S = 5.0
+RETRY_INTERVAL_S = 60.0
+"""Time after which an adapter that a replica has evicted, or could not load, is loaded again."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+class AdapterKeeper:
+    """Loads the adapters that are pinned, frequent or have a minimum of replicas at the replicas that lack them."""
+
+    def __init__(self, models: ModelRouter) -> None:
+        self._models = models
+        self._loaded_at: dict[tuple[ReplicaEndpoint, str], float] = {}
+        """When a replica was last sent a load for an adapter."""
+
+    async def run(self) -> None:
+        """Check the replicas often. Runs until it is cancelled."""
+        while True:
+            await self.check()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+
+    async def check(self) -> None:
+        """Load what is missing, one adapter after another, so that requests find room to load theirs."""
+        now = time.monotonic()
+        self._loaded_at = {
+            key: at for key, at in self._loaded_at.items() if now - at < RETRY_INTERVAL_S
+        }
+        for replica, digest in self._models.find_missing_adapters(now):
+            if (replica, digest) not in self._loaded_at:
+                self._loaded_at[replica, digest] = now
+                with contextlib.suppress(AdapterUnavailableError, UpstreamError, TimeoutError):
+                    await _load(replica, digest)
+
+
+async def _load(replica: ReplicaEndpoint, digest: str) -> None:
+    """Let a replica load an adapter. A native one loads it for a request of one token.
+
+    Raises:
+        AdapterUnavailableError: It cannot load the adapter.
+        UpstreamError: It cannot be reached.
+        TimeoutError: It takes too long.
+    """
+    if not replica.is_native:
+        await load_adapter(replica, digest)
+        return
+    body = msgspec.json.encode({"model": digest, "prompt": "Hi", "max_tokens": 1})
+    headers = ((b"content-type", JSON_MEDIA_TYPE.encode()),)
+    request = replica.upstream.build_request(b"POST", b"/v1/completions", body, headers)
+    async with asyncio.timeout(LOAD_TIMEOUT_S):
+        status, _ = await fetch_response(replica.upstream, request)
+    log.info("adapter_kept", replica=replica.name, adapter=digest, status=status)
