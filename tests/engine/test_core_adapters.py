@@ -201,6 +201,23 @@ def test_unloading_returns_private_memory(tmp_path: Path) -> None:
     core.close()
 
 
+def test_sleep_frees_adapters_and_requests_load_them_again(
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+) -> None:
+    core = make_core(warmup=True, max_model_len=256)
+    for level in (0, 1, 2):
+        if level:
+            core.set_sleep_level(level)
+            core.unload_adapter("sha256:unknown")
+            assert not core.has_work
+            core.set_sleep_level(0)
+            assert core.step().stats.adapters_resident == 0
+        outputs = run_requests(core, [make_request(name, sources[name]) for name in ("a", "dora")])
+        assert_equal(outputs["a"], expected["a"])
+        assert_equal(outputs["dora"], expected["dora"])
+    core.close()
+
+
 def test_adapters_need_to_be_enabled(sources: dict[str, AdapterSource | None]) -> None:
     core = create_core(BUNDLED_MODEL)
     (output,) = run_requests(core, [make_request("r", sources["a"])]).values()

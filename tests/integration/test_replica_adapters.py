@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,17 +13,20 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+from tests.engine.adapter_files import write_adapter as write_peft_adapter
 from tests.support.adapter_folders import adapter_source, write_adapter
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.replica_servers import (
     CONFIG,
     MODEL,
     RunningReplica,
+    bundled_model_engine,
     chat,
     completion,
     serve,
 )
 
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -217,6 +223,35 @@ async def test_hostile_loads_change_nothing(
     assert (await replica.client.post(LOAD, json=fine, headers=page)).status_code == 403
     names = [card["id"] for card in (await replica.client.get("/v1/models")).json()["data"]]
     assert names == [MODEL, "sql", "odd=name"]
+
+
+async def test_stream_survives_crash_of_the_core_with_its_adapter(tmp_path: Path) -> None:
+    folder = str(write_peft_adapter(tmp_path / "a", BUNDLED_MODEL))
+    engine = bundled_model_engine(enable_lora=True)
+    config = msgspec.structs.replace(CONFIG, adapter_root=str(tmp_path), allow_adapter_loading=True)
+    async with serve(engine, config, enable_lora=True) as replica:
+        response = await load(replica, "a", folder, pinned=True)
+        assert response.status_code == 200, response.text
+        body = completion(model="a", max_tokens=200, ignore_eos=True, seed=3, temperature=0.8)
+        alone = (await replica.client.post("/v1/completions", json=body)).json()
+        assert (
+            alone["choices"]
+            != (await replica.client.post("/v1/completions", json=body | {"model": MODEL})).json()[
+                "choices"
+            ]
+        )
+        pieces = []
+        async with replica.client.stream(
+            "POST", "/v1/completions", json=body | {"stream": True}
+        ) as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    pieces.append(json.loads(line[6:])["choices"][0]["text"])
+                if len(pieces) == 5 and not engine.restarts_total and engine.core_pid:
+                    os.kill(engine.core_pid, signal.SIGKILL)
+        assert engine.restarts_total == 1
+        assert "".join(pieces) == alone["choices"][0]["text"]
+        assert len(engine.resident_adapters) == 1
 
 
 async def test_loading_by_request_is_off_by_default(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -221,6 +221,26 @@ def remove(
         found = _find_adapter(opened_store, adapter, organisation)
         opened_store.adapters.remove(found.id, actor=audit_actor())
     typer.echo(f"{found.name} is removed.")
+
+
+def register_modules(modules: Iterable[str], base: str, *, store: str | None) -> None:
+    """Register the adapters of `--lora-modules` for all callers. A name that is known gets this version.
+
+    Raises:
+        ValueError: One of them cannot be stored, or its name is that of an adapter of another base model.
+    """
+    from argosy.engine import LoraModule
+
+    parsed = [LoraModule.parse(text) for text in modules]
+    with open_or_create_store(store, is_expected=True) as opened_store:
+        for module in parsed:
+            opened_store.adapters.add_version(
+                module.name,
+                base,
+                _find_digest(module.path, module.name),
+                replaces=True,
+                actor=audit_actor(),
+            )
 
 
 def _find_digest(source: str, name: str) -> str:

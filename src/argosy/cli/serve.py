@@ -146,6 +146,7 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
+    from argosy.cli.adapters import register_modules
     from argosy.cli.auth_bootstrap import AuthBootstrap
     from argosy.cli.local_fleet import LocalFleet
     from argosy.cli.replica_fleet import FleetFailedError
@@ -172,6 +173,11 @@ def serve(
                 console_insecure_http=console_insecure_http,
             )
             names = server.model_names_for(engine.model)
+            if server.lora_modules:
+                if not engine.enable_lora:
+                    fail("--lora-modules needs --enable-lora")
+                register_modules(server.lora_modules, names[0], store=store)
+                options = {name: value for name, value in options.items() if name != "lora_modules"}
             added = parse_models("--add-model", add_model or (), names)
             sleeps = model_memory is not None or sleep_after is not None
             fleet = LocalFleet(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from argosy.engine.offline_request_processor import LoRARequest
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.quantization.quantize import QuantizedModel, quantize_model
+    from argosy.engine.serving.api_server.adapter_registry import LoraModule
     from argosy.engine.serving.api_server.replica_server import serve_replica
     from argosy.engine.serving.api_server.replica_server_config import (
         REPLICA_OPTIONS,
@@ -58,6 +59,7 @@ __all__ = [
     "EngineFailedError",
     "EngineRequest",
     "LoRARequest",
+    "LoraModule",
     "PrestartedCore",
     "QuantizedModel",
     "ReplicaServerConfig",
@@ -81,6 +83,7 @@ _MODULE_BY_NAME = {
     "DEFAULT_KV_MEMORY_FRACTION": "engine_config",
     "LLM": "llm",
     "LoRARequest": "offline_request_processor",
+    "LoraModule": "serving.api_server.adapter_registry",
     "AnyArchitecture": "execution.loading.model_selection",
     "AsyncLLM": "async_llm",
     "ChatTemplate": "serving.text",

@@ -158,7 +158,7 @@ class EngineCore:
             or self._held
             or self._pending_deltas
             or self._steps_in_flight
-            or self._adapters.is_busy
+            or (self._adapters.is_busy and not self._sleep_handler.level)
         )
 
     def add(self, request: EngineRequest) -> None:
