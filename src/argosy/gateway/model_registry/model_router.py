@@ -120,7 +120,8 @@ class ModelRouter:
                 for rule in rules
             ],
         )
-        self._rules = self._build_rules(AccountSnapshot())
+        self.rules = self._build_rules(AccountSnapshot())
+        """Rules for requests by their kind, in their order."""
         self._declared_adapters = adapters
         self._adapters_read_at = -math.inf
         self.declared_adapters: list[Adapter] = []
@@ -167,7 +168,7 @@ class ModelRouter:
                     models=logged_models,
                     count=len(unknown_models),
                 )
-            self._rules = rules
+            self.rules = rules
             self._logged_unknown_tenants = unknown_tenants
             self._logged_unknown_models = unknown_models
             apply_adapters()
@@ -306,11 +307,11 @@ class ModelRouter:
         if requested_target is None:
             raise _model_not_found(name)
         pool = requested_target.pool
-        if not self._rules[RouteConfig] and pool.traffic is None and pool.versions is None:
+        if not self.rules[RouteConfig] and pool.traffic is None and pool.versions is None:
             return requested_target
         subject = find_subject(principal, headers, fields, request_id)
         target, now = requested_target, time.time()
-        for route in self._rules[RouteConfig]:
+        for route in self.rules[RouteConfig]:
             if route.matches(requested_target.pool.model, principal, subject, headers, now, fields):
                 target = RouteTarget(self._pools_by_name[route.target_model], route.name)
                 break
@@ -367,7 +368,7 @@ class ModelRouter:
 
         `answering` is the pool that answers. An adapter counts as its base model.
         """
-        rules = self._rules[kind]
+        rules = self.rules[kind]
         if not rules:
             return None
         model = self._pools_by_name.get(self._match_alias(fields.model), answering).model

@@ -260,7 +260,8 @@ class CompletionHandlers:
             context.close_bill(
                 is_response_started=exchange.status is not None, is_output_sent=writer.has_output
             )
-            writer.close()
+            if writer.needs_close:
+                writer.close()
             complete_filters(context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
@@ -273,11 +274,12 @@ class CompletionHandlers:
         )
         if context.content is not None and context.content.filters_output:
             writer = ContentFilterWriter(writer, context, context.content)
-        rule = self._find_rule(
-            CacheRule, context.principal, context.exchange, context.fields, context.pool
-        )
-        if rule is not None and self._cache is not None and isinstance(rule.config, CacheRule):
-            writer = self._cache.create_writer(writer, context, rule.config, rule.name)
+        if self._cache is not None and self._models.rules[CacheRule]:
+            rule = self._find_rule(
+                CacheRule, context.principal, context.exchange, context.fields, context.pool
+            )
+            if rule is not None and isinstance(rule.config, CacheRule):
+                writer = self._cache.create_writer(writer, context, rule.config, rule.name)
         return writer
 
     def _find_rule(
@@ -316,7 +318,9 @@ class CompletionHandlers:
         unsupporting = _check_pool(pool, fields, api)
         if target.adapter is not None:
             unsupporting |= find_replicas_without_adapters(pool)
-        rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
+        rule = None
+        if self._models.rules[ContentRule]:
+            rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
         now = self._clock()
         return RequestContext(
             exchange,

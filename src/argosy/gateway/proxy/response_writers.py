@@ -40,6 +40,8 @@ class ResponseWriter:
     """Whether the client may have received events."""
     is_full = False
     """Whether the response must end, because it exceeds the size limit or by its content."""
+    needs_close = True
+    """Whether `close` has something to do."""
     finish_reason = "length"
     """Finish reason of the choices of a response that ends because the writer is full."""
 
@@ -82,6 +84,8 @@ class ResponseWriter:
 
 class StreamingWriter(ResponseWriter):
     """Response writer that forwards events as they arrive."""
+
+    needs_close = False
 
     def __init__(self, exchange: HttpExchange) -> None:
         self._exchange = exchange
