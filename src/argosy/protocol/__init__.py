@@ -127,6 +127,7 @@ from argosy.protocol.replica_reports import (
     LOAD_SCHEMA_VERSION,
     MAX_REPORTED_ADAPTERS,
     MAX_REPORTED_CHARS,
+    PUBLIC_MODEL_HEADER,
     REPORT_CONTENT,
     REPORT_HEADER,
     ArithmeticIdentity,

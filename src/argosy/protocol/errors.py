@@ -220,8 +220,6 @@ _MEANINGS = {
         " Ollama's management of models.",
     },
     502: {
-        "adapter_load_failed": "No replica could load the adapter that the request names. Its operator finds the reason"
-        " in the logs.",
         "upstream_failed": "Every attempt at a replica failed, or a stream broke and no replica could resume it.",
     },
     503: {
@@ -235,7 +233,7 @@ _MEANINGS = {
         "draining": "The server is shutting down.",
         "engine_unavailable": "The replica is loading its model or restarting its engine, or its engine has failed.",
         "adapter_load_failed": "A LoRA adapter cannot be loaded now: its files cannot be read, or there is no room for"
-        " it. Requests for it fail for some seconds, and then it is tried again.",
+        " it. Requests for it fail for some seconds, and then it is tried again. The logs have the reason.",
         "limits_unavailable": "Redis is unreachable, and the project's quota failure mode is `closed`.",
         "signing_keys_missing": "The keys that verify tokens have not been fetched yet.",
         "ledger_full": "Usage can be recorded neither in the store nor on disk.",

@@ -37,6 +37,8 @@ REPORT_CONTENT = b"content"
 MAX_REPORTED_CHARS = 64 * 1024
 """Characters of each prompt and output in a report. Longer ones are cut."""
 MAX_REPORTED_ADAPTERS = 256
+PUBLIC_MODEL_HEADER = b"x-argosy-public-model"
+"""Request header with the name of an adapter for clients, percent-encoded, since the request has its digest."""
 ADAPTER_HEADER = b"x-argosy-adapter"
 """Header with the digest of the LoRA adapter that answers, and in a resume, of the one that began the stream."""
 Milliseconds = Annotated[float, Meta(ge=0)]

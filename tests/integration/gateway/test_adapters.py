@@ -123,7 +123,7 @@ async def test_a_restarted_server_is_sent_the_load_call_again(gateway: AdapterGa
         upstream.adapters.clear()
     upstream.adapters = None  # refuses load calls
     answer = await gateway.ask(user)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "adapter_load_failed")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_load_failed")
     upstream.script = name_adapter
     base = await gateway.ask(user, "big")
     assert base.json()["choices"][0]["text"] == "rough"

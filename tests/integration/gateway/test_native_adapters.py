@@ -104,7 +104,7 @@ async def test_replicas_load_adapters_on_first_use_and_resume_each_other(
         assert base.json()["choices"][0]["text"] not in {*expected.values()}
         missing = await complete(client, "missing")
         assert missing.json()["error"]["code"] == "adapter_load_failed", missing.text
-        assert missing.status_code == 502
+        assert missing.status_code == 503
         states = (await client.get("/admin/replicas")).json()["data"]
         assert {state["status"] for state in states} == {"ready"}
         used = {request.adapter for engine in engines for request in engine.requests}

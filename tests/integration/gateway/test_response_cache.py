@@ -152,7 +152,7 @@ def mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 async def test_a_request_that_differs_in_one_place_never_hits() -> None:
-    async with caching_gateway(CacheRule(tools=True, sampled=True)) as (client, _):
+    async with caching_gateway(CacheRule(with_tools=True, sampled=True)) as (client, _):
         assert (await ask(client, **RICH)).headers["x-argosy-cache"] == "miss"
         results = Counter[str]()
         for body in mutate(RICH):
@@ -172,7 +172,7 @@ async def test_a_request_that_differs_in_one_place_never_hits() -> None:
         ({"temperature": 1, "seed": 3}, {}, CacheRule(), "hit"),
         ({"temperature": 1}, {}, CacheRule(sampled=True), "hit"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {}, CacheRule(), "bypass"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {}, CacheRule(tools=True), "hit"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {}, CacheRule(with_tools=True), "hit"),
         ({}, {"cache-control": "no-store"}, CacheRule(), "bypass"),
         ({}, {"cache-control": "no-cache"}, CacheRule(), "miss"),
         ({}, {}, CacheRule(headers={"x-cache": "1"}), None),

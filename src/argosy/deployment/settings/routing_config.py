@@ -131,7 +131,7 @@ class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fie
     """Age from which an answer is computed again. `response_cache.retention_s` bounds it, too."""
     sampled: ByOperator[bool] = False
     """Keep sampled answers as well. By default only answers at temperature 0 or to a seed of the client are kept."""
-    tools: ByOperator[bool] = False
+    with_tools: ByOperator[bool] = False
     """Keep answers to requests with tools as well."""
     charge: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.0
     """Part of the model's price that a replayed answer costs."""

@@ -366,18 +366,23 @@ class ModelRouter:
     ) -> RequestRule | None:
         """Return the first rule of a kind that matches a request; None if none does.
 
-        `answering` is the pool that answers. An adapter counts as its base model.
+        A rule for a model holds for requests to it, and for those that `answering`, its pool, answers: by a route, or
+        as the base model of an adapter.
         """
         rules = self.rules[kind]
         if not rules:
             return None
-        model = self._pools_by_name.get(self._match_alias(fields.model), answering).model
+        requested = self._pools_by_name.get(self._match_alias(fields.model), answering)
+        models = {requested.model, answering.model}
         subject, now = find_subject(principal, headers, fields, request_id), time.time()
         return next(
             (
                 each
                 for each in rules
-                if each.matches(model, principal, subject, headers, now, fields)
+                if any(
+                    each.matches(model, principal, subject, headers, now, fields)
+                    for model in models
+                )
             ),
             None,
         )

@@ -226,11 +226,7 @@ class CompletionHandlers:
         """
         if body is None:
             body = await exchange.read_body()
-        options = (
-            api,
-            principal.cache_domain,
-            exchange.get_header(b"x-session-affinity"),
-        )
+        options = api, principal.cache_domain, exchange.get_header(b"x-session-affinity")
         if len(body) < LARGE_BODY_BYTES:
             fields = _parse_fields(body, *options)
         else:
@@ -240,7 +236,11 @@ class CompletionHandlers:
         if fields.request_id:
             exchange.set_request_id(fields.request_id)
         context = self._build_context(exchange, fields, api, principal)
-        writer = self._create_writer(context)
+        writer: ResponseWriter = (
+            StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
+        )
+        if context.content is not None or self._models.rules[CacheRule]:
+            writer = self._wrap_writer(writer, context)
         try:
             await self._execute(context, self._filters, writer)
         except (DisconnectedError, SlowReaderError):
@@ -257,21 +257,16 @@ class CompletionHandlers:
             raise
         finally:
             self._on_request_ended(context)
-            context.close_bill(
-                is_response_started=exchange.status is not None, is_output_sent=writer.has_output
-            )
+            is_started = exchange.status is not None
+            context.close_bill(is_response_started=is_started, is_output_sent=writer.has_output)
             if writer.needs_close:
                 writer.close()
             complete_filters(context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
 
-    def _create_writer(self, context: RequestContext) -> ResponseWriter:
-        writer: ResponseWriter = (
-            StreamingWriter(context.exchange)
-            if context.fields.stream
-            else AggregatingWriter(context, self.memory)
-        )
+    def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
+        """Return a writer that filters the response and keeps it, as the rules of the request say."""
         if context.content is not None and context.content.filters_output:
             writer = ContentFilterWriter(writer, context, context.content)
         if self._cache is not None and self._models.rules[CacheRule]:

@@ -51,7 +51,7 @@ def build_refusal_error(
         case RefusalReason.INTERRUPTED | RefusalReason.NO_REPLICA if context.is_adapter_missing:
             message = f"No replica could load the adapter {context.model!r}. Its operator finds the reason in the logs."
             return ApiError(
-                502, "adapter_load_failed", message, retry_after_s=NO_REPLICA_RETRY_AFTER_S
+                503, "adapter_load_failed", message, retry_after_s=NO_REPLICA_RETRY_AFTER_S
             )
         case RefusalReason.INTERRUPTED:
             reason = (

@@ -283,7 +283,7 @@ class CachingWriter(ResponseWriter):
         fields = self._context.fields
         if "resume" in fields.raw or not fields.generates:
             return False
-        if not (self._rule.tools or fields.raw.keys().isdisjoint(TOOL_FIELDS)):
+        if not (self._rule.with_tools or fields.raw.keys().isdisjoint(TOOL_FIELDS)):
             return False
         temperature = bytes(fields.raw.get("temperature", b"")).strip(b' "')
         is_greedy = temperature in {b"0", b"0.0"}

@@ -14,6 +14,7 @@ from argosy.gateway.upstream import encode_headers
 from argosy.protocol import (
     ADAPTER_HEADER,
     IGNORED_FIELDS_HEADER,
+    PUBLIC_MODEL_HEADER,
     RELAXED_SCHEMA_HEADER,
     REPORT_CONTENT,
     REPORT_HEADER,
@@ -78,6 +79,8 @@ def encode_request_headers(
         native_headers = tuple(
             (name, b"1" if name == REPORT_HEADER else value) for name, value in native_headers
         )
+    if context.adapter is not None:
+        headers.append((PUBLIC_MODEL_HEADER, _quote_value(context.adapter.name)))
     if resumable:
         if delivered.token_id_pieces:  # a resume: the usage continues with the reported value
             headers.append((b"x-argosy-cached-tokens", b"%d" % delivered.cached_tokens))

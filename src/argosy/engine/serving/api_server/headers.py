@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders
 from argosy.http_server import HttpExchange
 from argosy.protocol import (
     IGNORED_FIELDS_HEADER,
+    PUBLIC_MODEL_HEADER,
     RELAXED_SCHEMA_HEADER,
     ApiError,
     format_names,
@@ -57,6 +59,7 @@ def parse_gateway_headers(
         tier=int(tier),
         weight=weight,
         refuse_unknown=refuses_unknown_fields(config, exchange),
+        public_model=unquote(exchange.get_header(PUBLIC_MODEL_HEADER)),
     )
 
 

@@ -88,6 +88,8 @@ class GatewayHeaders:
     """Whether what would be ignored in a conversation is refused."""
     adapter: AdapterSource | None = None
     """Adapter whose name or digest the request gives as its model."""
+    public_model: str = ""
+    """Name of the adapter for clients; empty if it is the one in the request."""
 
     @property
     def shares_cache(self) -> bool:
@@ -351,7 +353,7 @@ class RequestProcessor:
         return ResponseSpec(
             id=headers.request_id,
             created_at=int(time.time()) if headers.created_at is None else headers.created_at,
-            model=body.model or "",
+            model=headers.public_model or body.model or "",
             system_fingerprint=self._find_fingerprint(headers.adapter),
             service_tier=DEFAULT_SERVICE_TIER if fields.get("service_tier") else None,
             choices=[
