@@ -175,6 +175,7 @@ _MEANINGS = {
         " settings.",
         "stale_version": "Between controller and gateway: the gateway has a later version of the pools. Another"
         " controller leads.",
+        "other_base_model": "The adapter was made for another version of its base model than the one that is served.",
         "other_model": "Between gateway and replica: the replica has another model or another arithmetic (data type,"
         " quantization, kernels, instruction set) than the one that began the response.",
     },

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -23,12 +24,13 @@ from argosy.deployment import (
 )
 from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
+from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import GENERATE
 from argosy.gateway.request_fields import parse_request_fields
 from argosy.policy.traffic import DailyWindow, PercentageFlag
 from argosy.protocol import ApiError
-from argosy.store import AccountSnapshot, Limit, Organisation, Price, Project
+from argosy.store import AccountSnapshot, Adapter, Limit, Organisation, Price, Project
 
 ACME = Organisation(id="org_1", name="acme", created_at=0)
 ZETA = Organisation(id="org_2", name="zeta", created_at=0)
@@ -145,6 +147,32 @@ def test_conditions_of_the_request(conditions: dict[str, Any], matching: set[str
         target = router.resolve_target("qwen", Principal(), {}, fields)
         assert (target.pool.model == "next") == (name in matching), name
     assert resolve_model(route) == "qwen"  # the fields are unknown
+
+
+@pytest.mark.parametrize("served", [None, "sha256:" + "1" * 64, "sha256:" + "2" * 64])
+def test_an_adapter_is_served_on_the_version_of_its_base_only(
+    served: str | None,
+) -> None:
+    base = "sha256:" + "1" * 64
+    adapter = Adapter(
+        id="adp_1",
+        organisation=None,
+        project=None,
+        name="sql",
+        base_model="qwen",
+        digest="sha256:" + "3" * 64,
+        base_digest=base,
+        created_at=0,
+    )
+    router = make_router()
+    router.apply_snapshot(msgspec.structs.replace(SNAPSHOT, adapters=(adapter,)))
+    with mock.patch.object(Pool, "model_digest", served):
+        if served in {None, base}:  # an unknown version may be the right one
+            assert router.resolve_target("sql", Principal(), {}).adapter == adapter
+            return
+        with pytest.raises(ApiError, match=f"made for {base}") as refusal:
+            router.resolve_target("sql", Principal(), {})
+    assert (refusal.value.status, refusal.value.code) == (409, "other_base_model")
 
 
 @given(

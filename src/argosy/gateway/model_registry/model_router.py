@@ -340,12 +340,20 @@ class ModelRouter:
         """Return the pool of the base model. Routes, weights and fallbacks would let a model answer without it.
 
         Raises:
-            ApiError: 403 if the principal may not use the adapter. 404 if there is no such base model.
+            ApiError: 403 if the principal may not use the adapter. 404 if there is no such base model. 409 if it is
+                another version than the adapter was made for.
         """
         check_model_access(principal, adapter.name)
         pool = self._pools_by_name.get(adapter.base_model)
         if pool is None:
             raise _model_not_found(adapter.name)
+        served = pool.model_digest
+        if adapter.base_digest is not None and served not in {None, adapter.base_digest}:
+            message = (
+                f"The adapter {adapter.name!r} was made for {adapter.base_digest} of {pool.model!r}, which serves "
+                f"{served} now. Its operator can add a version that was made for this one, or remove base_digest."
+            )
+            raise ApiError(409, "other_base_model", message, param="model")
         version, reason = adapter, ""
         if adapter.candidate is not None:
             subject = find_subject(principal, headers, fields, request_id)
