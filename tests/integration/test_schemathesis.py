@@ -190,6 +190,8 @@ async def test_replica_conforms_to_its_openapi_document(
         "followKvEvents",
         "drain",
         "undrain",
+        *("sleep", "wakeUp", "isSleeping"),
+        *("loadLoraAdapter", "unloadLoraAdapter"),
     }
     assert not engine.live
 

@@ -117,6 +117,11 @@ _MEANINGS = {
         " prompt, lower `max_tokens`, or set `truncate_prompt_tokens`.",
         "unsupported_task": "The model cannot do what the path asks for; the message has what it can do. `GET"
         " /v1/models` lists the `tasks` of each model.",
+        "content_refused": "A content rule of the gateway does not accept text in the prompt. The message has the name"
+        " of the detector, and never the text.",
+        "content_not_filterable": "A content rule filters prompts, and this one consists of token ids. Send text.",
+        "unknown_setting": "Between controller and gateway: a rule has a setting that this version does not know."
+        " Upgrade the gateway.",
         "adapters_not_supported": "No replica of the base model can load adapters. Request the base model.",
         "no_chat_template": "The model has no chat template for these messages. Use `/v1/completions`, or start the"
         " replica with `--chat-template`.",

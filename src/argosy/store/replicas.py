@@ -65,6 +65,15 @@ class ReplicaSettings(RecordTables):
         FleetStore(self._database, self._clock).record_replica_decision(replica, decision)
         return setting
 
+    def record_sleep(self, model: str, replica: str, level: int, reason: str, actor: str) -> None:
+        """Record that `actor` put a replica to sleep, or woke it up (level 0). The replica keeps its state itself."""
+        action = "replica.sleep" if level else "replica.wake"
+        with self._begin_transaction(actor) as transaction:
+            details = {"model": model, "level": level, "reason": reason}
+            transaction.append_decision(action, f"{model}/{replica}", details)
+        decision = AuditedDecision(actor=actor, action=action, reason=reason)
+        FleetStore(self._database, self._clock).record_replica_decision(replica, decision)
+
 
 class ReplicaLogRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run of a replica whose log is kept. Times are seconds since the epoch."""

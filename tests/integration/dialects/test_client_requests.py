@@ -226,6 +226,7 @@ CLIENT_REQUESTS: dict[str, ClientRequest] = {
             "options": {},
             "keep_alive": "5m",
         },
+        ignored_fields=("keep_alive",),  # the key is no operator's
     ),
     "Continue, completion of code": ClientRequest(
         "/v1/completions",

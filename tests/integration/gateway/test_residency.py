@@ -7,12 +7,14 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.gateway_client import CHAT, run_gateway_server
+from tests.support.migrated_store import SQLITE, open_migrated_store
 from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
@@ -130,3 +132,13 @@ async def test_operator_puts_a_replica_to_sleep(tokenizer: Tokenizer, level: int
         assert json.loads((await waiting).content)["choices"][0]["message"]["content"] == REPLY
         unknown = await client.post("/admin/replicas/wake", json={"replica": "r1"})
         assert unknown.status_code == 404
+
+
+def test_sleep_by_hand_is_in_the_audit_log(tmp_path: Path) -> None:
+    store = open_migrated_store(f"{SQLITE}{tmp_path}/argosy.db")
+    for level, action in ((2, "replica.sleep"), (0, "replica.wake")):
+        store.replica_settings.record_sleep("m0", "r0", level, "night", "key:1")
+        entry = store.audit_log.list_entries(limit=1)[0]
+        assert (entry.action, entry.actor, entry.subject) == (action, "key:1", "m0/r0")
+        assert entry.details == {"model": "m0", "level": level, "reason": "night"}
+    store.close()

@@ -179,6 +179,9 @@ async def _change_sleep(
             await change_sleep(replica, level, deadline_s)
         except (UpstreamError, TimeoutError) as error:
             raise ApiError(502, "upstream_failed", f"{replica.name}: {error}") from error
+        await scope.replicas.record_sleep(
+            pool.model, replica.name, level, body.reason, request.actor
+        )
         log.info(
             "replica_sleep_changed",
             model=pool.model,

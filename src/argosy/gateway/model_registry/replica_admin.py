@@ -97,6 +97,14 @@ class ReplicaAdmin:
             )
         return changed
 
+    async def record_sleep(
+        self, model: str, replica: str, level: int, reason: str, actor: str
+    ) -> None:
+        """Record in the store that an operator changed the sleep of a replica. Raises StoreError."""
+        if self._store is not None:
+            settings = self._store.replica_settings
+            await run_in_daemon_thread(settings.record_sleep, model, replica, level, reason, actor)
+
     async def _store_change(
         self, model: str, replica: ReplicaEndpoint, change: ReplicaChange, actor: str
     ) -> tuple[ReplicaSetting, float]:
