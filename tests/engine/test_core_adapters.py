@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,21 +186,27 @@ def test_version_that_replaces_another_in_its_folder_leaves_running_requests_alo
 
 
 def test_unloading_returns_private_memory(tmp_path: Path) -> None:
+    # In a process of its own: other tests leave a heap in pieces, of which none goes back to the system.
+    program = f"from {__name__} import check_memory; check_memory({str(tmp_path)!r})"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=200)
+
+
+def check_memory(folder: str) -> None:
+    """Load and unload an adapter several times. Raises AssertionError if its memory stays."""
     core = make_core()
-    source = read_adapter_source(write_adapter(tmp_path, BUNDLED_MODEL, rank=256))
+    source = read_adapter_source(write_adapter(Path(folder), BUNDLED_MODEL, rank=256))
     run_requests(core, [make_request("warm", source)])
     size_bytes = core.step().stats.adapter_bytes
     assert size_bytes > 5e6
-    used, freed = [], []
+    used = []
     for number in range(4):
         gc.collect()
         loaded = private_memory_bytes()
         core.unload_adapter(source.digest)
         used.append(private_memory_bytes())
-        freed.append(loaded - used[-1])
+        assert loaded - used[-1] > 0.9 * size_bytes
         run_requests(core, [make_request(str(number), source)])
-    # Memory that earlier tests of the process left in pieces may take a part of it the first time.
-    assert sorted(freed)[1] > 0.9 * size_bytes, freed
     assert used[-1] - used[1] < 0.2 * size_bytes  # no cycle keeps anything
     core.close()
 
