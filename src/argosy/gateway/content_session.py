@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,14 +25,13 @@ MAX_PLACEHOLDERS = 10_000
 """Different texts of one prompt that are put back in its answer. Further ones get the detector's name only."""
 TURN_CHARS = 1 << 15
 """Characters of a prompt that are filtered before other requests have a turn of the event loop."""
-_UNFILTERED_KEYS = frozenset(
-    {"role", "type", "id", "tool_call_id", "name", "format", "detail", "cache_control"}
-)
+_UNFILTERED_KEYS = frozenset({"role", "type", "id", "tool_call_id", "format", "detail"})
 """Fields of messages that are no text."""
+_MEDIA_KEYS = frozenset({"url", "image_url", "file_data"})
+"""Fields of messages with a picture, a sound or a file where they begin as `_DATA_URL`."""
 _ARGUMENTS = "arguments"
 """Field of a tool call with a JSON document."""
 _DATA_URL = "data:"
-_PLACEHOLDER = re.compile(r"\[([a-z][a-z0-9_]{0,39})_([1-9][0-9]{0,4})\]")
 _PLACEHOLDERS = Matcher(
     [
         Rule(
@@ -227,7 +225,8 @@ def _find_texts(root: list[Any]) -> Iterator[tuple[Any, Any]]:
         container, key = entry
         value = container[key]
         if isinstance(value, str):
-            if key not in _UNFILTERED_KEYS and not value.startswith(_DATA_URL):
+            is_media = key in _MEDIA_KEYS and value.startswith(_DATA_URL)
+            if key not in _UNFILTERED_KEYS and not is_media:
                 yield container, key
         elif isinstance(value, list):
             stack.append(iter([(value, index) for index in range(len(value))]))

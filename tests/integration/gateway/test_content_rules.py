@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from tests.support.fake_upstream import listening
+from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, listening
 from tests.support.gateway_client import run_gateway_server
 from tests.support.native_upstream import (
     Delta,
@@ -24,12 +24,14 @@ from tests.support.native_upstream import (
 )
 
 from argosy.deployment import (
+    BackendKind,
     ContentRule,
     GatewayConfig,
     ModelConfig,
     ReplicaConfig,
     load_config,
 )
+from argosy.protocol import SSE_DONE, format_event
 
 SECRETS = ("jo@example.com", "4111 1111 1111 1111")
 TEXT = "Write to jo@example.com, card 4111 1111 1111 1111. Bye"
@@ -44,7 +46,8 @@ class FilteringGateway:
     """A gateway with content rules in front of one scripted replica."""
 
     client: httpx2.AsyncClient
-    replica: NativeUpstream
+    replica: Any
+    """A `NativeUpstream`, or the one that a test brings."""
 
     def speak(self, *texts: str, size: int = 1, think_first: str = "") -> None:
         """Let the replica answer with texts, in pieces of `size` characters."""
@@ -76,14 +79,17 @@ class FilteringGateway:
 
 @contextlib.asynccontextmanager
 async def filtering_gateway(
-    *rules: ContentRule, replicas: int = 1
+    *rules: ContentRule,
+    replicas: int = 1,
+    replica: FakeUpstream | None = None,
+    kind: BackendKind = "argosy",
 ) -> AsyncIterator[FilteringGateway]:
-    replica = NativeUpstream()
+    replica = replica or NativeUpstream()
     async with listening(replica):
         model = ModelConfig(
             name="big",
             replicas=[
-                ReplicaConfig(url=replica.url, kind="argosy", model="m", name=f"r{n}")
+                ReplicaConfig(url=replica.url, kind=kind, model="m", name=f"r{n}")
                 for n in range(replicas)
             ],
         )
@@ -181,6 +187,122 @@ async def test_json_output_stays_valid_and_token_details_are_left_out() -> None:
         assert not choice["logprobs"]
         assert not choice.get("token_ids")
         assert "logprobs" in response.headers["x-argosy-ignored-fields"]
+
+
+BODY_MESSAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reasoning in both fields, and extras": (
+        {"content": "It is jo@example.com", "reasoning_content": "jo@example.com?", "reasoning": "jo@example.com?",
+         "reasoning_details": [{"text": "jo@example.com"}], "audio": {"transcript": "jo@example.com"}},
+        {"content": "It is [email]", "reasoning_content": "[email]?", "reasoning": "[email]?"},
+    ),
+    "parts": (
+        {"content": [{"type": "text", "text": "jo@exa"}, {"type": "thinking", "thinking": "jo@example.com"},
+                     {"type": "text", "text": "mple.com!"}]},
+        {"content": "[email]!"},
+    ),
+    "an old function call": (
+        {"content": None, "function_call": {"name": "f", "arguments": ARGUMENTS}}, {"content": None},
+    ),
+    "calls after a text that is left": (
+        {"content": "Hi", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"id": "b", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}]},
+        {"content": "Hi"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BODY_MESSAGES)
+async def test_answers_of_other_engines_in_one_piece_leave_no_way_around(case: str) -> None:
+    message, expected = BODY_MESSAGES[case]
+
+    async def respond(request: UpstreamRequest) -> None:
+        choice = {"index": 0, "message": {"role": "assistant"} | message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        extras = {
+            "logprobs": {"content": [{"token": "jo@example.com"}]},
+            "meta_info": "jo@example.com",
+        }
+        answer = {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "prompt_text": "jo@example.com",
+        }
+        request.send_json(200, answer | {"choices": [choice | extras], "usage": usage})
+
+    async with filtering_gateway(replica=FakeUpstream(respond), kind="openai") as gateway:
+        response = await gateway.post()
+        (choice,) = response.json()["choices"]
+        assert {
+            name: value for name, value in choice["message"].items() if name != "role"
+        } == expected
+        is_stopped = "content" in expected and expected["content"] in {None, "Hi"}
+        assert choice["finish_reason"] == ("content_filter" if is_stopped else "stop")
+        assert "example" not in response.text
+
+
+async def test_streams_of_other_engines_leave_no_way_around() -> None:
+    deltas: list[dict[str, Any]] = [
+        {
+            "reasoning_content": "jo@",
+            "reasoning": "jo@",
+            "reasoning_details": [{"text": "jo@example.com"}],
+        },
+        {"reasoning_content": "example.com", "reasoning": "example.com"},
+        {"function_call": {"name": "f", "arguments": '{"to": "jo@exam'}},
+        {"function_call": {"arguments": 'ple.com"}'}},
+    ]
+
+    async def respond(request: UpstreamRequest) -> None:
+        request.start_stream()
+        for number, delta in enumerate([*deltas, {}]):
+            reason = "stop" if number == len(deltas) else None
+            choice = {
+                "index": 0,
+                "delta": delta,
+                "finish_reason": reason,
+                "text_offset": "jo@example.com",
+            }
+            chunk = {
+                "id": "x",
+                "object": "chat.completion.chunk",
+                "created": 1,
+                "model": "m",
+                "choices": [choice],
+            }
+            request.send_chunk(format_event(json.dumps(chunk).encode()))
+        request.send_chunk(SSE_DONE)
+        request.send_chunk(b"")
+
+    rule = msgspec.structs.replace(RULE, tool_arguments="as_output")
+    async with filtering_gateway(rule, replica=FakeUpstream(respond), kind="openai") as gateway:
+        text = (await gateway.post(stream=True)).text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        found = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(each.get("reasoning") or "" for each in found) == "[email]"
+        calls = [each["function_call"]["arguments"] for each in found if each.get("function_call")]
+        assert json.loads("".join(calls)) == {"to": "[email]"}
+        assert "example" not in text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "data: jo@example.com"}]},
+        {"messages": [{"role": "user", "name": "jo@example.com", "content": "Hi"}]},
+        {"documents": [{"name": "jo@example.com", "data": "jo@example.com"}]},
+        {"prediction": {"type": "content", "content": "jo@example.com"}},
+    ],
+)
+async def test_no_field_of_a_prompt_is_a_way_around(fields: dict[str, Any]) -> None:
+    async with filtering_gateway(ContentRule(input={"email": "redact"})) as gateway:
+        gateway.speak("Hi")
+        await gateway.post(**fields)
+        sent = json.dumps(gateway.replica.requests[-1].body)
+        assert "example" not in sent
+        assert "[email]" in sent
 
 
 async def test_prompts_are_filtered_and_restored() -> None:

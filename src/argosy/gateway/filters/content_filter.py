@@ -8,7 +8,7 @@ from argosy.gateway.request_context import RequestContext
 from argosy.protocol import IGNORED_FIELDS_HEADER, format_names
 from argosy.telemetry import GatewayMetrics
 
-OTHER_PROMPT_FIELDS = ("suffix", "prediction")
+OTHER_PROMPT_FIELDS = ("suffix", "prediction", "documents")
 """Fields of generation requests with text beside the prompt."""
 _REVEALING_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
 """Fields that ask for what shows removed text."""

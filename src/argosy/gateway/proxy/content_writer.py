@@ -9,7 +9,7 @@ import msgspec
 
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS, check_container_count
 from argosy.gateway.content_session import ChannelFilter, ContentSession
-from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.proxy.response_writers import ResponseWriter, WrappingWriter
 from argosy.gateway.request_context import RequestContext
 from argosy.protocol import EVENT_END, event_data, format_event
 
@@ -19,8 +19,17 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning")
 """Fields of equal text, of which a chunk may have one or both."""
 _TEXT_FIELDS = ("content", "refusal", "text")
 _ARGUMENT_FIELDS = {"function": "arguments", "custom": "input"}
-_SECRET_FIELDS = ("token_ids", "prompt_token_ids", "prompt_logprobs")
-"""Fields in which text that is removed could still be read."""
+_CHUNK_FIELDS = frozenset(
+    {
+        *("id", "object", "created", "model", "choices", "usage", "system_fingerprint"),
+        *("service_tier", "warnings"),
+    }
+)
+_CHOICE_FIELDS = frozenset({"index", "delta", "message", "text", "finish_reason", "stop_reason"})
+_MESSAGE_FIELDS = frozenset(
+    {"role", *_REASONING_FIELDS, *_TEXT_FIELDS, "tool_calls", "function_call"}
+)
+"""Fields that pass. Others may repeat text that is removed: log-probabilities, token ids, audio, extras of engines."""
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -46,8 +55,8 @@ class _FilteredChoice:
         rest = None
         if name != self._name:
             rest = self.end_text()
-            field, index = name
-            is_argument = index >= 0
+            field, _ = name
+            is_argument = field in _ARGUMENT_FIELDS.values()
             is_json = field == "arguments" or (self._is_json and field in {"content", "text"})
             self._name = name
             self._filter = self._session.create_filter(is_json=is_json, is_argument=is_argument)
@@ -68,8 +77,8 @@ class _FilteredChoice:
         if index >= 0:
             kind = "function" if field == "arguments" else "custom"
             return {"tool_calls": [{"index": index, kind: {field: text}}]}
-        if field == "function_call":
-            return {field: {"arguments": text}}
+        if field == "arguments":
+            return {"function_call": {field: text}}
         return dict.fromkeys(_REASONING_FIELDS, text) if field == "reasoning" else {field: text}
 
     @property
@@ -78,7 +87,7 @@ class _FilteredChoice:
         return self._filter is not None and self._filter.is_stopped
 
 
-class ContentFilterWriter(ResponseWriter):
+class ContentFilterWriter(WrappingWriter):
     """Response writer that filters the texts of a response and passes its events on to another writer."""
 
     def __init__(
@@ -91,15 +100,11 @@ class ContentFilterWriter(ResponseWriter):
             context: The request.
             session: The filters of the request.
         """
-        self._writer = writer
+        super().__init__(writer)
         self._context = context
         self._session = session
         self._is_json = _has_json_output(context)
         self._choices: dict[int, _FilteredChoice] = {}
-
-    @property
-    def has_output(self) -> bool:  # type: ignore[override]
-        return self._writer.has_output
 
     @property
     def is_full(self) -> bool:  # type: ignore[override]
@@ -111,26 +116,11 @@ class ContentFilterWriter(ResponseWriter):
     def finish_reason(self) -> str:  # type: ignore[override]
         return self._writer.finish_reason if self._writer.is_full else STOPPED
 
-    async def start(self) -> None:
-        await self._writer.start()
-
-    def start_early(self) -> None:
-        self._writer.start_early()
-
-    def send_keepalive(self) -> None:
-        self._writer.send_keepalive()
-
-    def send_progress(self, comment: bytes, event: bytes | None) -> None:
-        self._writer.send_progress(comment, event)
-
     def discard(self) -> bool:
         is_discarded = self._writer.discard()
         if is_discarded:
             self._choices.clear()
         return is_discarded
-
-    async def finish(self) -> None:
-        await self._writer.finish()
 
     def close(self) -> None:
         for choice in self._choices.values():
@@ -165,25 +155,32 @@ class ContentFilterWriter(ResponseWriter):
         """
         try:
             response = _decode(body)
-            for choice in response.get("choices", ()):
-                state = self._choice(choice["index"])
-                message = choice.get("message", choice)
-                for holder, field, name in _find_texts(message):
-                    text, rest = state.filter_text(name, holder[field])
-                    assert rest is None  # noqa: S101 - each text was ended
-                    is_stopped = state.is_stopped
-                    tail = state.end_text()
-                    holder[field] = text + _find_text(tail)
-                    if is_stopped:
-                        choice["finish_reason"] = STOPPED
-                        if name[1] >= 0:
-                            message.pop("tool_calls", None)
-                        break
-                _remove_secrets(choice)
-            _remove_secrets(response)
+            if "choices" not in response:  # of a model that generates nothing
+                return body
+            _remove_unknown(response, _CHUNK_FIELDS)
+            for choice in response["choices"]:
+                _remove_unknown(choice, _CHOICE_FIELDS)
+                self._filter_message(choice)
         except MALFORMED_EVENT_ERRORS as error:
             raise ValueError(f"the response is malformed ({error})") from error
         return _encode(response)
+
+    def _filter_message(self, choice: dict[str, Any]) -> None:
+        """Filter the texts of a choice in one piece in place."""
+        state, message = self._choice(choice["index"]), choice.get("message", choice)
+        if message is not choice:
+            _remove_unknown(message, _MESSAGE_FIELDS)
+        for holder, field, name in list(_find_texts(message)):
+            text = ""
+            if not state.is_finished:
+                text, _ = state.filter_text(name, holder[field])
+                text += _find_text(state.end_text())
+            _set_text(holder, field, name, text)
+        if state.is_finished:
+            choice["finish_reason"] = STOPPED
+            # Calls before the match may be cut, too, and a cut one is no JSON.
+            for field in ("tool_calls", "function_call"):
+                message.pop(field, None)
 
     def _choice(self, index: int) -> _FilteredChoice:
         choice = self._choices.get(index)
@@ -193,7 +190,8 @@ class ContentFilterWriter(ResponseWriter):
 
     def _filter_chunk(self, chunk: dict[str, Any]) -> Iterator[bytes]:
         """Yield the events that are sent in place of a chunk."""
-        _remove_secrets(chunk)
+        if "error" not in chunk:
+            _remove_unknown(chunk, _CHUNK_FIELDS)
         choices = chunk.get("choices")
         if not choices:
             yield format_event(_encode(chunk))
@@ -204,8 +202,10 @@ class ContentFilterWriter(ResponseWriter):
             state = self._choice(index)
             if state.is_finished:
                 continue
-            _remove_secrets(choice)
+            _remove_unknown(choice, _CHOICE_FIELDS)
             has_delta = "delta" in choice
+            if has_delta:
+                _remove_unknown(choice["delta"], _MESSAGE_FIELDS)
             for delta in self._filter_choice(state, choice):
                 extra = {
                     "index": index,
@@ -230,12 +230,7 @@ class ContentFilterWriter(ResponseWriter):
             text, rest = state.filter_text(name, holder[field])
             if rest is not None:
                 before.append(rest)
-            if name[0] == "reasoning":
-                for each in _REASONING_FIELDS:
-                    if holder.get(each):
-                        holder[each] = text
-            else:
-                holder[field] = text
+            _set_text(holder, field, name, text)
             if state.is_stopped:
                 # No text after the match may leave, nor any other text of this chunk.
                 state.end_text()
@@ -257,7 +252,11 @@ def _find_texts(delta: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, tu
             yield delta, field, ("reasoning", -1)
             break
     for field in _TEXT_FIELDS:
-        if delta.get(field):
+        value = delta.get(field)
+        if isinstance(value, list):  # parts, as some engines send them
+            texts = [part["text"] for part in value if part.get("type") == "text"]
+            delta[field] = value = "".join(texts)
+        if value:
             yield delta, field, (field, -1)
     for at, call in enumerate(delta.get("tool_calls") or ()):
         for kind, field in _ARGUMENT_FIELDS.items():
@@ -265,7 +264,14 @@ def _find_texts(delta: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, tu
                 yield call[kind], field, (field, call.get("index", at))
     function_call = delta.get("function_call")
     if function_call and function_call.get("arguments"):
-        yield function_call, "arguments", ("function_call", -1)
+        yield function_call, "arguments", ("arguments", -1)
+
+
+def _set_text(holder: dict[str, Any], field: str, name: tuple[str, int], text: str) -> None:
+    """Replace a text that `_find_texts` has found."""
+    for each in _REASONING_FIELDS if name[0] == "reasoning" else (field,):
+        if holder.get(each):
+            holder[each] = text
 
 
 def _keep_only(delta: dict[str, Any], name: tuple[str, int], text: str) -> None:
@@ -283,13 +289,12 @@ def _find_text(delta: dict[str, Any] | None) -> str:
     return "".join(holder[field] for holder, field, _ in _find_texts(delta))
 
 
-def _remove_secrets(holder: dict[str, Any]) -> None:
-    """Remove log-probabilities and token ids, which would show text that the filters remove."""
-    if holder.get("logprobs") is not None:
-        holder["logprobs"] = None
-    for field in _SECRET_FIELDS:
-        if holder.get(field) is not None:
-            holder[field] = None
+def _remove_unknown(holder: dict[str, Any], known: frozenset[str]) -> None:
+    """Remove the fields of an object that are not known to be free of removed text."""
+    for field in holder.keys() - known:
+        del holder[field]
+    if "finish_reason" in holder:
+        holder["logprobs"] = None  # clients expect the field in a choice
 
 
 def _format_chunk(chunk: dict[str, Any], choice: dict[str, Any]) -> bytes:

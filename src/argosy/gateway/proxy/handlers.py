@@ -274,7 +274,7 @@ class CompletionHandlers:
                 CacheRule, context.principal, context.exchange, context.fields, context.pool
             )
             if rule is not None and isinstance(rule.config, CacheRule):
-                writer = self._cache.create_writer(writer, context, rule.config, rule.name)
+                writer = CachingWriter(self._cache, writer, context, rule.config, rule.name)
         return writer
 
     def _find_rule(

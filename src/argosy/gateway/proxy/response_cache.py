@@ -19,7 +19,7 @@ import structlog
 from argosy.deployment import CacheRule
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
 from argosy.gateway.filters import begin_usage_row
-from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.proxy.response_writers import ResponseWriter, WrappingWriter
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.gateway.request_fields import TOOL_FIELDS
 from argosy.http_server import LARGE_BODY_BYTES
@@ -94,12 +94,6 @@ class ResponseCache:
         self._running: dict[str, asyncio.Event] = {}
         """Requests of this gateway that compute an answer, by key. Set when they have ended."""
 
-    def create_writer(
-        self, writer: ResponseWriter, context: RequestContext, rule: CacheRule, rule_name: str
-    ) -> CachingWriter:
-        """Create the writer of a request that a rule matches."""
-        return CachingWriter(self, writer, context, rule, rule_name)
-
     async def find(
         self, key: str, claim: InFlightClaim, max_age_s: float, *, is_refresh: bool
     ) -> tuple[str, _Entry | None]:
@@ -162,7 +156,7 @@ class ResponseCache:
         return max(0.0, self._clock() - entry.stored_at)
 
 
-class CachingWriter(ResponseWriter):
+class CachingWriter(WrappingWriter):
     """Response writer that keeps the events of a response, or writes those of a kept one."""
 
     def __init__(
@@ -173,9 +167,17 @@ class CachingWriter(ResponseWriter):
         rule: CacheRule,
         rule_name: str,
     ) -> None:
-        """Create the writer. See `ResponseCache.create_writer`."""
+        """Create the writer of a request that a rule matches.
+
+        Args:
+            cache: Keeps the answers.
+            writer: Sends the events.
+            context: The request.
+            rule: The rule.
+            rule_name: Its name in explanations and metrics.
+        """
+        super().__init__(writer)
         self._cache = cache
-        self._writer = writer
         self._context = context
         self._rule = rule
         self._rule_name = rule_name
@@ -185,33 +187,6 @@ class CachingWriter(ResponseWriter):
         self._chunks: list[bytes] | None = None
         """Chunks so far; None if the answer is not kept."""
         self._recorded_bytes = 0
-
-    @property
-    def has_output(self) -> bool:  # type: ignore[override]
-        return self._writer.has_output
-
-    @property
-    def is_full(self) -> bool:  # type: ignore[override]
-        return self._writer.is_full
-
-    @property
-    def finish_reason(self) -> str:  # type: ignore[override]
-        return self._writer.finish_reason
-
-    async def start(self) -> None:
-        await self._writer.start()
-
-    def start_early(self) -> None:
-        self._writer.start_early()
-
-    def send_keepalive(self) -> None:
-        self._writer.send_keepalive()
-
-    def send_progress(self, comment: bytes, event: bytes | None) -> None:
-        self._writer.send_progress(comment, event)
-
-    async def finish(self) -> None:
-        await self._writer.finish()
 
     def write_events(self, events: bytes) -> None:
         self._writer.write_events(events)

@@ -129,6 +129,52 @@ class StreamingWriter(ResponseWriter):
         self._exchange.write_raw_chunks(chunks)
 
 
+class WrappingWriter(ResponseWriter):
+    """Response writer that passes everything on to another one. Its subclasses change or keep what passes."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+
+    @property
+    def has_output(self) -> bool:  # type: ignore[override]
+        return self._writer.has_output
+
+    @property
+    def is_full(self) -> bool:  # type: ignore[override]
+        return self._writer.is_full
+
+    @property
+    def finish_reason(self) -> str:  # type: ignore[override]
+        return self._writer.finish_reason
+
+    async def start(self) -> None:
+        await self._writer.start()
+
+    def start_early(self) -> None:
+        self._writer.start_early()
+
+    def write_events(self, events: bytes) -> None:
+        self._writer.write_events(events)
+
+    def send_keepalive(self) -> None:
+        self._writer.send_keepalive()
+
+    def send_progress(self, comment: bytes, event: bytes | None) -> None:
+        self._writer.send_progress(comment, event)
+
+    def filter_body(self, body: bytes) -> bytes:
+        return self._writer.filter_body(body)
+
+    def discard(self) -> bool:
+        return self._writer.discard()
+
+    async def finish(self) -> None:
+        await self._writer.finish()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class AggregatingWriter(ResponseWriter):
     """Response writer that aggregates events into a response like a native replica's buffered one.
 
