@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from http import HTTPStatus
 
 import msgspec
 import structlog
 
+from argosy.gateway.backends import parse_error_message
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.proxy.adapter_loading import (
@@ -49,8 +50,13 @@ class AdapterKeeper:
         for replica, digest in self._models.find_missing_adapters(now):
             if (replica, digest) not in self._loaded_at:
                 self._loaded_at[replica, digest] = now
-                with contextlib.suppress(AdapterUnavailableError, UpstreamError, TimeoutError):
+                try:
                     await _load(replica, digest)
+                except (AdapterUnavailableError, UpstreamError, TimeoutError) as error:
+                    reason = str(error) or "it took too long"
+                    log.warning(
+                        "adapter_not_kept", replica=replica.name, adapter=digest, reason=reason
+                    )
 
 
 async def _load(replica: ReplicaEndpoint, digest: str) -> None:
@@ -68,5 +74,8 @@ async def _load(replica: ReplicaEndpoint, digest: str) -> None:
     headers = ((b"content-type", JSON_MEDIA_TYPE.encode()),)
     request = replica.upstream.build_request(b"POST", b"/v1/completions", body, headers)
     async with asyncio.timeout(LOAD_TIMEOUT_S):
-        status, _ = await fetch_response(replica.upstream, request)
-    log.info("adapter_kept", replica=replica.name, adapter=digest, status=status)
+        status, answer = await fetch_response(replica.upstream, request)
+    if status != HTTPStatus.OK:
+        reason = f"status {status}: {parse_error_message(answer)}"
+        raise AdapterUnavailableError(reason)
+    log.info("adapter_kept", replica=replica.name, adapter=digest)

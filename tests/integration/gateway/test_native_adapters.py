@@ -100,6 +100,7 @@ async def test_replicas_load_adapters_on_first_use_and_resume_each_other(
             expected[name] = answers[0].json()["choices"][0]["text"]
             text = tokenizer.decode(find_tokens(source.digest))
             assert [answer.json()["choices"][0]["text"] for answer in answers] == [text] * 3
+            assert {answer.json()["model"] for answer in answers} == {name}
         base = await complete(client, "base")
         assert base.json()["choices"][0]["text"] not in {*expected.values()}
         missing = await complete(client, "missing")
