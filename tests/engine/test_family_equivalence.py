@@ -98,7 +98,8 @@ def test_outputs_do_not_depend_on_scheduling(model: tuple[Path, str]) -> None:
     check(cached)
     groups = KvCacheGroups(core.scheduler.limits.kv_windows, core.info.block_size)
     preempted, core = run(model, num_blocks=groups.count_blocks(12 * core.info.block_size))
-    assert core.scheduler.preemptions > 0
+    # With windows alone no two of these sequences fit, so that none grows at the expense of another one.
+    assert core.scheduler.preemptions > 0 or None not in core.scheduler.limits.kv_windows
     check(preempted)
     resumed = [
         msgspec.structs.replace(request, resumed_tokens=expected[request.id][0][:9])

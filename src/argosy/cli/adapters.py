@@ -102,7 +102,7 @@ def list_adapters(
             ),
             adapter["id"],
         ),
-        "There are no adapters. Add one with `argosy adapters add`.",
+        "The registry has no adapters. Add one with `argosy adapters add`; those of a fleet file are shown with --url.",
         json=False,
     )
 

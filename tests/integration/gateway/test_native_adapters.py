@@ -44,7 +44,7 @@ def tokens_of(request: EngineRequest) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    replicas: list[RunningReplica], **adapters: str
+    replicas: list[RunningReplica], min_replicas: int = 2, **adapters: str
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Run a gateway before replicas, with adapters by name."""
     configs = [
@@ -52,7 +52,8 @@ async def run_gateway(
         for index, replica in enumerate(replicas)
     ]
     declared = tuple(
-        AdapterConfig(name=name, source=digest, min_replicas=2) for name, digest in adapters.items()
+        AdapterConfig(name=name, source=digest, min_replicas=min_replicas)
+        for name, digest in adapters.items()
     )
     model = ModelConfig(name="base", replicas=configs, adapters=declared)
     async with run_gateway_server(GatewayConfig(port=0, models=[model])) as (_, client):
@@ -132,9 +133,11 @@ async def test_replicas_load_adapters_on_first_use_and_resume_each_other(
 
 @pytest.mark.exhaustive
 async def test_an_adapters_stream_of_the_real_engine_moves_with_the_same_bytes(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replica that streams is stopped, and the other one has not loaded the adapter before."""
+    # The gateway would load a frequent adapter at both.
+    monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 3600.0)
     digest = adapter_source(write_real_adapter(tmp_path / "real", BUNDLED_MODEL, seed=1)).digest
     config = msgspec.structs.replace(CONFIG, adapter_root=str(tmp_path))
     async with contextlib.AsyncExitStack() as stack:
@@ -144,7 +147,7 @@ async def test_an_adapters_stream_of_the_real_engine_moves_with_the_same_bytes(
             replicas.append(
                 await stack.enter_async_context(serve(engine, config, enable_lora=True))
             )
-        client = await stack.enter_async_context(run_gateway(replicas, tuned=digest))
+        client = await stack.enter_async_context(run_gateway(replicas, 0, tuned=digest))
         options = {"max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
         text = (await complete(client, "tuned", options)).json()["choices"][0]["text"]
         base = (await complete(client, "base", options)).json()["choices"][0]["text"]
