@@ -44,7 +44,7 @@ def tokens_of(request: EngineRequest) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    replicas: list[RunningReplica], min_replicas: int = 2, **adapters: str
+    replicas: list[RunningReplica], adapters: dict[str, str], min_replicas: int = 2
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Run a gateway before replicas, with adapters by name."""
     configs = [
@@ -93,7 +93,7 @@ async def test_replicas_load_adapters_on_first_use_and_resume_each_other(
         ]
         digests = {name: source.digest for name, source in sources.items()}
         client = await stack.enter_async_context(
-            run_gateway(replicas, **digests, missing=f"sha256:{'0' * 64}")
+            run_gateway(replicas, digests | {"missing": f"sha256:{'0' * 64}"})
         )
         expected = {}
         for name, source in sources.items():  # only the second replica has `c`
@@ -147,7 +147,7 @@ async def test_an_adapters_stream_of_the_real_engine_moves_with_the_same_bytes(
             replicas.append(
                 await stack.enter_async_context(serve(engine, config, enable_lora=True))
             )
-        client = await stack.enter_async_context(run_gateway(replicas, 0, tuned=digest))
+        client = await stack.enter_async_context(run_gateway(replicas, {"tuned": digest}, 0))
         options = {"max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
         text = (await complete(client, "tuned", options)).json()["choices"][0]["text"]
         base = (await complete(client, "base", options)).json()["choices"][0]["text"]
