@@ -130,6 +130,7 @@ from argosy.protocol.replica_reports import (
     PUBLIC_MODEL_HEADER,
     REPORT_CONTENT,
     REPORT_HEADER,
+    SLEEP_STATES,
     ArithmeticIdentity,
     KvEvent,
     LoadPhase,

@@ -31,6 +31,8 @@ LoadPhase = Literal[
     "stopped",
 ]
 """Lifecycle phase of a replica. `loading` and `warming` are parts of its start."""
+SLEEP_STATES: frozenset[LoadPhase] = frozenset({"sleeping", "waking"})
+"""Phases in which a replica is well, but frees its memory until a gateway wakes it up."""
 REPORT_HEADER = b"x-argosy-report"
 REPORT_CONTENT = b"content"
 """Value of the header that includes prompt and output in the report."""

@@ -10,11 +10,21 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
+from tests.support.fake_engine import FakeEngine, constant_script, reply_script
 from tests.support.fake_upstream import fake_upstream
 from tests.support.gateway_client import BODIES, COMPLETION, run_gateway_server
+from tests.support.replica_servers import MODEL, serve
 from tests.support.waiting import until
 
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, RouteConfig, load_config
+from argosy.deployment import (
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+    SleepConfig,
+    load_config,
+)
+from argosy.engine.serving.text import Tokenizer
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.gateway import FleetPools, GatewayPoolsClient, OtherFleetError
 from argosy.policy import ReplicaStatus
@@ -98,8 +108,8 @@ def add_later_setting(config: GatewayConfig) -> None:
     path.write_bytes(msgspec.json.encode(saved))
 
 
-async def status_of(client: httpx2.AsyncClient) -> int:
-    return (await client.post(COMPLETION, json=BODY)).status_code
+async def status_of(client: httpx2.AsyncClient, **fields: object) -> int:
+    return (await client.post(COMPLETION, json=BODY | fields)).status_code
 
 
 async def test_gateway_serves_what_the_controller_publishes_and_remembers_it(
@@ -208,6 +218,30 @@ async def test_fleets_on_one_store_do_not_wait_for_each_other(
     ours, other = publishers
     assert not ours.is_routed("big-1-1"), "its gateway cannot reach it"
     assert other.is_routed("big-1-1"), "no gateway of this fleet exists"
+
+
+async def test_replica_that_sleeps_is_routed_and_wakes_up(
+    config: GatewayConfig, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.fleet.control.gateway_publisher.POLL_INTERVAL_S", 0.01)
+    engine = FakeEngine(tokenizer, constant_script(reply_script(tokenizer, "Hello.")))
+    with contextlib.closing(open_store(config.store.url)) as store:  # type: ignore[union-attr, arg-type]
+        publisher = GatewayPublisher(store.gateways, asyncio.Event())
+        async with serve(engine) as running, run_gateway_server(config) as (_, client):
+            replica = ReplicaConfig(name="big-1-1", url=running.url, model=MODEL, kind="argosy")
+            sleeps = ModelConfig(name="big", replicas=[replica], sleep=SleepConfig(after_s=0.0))
+            publisher.publish(pools("", 1, models=[sleeps], routes=[]))
+            task = asyncio.create_task(publisher.run())
+
+            def is_asleep() -> bool:
+                view = publisher.worst_view("big-1-1")
+                return view is not None and view.status is ReplicaStatus.SLEEPING
+
+            await until(is_asleep)
+            assert publisher.is_routed("big-1-1")
+            assert await status_of(client, model="big") == 200
+            await until(is_asleep)
+            task.cancel()
 
 
 async def test_gateway_lists_and_awaits_events_of_its_fleet(config: GatewayConfig) -> None:

@@ -116,6 +116,18 @@ def names(actions: tuple[Action, ...]) -> list[str]:
             id="scales-down-what-loads-and-highest-ordinal",
         ),
         pytest.param(
+            [replica(0, reported_state="sleeping"), replica(1), replica(2)],
+            {},
+            ["Withdraw a-2-0"],
+            id="scales-down-what-sleeps",
+        ),
+        pytest.param(
+            [replica(0, reported_state="sleeping"), replica(1), replica(2, **SPARE)],
+            {"spares": 1},
+            [],
+            id="no-spare-enters-for-replica-that-sleeps",
+        ),
+        pytest.param(
             [replica(0), replica(1), replica(2, **SPARE)],
             {"replicas": 1, "spares": 1},
             ["Withdraw a-2-1", "Drain a-2-2"],
@@ -414,6 +426,7 @@ def test_replicas_of_undeclared_pool_drain() -> None:
         ),
         ({"is_routed": False}, "warming", "not every gateway routes to it yet"),
         ({"state": LaunchState.DRAINING}, "draining", "it finishes its requests"),
+        ({"reported_state": "sleeping"}, "sleeping", "it sleeps until a request wakes it up"),
         ({}, "ready", "every gateway routes to it"),
     ],
 )

@@ -30,6 +30,7 @@ from argosy.deployment.records.rollout_status import ReplicaCounts, RolloutRepor
 from argosy.deployment.records.upgrade import describe_versions
 from argosy.policy.autoscaling import ScalingDecision
 from argosy.policy.reconciliation import (
+    SERVING_PHASES,
     PoolCounts,
     Problem,
     ProblemKind,
@@ -64,10 +65,10 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     existing: int
     """Replicas that exist, with spares."""
     ready: int
-    """Replicas of the current generation that are ready, with spares. With rollouts, those of the version that serves
-    by default."""
+    """Replicas of the current generation that are ready or sleep, with spares. With rollouts, those of the version that
+    serves by default."""
     serving: int
-    """Replicas of any generation that are ready, with spares."""
+    """Replicas of any generation that are ready or sleep, with spares."""
     starting: int
     """Replicas of any generation that start, or wait for it, and have no problem."""
     spares: int
@@ -207,7 +208,7 @@ def count_gateways(replicas: Sequence[ReplicaRecord], desired: int) -> PoolCount
 
 def _count_phases(replicas: Sequence[ReplicaRecord]) -> tuple[int, int]:
     """Return how many replicas serve, and how many start without a problem."""
-    serving = sum(record.phase is ReplicaPhase.READY for record in replicas)
+    serving = sum(record.phase in SERVING_PHASES for record in replicas)
     starting = sum(record.phase in _STARTING and record.problem is None for record in replicas)
     return serving, starting
 
@@ -322,7 +323,7 @@ def _count(
 ) -> ReplicaCounts:
     existing = [record for record in replicas if record.pool == pool]
     ready = sum(
-        record.phase is ReplicaPhase.READY and record.generation == serving.generation
+        record.phase in SERVING_PHASES and record.generation == serving.generation
         for record in existing
     )
     return ReplicaCounts(desired=desired, existing=len(existing), ready=ready)

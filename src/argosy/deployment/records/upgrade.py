@@ -16,7 +16,7 @@ from argosy.deployment.declaration.engines import ARGOSY_ENGINE
 from argosy.deployment.declaration.validation import GATEWAY_POOL
 from argosy.deployment.records.fleet_records import ReplicaRecord
 from argosy.deployment.records.rollout_status import RolloutReport
-from argosy.policy.reconciliation import ReplicaPhase
+from argosy.policy.reconciliation import SERVING_PHASES
 from argosy.store import FleetRevision
 
 UNKNOWN_VERSION = "unknown"
@@ -126,7 +126,7 @@ def _group_outdated(
     }
     outdated: dict[str, list[ReplicaRecord]] = {}
     for record in replicas:
-        is_known = bool(record.version) or record.phase is ReplicaPhase.READY
+        is_known = bool(record.version) or record.phase in SERVING_PHASES
         if record.pool in own and is_known and record.version != version:
             outdated.setdefault(record.pool, []).append(record)
     return outdated

@@ -214,6 +214,9 @@ class FleetAutoscaler:
     ) -> PoolObservation:
         members = self._members(pool)
         ready = [each for each in members if each.phase is ReplicaPhase.READY and each.in_rotation]
+        sleeping = [
+            each for each in members if each.phase is ReplicaPhase.SLEEPING and each.in_rotation
+        ]
         failing = sum(each.phase is ReplicaPhase.FAILED for each in members)
         readings = [self._observer.reading(each.name) for each in ready]
         needs_load = declared.check_paths(pool.name).load is not None
@@ -226,7 +229,9 @@ class FleetAutoscaler:
             at=now,
             desired_replicas=record.target,
             ready_replicas=len(ready),
-            failing_replicas=min(failing, max(0, record.target - len(ready))),
+            failing_replicas=min(failing, max(0, record.target - len(ready) - len(sleeping))),
+            sleeping_replicas=len(sleeping),
+            wake_s=max((self._wake_s(each.name) for each in sleeping), default=0.0),
             arrivals=tuple(ArrivedTokens(tokens, 1.0) for tokens in demand.arrived),
             queued_requests=demand.queued_requests,
             queued_tokens=demand.queued_tokens,
@@ -258,6 +263,11 @@ class FleetAutoscaler:
         ending = {ReplicaPhase.DRAINING, ReplicaPhase.STOPPED}
         present = sum(each.phase not in ending for each in self._members(pool)) - pool.spares
         return min(max(present, pool.initial_replicas), pool.max_replicas or pool.initial_replicas)
+
+    def _wake_s(self, replica: str) -> float:
+        """Return how long a replica took to wake up last; 0 if it has not, or is not observed."""
+        reading = self._observer.reading(replica)
+        return 0.0 if reading is None or reading.load is None else reading.load.wake_s
 
     def _find_age(
         self, readings: Sequence[ReplicaHealthReading | None], now: float

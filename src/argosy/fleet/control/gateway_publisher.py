@@ -36,10 +36,13 @@ _VIEW_ORDER = (
     ReplicaStatus.EJECTED,
     ReplicaStatus.UNREACHABLE,
     ReplicaStatus.STARTING,
+    ReplicaStatus.SLEEPING,
     ReplicaStatus.BACKOFF,
     ReplicaStatus.READY,
 )
 """Statuses of a replica, those first that explain best why it gets no requests."""
+_ROUTED_STATUSES = frozenset({ReplicaStatus.READY, ReplicaStatus.SLEEPING})
+"""Statuses of the replicas that a gateway routes to. It wakes those up that sleep."""
 RECENT_SECONDS = 3
 """Seconds in which a request counts as new that a gateway refused until the model has started."""
 
@@ -174,7 +177,7 @@ class GatewayPublisher:
         has_changed = before != {name: _summarise(status) for name, status in statuses.items()}
         self.statuses, self._updated_at = statuses, time.monotonic()
         self._routed = [
-            {each.replica for each in status.replicas if each.status is ReplicaStatus.READY}
+            {each.replica for each in status.replicas if each.status in _ROUTED_STATUSES}
             for status in self._answers
         ]
         views = [each for status in self._answers for each in status.replicas]

@@ -31,6 +31,7 @@ from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
 from argosy.fleet.control.term_journal import FleetContext, TermJournal
 from argosy.gateway import FleetPools, ModelStartup
 from argosy.policy.reconciliation import (
+    SERVING_PHASES,
     ObservedFleet,
     PhaseReport,
     ReplicaPhase,
@@ -217,7 +218,8 @@ class LeaderTerm:
                 )
                 continue
             is_new = report.phase is not record.phase or not record.phase_since
-            if is_new or report.problem is not record.problem:
+            is_turn = {report.phase, record.phase} == SERVING_PHASES  # gateways log each sleep
+            if (is_new and not is_turn) or report.problem is not record.problem:
                 self._journal.record_event(
                     "replica_phase",
                     record.pool,

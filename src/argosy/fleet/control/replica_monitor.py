@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 
 from argosy.fleet.launchers import LaunchedReplica, LaunchState
-from argosy.protocol import LoadResponse, StatusResponse
+from argosy.protocol import SLEEP_STATES, LoadResponse, StatusResponse
 
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 5.0
@@ -171,10 +171,6 @@ class ReplicaMonitor:
         if is_idle or last.load is None or load.step != last.load.step:
             return msgspec.structs.replace(reading, last_step_at=now)
         return reading
-
-
-SLEEP_STATES = frozenset({"sleeping", "waking"})
-"""States in which a replica is well, but frees its memory until a gateway wakes it up."""
 
 
 async def warm_up_replica(url: str, model: str) -> None:

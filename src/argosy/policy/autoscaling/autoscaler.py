@@ -98,7 +98,8 @@ class Autoscaler:
         recent = state.demand.mean(PEAK_MEAN_S)
         if recent.seconds >= PEAK_MEAN_S:
             state.trend.update(at, recent.tokens_per_s, observation.startup_s)
-        is_starting = observation.desired_replicas > observation.failing_replicas
+        idle_replicas = observation.failing_replicas + observation.sleeping_replicas
+        is_starting = observation.desired_replicas > idle_replicas
         if (
             (is_starting and not observation.ready_replicas)  # a start ends, also if clients left
             or observation.queued_requests
@@ -163,7 +164,7 @@ class _Rules:
         self._lead_s = observation.startup_s if math.isfinite(observation.startup_s) else 0.0
         desired, failing = observation.desired_replicas, observation.failing_replicas
         self._supply = max(0, desired - failing)
-        """Replicas that serve or will serve."""
+        """Replicas that serve or will serve, with those that sleep."""
         minimum = max(
             settings.min_replicas,
             scheduled_minimum(settings.schedule, observation.at, max(0.0, self._lead_s)),
@@ -171,8 +172,11 @@ class _Rules:
         self.arithmetic = ScalingArithmetic(
             desired_replicas=desired,
             ready_replicas=observation.ready_replicas,
-            starting_replicas=max(0, self._supply - observation.ready_replicas),
+            starting_replicas=max(
+                0, self._supply - observation.ready_replicas - observation.sleeping_replicas
+            ),
             failing_replicas=failing,
+            sleeping_replicas=observation.sleeping_replicas,
             minimum=minimum,
             maximum=settings.max_replicas,
         )
@@ -226,7 +230,8 @@ class _Rules:
         demand, basis = slow.tokens_per_s, DemandBasis.MEAN
         burst = state.demand.burst(slow)
         forecast = state.trend.usable_forecast if settings.uses_trend else None
-        if burst and burst > BURST_LOAD * observation.ready_replicas * (capacity or math.inf):
+        awakable = observation.ready_replicas + observation.sleeping_replicas
+        if burst and burst > BURST_LOAD * awakable * (capacity or math.inf):
             demand, basis = burst, DemandBasis.BURST
         if forecast is not None and forecast > demand:
             demand, basis = forecast, DemandBasis.TREND
@@ -296,6 +301,10 @@ class _Rules:
         """Return why no replica may be removed now, as a clause; None if one may."""
         settings, observation, state = self._settings, self._observation, self._state
         a, at = self.arithmetic, observation.at
+        waking = min(needed - a.ready_replicas, a.sleeping_replicas)
+        if waking > 0:
+            wake, start = f"{observation.wake_s:.1f} s", f"{observation.startup_s:.0f} s"
+            return f"{waking} of {a.sleeping_replicas} that sleep wake up in {wake}, where a start takes {start}"
         if self._supply <= max(a.minimum, 1) or needed >= self._supply:
             return "none can be removed"
         if observation.queue_age_s > BACKLOG_AGE_S:

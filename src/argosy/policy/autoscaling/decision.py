@@ -30,12 +30,16 @@ class PoolObservation(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since the epoch."""
     desired_replicas: int
-    """Number of replicas that the controller aims for. Those that are neither ready nor failing are starting, also
+    """Number of replicas that the controller aims for. Those that are not ready, failing or asleep are starting, also
     while they wait for a machine."""
     ready_replicas: int
     """Number of replicas that serve."""
     failing_replicas: int = 0
     """Number of desired replicas that fail to start. They are no supply."""
+    sleeping_replicas: int = 0
+    """Number of desired replicas that sleep. They are supply, since waiting requests wake them up."""
+    wake_s: float = 0.0
+    """Time in which they wake up, as measured."""
     arrivals: tuple[ArrivedTokens, ...] = ()
     """Arrivals since the previous observation, oldest first. Several short intervals show a burst sooner than one."""
     queued_requests: int = 0
@@ -110,6 +114,7 @@ class ScalingArithmetic(msgspec.Struct, frozen=True, kw_only=True):
     ready_replicas: int
     starting_replicas: int
     failing_replicas: int
+    sleeping_replicas: int = 0
     minimum: int
     """Fewest replicas now: of the settings or the schedule."""
     maximum: int

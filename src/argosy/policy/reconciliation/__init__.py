@@ -10,6 +10,7 @@ phase each one is. The module `problems` says how urgent that is, and in which w
 """
 
 from argosy.policy.reconciliation.actions import (
+    SERVING_PHASES,
     Action,
     Admit,
     Drain,

@@ -73,6 +73,8 @@ class ReplicaPhase(enum.StrEnum):
     """The replica serves, but has not finished its warm-up, or not every gateway routes to it."""
     READY = "ready"
     """Every gateway routes to it, or it is a spare that can enter the rotation."""
+    SLEEPING = "sleeping"
+    """The replica has freed its memory, and a request wakes it up."""
     DRAINING = "draining"
     """The replica leaves the fleet, and finishes its requests before."""
     STOPPED = "stopped"
@@ -81,6 +83,10 @@ class ReplicaPhase(enum.StrEnum):
     """The replica gets no requests, because an operator decided it or its own server drains. It stays in the fleet."""
     FAILED = "failed"
     """The replica fails to start, is hung, or is ejected by the gateways."""
+
+
+SERVING_PHASES = frozenset({ReplicaPhase.READY, ReplicaPhase.SLEEPING})
+"""Phases of the replicas that answer requests. One that sleeps wakes up for them."""
 
 
 class PhaseReport(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from argosy.policy.reconciliation.fleet_state import (
 from argosy.policy.reconciliation.problems import ProblemKind, describe_problem
 from argosy.policy.reconciliation.restarts import RestartPlan
 from argosy.policy.replica_status import ReplicaStatus
+from argosy.protocol import SLEEP_STATES
 
 SILENCE_S = 3.0
 """Time without an answer after which operators see that a replica is silent. Checks are a second apart."""
@@ -174,12 +175,20 @@ class Member:
         return self.is_known and self.state is MemberState.SERVING
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it has freed its memory until a gateway wakes it up."""
+        return self.replica.reported_state in SLEEP_STATES
+
+    @property
     def is_available(self) -> bool:
-        """Whether it serves the requests of all gateways."""
+        """Whether it serves the requests of all gateways, after it has woken up for them if it sleeps."""
         return self.is_usable and self.may_serve and self.replica.is_routed
 
-    def sort_key(self) -> tuple[bool, int, bool, int, bool, int, int]:
-        """Return the order in which members are kept: those with the smallest key first."""
+    def sort_key(self) -> tuple[bool, int, bool, int, bool, bool, int, int]:
+        """Return the order in which members are kept: those with the smallest key first.
+
+        Of those in the rotation, the ones that sleep leave first.
+        """
         replica = self.replica
         return (
             not self.is_current,
@@ -187,6 +196,7 @@ class Member:
             not self.is_usable,
             STATES[self.state].keep_rank,
             not replica.in_rotation,
+            self.is_asleep,
             -replica.generation,
             replica.ordinal,
         )
@@ -242,6 +252,8 @@ def describe_member(
     elif found := _find_problem(member, pool, observing_since, now):
         problem, detail = found
         phase, reason = _PROBLEM_PHASES.get(problem, phase), describe_problem(problem, detail)
+    elif state is MemberState.SERVING and member.in_rotation and member.is_asleep:
+        phase, reason = ReplicaPhase.SLEEPING, "it sleeps until a request wakes it up"
     elif state is MemberState.SERVING and member.in_rotation and not _is_available(replica):
         phase = ReplicaPhase.WARMING
     reason = reason or _explain(member, pool)

@@ -144,6 +144,7 @@ def observations(draw: st.DrawFn) -> list[PoolObservation]:
                 desired_replicas=draw(counts),
                 ready_replicas=draw(counts),
                 failing_replicas=draw(counts),
+                sleeping_replicas=draw(counts),
                 arrivals=(ArrivedTokens(draw(amounts), draw(amounts)),),
                 queued_requests=draw(counts),
                 queued_tokens=draw(amounts),
@@ -269,6 +270,19 @@ def test_idle_pool_is_scaled_to_zero_and_woken_by_the_queue() -> None:
     assert pool.run(5, 0.0, queued_requests=1, metrics_age_s=None) == [1]
     assert pool.decisions[-1].spares == 1
     assert set(pool.run(120, 0.0, queued_requests=1)) == {1}
+
+
+def test_replicas_that_sleep_are_supply_but_not_ready() -> None:
+    """They wake up before others start, do not keep an idle pool from zero, and further need starts replicas."""
+    pool = SimulatedPool(IDLE_SETTINGS, replicas=3)
+    asleep = {"ready_replicas": 1, "sleeping_replicas": 2, "wake_s": 0.4}
+    assert set(pool.run(300, 150.0, **asleep)) == {3}
+    decision = pool.decisions[-1]
+    assert decision.arithmetic.starting_replicas == 0
+    assert "1 of 2 that sleep wake up in 0.4 s, where a start takes 60 s" in decision.reason
+    assert pool.run(300, 400.0, **asleep)[-1] > 3
+    pool = SimulatedPool(IDLE_SETTINGS, replicas=2)
+    assert pool.run(700, 0.0, ready_replicas=0, sleeping_replicas=2)[-1] == 0
 
 
 def test_start_for_a_client_that_could_not_wait_is_completed() -> None:

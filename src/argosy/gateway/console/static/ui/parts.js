@@ -7,7 +7,7 @@ const MARKS = { ok: "●", warn: "◆", bad: "▲", none: "○" };
 // A state by colour, mark and word, so that it does not depend on colour.
 export const Pill = ({ kind, children }) => html`<span class=${`pill ${kind}`}><span aria-hidden="true">${MARKS[kind]}</span>${children}</span>`;
 
-const STATUS_KINDS = { ready: "ok", starting: "warn", pending: "warn", loading: "warn", warming: "warn", out_of_service: "none", draining: "warn", cordoned: "warn", degraded: "warn", completed: "ok", stopped: "ok", cancelled: "none", interrupted: "bad", failed: "bad", refused: "warn" };
+const STATUS_KINDS = { ready: "ok", starting: "warn", pending: "warn", loading: "warn", warming: "warn", out_of_service: "none", sleeping: "none", draining: "warn", cordoned: "warn", degraded: "warn", completed: "ok", stopped: "ok", cancelled: "none", interrupted: "bad", failed: "bad", refused: "warn" };
 export const Status = ({ value }) => html`<${Pill} kind=${STATUS_KINDS[value] ?? "bad"}>${value.replaceAll("_", " ")}<//>`;
 
 // Content of a resource, or its state: loading, failed, or old after a failure.
