@@ -12,6 +12,7 @@ import structlog
 from argosy.gateway.pool import ModelStartup, Pool, change_sleep
 from argosy.gateway.proxy import DemandReport, ModelDemand
 from argosy.policy import ReplicaStatus, Residency, ResidentModel, decide_residency
+from argosy.protocol import LoadResponse
 
 CHECK_INTERVAL_S = 0.1
 """Interval of the decisions, which bounds by how much a request waits longer than its model takes to wake up."""
@@ -79,6 +80,7 @@ class ResidencyManager:
         """Decide once, and begin what was decided."""
         pools = {pool.model: pool for pool in self._list_pools() if pool.sleep is not None}
         for pool in self._entries.keys() - set(pools.values()):
+            pool.wake_s = None
             pool.set_startup(None, now)
             del self._entries[pool]
         if not pools:
@@ -111,7 +113,7 @@ class ResidencyManager:
         replicas = [each for each in pool.replicas.values() if each.report is not None]
         if not replicas or pool.sleep is None:
             return None
-        statuses = {replica.health.status(now) for replica in replicas}
+        statuses = [replica.health.status(now) for replica in replicas]
         found = Residency.AWAKE
         if ReplicaStatus.SLEEPING in statuses:
             found = Residency.ASLEEP
@@ -123,9 +125,12 @@ class ResidencyManager:
         elif entry.task is None and entry.residency is not found:
             entry.residency, entry.since = found, now
         reports = [replica.report for replica in replicas if replica.report is not None]
-        if entry.residency is Residency.ASLEEP and all(report.sleep_level for report in reports):
-            used = (report.usage.memory_bytes for report in reports if report.usage is not None)
-            entry.asleep_bytes = sum(used)
+        is_reported = all(
+            report.sleep_level or status is not ReplicaStatus.SLEEPING
+            for report, status in zip(reports, statuses, strict=True)
+        )
+        if entry.residency is Residency.ASLEEP and is_reported:
+            entry.asleep_bytes = sum(map(_memory_bytes, reports))
         has_requests = pool.active_requests or any(report.server_load for report in reports)
         if has_requests:
             entry.idle_since = None
@@ -191,19 +196,28 @@ class ResidencyManager:
         entry = self._entries.get(pool)
         if entry is None:
             return
-        if entry.residency is Residency.AWAKE:
+        if entry.residency is Residency.AWAKE or pool.has_failed(now):
             if entry.startup is not None:
-                entry.startup = None
+                entry.startup = pool.wake_s = None
                 pool.set_startup(None, now)
             return
         reports = [each.report for each in pool.replicas.values() if each.report is not None]
         is_waking = entry.residency is Residency.WAKING
+        wake_s = max((report.wake_s for report in reports), default=0.0)
+        pool.wake_s = (wake_s or DEFAULT_RELOAD_S) if now >= entry.retry_at else None
         startup = ModelStartup(
             state="starting" if is_waking else "stopped",
-            expected_s=max((report.wake_s for report in reports), default=0.0) or None,
+            expected_s=wake_s or None,
             started_at=time.time() - (now - entry.since) if is_waking else None,
         )
         previous = entry.startup
         if previous is None or previous.state != startup.state or pool.startup is None:
             entry.startup = startup
             pool.set_startup(startup, now)
+
+
+def _memory_bytes(report: LoadResponse) -> int:
+    """Return the memory of a replica: what it uses in its sleep, or what it needs at most while it is awake."""
+    if report.sleep_level and report.usage is not None:
+        return report.usage.memory_bytes
+    return report.awake_bytes

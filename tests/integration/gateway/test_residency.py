@@ -28,7 +28,7 @@ from argosy.deployment import (
 from argosy.engine.serving.text import Tokenizer
 
 AWAKE_BYTES = 1000
-REPLY = "Hello there."
+REPLIES = [f"Hello there, I am number {number}." for number in range(5)]
 
 
 @contextlib.asynccontextmanager
@@ -39,16 +39,23 @@ async def run_models(
     memory: int | None = None,
     **settings: Any,  # noqa: ANN401 - of the gateway
 ) -> AsyncIterator[tuple[list[FakeEngine], httpx2.AsyncClient]]:
-    """Run a gateway with models `m0`, `m1`, ... of one replica each."""
+    """Run a gateway with models `m0`, `m1`, ... of one replica each. The first answers for one that cannot."""
     async with contextlib.AsyncExitStack() as stack:
         engines, models = [], []
         for number in range(count):
-            engine = FakeEngine(tokenizer, constant_script(reply_script(tokenizer, REPLY)))
+            engine = FakeEngine(
+                tokenizer, constant_script(reply_script(tokenizer, REPLIES[number]))
+            )
             engine.awake_bytes = AWAKE_BYTES
             engines.append(engine)
             running = await stack.enter_async_context(serve(engine))
             replica = ReplicaConfig(url=running.url, model=MODEL, name=f"r{number}", kind="argosy")
-            models.append(ModelConfig(name=f"m{number}", replicas=[replica], sleep=sleep))
+            fallbacks = ("m0",) if number else ()
+            models.append(
+                ModelConfig(
+                    name=f"m{number}", replicas=[replica], sleep=sleep, fallback_models=fallbacks
+                )
+            )
         config = GatewayConfig(port=0, models=models, model_memory=memory, **settings)
         _, client = await stack.enter_async_context(run_gateway_server(config))
         yield engines, client
@@ -73,7 +80,10 @@ async def test_requests_wake_models_within_the_memory(tokenizer: Tokenizer) -> N
             while not all(answer.done() for answer in answers):
                 most_awake = max(most_awake, count_awake(engines))
                 await asyncio.sleep(0)
-            assert [each.result().status_code for each in answers] == [200] * len(numbers)
+            replies = [each.result().json()["choices"][0]["message"] for each in answers]
+            assert [reply["content"] for reply in replies] == [
+                REPLIES[number] for number in numbers
+            ]
         assert most_awake == 2
         views = (await client.get("/admin/replicas")).json()["data"]
         assert {view["status"] for view in views} == {"ready", "sleeping"}
@@ -129,7 +139,7 @@ async def test_operator_puts_a_replica_to_sleep(tokenizer: Tokenizer, level: int
         waiting = asyncio.create_task(ask(client, 0))
         woken = await decide("/admin/replicas/wake")
         assert woken.json()["replicas"][0]["status"] == "ready"
-        assert json.loads((await waiting).content)["choices"][0]["message"]["content"] == REPLY
+        assert json.loads((await waiting).content)["choices"][0]["message"]["content"] == REPLIES[0]
         unknown = await client.post("/admin/replicas/wake", json={"replica": "r1"})
         assert unknown.status_code == 404
 

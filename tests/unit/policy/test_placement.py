@@ -139,6 +139,21 @@ def test_pausing_ends_at_equal_shares() -> None:
     assert world.counts["paused"] == paused
 
 
+def test_expected_wait_is_at_most_the_time_that_sleeping_replicas_take_to_wake_up() -> None:
+    world = make_world(1)
+    world.pool.wake_s = 0.5
+    waits = [world.pool.estimate_wait_s(0, 1, world.now)]
+    fill(world, "greedy", SLOTS + 1)
+    waits.append(world.pool.estimate_wait_s(1, 1, world.now))
+    world.replicas[0].health.on_reported_state("sleeping", world.now)
+    waits.append(world.pool.estimate_wait_s(1, 1, world.now))
+    assert waits == [0.0, 0.5, 0.5]
+    assert world.pool.has_ready(world.now), "its requests do not fall back to another model"
+    world.pool.wake_s = None
+    assert world.pool.estimate_wait_s(1, 1, world.now) is None
+    assert not world.pool.has_ready(world.now)
+
+
 def test_paused_stream_resumes_before_its_tenant_s_new_requests() -> None:
     world = make_world()
     fill(world, "greedy", 2 * SLOTS)

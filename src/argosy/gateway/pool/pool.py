@@ -177,7 +177,7 @@ class Pool(PlacementPool[ReplicaEndpoint]):
         return bool(statuses) and statuses <= _FAILED_STATUSES
 
     def expected_wait_s(self, tier: int, now: float) -> float | None:
-        """Estimate how long a new request of this tier would be queued; None if no replica is ready."""
+        """Estimate how long a new request of this tier would be queued; None if no replica is ready or wakes up."""
         return self.estimate_wait_s(self.queued_requests, tier, now)
 
     def record_unserved(self, now: float) -> None:

@@ -100,6 +100,8 @@ class PlacementPool(Generic[R]):
         """Whether there is no replica, but one starts or is started for requests. They wait for it."""
         self.started_at = -math.inf
         """When it was last found that the pool is not starting any more."""
+        self.wake_s: float | None = None
+        """How long the replicas that sleep take to wake up for requests; None if none sleeps, or they cannot."""
         self._removed_may_recover_until = -math.inf
         """Time until which requests wait for replacements of removed replicas."""
         self.recent_prompts = RecentPrompts()
@@ -185,6 +187,7 @@ class PlacementPool(Generic[R]):
         """Estimate how long a new request would wait, here and at its replica, until its prompt is computed.
 
         A queued request waits until as many slots are free as requests wait. A slot is free after the mean output.
+        Replicas that sleep wake up for it, so that it waits at most for this.
 
         Args:
             queued: Requests that wait for a slot.
@@ -192,7 +195,8 @@ class PlacementPool(Generic[R]):
             now: Monotonic time.
 
         Returns:
-            Seconds; None if no replica is ready. One that is ejected or has refused requests as full is not.
+            Seconds; None if no replica is ready or wakes up. One that is ejected or has refused requests as full is
+            not ready.
         """
         ready = [
             replica
@@ -203,7 +207,7 @@ class PlacementPool(Generic[R]):
         output_tokens = max(1, round(self._mean_output_tokens.value))
         costs = [estimate_cost(each.load, 0, output_tokens, now) for each in free or ready]
         if not costs:
-            return None
+            return self.wake_s
         replica_queue_s = min(cost.queue_s for cost in costs)
         if free:
             return replica_queue_s
@@ -211,11 +215,15 @@ class PlacementPool(Generic[R]):
             replica.slots / max(cost.decode_s, MIN_DECODE_S)
             for replica, cost in zip(ready, costs, strict=True)
         )
-        return replica_queue_s + (queued + 1) / slots_per_s
+        wait_s = replica_queue_s + (queued + 1) / slots_per_s
+        return wait_s if self.wake_s is None else min(wait_s, self.wake_s)
 
     def has_ready(self, now: float, excluded: Collection[str] = ()) -> bool:
-        """Whether a replica that is not `excluded` is ready, free or not. Others may get requests if none is."""
-        return any(
+        """Whether a replica that is not `excluded` is ready, free or not, or replicas wake up for requests.
+
+        Others may get requests if none is.
+        """
+        return self.wake_s is not None or any(
             replica.name not in excluded and replica.health.status(now) is ReplicaStatus.READY
             for replica in self.replicas.values()
         )
