@@ -23,6 +23,7 @@ class RequestOutput:
     error: str | None = None
     error_code: str | None = None
     cached_tokens: int | None = None
+    draft_saved_s: float = 0.0
 
     def add(self, delta: Delta) -> None:
         assert self.finish is None, "delta after the last one"
@@ -32,6 +33,7 @@ class RequestOutput:
         self.finish = delta.finish_reason
         self.error = delta.error
         self.error_code = delta.error_code
+        self.draft_saved_s += delta.draft_saved_s
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None
             self.cached_tokens = delta.cached_tokens

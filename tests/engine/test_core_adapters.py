@@ -134,7 +134,7 @@ def test_drafts_are_verified_with_the_adapter_of_their_row(
     outputs = run_requests(core, requests)
     for name, output in expected.items():
         assert_equal(outputs[name], output)
-    assert core.speculation.accepted_tokens.total() > 20
+    assert core.speculation.stats.accepted_tokens.total() > 20
     core.close()
 
 

@@ -145,16 +145,22 @@ def test_heads_change_no_output_and_give_several_tokens_a_step(
             for request_id, output in outputs.items()
         }
         if number == 1:
-            assert speculation.accepted_tokens[method] < speculation.draft_tokens[method]
-            for counter in (speculation.accepted_tokens, speculation.draft_tokens):
+            assert (
+                speculation.stats.accepted_tokens[method] < speculation.stats.draft_tokens[method]
+            )
+            for counter in (speculation.stats.accepted_tokens, speculation.stats.draft_tokens):
                 counter.clear()
-            speculation.drafts.clear()
+            speculation.stats.drafts.clear()
             if scenario == "cached":
                 for level in (DROPS_WEIGHTS, 0):
                     core.set_sleep_level(level)
     assert (core.scheduler.preemptions > 0) >= (scenario == "preempted")
-    drafts = speculation.draft_tokens[method]
-    assert speculation.accepted_tokens[method] == drafts > 2 * speculation.drafts[method] / 3
+    drafts = speculation.stats.draft_tokens[method]
+    assert (
+        speculation.stats.accepted_tokens[method]
+        == drafts
+        > 2 * speculation.stats.drafts[method] / 3
+    )
 
 
 def test_heads_of_other_models_are_refused_by_name(

@@ -108,7 +108,11 @@ def test_drafts_depend_on_tokens_only_and_change_no_output(
     speculation = core.speculation
     assert speculation is not None
     assert speculation.draft_model is draft_model, "a comparison failed"
-    assert 0 < speculation.accepted_tokens["draft_model"] < speculation.draft_tokens["draft_model"]
+    assert (
+        0
+        < speculation.stats.accepted_tokens["draft_model"]
+        < speculation.stats.draft_tokens["draft_model"]
+    )
 
 
 def test_model_that_drafts_for_itself_is_always_right() -> None:
@@ -117,7 +121,11 @@ def test_model_that_drafts_for_itself_is_always_right() -> None:
     run_requests(core, [requests()[number] for number in (0, 1, 3)])
     speculation = core.speculation
     assert speculation is not None
-    assert speculation.accepted_tokens["draft_model"] == speculation.draft_tokens["draft_model"] > 0
+    assert (
+        speculation.stats.accepted_tokens["draft_model"]
+        == speculation.stats.draft_tokens["draft_model"]
+        > 0
+    )
 
 
 def test_prompts_are_caught_up_in_bounded_chunks_once_for_each_prefix(

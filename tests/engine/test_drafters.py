@@ -31,7 +31,7 @@ def test_predictions_are_accepted_and_change_no_output() -> None:
     core = create(0, warmup=True)
     assert_equal_to_reference(run_requests(core, predicted))
     assert core.speculation is not None
-    accepted, drafted = core.speculation.accepted_tokens, core.speculation.draft_tokens
+    accepted, drafted = core.speculation.stats.accepted_tokens, core.speculation.stats.draft_tokens
     assert accepted["prediction"] > 0.4 * drafted["prediction"] > 40
 
 
@@ -40,7 +40,7 @@ def test_tokens_that_a_grammar_forces_are_accepted() -> None:
     constrained = [request for request in requests() if request.params.grammar]
     assert_equal_to_reference(run_requests(core, constrained))
     assert core.speculation is not None
-    accepted, drafted = core.speculation.accepted_tokens, core.speculation.draft_tokens
+    accepted, drafted = core.speculation.stats.accepted_tokens, core.speculation.stats.draft_tokens
     assert accepted["forced_tokens"] > 0.5 * drafted["forced_tokens"] > 5
 
 

@@ -141,10 +141,10 @@ def test_drafts_change_no_output(model: tuple[Path, str]) -> None:
     all_drafters += [[ScriptedDrafter(kind, outputs, vocab_size)] for kind in KINDS]
     for drafters in all_drafters:
         core.speculation.drafters = drafters
-        accepted = core.speculation.accepted_tokens.total()
+        accepted = core.speculation.stats.accepted_tokens.total()
         for key, output in run_requests(core, predicted).items():
             skipped = 9 if int(key) % 3 == 0 else 0
             assert output.tokens == outputs[key][skipped:]
             assert output.logprobs == expected[key].logprobs[skipped:]
             assert output.finish == expected[key].finish
-        assert core.speculation.accepted_tokens.total() > accepted
+        assert core.speculation.stats.accepted_tokens.total() > accepted

@@ -115,13 +115,22 @@ def test_drafts_change_no_output(kind: str, scenario: str, dtype: str) -> None:
     core, speculation = create_drafting(kind, dtype, None, **SCENARIOS[scenario])
     if scenario == "preempted":
         core.scheduler.output_estimator.fraction = 0.0
+    saved_s = 0.0
     for _ in range(2 if scenario in {"cached", "host tier"} else 1):
-        assert_equal_to_reference(run_requests(core, requests()), dtype)
+        outputs = run_requests(core, requests())
+        assert_equal_to_reference(outputs, dtype)
+        saved_s += sum(output.draft_saved_s for output in outputs.values())
     assert (core.scheduler.preemptions > 0) >= (scenario == "preempted")
-    accepted, drafted = speculation.accepted_tokens.total(), speculation.draft_tokens.total()
-    assert sum(map(sum, speculation.accepted_by_position.values())) == accepted
+    accepted, drafted = (
+        speculation.stats.accepted_tokens.total(),
+        speculation.stats.draft_tokens.total(),
+    )
+    assert sum(map(sum, speculation.stats.accepted_by_position.values())) == accepted
     assert (accepted > 0) == (kind != "wrong")
     assert kind not in {"right", "half"} or accepted > 0.8 * drafted > 0
+    totals = speculation.stats.totals
+    assert saved_s == pytest.approx(totals["draft_gain_s_total"] - totals["draft_cost_s_total"])
+    assert (saved_s > 0) == (kind in {"right", "half"}) or kind in {"mixed", "rubbish"}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +248,7 @@ def test_drafts_with_non_finite_logits_fail_no_request(first_row: int) -> None:
     long_prompts = [r for r in requests() if len(r.prompt) > 1 + MAX_DRAFT_TOKENS]
     model.forward = forward_with_nan  # type: ignore[method-assign]
     assert_equal_to_reference(run_requests(core, long_prompts))
-    assert speculation.draft_tokens.total() > 0
+    assert speculation.stats.draft_tokens.total() > 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad step"), MemoryError()], ids=repr)
@@ -259,9 +268,9 @@ def test_requests_without_speculation_run_beside_others() -> None:
     plain, drafted = requests()[:2]
     plain = msgspec.structs.replace(plain, speculation=False)
     assert_equal_to_reference(run_requests(core, [plain]))
-    assert not speculation.draft_tokens
+    assert not speculation.stats.draft_tokens
     assert_equal_to_reference(run_requests(core, [plain, drafted]))
-    assert 0 < speculation.draft_tokens.total() < len(reference_output(1).tokens)
+    assert 0 < speculation.stats.draft_tokens.total() < len(reference_output(1).tokens)
 
 
 @pytest.mark.parametrize(
@@ -306,10 +315,10 @@ def test_grammar_with_slow_masks_has_fewer_drafts(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(core.executor, "submit", submit_slowly)
     assert_equal_to_reference(run_requests(core, constrained))
-    first = speculation.drafts.total()
+    first = speculation.stats.drafts.total()
     assert first <= len(constrained)
     assert_equal_to_reference(run_requests(core, requests()[:2]))
-    assert speculation.drafts.total() > first
+    assert speculation.stats.drafts.total() > first
 
 
 @pytest.mark.parametrize(

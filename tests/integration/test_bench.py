@@ -120,6 +120,8 @@ COUNTERS = """argosy_generation_tokens_total{{model="m"}} {generated}.0
 argosy_draft_tokens_total{{drafter="prompt_lookup",model="m"}} {drafted}.0
 argosy_draft_tokens_total{{drafter="prediction",model="m"}} 0.0
 argosy_accepted_draft_tokens_total{{drafter="prompt_lookup",model="m"}} {accepted}.0
+argosy_draft_gain_seconds_total{{model="m"}} {drafted}.5
+argosy_draft_cost_seconds_total{{model="m"}} {accepted}.25e+00
 vllm:generation_tokens_total{{engine="0",model_name="m"}} {generated}.0
 """
 VLLM_COUNTERS = """vllm:generation_tokens_total{{engine="0",model_name="m"}} {generated}.0
@@ -147,6 +149,7 @@ async def test_drafts_are_read_from_the_metrics_of_the_replicas() -> None:
     async with listening(server):
         (run,) = (await measure(server.url)).runs
         assert (run.tokens_per_step, run.draft_acceptance) == (2.0, 0.25)
+        assert run.draft_saved_s == 15 * run.summary.completed
         text = render_text_report(await measure(server.url))
         assert "Accepted drafts (%): 25.00" in " ".join(text.split())
 

@@ -13,14 +13,20 @@ from argosy.bench.response import JsonResponse
 MAX_REPLICAS = 64
 """Maximum number of replicas behind a gateway whose metrics are read."""
 _FAMILIES = (
-    (b"argosy_generation_tokens", b"argosy_draft_tokens", b"argosy_accepted_draft_tokens"),
+    (
+        b"argosy_generation_tokens",
+        b"argosy_draft_tokens",
+        b"argosy_accepted_draft_tokens",
+        b"argosy_draft_gain_seconds",
+        b"argosy_draft_cost_seconds",
+    ),
     (
         b"vllm:generation_tokens",
         b"vllm:spec_decode_num_draft_tokens",
         b"vllm:spec_decode_num_accepted_tokens",
     ),
 )
-"""Names of the three counters in Argosy and in vLLM."""
+"""Names of the counters in Argosy and in vLLM, which counts no seconds."""
 _REPLICA = re.compile(
     rb'^argosy_gateway_replica_requests_in_flight\{[^}\n]*replica="([^"\\\n]+)"', re.MULTILINE
 )
@@ -32,6 +38,10 @@ class DraftCounts(NamedTuple):
     generated: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
+    gain_s: float = 0.0
+    """Seconds of steps that requests did not wait for, because drafts were accepted."""
+    cost_s: float = 0.0
+    """Seconds that requests waited longer for steps, because of drafts."""
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -43,6 +53,11 @@ class DraftCounts(NamedTuple):
     def acceptance(self) -> float | None:
         """Share of the drafts that were accepted. None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted > 0 else None
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds that drafts saved all requests together. None if nothing was drafted, or no seconds are known."""
+        return self.gain_s - self.cost_s if self.drafted > 0 and self.cost_s > 0 else None
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
         """Return the tokens since an earlier reading. None of a server that was started again count."""
@@ -76,6 +91,6 @@ def _parse_counts(text: bytes) -> DraftCounts:
 
 def _sum_counter(text: bytes, family: bytes) -> float:
     samples = re.findall(
-        rb"^%b_total(?:\{.*\})? ([0-9.e+]+)$" % re.escape(family), text, re.MULTILINE
+        rb"^%b_total(?:\{.*\})? ([0-9.e+-]+)$" % re.escape(family), text, re.MULTILINE
     )
     return sum(map(float, samples))

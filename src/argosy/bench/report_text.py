@@ -105,6 +105,8 @@ def _rate_lines(run: RunResult) -> list[str]:
     if run.tokens_per_step is not None and run.draft_acceptance is not None:
         lines.append(_value_line("Tokens per step of a sequence:", run.tokens_per_step))
         lines.append(_value_line("Accepted drafts (%):", 100 * run.draft_acceptance))
+    if run.draft_saved_s is not None:
+        lines.append(_value_line("Time saved by drafts, all requests (s):", run.draft_saved_s))
     return [
         *lines,
         _value_line("Output token throughput (tok/s):", summary.output_token_rate),

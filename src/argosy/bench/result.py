@@ -52,6 +52,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     None if the server verified no drafts or does not report them."""
     draft_acceptance: float | None = None
     """Share of the server's drafts that it accepted, in the same time."""
+    draft_saved_s: float | None = None
+    """Seconds that drafts saved all requests together, by the server's estimate in the same time."""
     interrupted: bool = False
     met_objectives: bool | None = None
     """Whether the run met the objectives, or None without objectives."""

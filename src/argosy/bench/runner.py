@@ -173,6 +173,7 @@ class _BenchRunner:
             rows=rows,
             tokens_per_step=drafts.tokens_per_step,
             draft_acceptance=drafts.acceptance,
+            draft_saved_s=drafts.saved_s,
             interrupted=driver.interrupted,
             met_objectives=None
             if attainment is None

@@ -129,11 +129,13 @@ def _headline(explanation: dict[str, Any]) -> str:
 
 
 def _format_output_details(explanation: dict[str, Any]) -> str:
-    """Return the reasoning tokens, and the tokens per step if drafts made them more than one, in parentheses."""
+    """Return reasoning tokens, tokens per step with drafts, and the seconds that these saved, in parentheses."""
     tokens, report = explanation["tokens"], explanation.get("replica_report", {})
     details = [f"{tokens['reasoning']} reasoning"] if "reasoning" in tokens else []
     if accepted := report.get("accepted_drafts", 0):
         details.append(f"{1 + accepted / report['steps']:.2f} a step")
+    if saved_s := report.get("draft_saved_s", 0.0):
+        details.append(f"drafts saved {saved_s:.2f} s")
     return f" ({', '.join(details)})" if details else ""
 
 

@@ -22,7 +22,7 @@ from argosy.protocol import LoadResponse
 from argosy.series import STEP_PHASES, MinuteRow, Readings, SeriesArchive, SeriesRecorder
 
 _NO_GAUGES = (math.nan,) * 3
-UNKNOWN_ENGINE = (math.nan,) * (5 + len(STEP_PHASES))
+UNKNOWN_ENGINE = (math.nan,) * (6 + len(STEP_PHASES))
 _UNKNOWN_RATES = UNKNOWN_ENGINE[2:]
 
 MAX_UNSAVED_S = 300.0
@@ -235,8 +235,8 @@ class EngineGauges:
     def read(self, replica: ReplicaEndpoint) -> Sequence[float]:
         """Return used and cached KV blocks, preemptions per second, tokens per step, and more for each step.
 
-        That is the share of drafts that were accepted, and the mean seconds of each phase. A rate is unknown after a
-        start of the engine core, and what steps do in a round without one.
+        That is the share of drafts that were accepted, the seconds that they saved per second, and the mean seconds of
+        each phase. A rate is unknown after a start of the engine core, and what steps do in a round without one.
         """
         report = replica.report
         if report is None or not report.phase_s_total:
@@ -267,5 +267,8 @@ def _rates(last: _Reading, now: _Reading) -> Sequence[float]:
         preemptions / elapsed_s if elapsed_s > 0 else math.nan,
         tokens / (tokens - accepted) if tokens > accepted else math.nan,
         accepted / drafts if drafts else math.nan,
+        (report.draft_saved_s_total - before.draft_saved_s_total) / elapsed_s
+        if drafts and elapsed_s > 0
+        else math.nan,
         *phases,
     )

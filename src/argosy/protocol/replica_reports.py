@@ -226,6 +226,8 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts verified since the engine core started."""
     accepted_draft_tokens_total: NonNegativeCount = 0
     """Drafts accepted since the engine core started."""
+    draft_saved_s_total: float = 0.0
+    """Estimated seconds by which drafts made the tokens of all sequences arrive earlier. May be negative."""
     adapter_memory_bytes: NonNegativeCount = 0
     """Memory for LoRA adapters; 0 if the replica serves none."""
     adapters: Annotated[list[ResidentAdapter], Meta(max_length=MAX_REPORTED_ADAPTERS)] = []
@@ -246,6 +248,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Steps that generated tokens, of each choice on its own. Tokens that an earlier replica generated are left out."""
     accepted_drafts: Count = 0
     """Generated tokens that were drafts. Each step generated one token more."""
+    draft_saved_s: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
+    """Estimated seconds by which drafts made the tokens arrive earlier, summed over the choices. May be negative."""
     grammar_compile_ms: Milliseconds | None = None
     """Time to compile the grammar; 0 if it was cached. None without a grammar."""
     masked_steps: Count = 0

@@ -75,6 +75,7 @@ SCHEMAS: dict[ScopeKind, Schema] = {
             Gauge("preemptions_per_s", "mean"),
             Gauge("tokens_per_step", "mean"),
             Gauge("draft_acceptance_ratio", "mean"),
+            Gauge("draft_saved_s_per_s", "mean"),
             *(Gauge(f"step_{phase}_s", "mean") for phase in STEP_PHASES),
         ),
         (),

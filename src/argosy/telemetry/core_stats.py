@@ -60,6 +60,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     accepted_draft_tokens_total: dict[str, int] = {}
     accepted_by_position_total: dict[str, list[int]] = {}
     """Accepted drafts by drafter, and by their position among the drafts of a step."""
+    draft_gain_s_total: float = 0.0
+    """Seconds of steps that sequences did not wait for, because their drafts were accepted."""
+    draft_cost_s_total: float = 0.0
+    """Seconds that sequences waited longer for steps, because these and the drafters worked on drafts."""
     adapters_resident: int = 0
     adapter_bytes: int = 0
     """Memory of the resident LoRA adapters, and that reserved for those being loaded."""

@@ -48,6 +48,8 @@ _CORE_COUNTERS = {
     "mask_fill_seconds": "Time a thread spent on computing masks, while the device computed.",
     "mask_wait_seconds": "Time for which sampling waited for masks.",
     "out_of_memory_steps": "Steps that ran out of memory and were repeated in smaller steps.",
+    "draft_gain_seconds": "Time of steps that sequences did not wait for, because drafts were accepted.",
+    "draft_cost_seconds": "Time that sequences waited longer for steps, because of drafts.",
     "adapter_load_seconds": "Time spent on loading LoRA adapters, including those that failed.",
     "adapter_wait_seconds": "Time for which requests waited for their adapter.",
     "adapter_evictions": "Adapters evicted to make room for others.",

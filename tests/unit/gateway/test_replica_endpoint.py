@@ -141,6 +141,7 @@ def test_rates_cover_the_time_between_two_reports() -> None:
             generation_tokens_total=3 * step,
             draft_tokens_total=4 * step,
             accepted_draft_tokens_total=2 * step,
+            draft_saved_s_total=0.25 * step,
             phase_s_total=phases,
         )
         replica.on_native_load(report, at)
@@ -149,18 +150,18 @@ def test_rates_cover_the_time_between_two_reports() -> None:
 
     unknown = math.nan
     assert gauges.read(replica) == UNKNOWN_ENGINE, "it has not reported yet"
-    for reading, expected in (
-        (read(10.0, 100, 4, 1.0), [unknown, unknown, unknown]),
-        (read(12.0, 120, 7, 1.4), [1.5, 0.001, 0.02]),
-        (read(13.0, 120, 7, 1.4), [0.0, unknown, unknown]),
-        (read(14.0, 3, 0, 0.1), [unknown, unknown, unknown]),
-        (read(15.0, 4, 0, 0.2), [0.0, 0.001, 0.1]),
+    for reading, expected, saved in (
+        (read(10.0, 100, 4, 1.0), [unknown, unknown, unknown], unknown),
+        (read(12.0, 120, 7, 1.4), [1.5, 0.001, 0.02], 2.5),
+        (read(13.0, 120, 7, 1.4), [0.0, unknown, unknown], unknown),
+        (read(14.0, 3, 0, 0.1), [unknown, unknown, unknown], unknown),
+        (read(15.0, 4, 0, 0.2), [0.0, 0.001, 0.1], 0.25),
     ):
-        blocks, preemptions, drafts = reading[:2], reading[2], reading[3:5]
-        plan_s, launch_s, compute_s, *_ = reading[5:]
+        blocks, preemptions, drafts = reading[:2], reading[2], reading[3:6]
+        plan_s, launch_s, compute_s, *_ = reading[6:]
         assert blocks == [5, 3]
         assert math.isnan(launch_s), "a phase that is not reported"
-        assert math.isnan(plan_s) or drafts == [3, 0.5]
+        assert math.isnan(plan_s) or drafts == [3, 0.5, saved]
         assert [preemptions, plan_s, compute_s] == pytest.approx(expected, nan_ok=True)
 
 

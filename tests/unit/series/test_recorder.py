@@ -39,7 +39,7 @@ START = 1_800_000_000 - 7
 """Not the begin of a minute."""
 SCOPES = ("fleet", "model:m", "replica:r", "tenant:t")
 GAUGES = (2.0, 1.0, 0.5, 1.0, 3.0)
-ENGINE_GAUGES = (7.0, 3.0, 0.5, 2.0, 0.25, *(0.001,) * len(STEP_PHASES))
+ENGINE_GAUGES = (7.0, 3.0, 0.5, 2.0, 0.25, 0.1, *(0.001,) * len(STEP_PHASES))
 READINGS = Readings(
     models={"m": GAUGES},
     replicas={"r": (2.0, 3.0, 0.0, 0.5, *ENGINE_GAUGES)},

@@ -186,8 +186,10 @@ def test_drafts_are_counted_by_drafter_and_position() -> None:
             draft_tokens_total={"lookup": 2 * drafts},
             accepted_draft_tokens_total={"lookup": sum(accepted)},
             accepted_by_position_total={"lookup": accepted},
+            draft_gain_s_total=0.5 * drafts,
         )
         metrics.update_stats(stats, ready=True)
+    assert exported_values(metrics.exposition())['argosy_draft_gain_seconds_total{model="m"}'] == 3
     values = exported_values(metrics.vllm_exposition())
     counts = {
         name.removeprefix("vllm:spec_decode_num_"): value

@@ -320,6 +320,10 @@ class DraftLengthPolicy:
         row_cost = (self._costs[index + 1] - self._costs[index]) / (upper - lower)
         return upper, max(row_cost, self._min_row_cost)
 
+    def relative_cost(self, rows: int, other_rows: int) -> float:
+        """Return the estimated duration of a step of `rows` tokens relative to that of `other_rows`."""
+        return 1.0 if rows == other_rows else self.step_cost(rows) / self.step_cost(other_rows)
+
     def step_cost(self, rows: int) -> float:
         """Return the estimated duration of a step of `rows` tokens relative to that of one token."""
         index, fraction = _locate(rows)

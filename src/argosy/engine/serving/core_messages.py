@@ -83,6 +83,8 @@ class Delta(msgspec.Struct, kw_only=True, array_like=True):
     """Vector of a pooled request as float32 in native byte order, or one for each token. Set on the last delta."""
     accepted_drafts: int = 0
     """Number of `tokens` that were drafts."""
+    draft_saved_s: float = 0.0
+    """Estimated seconds by which drafts made `tokens` arrive earlier. Negative if they cost more than that."""
 
 
 _STATUS_BY_CODE = {

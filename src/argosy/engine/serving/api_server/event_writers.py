@@ -357,6 +357,7 @@ class ReportWriter:
         return RequestReport(
             steps=generated_tokens - accepted_drafts,
             accepted_drafts=accepted_drafts,
+            draft_saved_s=sum(choice.draft_saved_s for choice in spec.choices),
             grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
             masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,
             reasoning_tokens=spec.reasoning_tokens,

@@ -399,6 +399,7 @@ class ReplicaState:
             generation_tokens_total=stats.generation_tokens_total,
             draft_tokens_total=sum(stats.draft_tokens_total.values()),
             accepted_draft_tokens_total=sum(stats.accepted_draft_tokens_total.values()),
+            draft_saved_s_total=stats.draft_gain_s_total - stats.draft_cost_s_total,
             sleep_level=self.engine.sleep_level,
             wake_s=self.engine.wake_s,
             awake_bytes=ready.awake_bytes if ready else 0,

@@ -351,7 +351,7 @@ class EngineCore:
         while len(self._steps_in_flight) > max_in_flight:
             deltas += self._collect_step()
         if self.speculation is not None:
-            self.speculation.record_duration(plan, self._clock() - started_at)
+            self.speculation.record_duration(plan, self._clock() - started_at, deltas)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._release(delta.id)
@@ -533,7 +533,7 @@ class EngineCore:
             adapter_wait_s_total=self._adapters.wait_s,
             adapter_evictions_total=self._adapters.evictions,
             adapter_load_bytes_per_s=self._adapters.load_bytes_per_s,
-            **({} if self.speculation is None else self.speculation.totals),
+            **({} if self.speculation is None else self.speculation.stats.totals),
         )
 
 

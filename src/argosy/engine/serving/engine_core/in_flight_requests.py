@@ -161,6 +161,7 @@ def _append(pending: Delta, later: Delta) -> None:
     pending.error, pending.error_code = later.error, later.error_code
     pending.pooled = later.pooled
     pending.accepted_drafts += later.accepted_drafts
+    pending.draft_saved_s += later.draft_saved_s
 
 
 def _ignore_notification() -> None:

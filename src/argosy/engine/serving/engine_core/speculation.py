@@ -1,11 +1,11 @@
-"""Speculative decoding of one core: asks the drafters between two steps, and counts what the steps accept."""
+"""Speculative decoding of one core: asks the drafters between two steps, and learns from what the steps accept."""
 
 from __future__ import annotations
 
 import collections.abc
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -20,6 +20,8 @@ from argosy.engine.scheduling import (
     StepPlan,
     StepResult,
 )
+from argosy.engine.serving.core_messages import Delta
+from argosy.engine.serving.engine_core.draft_stats import DraftStats
 
 if TYPE_CHECKING:
     from argosy.engine.execution.executor.draft_model import DraftModel
@@ -47,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 
 class Speculation:
-    """Drafters in the order in which they are asked, and counters since the start by the drafter's name."""
+    """Drafters in the order in which they are asked, and the policy for the number of their drafts."""
 
     def __init__(
         self,
@@ -64,18 +66,15 @@ class Speculation:
         """Drafter that is asked only for drafts that are worth the time, unlike `drafters`, which take almost none."""
         self.drafters = list(drafters)
         self._max_draft_tokens = min(max_draft_tokens or MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
-        self.drafts: Counter[str] = Counter()
-        """Steps of a sequence with drafts."""
-        self.draft_tokens: Counter[str] = Counter()
-        self.accepted_tokens: Counter[str] = Counter()
-        self.accepted_by_position: dict[str, list[int]] = {}
-        """Accepted drafts by the drafter's name and by their position among the drafts of a step."""
+        self.stats = DraftStats()
         self._vocab_size = vocab_size
         self._policy = DraftLengthPolicy(
             ridge_tokens, 0.0 if draft_model is None else draft_model.pass_s
         )
         self._draft_model_s = 0.0
         """Seconds of the draft model before the latest step. 0 if it was not asked."""
+        self._drafting_s = 0.0
+        """Seconds of all drafters before the latest step."""
         self._histories: dict[str, DraftHistory] = {}
         """Request id -> its earlier drafts."""
         self._proposed_by_row: dict[int, DraftCandidate] = {}
@@ -101,13 +100,15 @@ class Speculation:
         self._draft_model_s = 0.0
         if self.draft_model is not None:
             self._run_draft_model(self.draft_model, lambda model: model.catch_up(running))
-        caught_up_s = self._draft_model_s
+        caught_up_s = self._drafting_s = self._draft_model_s
         if len(running) != self._num_running:
             self._end_pause(len(running))
         if self._pause_steps_left:
             self._pause_steps_left -= 1
             return {}
+        started_at = self._clock()
         drafts = self._select_drafts(running)
+        self._drafting_s += self._clock() - started_at
         has_work = bool(drafts) or self._draft_model_s > caught_up_s
         self._pause_steps = 0 if has_work else min(self._pause_steps + 1, MAX_PAUSE_STEPS)
         self._pause_steps_left = self._pause_steps
@@ -259,34 +260,24 @@ class Speculation:
             self._policy.record_drafts(
                 history, source, len(drafts), num_accepted, needed_passes=needed_passes
             )
-            name = source.drafter
-            self.drafts[name] += 1
-            self.draft_tokens[name] += len(drafts)
-            self.accepted_tokens[name] += num_accepted
-            by_position = self.accepted_by_position.setdefault(name, [0] * MAX_DRAFT_TOKENS)
-            for position in range(num_accepted):
-                by_position[position] += 1
+            self.stats.record_window(source.drafter, len(drafts), num_accepted)
 
-    def record_duration(self, plan: StepPlan, seconds: float) -> None:
+    def record_duration(
+        self, plan: StepPlan, seconds: float, deltas: collections.abc.Iterable[Delta]
+    ) -> None:
         """Record the duration of a whole step, of which the work for its drafts is a part.
 
-        That of the draft model is recorded by itself.
+        That of the draft model is recorded by itself. The deltas get the seconds that drafts save.
         """
+        num_drafts = plan.num_drafts
         num_decodes = plan.counts.count(1) + len(plan.draft_tokens)
-        if num_decodes and num_decodes + plan.num_drafts == plan.total_tokens:
-            self._policy.record_step(num_decodes, plan.num_drafts, seconds - self._draft_model_s)
-
-    @property
-    def totals(self) -> dict[str, dict[str, Any]]:
-        """Copies of the counters, by their fields of `CoreStats`."""
-        return {
-            "drafts_total": self.drafts.copy(),
-            "draft_tokens_total": self.draft_tokens.copy(),
-            "accepted_draft_tokens_total": self.accepted_tokens.copy(),
-            "accepted_by_position_total": {
-                name: counts.copy() for name, counts in self.accepted_by_position.items()
-            },
-        }
+        if num_decodes and num_decodes + num_drafts == plan.total_tokens:
+            self._policy.record_step(num_decodes, num_drafts, seconds - self._draft_model_s)
+        if num_drafts or self._drafting_s:
+            without_drafts_s = (seconds - self._drafting_s) * self._policy.relative_cost(
+                plan.total_tokens - num_drafts, plan.total_tokens
+            )
+            self.stats.record_time(deltas, seconds, without_drafts_s)
 
     def _end_pause(self, num_running: int) -> None:
         """Ask the drafters in the next step, so that no text of other requests delays the drafts of a new one."""

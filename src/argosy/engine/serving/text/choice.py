@@ -127,6 +127,8 @@ class Choice:
         """Output tokens that count so far, without resumed ones."""
         self.accepted_drafts = 0
         """Number of them that were drafts."""
+        self.draft_saved_s = 0.0
+        """Seconds by which drafts made them arrive earlier."""
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) - set(
             request.params.stop_token_ids
         )
@@ -213,6 +215,7 @@ class Choice:
         self.new_logprobs += delta.logprobs[:used_tokens]
         self.generated_tokens += used_tokens
         self.accepted_drafts += min(delta.accepted_drafts, max(0, used_tokens - 1))
+        self.draft_saved_s += delta.draft_saved_s
         if self.prediction is not None:
             self.prediction.advance(delta.tokens[:used_tokens])
 

@@ -37,8 +37,10 @@ const LOAD = [["running", "s1"], ["batch_size", "s3"], ["waiting", "s2"]];
 const BLOCKS = [["kv_blocks_used", "s1", "used"], ["kv_blocks_cached", "s3", "cached"]];
 const PHASES = [["step_plan_s", "s2", "plan"], ["step_launch_s", "s4", "launch"], ["step_compute_s", "s1", "compute"], ["step_sample_s", "s3", "sample"], ["step_commit_s", "s5", "commit"]];
 const DRAFTS = [["draft_acceptance_ratio", "s3", "accepted drafts"]];
+const SAVED = [["draft_saved_s_per_s", "s1", "seconds saved"]];
 const OTHERS = ["kv_usage_ratio", "output_tokens_per_s", "cache_hit_ratio", "preemptions_per_s", "tokens_per_step"];
-const METRICS = [...[...LOAD, ...BLOCKS, ...PHASES, ...DRAFTS].map(([metric]) => metric), ...OTHERS];
+const METRICS = [...[...LOAD, ...BLOCKS, ...PHASES, ...DRAFTS, ...SAVED].map(([metric]) => metric), ...OTHERS];
+const NO_DRAFTS = "No drafts were verified in this time.";
 const NATIVE = "Only native replicas report it.";
 
 // Load, KV cache and speed of a replica over the chosen time.
@@ -51,5 +53,6 @@ function ReplicaCharts({ name, blocks }) {
     <div class="columns">${chart("Batch and requests", count, 4, LOAD)}${chart("Output tokens per second", count, 1, [["output_tokens_per_s", "s1"]])}</div>
     <div class="columns">${blocks ? chart(`KV blocks of ${count(blocks)}`, count, 1, BLOCKS) : chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]])}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]])}</div>
     <div class="columns">${chart("Phases of a step", duration, 1e-3, PHASES, `No step ran in this time. ${NATIVE}`)}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], `There are no readings yet. ${NATIVE}`)}</div>
-    <div class="columns">${chart("Tokens per step of a sequence", (value) => value.toFixed(2), 1, [["tokens_per_step", "s1"]], `No step ran in this time. ${NATIVE}`)}${chart("Share of accepted drafts", percent, 1, DRAFTS, "No drafts were verified in this time.")}</div>`;
+    <div class="columns">${chart("Tokens per step of a sequence", (value) => value.toFixed(2), 1, [["tokens_per_step", "s1"]], `No step ran in this time. ${NATIVE}`)}${chart("Share of accepted drafts", percent, 1, DRAFTS, NO_DRAFTS)}</div>
+    <div class="columns">${chart("Seconds per second that drafts save all requests", (value) => value.toFixed(2), 1, SAVED, NO_DRAFTS)}</div>`;
 }
