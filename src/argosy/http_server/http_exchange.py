@@ -368,9 +368,13 @@ class HttpExchange:
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream after the client has caught up."""
+        await self.wait_writable()
+        self.write_nowait(data)
+
+    async def wait_writable(self) -> None:
+        """Wait until the client has caught up. Raises SlowReaderError if it reads nothing."""
         if self._transport.is_backpressured:
             await self._wait_writable()
-        self.write_nowait(data)
 
     def observe_response(self, observer: ResponseObserver | None) -> None:
         """Copy all further writes to `observer`, or stop copying if None. The socket must not be lent meanwhile."""

@@ -16,16 +16,25 @@ import pytest
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, listening
 from tests.support.gateway_client import run_gateway_server
 from tests.support.gateway_processes import open_organisation
-from tests.support.native_upstream import NativeScript, NativeUpstream, continue_call, start_call
+from tests.support.native_upstream import (
+    EventEncoder,
+    NativeScript,
+    NativeUpstream,
+    continue_call,
+    start_call,
+)
+from tests.support.services import running_redis
 
 from argosy.deployment import (
     AuthConfig,
     CacheRule,
     ContentRule,
     GatewayConfig,
+    LimitsConfig,
     ModelConfig,
     ReplicaConfig,
 )
+from argosy.protocol import SSE_DONE
 from argosy.store import (
     CachedResponse,
     IdempotencyStore,
@@ -202,32 +211,158 @@ async def test_only_complete_answers_are_kept() -> None:
         assert count(replica) == 5
 
 
-async def test_equal_requests_at_once_are_computed_once() -> None:
-    gate = asyncio.Event()
+class GatedReplica(NativeUpstream):
+    """Replica that sends its first token, waits for the gate, and goes on or fails."""
 
-    class SlowReplica(NativeUpstream):
-        async def _stream(self, request: UpstreamRequest) -> None:
-            await gate.wait()
-            await super()._stream(request)
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__(
+            native_script=NativeScript(deltas=[{"content": each} for each in ("Hel", "lo")])
+        )
+        self.gate = asyncio.Event()
+        self.failures = failures
+        """Requests that fail at the gate."""
 
-    replica = SlowReplica()
-    replica.native_script = NativeScript(deltas=[{"content": "Hi"}])
-    async with caching_gateway(replica=replica) as (client, _):
-        limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=client.base_url, limits=limits, timeout=60) as crowd:
-            leader = asyncio.create_task(ask(crowd))
-            others = [
-                asyncio.create_task(ask(crowd, stream=number % 2 == 0)) for number in range(199)
-            ]
-            while (  # noqa: ASYNC110 - the gateway's own count
-                "argosy_gateway_requests_in_flight 201" not in (await client.get("/metrics")).text
-            ):
-                await asyncio.sleep(0.01)
-            gate.set()
-            responses = await asyncio.gather(leader, *others)
+    async def _stream(self, request: UpstreamRequest) -> None:
+        encoder = EventEncoder(request)
+        if self.failures:
+            await self.gate.wait()
+            self.failures -= 1
+            request.send_json(500, {"error": {"message": "broken"}})
+            return
+        request.start_stream()
+        for number in range(3):
+            request.send_chunk(encoder.encode_token(self.native_script, number))
+            await request.writer.drain()
+            await self.gate.wait()
+        request.send_chunk(SSE_DONE)
+        request.send_chunk(b"")
+
+
+async def wait_in_flight(client: httpx2.AsyncClient, expected: int) -> None:
+    """Wait until a gateway has this number of requests beside that for its metrics."""
+    line = f"argosy_gateway_requests_in_flight {expected + 1}.0\n"
+    while line not in (await client.get("/metrics")).text:  # noqa: ASYNC110 - the gateway's own count
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def open_crowd(*clients: httpx2.AsyncClient) -> AsyncIterator[list[httpx2.AsyncClient]]:
+    """Open clients of the same gateways with any number of connections."""
+    limits = httpx2.Limits(max_connections=None)
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                httpx2.AsyncClient(base_url=each.base_url, limits=limits, timeout=60)
+            )
+            for each in clients
+        ]
+
+
+async def read_text(lines: AsyncIterator[str]) -> str:
+    """Read a stream up to its next text."""
+    async for line in lines:
+        if line.startswith("data: {"):
+            text = json.loads(line[6:])["choices"][0]["delta"].get("content")
+            if text:
+                return str(text)
+    return ""
+
+
+async def test_200_equal_requests_at_once_are_computed_once() -> None:
+    replica = GatedReplica()
+    async with caching_gateway(replica=replica) as (client, _), open_crowd(client) as (crowd,):
+        asked = [asyncio.create_task(ask(crowd, stream=each % 2 == 1)) for each in range(200)]
+        await wait_in_flight(client, 200)
+        replica.gate.set()
+        responses = await asyncio.gather(*asked)
         results = Counter(each.headers["x-argosy-cache"] for each in responses)
         assert results == {"miss": 1, "joined": 199}
         assert count(replica) == 1
+
+
+@pytest.mark.parametrize("is_redis_lost", [False, True])
+async def test_gateways_with_a_common_redis_compute_equal_requests_once(
+    is_redis_lost: bool,
+) -> None:
+    replica = GatedReplica()
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(running_redis())
+        limits = LimitsConfig(redis=server.url)
+        first, _ = await stack.enter_async_context(caching_gateway(replica=replica, limits=limits))
+        entry = ReplicaConfig(url=replica.url, kind="argosy", model="m")
+        config = GatewayConfig(port=0, models=[ModelConfig(name="big", replicas=[entry])],
+                               cache_rules=[CacheRule(name="all")], limits=limits)  # fmt: skip
+        _, second = await stack.enter_async_context(run_gateway_server(config))
+        if is_redis_lost:
+            server.process.kill()
+        crowds = await stack.enter_async_context(open_crowd(first, second))
+        asked = [asyncio.create_task(ask(crowds[each % 2])) for each in range(20)]
+        await asyncio.gather(*(wait_in_flight(each, 10) for each in (first, second)))
+        replica.gate.set()
+        responses = await asyncio.gather(*asked)
+        assert {each.json()["choices"][0]["message"]["content"] for each in responses} == {"Hello"}
+        results = Counter(each.headers["x-argosy-cache"] for each in responses)
+        if not is_redis_lost:
+            assert count(replica) == 1
+            assert results == {"miss": 1, "joined": 19 - results["hit"], "hit": results["hit"]}
+        else:  # each gateway has its own
+            assert count(replica) == 2
+            assert results == {"miss": 2, "joined": 18}
+
+
+async def test_others_stream_along_when_the_first_client_leaves() -> None:
+    replica = GatedReplica()
+    async with caching_gateway(replica=replica) as (client, _), open_crowd(client) as (crowd,):
+        body = BODY | {"stream": True}
+        async with contextlib.AsyncExitStack() as others:
+            streams = []
+            async with crowd.stream("POST", CHAT, json=body) as first:
+                assert await read_text(first.aiter_lines()) == "Hel"
+                for _ in range(2):
+                    stream = crowd.stream("POST", CHAT, json=body)
+                    response = await others.enter_async_context(stream)
+                    assert response.headers["x-argosy-cache"] == "joined"
+                    lines = response.aiter_lines()
+                    assert await read_text(lines) == "Hel"
+                    streams.append(lines)
+            explanation = first.headers["x-argosy-request"]
+            replica.gate.set()
+            assert [await read_text(each) for each in streams] == ["lo", "lo"]
+            assert [[line async for line in each][-2] for each in streams] == ["data: [DONE]"] * 2
+        assert (await ask(client)).headers["x-argosy-cache"] == "hit"
+        assert count(replica) == 1
+        status = (await client.get(f"/admin/requests/{explanation}")).json()["status"]
+        assert status == "completed"
+
+
+async def test_the_last_client_that_leaves_ends_the_computation() -> None:
+    replica = GatedReplica()
+    async with caching_gateway(replica=replica) as (client, _), open_crowd(client) as (crowd,):
+        asked = [asyncio.create_task(ask(crowd)) for _ in range(3)]
+        await wait_in_flight(client, 3)
+        for each in asked:
+            each.cancel()
+        await wait_in_flight(client, 0)
+        replica.gate.set()
+        assert (await ask(client)).headers["x-argosy-cache"] == "miss"
+        assert count(replica) == 2
+
+
+@pytest.mark.parametrize(("failures", "computed", "served"), [(2, 3, 18), (9, 3, 0)])
+async def test_others_compute_in_turn_if_the_first_one_fails(
+    failures: int, computed: int, served: int
+) -> None:
+    replica = GatedReplica(failures)
+    async with (
+        caching_gateway(replica=replica, max_failed_attempts=1) as (client, _),
+        open_crowd(client) as (crowd,),
+    ):
+        asked = [asyncio.create_task(crowd.post(CHAT, json=BODY)) for _ in range(20)]
+        await wait_in_flight(client, 20)
+        replica.gate.set()
+        statuses = Counter([(await each).status_code for each in asked])
+        assert statuses[200] == served
+        assert count(replica) == computed
 
 
 async def test_content_rules_filter_replayed_answers() -> None:

@@ -22,6 +22,7 @@ from argosy.gateway.model_routes import RequestRule
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
 from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
+from argosy.gateway.proxy.caching_writer import CachingWriter
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
     check_prompt,
@@ -34,7 +35,7 @@ from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
-from argosy.gateway.proxy.response_cache import CachingWriter, ResponseCache
+from argosy.gateway.proxy.response_cache import ResponseCache
 from argosy.gateway.proxy.response_relay import ResponseRelay
 from argosy.gateway.proxy.response_writers import (
     AggregatingWriter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -471,6 +472,10 @@ class ResponseRelay(ClientListener):
             self._send_keepalive()
 
     def on_disconnect(self) -> None:
-        """Cancel the request at once, because the client disconnected."""
+        """Cancel the request at once, because the client disconnected, unless others wait for its response."""
         self.end_splice()
-        self._abort(EndReason.CLIENT_LEFT)
+        if self._writer.continue_without_client(partial(self._abort, EndReason.CLIENT_LEFT)):
+            self._context.end_reason = None  # it may have been a slow client
+            self.on_writable()
+        else:
+            self._abort(EndReason.CLIENT_LEFT)

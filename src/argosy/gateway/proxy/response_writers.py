@@ -6,6 +6,7 @@ An aggregated response can be resumed on another replica and ended by a limit in
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -74,6 +75,13 @@ class ResponseWriter:
         Returns False if the client may have received some.
         """
         return not self.has_output
+
+    def continue_without_client(self, abort: Callable[[], object]) -> bool:  # noqa: ARG002 - for subclasses
+        """Take the rest of a response whose client has disconnected, for others that wait for it.
+
+        Returns False if no other request does. Otherwise `abort` is called as soon as the last one has left.
+        """
+        return False
 
     async def finish(self) -> None:
         """End the response."""
