@@ -1,11 +1,11 @@
-"""Content filters of one request: those of its prompt, and those of its answer's texts."""
+"""Content filters of one request: of its prompt, of its answer's texts, and of what is stored of both."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -19,12 +19,35 @@ from argosy.policy.content import (
     TextFilter,
     create_custom_detector,
 )
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, RequestReport
+
+T = TypeVar("T")
 
 MAX_PLACEHOLDERS = 10_000
 """Different texts of one prompt that are put back in its answer. Further ones get the detector's name only."""
 TURN_CHARS = 1 << 15
 """Characters of a prompt that are filtered before other requests have a turn of the event loop."""
+MAX_REPORT_CHARS = 1 << 16
+"""Longest prompt or output that is filtered for explanations."""
+TEXT_COST_CHARS = 200
+"""Characters that each text counts in addition, for its filter."""
+_COMMON_NAMES = frozenset(
+    {
+        *(
+            "role",
+            "content",
+            "type",
+            "text",
+            "name",
+            "id",
+            "tool_calls",
+            "tool_call_id",
+            "function",
+        ),
+        *("arguments", "image_url", "url", "status", "output", "call_id", "annotations"),
+    }
+)
+"""Names in almost every message, which are not filtered."""
 _UNFILTERED_KEYS = frozenset({"role", "type", "id", "tool_call_id", "format", "detail"})
 """Fields of messages that are no text."""
 _MEDIA_KEYS = frozenset({"url", "image_url", "file_data"})
@@ -49,7 +72,7 @@ class ContentSession:
 
     Attributes:
         rule: The content rule of the request.
-        findings: Number of matches by side (`input` or `output`), detector and action.
+        findings: Number of matches by side (`input`, `output` or `stored`), detector and action.
     """
 
     def __init__(self, rule: RequestRule) -> None:
@@ -62,6 +85,17 @@ class ContentSession:
         self._originals: dict[str, str] = {}
         """Originals by placeholder."""
         self._numbers: Counter[str] = Counter()
+        self._unyielded_chars = 0
+
+    @property
+    def filters_storage(self) -> bool:
+        """Whether something is removed from what is stored."""
+        return self._matchers.stored is not None
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether the answer may be stored as the client receives it."""
+        return self._matchers.keeps_answers
 
     @property
     def filters_output(self) -> bool:
@@ -86,33 +120,103 @@ class ContentSession:
                         f"The texts of {name!r} are filtered. Send text in place of token ids."
                     )
                     raise ApiError(400, "content_not_filterable", message, param=name)
-                holder = [value]
-                await self._filter_texts(holder, name)
-                fields.raw[name] = Raw(msgspec.json.encode(holder[0]))
-
-    async def _filter_texts(self, root: list[Any], name: str) -> None:
-        """Filter all texts in a JSON value, in the order in which they stand."""
-        assert self._matchers.input is not None  # noqa: S101 - checked by the caller
-        unyielded_chars = 0
-        for container, key in _find_texts(root):
-            text = container[key]
-            kind = JsonFilter if key == _ARGUMENTS else TextFilter
-            content_filter = kind(self._matchers.input, self._replace_in_prompt)
-            pieces = []
-            for start in range(0, len(text), TURN_CHARS):
-                unyielded_chars += len(text[start : start + TURN_CHARS])
-                if unyielded_chars > TURN_CHARS:
-                    unyielded_chars = 0
-                    await asyncio.sleep(0)
-                pieces.append(content_filter.feed(text[start : start + TURN_CHARS]))
-            container[key] = "".join(pieces) + content_filter.flush()
-            self._count("input", content_filter)
-            if content_filter.stopped_by is not None:
-                message = (
-                    f"The prompt has text that this gateway does not accept ({content_filter.stopped_by}). "
-                    "Remove it."
+                filtered = await self._filter_value(
+                    value, name, "input", self._matchers.input, self._replace_in_prompt
                 )
-                raise ApiError(400, "content_refused", message, param=name)
+                fields.raw[name] = Raw(msgspec.json.encode(filtered))
+
+    async def filter_stored(self, value: T) -> T:
+        """Return a JSON value as it may be stored. The value itself does not change."""
+        if self._matchers.stored is None:
+            return value
+        copy: T = msgspec.json.decode(msgspec.json.encode(value))
+        return await self._filter_value(copy, "", "stored", self._matchers.stored, None)
+
+    def filter_report(self, report: RequestReport) -> RequestReport:
+        """Return a replica's report with its prompts and outputs as they may be stored. Long ones are left out."""
+        matcher = self._matchers.stored
+        if matcher is None or not report.has_content:
+            return report
+
+        def filter_text(text: str) -> str:
+            if len(text) > MAX_REPORT_CHARS:
+                return f"[{len(text)} characters]"
+            text_filter = TextFilter(matcher)
+            text = text_filter.feed(text) + text_filter.flush()
+            self._count("stored", text_filter)
+            return text
+
+        return msgspec.structs.replace(
+            report,
+            prompts=list(map(filter_text, report.prompts)),
+            outputs=list(map(filter_text, report.outputs)),
+        )
+
+    async def _filter_value(
+        self,
+        value: T,
+        field: str,
+        side: str,
+        matcher: Matcher,
+        replace: Callable[[Rule, str], str] | None,
+    ) -> T:
+        """Filter all texts in a JSON value in place, in the order in which they stand, and names of objects too.
+
+        Args:
+            value: The value.
+            field: Its name in the request, for errors.
+            side: Side of the findings.
+            matcher: The rules.
+            replace: Returns the replacement of a match; None for that of its detector.
+
+        Returns:
+            The value, or the filtered text if it is one.
+
+        Raises:
+            ApiError: 400 if a rule refuses what was found.
+        """
+        root = [value]
+        names: dict[str, str] = {}
+
+        async def filter_text(text: str, *, is_json: bool) -> str:
+            content_filter = (JsonFilter if is_json else TextFilter)(matcher, replace)
+            return await self._filter_text(text, content_filter, field, side)
+
+        for container, key in _find_texts(root):
+            if key is not None:
+                is_json = key == _ARGUMENTS
+                container[key] = await filter_text(container[key], is_json=is_json)
+                continue
+            for name in container:
+                if name not in names and name not in _COMMON_NAMES:
+                    names[name] = await filter_text(name, is_json=False)
+            if any(names.get(name, name) != name for name in container):
+                items = [(names.get(name, name), each) for name, each in container.items()]
+                container.clear()
+                container.update(items)
+        return root[0]
+
+    async def _filter_text(
+        self, text: str, content_filter: TextFilter | JsonFilter, field: str, side: str
+    ) -> str:
+        """Filter one text, with turns for other requests. The arguments and errors are those of `_filter_value`."""
+        pieces = []
+        for start in range(0, len(text), TURN_CHARS):
+            piece = text[start : start + TURN_CHARS]
+            self._unyielded_chars += len(piece) + TEXT_COST_CHARS
+            if self._unyielded_chars > TURN_CHARS:
+                self._unyielded_chars = 0
+                await asyncio.sleep(0)
+            pieces.append(content_filter.feed(piece))
+        filtered = "".join(pieces) + content_filter.flush()
+        self._count(side, content_filter)
+        if content_filter.stopped_by is not None:
+            message = (
+                f"The prompt has text that this gateway does not accept ({content_filter.stopped_by}). "
+                "Remove it."
+            )
+            raise ApiError(400, "content_refused", message, param=field)
+        return filtered
 
     def _replace_in_prompt(self, rule: Rule, match: str) -> str:
         if rule.action != "redact" or not self.rule.restores:
@@ -215,7 +319,10 @@ class ChannelFilter:
 
 
 def _find_texts(root: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the container and key of each text in a JSON value, in the order in which they stand."""
+    """Yield the container and key of each text in a JSON value, in the order in which they stand.
+
+    Before the texts of an object, yields the object with None, so that the caller may change its names.
+    """
     stack: list[Iterator[tuple[Any, Any]]] = [iter([(root, 0)])]
     while stack:
         entry = next(stack[-1], None)
@@ -231,6 +338,7 @@ def _find_texts(root: list[Any]) -> Iterator[tuple[Any, Any]]:
         elif isinstance(value, list):
             stack.append(iter([(value, index) for index in range(len(value))]))
         elif isinstance(value, Mapping):
+            yield value, None
             stack.append(iter([(value, name) for name in list(value)]))
 
 

@@ -63,7 +63,7 @@ class RequestRule:
 
     def matches(
         self,
-        model: str,
+        model: str | None,
         principal: Principal,
         subject: TrafficSubject,
         headers: Mapping[bytes, bytes],
@@ -72,11 +72,12 @@ class RequestRule:
     ) -> bool:
         """Return whether all conditions hold for a request to a model (by its primary name) at a Unix time.
 
-        Conditions of fields hold for no request whose fields are unknown.
+        Conditions of fields hold for no request whose fields are unknown. Without a model, which is a request that only
+        stores something for later ones, conditions of models and fields hold.
         """
         windows, flag, flags = self.config.windows, self.config.percentage_flag, self.config.flags
         if not (
-            (self.model is None or self.model == model)
+            (self.model is None or model is None or self.model == model)
             and (self.tiers is None or principal.tier in self.tiers)
             and (flags is None or not principal.flags.isdisjoint(flags))
             and (
@@ -86,7 +87,7 @@ class RequestRule:
             )
             and (windows is None or any(window.contains(now) for window in windows))
             and (flag is None or flag.is_on(subject))
-            and self._matches_fields(fields)
+            and (model is None or self._matches_fields(fields))
         ):
             return False
         for name, value in self.headers:

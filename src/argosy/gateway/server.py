@@ -327,7 +327,8 @@ class GatewayServer:
             ResponseState(None)
             if account_sync is None or config.store is None
             else ResponseState(
-                *(store, config.store.keep_responses_days, idempotency_store, account_sync.limits)
+                *(store, config.store.keep_responses_days, idempotency_store, account_sync.limits),
+                self._models,
             )
         )
         if store is not None and self._fleet_pools is not None:

@@ -7,9 +7,9 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from argosy.http_server.http_request import HttpRequest
@@ -90,6 +90,8 @@ class HttpExchange:
     """Code of the error that ended the request."""
     first_output_at: float | None = None
     """Monotonic time of the first output of a response that is sent whole; None if it is not known."""
+    filter_stored: Callable[[Any], Awaitable[Any]] | None = None
+    """Returns a JSON value of the request or its response as it may be stored; None to store all as it is."""
     _observer: ResponseObserver | None = None
     _dialect: ResponseDialect | None = None
     _translator: ResponseTranslator | None = None

@@ -18,6 +18,8 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from argosy.telemetry.log_redaction import needs_redaction, redact_event
+
 LogFormat = Literal["json", "console"]
 FLUSH_INTERVAL_S = 0.05
 """Longest time for which lines of level info are buffered."""
@@ -63,7 +65,10 @@ def _make_json_processor(replica: str) -> Processor:
             event["replica"] = replica
         if "exc_info" in event:
             event = structlog.processors.format_exc_info(logger, method, event)
-        return _encode_event(event)
+        line = _encode_event(event)
+        if needs_redaction(line):
+            line = _encode_event(redact_event(logger, method, event))
+        return line
 
     return encode_line
 
@@ -172,13 +177,14 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
         own_processors: list[Processor] = [_make_json_processor(replica)]
         library_processors: list[Processor] = [
             structlog.processors.format_exc_info,
+            redact_event,
             lambda _logger, _method, event: _encode_event(event).decode(),
         ]
     else:
         colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         render = open_text_renderer(colors=colors)
-        own_processors = [*shared, _escape_fields, render, _encode_line]
-        library_processors = [_escape_fields, render]
+        own_processors = [*shared, redact_event, _escape_fields, render, _encode_line]
+        library_processors = [redact_event, _escape_fields, render]
     structlog.configure(
         processors=own_processors,
         wrapper_class=type(

@@ -28,6 +28,7 @@ DetectorName = Annotated[
     str, Meta(pattern=r"^(\*|[a-z][a-z0-9_]{0,39})$(?!\n)", examples=["email"])
 ]
 Actions = dict[DetectorName, Action]
+StoredActions = dict[DetectorName, Literal["redact", "mask", "report"]]
 
 
 class ContentRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +45,10 @@ class ContentRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
     restore: ByOperator[bool] = False
     """Replace what is redacted in prompts by numbered placeholders, such as `[email_1]`, and put the originals in their
     places in the answer."""
+    at_rest: ByOperator[StoredActions | None] = None
+    """Action for text that the gateway stores: responses, chats, conversations, and contents of explanations. By
+    default it removes what `input` and `output` remove or stop. `{}` stores prompts as they were sent, and answers as
+    the client received them."""
     words: ByOperator[dict[DetectorName, Annotated[tuple[str, ...], Meta(min_length=1)]]] = (
         msgspec.field(default_factory=dict)
     )
@@ -58,6 +63,9 @@ class ContentMatchers(msgspec.Struct, frozen=True):
     output: Matcher | None
     tool_arguments: Matcher | None
     input: Matcher | None
+    stored: Matcher | None = None
+    keeps_answers: bool = True
+    """Whether answers as clients receive them have nothing that may not be stored."""
 
 
 def compile_content_rule(rule: ContentRule) -> ContentMatchers:
@@ -67,8 +75,8 @@ def compile_content_rule(rule: ContentRule) -> ContentMatchers:
         ValueError: A detector is unknown, or a pattern or list of words cannot be used. The message says what to
             change.
     """
-    if not (rule.output or rule.input):
-        raise ValueError("nothing is filtered. Add `output` or `input` with a detector.")
+    if not (rule.output or rule.input or rule.at_rest):
+        raise ValueError("nothing is filtered. Add `output`, `input` or `at_rest` with a detector.")
     if rule.restore and "redact" not in rule.input.values():
         raise ValueError(
             "restore: nothing in `input` has the action redact. Add it, or remove restore."
@@ -94,13 +102,31 @@ def compile_content_rule(rule: ContentRule) -> ContentMatchers:
             each if each.action == "report" else each._replace(action=action) for each in output
         ]
     prompts = _list_rules("input", rule.input, known)
+    if rule.at_rest is None:
+        stored = [
+            each if each.action == "mask" else each._replace(action="redact")
+            for each in dict.fromkeys((*output, *prompts))
+            if each.action != "report"
+        ]
+    else:
+        stored = _list_rules("at_rest", rule.at_rest, known)
+    changed = {each.detector for each in arguments if each.action != "report"}
     return ContentMatchers(
-        *(Matcher(each) if each else None for each in (output, arguments, prompts))
+        output=_compile(output),
+        tool_arguments=_compile(arguments),
+        input=_compile(prompts),
+        stored=_compile(stored),
+        keeps_answers=not rule.restore
+        and all(each.action == "report" or each.detector in changed for each in stored),
     )
 
 
+def _compile(rules: list[Rule]) -> Matcher | None:
+    return Matcher(rules) if rules else None
+
+
 def _list_rules(
-    setting: str, actions: Actions, known: Mapping[str, tuple[Detector, ...]]
+    setting: str, actions: Mapping[DetectorName, Action], known: Mapping[str, tuple[Detector, ...]]
 ) -> list[Rule]:
     """Return a rule for each detector, those that are named before those that `*` stands for."""
     chosen = {name: action for name, action in actions.items() if name != ALL_DETECTORS}

@@ -56,9 +56,11 @@ class ConversationHandlers:
         request = await exchange.parse_body(body, partial(parse_body, CreateConversationRequest))
         items = assign_item_ids(normalize_input(request.items), new_item_id)
         state = self._state
+        state.choose_filter(exchange, principal)
+        metadata, items = await state.redact(exchange, (request.metadata or {}, items))
         conversation = await state.call(
             state.store.conversations.create,
-            *(item_owner(principal), request.metadata or {}, items, state.retention_s),
+            *(item_owner(principal), metadata, items, state.retention_s),
         )
         await _send(exchange, _describe(conversation))
 
@@ -70,7 +72,9 @@ class ConversationHandlers:
         """`POST /v1/conversations/{id}`."""
         body = await exchange.read_body()
         request = await exchange.parse_body(body, partial(parse_body, UpdateConversationRequest))
-        conversation = await self._call("set_metadata", exchange, principal, request.metadata or {})
+        self._state.choose_filter(exchange, principal)
+        metadata = await self._state.redact(exchange, request.metadata or {})
+        conversation = await self._call("set_metadata", exchange, principal, metadata)
         await _send(exchange, _describe(conversation))
 
     async def delete(self, exchange: HttpExchange, principal: Principal) -> None:
@@ -91,7 +95,10 @@ class ConversationHandlers:
         """`POST /v1/conversations/{id}/items`."""
         body = await exchange.read_body()
         request = await exchange.parse_body(body, partial(parse_body, AddItemsRequest))
-        items = assign_item_ids(normalize_input(request.items), new_item_id)
+        self._state.choose_filter(exchange, principal)
+        items = await self._state.redact(
+            exchange, assign_item_ids(normalize_input(request.items), new_item_id)
+        )
         await self._call("append_items", exchange, principal, items, self._state.retention_s)
         added = {"data": items, "has_more": False}
         ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}

@@ -12,16 +12,22 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
+from argosy.deployment import ContentRule
+from argosy.gateway.content_session import ContentSession
 from argosy.gateway.event_loop import TenantSlots
 from argosy.gateway.filters import LimitFilter
+from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import CHAT
+from argosy.gateway.request_fields import parse_request_fields
 from argosy.http_server import HttpExchange
 from argosy.process import run_in_daemon_thread
-from argosy.protocol import ApiError
+from argosy.protocol import ApiError, JsonObject
 from argosy.protocol.dialects import ReasoningCipher
 from argosy.store import (
     HistoryTooLongError,
@@ -76,6 +82,7 @@ class ResponseState:
         keep_days: Days to keep responses and conversations after their last use.
         idempotency_store: Idempotency keys of background responses; None to ignore keys.
         limits: Limits that requests for stored responses and conversations count against; None for none.
+        models: The models, whose content rules say how items are stored; None to store them as they are.
     """
 
     def __init__(
@@ -84,8 +91,10 @@ class ResponseState:
         keep_days: int = 30,
         idempotency_store: IdempotencyStore | None = None,
         limits: LimitFilter | None = None,
+        models: ModelRouter | None = None,
     ) -> None:
         self._store = store
+        self._models = models
         self._limits = limits
         self.slots = TenantSlots(MAX_CONCURRENT_PER_TENANT)
         self._full_owners: set[ItemOwner] = set()
@@ -219,9 +228,52 @@ class ResponseState:
             await self.call(self.store.stored_bytes.check_room, owner, needed)
             self._full_owners.discard(owner)
 
-    async def save(self, principal: Principal, response: StoredResponse) -> None:
+    def choose_filter(
+        self, exchange: HttpExchange, principal: Principal, body: JsonObject | None = None
+    ) -> None:
+        """Choose how items of a request are stored before its chat runs, or if there is none.
+
+        Args:
+            exchange: The request.
+            principal: Its sender.
+            body: Its chat; None if it has none. Conditions of models and fields then hold.
+        """
+        if self._models is None or not self._models.rules[ContentRule]:
+            return
+        fields = pool = None
+        if body is not None:
+            with contextlib.suppress(ApiError):  # of a chat that will fail
+                encoded = msgspec.json.encode(body)
+                fields = parse_request_fields(encoded, CHAT.prompt_fields[0])
+                pool = self._models.find_target(
+                    *(fields.model, principal, exchange.headers, fields, exchange.request_id)
+                ).pool
+        rule = self._models.find_rule(
+            *(ContentRule, principal, exchange.headers, fields, exchange.request_id, pool)
+        )
+        exchange.filter_stored = None if rule is None else ContentSession(rule).filter_stored
+
+    @staticmethod
+    async def redact(exchange: HttpExchange, value: T) -> T:
+        """Return a JSON value as the content rule of its request lets it be stored."""
+        if exchange.filter_stored is None:
+            return value
+        redacted: T = await exchange.filter_stored(value)
+        return redacted
+
+    async def redact_response(
+        self, exchange: HttpExchange, response: StoredResponse
+    ) -> StoredResponse:
+        """Return a response as the content rule of its request lets it be stored."""
+        parts = await self.redact(exchange, [response.body, response.input, response.output])
+        return msgspec.structs.replace(response, body=parts[0], input=parts[1], output=parts[2])
+
+    async def save(
+        self, exchange: HttpExchange, principal: Principal, response: StoredResponse
+    ) -> None:
         """Store a response that has ended. The client receives it even if this fails, so errors are only logged."""
         owner = item_owner(principal)
+        response = await self.redact_response(exchange, response)
         try:
             await self.call(self.store.responses.create, owner, response, self.retention_s)
         except ApiError as error:
@@ -229,10 +281,15 @@ class ResponseState:
             log.warning("response_not_stored", response=response.id, reason=error.message)
 
     async def append_items(
-        self, principal: Principal, conversation_id: str, items: Sequence[dict[str, Any]]
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        conversation_id: str,
+        items: Sequence[dict[str, Any]],
     ) -> None:
         """Append items to a conversation. Errors are only logged, since the client has its response."""
         owner, conversations = item_owner(principal), self.store.conversations
+        items = await self.redact(exchange, items)
         try:
             await self.call(
                 conversations.append_items, owner, conversation_id, items, self.retention_s

@@ -114,7 +114,7 @@ class ResponsesHandlers:
             return
 
         async def save(response: dict[str, Any]) -> None:
-            await self._save(principal, request, items, response)
+            await self._save(exchange, principal, request, items, response)
 
         start_translation(exchange, translated, encode_responses_error, on_end=save)
         await self._chat(exchange, principal)
@@ -142,7 +142,7 @@ class ResponsesHandlers:
         async def save(response: dict[str, Any]) -> None:
             if response["status"] in _ENDED_NORMALLY:
                 last.keep(principal, response["id"], [*history, *items, *response["output"]])
-            await self._save(principal, request, items, response)
+            await self._save(exchange, principal, request, items, response)
 
         if request.generate is False:
             response = translated.output.describe_empty(
@@ -285,6 +285,7 @@ class ResponsesHandlers:
 
     async def _save(
         self,
+        exchange: HttpExchange,
         principal: Principal,
         request: ResponsesRequest,
         items: Sequence[JsonObject],
@@ -292,10 +293,11 @@ class ResponsesHandlers:
     ) -> None:
         """Store a response that has ended, and append its items to its conversation."""
         if self._is_stored(request):
-            await self._state.save(principal, describe_stored(request, items, response))
+            await self._state.save(exchange, principal, describe_stored(request, items, response))
         conversation = request.conversation_id
         if conversation is not None and response["status"] in _ENDED_NORMALLY:
-            await self._state.append_items(principal, conversation, [*items, *response["output"]])
+            appended = [*items, *response["output"]]
+            await self._state.append_items(exchange, principal, conversation, appended)
 
     async def _start_background(
         self,
@@ -316,26 +318,26 @@ class ResponsesHandlers:
         identity = create_identity(detached, request.model or "")
         response = translated.output.describe_start(identity)
         response_id = response["id"]
+        state, owner = self._state, item_owner(principal)
+        state.choose_filter(detached, principal, body.body)
+        started = describe_stored(request, items, response, is_background=True)
+        started = await state.redact_response(detached, started)
         claim = await claim_background_key(
-            self._state.idempotency_store, exchange, principal, request, response_id
+            state.idempotency_store, exchange, principal, request, response_id
         )
         if isinstance(claim, str):
             exchange.extra_headers.append((b"idempotent-replayed", b"true"))
-            is_stream = bool(request.stream)
-            await self._stored.send(exchange, principal, claim, is_stream=is_stream)
+            await self._stored.send(exchange, principal, claim, is_stream=bool(request.stream))
             return
-        state, owner = self._state, item_owner(principal)
-        started = describe_stored(request, items, response, is_background=True)
 
         async def finish(ended: dict[str, Any]) -> None:
-            stored = describe_stored(request, (), ended)
-            has_finished = await state.call(
-                state.store.responses.finish,
-                *(owner, stored.id, stored.status, stored.body, stored.output),
-            )
+            stored = await state.redact_response(detached, describe_stored(request, (), ended))
+            parts = (owner, stored.id, stored.status, stored.body, stored.output)
+            has_finished = await state.call(state.store.responses.finish, *parts)
             conversation = request.conversation_id
             if has_finished and conversation is not None and ended["status"] in _ENDED_NORMALLY:
-                await state.append_items(principal, conversation, [*items, *ended["output"]])
+                ended_items = [*items, *ended["output"]]
+                await state.append_items(detached, principal, conversation, ended_items)
 
         is_started = False
         try:

@@ -116,7 +116,7 @@ class StoredChatHandlers:
                 body=stored | completion,
                 input=numbered,
             )
-            await self._state.save(principal, response)
+            await self._state.save(exchange, principal, response)
 
         exchange.translate(body, _CompletionRecorder(completion_id, save))
 
@@ -149,7 +149,8 @@ class StoredChatHandlers:
         """`POST /v1/chat/completions/{id}`: replace the metadata."""
         body = await exchange.read_body()
         request = await exchange.parse_body(body, partial(parse_body, UpdateConversationRequest))
-        metadata = request.metadata or {}
+        self._state.choose_filter(exchange, principal)
+        metadata = await self._state.redact(exchange, request.metadata or {})
         completion = await self._call("set_metadata", exchange, principal, metadata=metadata)
         await exchange.send_response(200, _encode(completion))
 

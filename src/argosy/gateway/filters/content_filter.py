@@ -45,10 +45,12 @@ class ContentFilter:
         """Do nothing: the same rule holds for the model that answers now."""
 
     def on_complete(self, context: RequestContext) -> None:
-        """Record what was found."""
-        session = context.content
+        """Record what was found, after filtering what explanations keep."""
+        session, delivered = context.content, context.delivered
         if session is None:
             return
+        if delivered.report is not None:
+            delivered.report = session.filter_report(delivered.report)
         context.trace.content = session.describe()
         for (side, name, action), count in session.findings.items():
             self._metrics.content_matches.add((session.rule.name, side, name, action), count)

@@ -131,7 +131,12 @@ class ResponseRecorder:
 
 
 def _is_cacheable(context: RequestContext) -> bool:
-    """Return whether the client received a complete response, including one that a limit has stopped."""
+    """Return whether the client received a complete response, including one that a limit has stopped.
+
+    Answers with text that may not be stored are not kept.
+    """
+    if context.content is not None and not context.content.keeps_answers:
+        return False
     ended = context.status in {"completed", "stopped"} and context.error is None
     return ended and context.exchange.response_complete
 

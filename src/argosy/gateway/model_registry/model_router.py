@@ -368,20 +368,22 @@ class ModelRouter:
         kind: type[RequestConditions],
         principal: Principal,
         headers: Mapping[bytes, bytes],
-        fields: RequestFields,
+        fields: RequestFields | None,
         request_id: str,
-        answering: Pool,
+        answering: Pool | None,
     ) -> RequestRule | None:
         """Return the first rule of a kind that matches a request; None if none does.
 
         A rule for a model holds for requests to it, and for those that `answering`, its pool, answers: by a route, or
-        as the base model of an adapter.
+        as the base model of an adapter. Requests that only store something have neither, nor fields.
         """
         rules = self.rules[kind]
         if not rules:
             return None
-        requested = self._pools_by_name.get(self._match_alias(fields.model), answering)
-        models = {requested.model, answering.model}
+        models: set[str | None] = {None}
+        if fields is not None and answering is not None:
+            requested = self._pools_by_name.get(self._match_alias(fields.model), answering)
+            models = {requested.model, answering.model}
         subject, now = find_subject(principal, headers, fields, request_id), time.time()
         return next(
             (

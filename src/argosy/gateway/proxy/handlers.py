@@ -270,7 +270,10 @@ class CompletionHandlers:
         """Return a writer that filters the response and keeps it, as the rules of the request say."""
         if context.content is not None and context.content.filters_output:
             writer = ContentFilterWriter(writer, context, context.content)
-        if self._cache is not None and self._models.rules[CacheRule]:
+        # Answers in Redis may reach a disk, and they are kept as they are before they are filtered.
+        is_stored = self._config.limits.redis is not None
+        may_keep = context.content is None or not (is_stored and context.content.filters_storage)
+        if self._cache is not None and self._models.rules[CacheRule] and may_keep:
             rule = self._find_rule(
                 CacheRule, context.principal, context.exchange, context.fields, context.pool
             )
@@ -314,9 +317,9 @@ class CompletionHandlers:
         unsupporting = _check_pool(pool, fields, api)
         if target.adapter is not None:
             unsupporting |= find_replicas_without_adapters(pool)
-        rule = None
+        content = None
         if self._models.rules[ContentRule]:
-            rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
+            content = self._find_content(exchange, fields, pool, principal)
         now = self._clock()
         return RequestContext(
             exchange,
@@ -339,8 +342,20 @@ class CompletionHandlers:
             unsuitable_replicas=unsupporting,
             trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
             started_at=time.time() - (now - exchange.arrived_at),
-            content=None if rule is None else ContentSession(rule),
+            content=content,
         )
+
+    def _find_content(
+        self, exchange: HttpExchange, fields: RequestFields, pool: Pool, principal: Principal
+    ) -> ContentSession | None:
+        """Return the content filters of a request; None if no rule matches."""
+        rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
+        if rule is None:
+            return None
+        session = ContentSession(rule)
+        if session.filters_storage:
+            exchange.filter_stored = session.filter_stored
+        return session
 
     def _on_request_admitted(self, context: RequestContext) -> None:
         """Let a request count in the comparison of versions, and copy it if the route of its pool says so."""

@@ -102,6 +102,10 @@ class Matcher:
             default=0,
         )
 
+    def may_match(self, text: bytes) -> bool:
+        """Return whether ASCII text may have a match. False is certain."""
+        return self._start.search(_START.encode() + text) is not None
+
     def find_next(
         self, text: str, start: int, *, is_final: bool
     ) -> tuple[int, int, Rule | None, _Swallowed | None] | None:

@@ -1,0 +1,49 @@
+"""Removal of personal data and secrets from log events, whatever the rules of their projects."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from structlog.typing import EventDict, WrappedLogger
+
+from argosy.policy.content import DETECTORS, Matcher, Rule, TextFilter
+
+LOG_DETECTORS = (
+    *("email", "phone", "card", "iban", "secret"),
+    *("us_ssn", "br_cpf", "es_dni", "it_codice_fiscale", "uk_nino"),
+)
+"""Detectors whose matches are removed. Others find addresses of replicas, or numbers such as bytes."""
+_OWN_FIELDS = frozenset({"event", "level", "logger", "timestamp", "replica", "actor"})
+"""Fields with names that operators or Argosy chose."""
+MAX_VALUE_CHARS = 1 << 16
+"""Longest text that is filtered. The rest of a longer one is left out."""
+
+
+@cache
+def _matcher() -> Matcher:
+    return Matcher([Rule(each, "redact") for name in LOG_DETECTORS for each in DETECTORS[name]])
+
+
+def needs_redaction(line: bytes) -> bool:
+    """Return whether an encoded event may have something to remove."""
+    return not line.isascii() or _matcher().may_match(line)
+
+
+def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Remove personal data and secrets from the texts of an event. A processor of structlog."""
+    for name, value in event.items():
+        if name not in _OWN_FIELDS:
+            event[name] = _redact(value)
+    return event
+
+
+def _redact(value: Any) -> Any:  # noqa: ANN401 - any field
+    if isinstance(value, str):
+        text_filter = TextFilter(_matcher())
+        return text_filter.feed(value[:MAX_VALUE_CHARS]) + text_filter.flush()
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_redact(each) for each in value]
+    if isinstance(value, dict):
+        return {_redact(name): _redact(each) for name, each in value.items()}
+    return value
