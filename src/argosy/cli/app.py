@@ -28,6 +28,7 @@ from argosy.cli import (
     replica,
     replicas,
     rollout,
+    routing,
     serve,
     store,
     tenants,
@@ -111,6 +112,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "adapters": adapters.app,
         "quantize": quantize.quantize,
         "replicas": replicas.app,
+        "routing": routing.app,
         "bench": bench.app,
     },
 }

@@ -149,9 +149,11 @@ from argosy.deployment.settings.replica_config import (
 from argosy.deployment.settings.routing_config import (
     ANY_HEADER_VALUE,
     CacheRule,
+    ClassifierConfig,
     RequestConditions,
     RouteConfig,
     TrafficTarget,
     build_traffic_route,
+    read_classifier,
     rule_name,
 )

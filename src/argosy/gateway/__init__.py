@@ -19,6 +19,7 @@ from argosy.gateway.fleet_pools import (
 from argosy.gateway.pool import ModelStartup
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path
 from argosy.gateway.replica_logs import ReplicaLogs
+from argosy.gateway.request_fields import sample_body
 from argosy.gateway.rollout_messages import (
     ROUTE_PREFIX,
     OutcomeQuery,

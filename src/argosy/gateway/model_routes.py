@@ -20,7 +20,7 @@ from argosy.deployment import (
 )
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_fields import RequestFields
-from argosy.policy.traffic import TrafficSubject
+from argosy.policy.traffic import TrafficSubject, detect_language
 from argosy.store import AccountSnapshot
 
 SESSION_HEADER = b"x-session-affinity"
@@ -55,6 +55,11 @@ class RequestRule:
     """Primary name of the model that answers, for a route."""
     matchers: ContentMatchers | None = None
     """Compiled detectors of a content rule."""
+
+    @property
+    def decides_by_prompt(self) -> bool:
+        """Whether more than conditions decides about a route."""
+        return isinstance(self.config, RouteConfig) and self.config.decides_by_prompt
 
     @property
     def restores(self) -> bool:
@@ -100,13 +105,14 @@ class RequestRule:
         """Return whether the conditions of a request's fields hold."""
         config = self.config
         least, most = config.min_prompt_tokens, config.max_prompt_tokens
-        if least is most is config.tools is config.media is None:
+        if config.languages is None and least is most is config.tools is config.media is None:
             return True
         return fields is not None and (
             (least is None or fields.estimated_prompt_tokens >= least)
             and (most is None or fields.estimated_prompt_tokens <= most)
             and (config.tools is None or fields.has_tools == config.tools)
             and (config.media is None or fields.has_media == config.media)
+            and (config.languages is None or _find_language(fields) in config.languages)
         )
 
 
@@ -188,6 +194,12 @@ def find_subject(
         user = _find_user(fields.raw) or user
         session = fields.session_id or header
     return TrafficSubject(tenant=principal.tenant, user=user, session=session, request=request_id)
+
+
+def _find_language(fields: RequestFields) -> str | None:
+    """Return the language of the user's last message; None if it is unknown."""
+    sample = fields.sample_prompt()
+    return None if sample is None else detect_language(sample.text)
 
 
 def _find_user(raw: Mapping[str, Raw]) -> str:

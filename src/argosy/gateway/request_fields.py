@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 from msgspec import Meta, Raw
 
+from argosy.policy.traffic import MAX_READ_CHARS, PromptSample
 from argosy.protocol import ApiError, invalid_request, parse_body
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -32,6 +33,10 @@ ESTIMATED_MEDIA_TOKENS = 1024
 """Estimated tokens of one image or sound, about what vision models use per image."""
 MAX_NON_PROMPT_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a body besides its prompt. Parsing millions of fields would take a second and a gigabyte."""
+MAX_SAMPLED_BYTES = 1 << 18
+"""Size of the largest prompt that rules by its text read."""
+MAX_OPENING_CHARS = 1024
+"""Characters of the first message by which a conversation without a session is recognised."""
 TRUNCATING_FIELDS = frozenset({"truncate_prompt_tokens", "max_tokens_per_doc", "truncation"})
 """Fields that let a replica truncate prompts, inputs or documents."""
 TOOL_FIELDS = ("tools", "functions")
@@ -98,6 +103,7 @@ class _ContentPart(msgspec.Struct, gc=False):
 
 class _ChatMessage(msgspec.Struct, gc=False):
     content: str | list[_ContentPart] | None = None
+    role: str = ""
 
     @property
     def text_length(self) -> int:
@@ -105,6 +111,13 @@ class _ChatMessage(msgspec.Struct, gc=False):
         if isinstance(self.content, list):
             return sum(len(part.text or "") for part in self.content)
         return len(self.content or "")
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content if part.text)
+        return self.content or ""
 
 
 class RequestFields(msgspec.Struct, frozen=True, eq=False):
@@ -179,6 +192,32 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     def has_tools(self) -> bool:
         """Whether the request describes tools."""
         return any(bytes(self.raw.get(name, b"[]")) not in {b"[]", b"null"} for name in TOOL_FIELDS)
+
+    def sample_prompt(self) -> PromptSample | None:
+        """Return what rules read of the prompt.
+
+        None if it is no single text or chat, is malformed, or has more than `MAX_SAMPLED_BYTES`.
+        """
+        if self.prompt_bytes > MAX_SAMPLED_BYTES or self.prompt_count > 1:
+            return None
+        tokens = self.estimated_prompt_tokens
+        try:
+            if self.prompt_field != "messages":
+                text = msgspec.json.decode(self.raw_prompt, type=str)
+                return PromptSample(text[-MAX_READ_CHARS:], tokens, 1, text[:MAX_OPENING_CHARS])
+            messages = msgspec.json.decode(self.raw_prompt, type=list[_ChatMessage])
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        asked = [message for message in messages if message.role == "user"]
+        if not asked:
+            return None
+        return PromptSample(
+            asked[-1].text[-MAX_READ_CHARS:],
+            tokens,
+            len(messages),
+            asked[0].text[:MAX_OPENING_CHARS],
+            has_system=messages[0].role in {"system", "developer"},
+        )
 
     @property
     def can_aggregate_stream(self) -> bool:
@@ -336,6 +375,16 @@ def _decode_known(raw: Mapping[str, Raw]) -> dict[str, Any]:
 def _count_items(value: bytes) -> int:
     """Count the items of a JSON list; 1 for any other value."""
     return len(msgspec.json.decode(value, type=list[Raw])) if value.startswith(b"[") else 1
+
+
+def sample_body(body: bytes) -> PromptSample | None:
+    """Return what rules read of a request with `messages` or a `prompt`; None as `RequestFields.sample_prompt`.
+
+    Raises:
+        ApiError: As `parse_request_fields`.
+    """
+    prompt_field = "messages" if "messages" in parse_raw_fields(body) else "prompt"
+    return parse_request_fields(body, prompt_field).sample_prompt()
 
 
 def measure_prompt(fields: RequestFields) -> RequestFields:

@@ -116,6 +116,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Digest of the adapter that answers; empty if the model itself does."""
     cache: list[dict[str, Any]] = []
     """Cache rule of the request and how the cache answered; empty if no rule matched."""
+    routing: list[dict[str, Any]] = []
+    """Decisions of the routes that looked at the prompt, as in explanations; empty if none did."""
     content: list[dict[str, Any]] = []
     """Content rule of the request with each finding, as in explanations; empty if no rule matched."""
 
@@ -187,6 +189,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             }
         if self.report is not None:
             fields["replica_report"] = msgspec.to_builtins(self.report)
+        if self.routing:
+            fields["routing"] = self.routing
         if self.cache:
             fields["cache"] = self.cache
         if self.content:

@@ -172,6 +172,11 @@ class GatewayMetrics(Collector):
             "Requests that a cache rule matches, by how the cache answered: hit, joined, miss or bypass.",
             *("rule", "result"),
         )
+        self.route_decisions = self._add_counter(
+            "argosy_gateway_route_decisions",
+            "Decisions of routes that look at the prompt: simple (the route's model answers) or not_simple.",
+            *("route", "decision", "dry_run"),
+        )
         self.content_matches = self._add_counter(
             "argosy_gateway_content_matches",
             "Matches of content rules, by the side on which they were found: input or output.",

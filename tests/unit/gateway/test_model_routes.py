@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from argosy.deployment import (
+    ClassifierConfig,
     GatewayConfig,
     ModelConfig,
     ReplicaConfig,
@@ -28,7 +30,15 @@ from argosy.gateway.pool import Pool
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import GENERATE
 from argosy.gateway.request_fields import parse_request_fields
-from argosy.policy.traffic import DailyWindow, PercentageFlag
+from argosy.policy.traffic import (
+    FEATURES,
+    ClassifiedModel,
+    CurvePoint,
+    DailyWindow,
+    ModelCard,
+    PercentageFlag,
+    PromptClassifier,
+)
 from argosy.protocol import ApiError
 from argosy.store import AccountSnapshot, Adapter, Limit, Organisation, Price, Project
 
@@ -125,11 +135,12 @@ def test_route_matches_any_flag_of_principal() -> None:
     ("conditions", "matching"),
     [
         ({"min_prompt_tokens": 1000}, {"long"}),
-        ({"max_prompt_tokens": 999}, {"short", "tools", "picture"}),
+        ({"max_prompt_tokens": 999}, {"short", "tools", "picture", "german"}),
         ({"tools": True}, {"tools"}),
-        ({"tools": False, "max_prompt_tokens": 999}, {"short", "picture"}),
+        ({"tools": False, "max_prompt_tokens": 999}, {"short", "picture", "german"}),
         ({"media": True}, {"picture"}),
-        ({"media": False, "tools": False}, {"short", "long"}),
+        ({"media": False, "tools": False}, {"short", "long", "german"}),
+        ({"languages": ("de", "fr")}, {"german"}),
     ],
 )
 def test_conditions_of_the_request(conditions: dict[str, Any], matching: set[str]) -> None:
@@ -140,6 +151,12 @@ def test_conditions_of_the_request(conditions: dict[str, Any], matching: set[str
         "long": {"messages": [{"role": "user", "content": "hi " * 2000}]},
         "tools": {"messages": [message], "tools": [{"type": "function"}]},
         "picture": {"messages": [{"role": "user", "content": [picture]}]},
+        "german": {
+            "messages": [
+                {"role": "user", "content": "Wie geht es dir?"},
+                message | {"role": "tool"},
+            ]
+        },
     }
     router = make_router(route)
     for name, body in bodies.items():
@@ -147,6 +164,139 @@ def test_conditions_of_the_request(conditions: dict[str, Any], matching: set[str
         target = router.resolve_target("qwen", Principal(), {}, fields)
         assert (target.pool.model == "next") == (name in matching), name
     assert resolve_model(route) == "qwen"  # the fields are unknown
+
+
+SMALL, LARGE = "sha256:" + "1" * 64, "sha256:" + "2" * 64
+
+
+def make_classifier(target: str = "quality_share", share: float = 1.0) -> ClassifierConfig:
+    """Return a classifier that takes prompts of up to 32 characters for simple, and 3 of 4 with `traffic_share`."""
+    model = ClassifiedModel(name="m", quality=1.0, cost=2.0)
+    points = [(9.0, 0.0, 0.5), (0.0, 0.25, 1.0), (-9.0, 1.0, 1.0)]
+    trained = PromptClassifier(
+        features=FEATURES,
+        weights=tuple(float(name == "text_length") for name in FEATURES),
+        bias=-5.05,
+        small=msgspec.structs.replace(model, digest=SMALL, cost=1.0),
+        large=msgspec.structs.replace(model, digest=LARGE),
+        curve=tuple(
+            CurvePoint(
+                threshold=score, traffic_share=share, quality_share=quality, cost_share=share
+            )
+            for score, share, quality in points
+        ),
+        card=ModelCard(
+            data_digest="",
+            training_rows=1,
+            held_out_rows=1,
+            held_out_by="prompt",
+            auc=1.0,
+            held_out=(),
+        ),
+    )
+    return msgspec.convert(
+        {"trained": msgspec.to_builtins(trained), target: share}, ClassifierConfig
+    )
+
+
+def ask(
+    router: ModelRouter, text: str, *, failed: tuple[str, ...] = (), **more: object
+) -> RouteTarget:
+    """Return the target of a chat to `next` while all models are ready."""
+    body = {"messages": [{"role": "user", "content": text}], **more}
+    fields = parse_request_fields(msgspec.json.encode(body), "messages")
+    with mock.patch.object(Pool, "expected_wait_s", return_value=0.0):
+        find = router.find_target if failed else router.resolve_target
+        return find("next", Principal(), {}, fields, "", failed)
+
+
+def test_prompts_that_a_classifier_takes_for_simple_go_to_the_smaller_model() -> None:
+    """Tools, media, schemas, the context, other versions and failures come before the score."""
+    route = RouteConfig(
+        name="cheap", model="next", target_model="qwen", classifier=make_classifier()
+    )
+    router, short, long = make_router(route), "What is 1 + 1?", "Prove this theorem. " * 9
+    schema = {"type": "json_object"}
+    tools = [{"type": "function"}]
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({}, "qwen", "score -1.17 is below 0.00"),
+        ({"text": long}, "next", "is not below"),
+        ({"text": long + "\nThis is simple."}, "next", "is not below"),
+        ({"tools": tools}, "next", "tools"),
+        ({"response_format": schema}, "next", "schema"),
+        ({"messages": picture}, "next", "media"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "next", "no text"),
+        ({"max_tokens": 5000}, "next", "context of qwen"),
+        ({"failed": ("qwen",)}, "next", "qwen could not answer"),
+    ]
+    with mock.patch.object(Pool, "max_model_len", 4096):
+        for more, model, reason in cases:
+            target = ask(router, **{"text": short} | more)
+            assert target.pool.model == model, more
+            assert reason in target.reason, more
+            assert target.has_fallbacks == (model == "qwen")
+    for digest, model in ((None, "qwen"), (LARGE, "next")):
+        with mock.patch.object(Pool, "model_digest", digest):
+            assert ask(router, short).pool.model == model
+    assert (
+        router.find_target("next", Principal(), {}).pool.model == "next"
+    )  # not ready, and no fields
+
+
+def test_dry_run_reports_and_changes_nothing() -> None:
+    routes = [
+        RouteConfig(
+            name="cheap",
+            model="next",
+            target_model="qwen",
+            classifier=make_classifier(),
+            dry_run=True,
+        ),
+        RouteConfig(name="all", model="next", target_model="qwen", dry_run=True),
+    ]
+    target = ask(make_router(*routes), "What is 1 + 1?")
+    assert (target.pool.model, target.route_name) == ("next", "")
+    rows = [decision.to_dict() for _, decision in target.decisions]
+    assert [(row["route"], row["model"], row["simple"], row["dry_run"]) for row in rows] == [
+        ("cheap", "qwen", True, True),
+        ("all", "qwen", True, True),
+    ]
+    assert target.reason.startswith("route cheap (dry run): score -1.17")
+
+
+@pytest.mark.parametrize("more", [{}, {"session_id": "s"}])
+def test_conversation_that_was_not_simple_stays_with_the_larger_model(more: dict[str, Any]) -> None:
+    route = RouteConfig(
+        name="cheap", model="next", target_model="qwen", classifier=make_classifier(), sticky_s=60.0
+    )
+    router, turns = make_router(route), [{"role": "user", "content": "Hello."}]
+    expected = ["qwen", "next", "next"]
+    for text, model in zip(
+        ["And you?", "Prove this theorem. " * 9, "Thanks."], expected, strict=True
+    ):
+        turns.append({"role": "user", "content": text})
+        assert ask(router, "", messages=turns, **more).pool.model == model, text
+    assert "stays with next" in ask(router, "", messages=turns, **more).reason
+    assert ask(router, "Thanks.").pool.model == "qwen"  # another conversation
+    with mock.patch("time.monotonic", return_value=time.monotonic() + 100):
+        assert ask(router, "", messages=turns, **more).pool.model == "qwen"
+
+
+@pytest.mark.parametrize(("target", "share"), [("traffic_share", 0.25), ("cost_share", 0.625)])
+def test_share_of_live_traffic_is_kept(target: str, share: float) -> None:
+    """All prompts are longer than those of the training, so that the threshold of the training sends none away."""
+    route = RouteConfig(
+        name="cheap",
+        model="next",
+        target_model="qwen",
+        classifier=make_classifier(target, share),
+    )
+    router, rng = make_router(route), Random(1)
+    texts = ["Prove this theorem. " * rng.randint(9, 90) for _ in range(1200)]
+    models = [ask(router, text).pool.model for text in texts]
+    assert models[:5] == ["next"] * 5
+    assert models[600:].count("next") / 600 == pytest.approx(0.25, abs=0.06)
 
 
 @pytest.mark.parametrize("served", [None, "sha256:" + "1" * 64, "sha256:" + "2" * 64])

@@ -19,6 +19,7 @@ from argosy.deployment.settings.gateway_config import (
     ModelConfig,
     find_contradictions,
 )
+from argosy.deployment.settings.routing_config import read_classifiers
 from argosy.model_store import (
     DIGEST_PREFIX,
     REFERENCE_PREFIX,
@@ -71,7 +72,13 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
         _check_quality(resolved, where)
         models.append(resolved)
     return msgspec.structs.replace(
-        config, fleet=config.fleet or _name_from(paths[0]), models=models
+        config,
+        fleet=config.fleet or _name_from(paths[0]),
+        models=models,
+        routes=read_classifiers(
+            config.routes,
+            [Path(document.file_of(("routes", index))) for index in range(len(config.routes))],
+        ),
     )
 
 

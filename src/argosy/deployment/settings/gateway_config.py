@@ -18,6 +18,7 @@ from argosy.deployment.settings.routing_config import (
     RequestConditions,
     RouteConfig,
     TrafficTarget,
+    read_classifiers,
     rule_name,
     validate_conditions,
     validate_traffic,
@@ -335,7 +336,8 @@ def load_config(path: Path) -> GatewayConfig:
         )
         for index, model in enumerate(config.models)
     ]
-    return msgspec.structs.replace(config, models=models)
+    routes = read_classifiers(config.routes, [path] * len(config.routes))
+    return msgspec.structs.replace(config, models=models, routes=routes)
 
 
 RELOADABLE_SETTINGS = frozenset({"models", "routes", "content_rules", "cache_rules"})

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from argosy.policy.traffic import DailyWindow, PercentageFlag, TrafficRoute, WeightedPool
-from argosy.settings import ByOperator
+from argosy.policy.traffic import (
+    ClassifierTarget,
+    DailyWindow,
+    Language,
+    PercentageFlag,
+    PromptClassifier,
+    TrafficRoute,
+    WeightedPool,
+)
+from argosy.settings import ByCommandLine, ByOperator
 from argosy.store import Tier
 
 ANY_HEADER_VALUE = "*"
@@ -115,6 +124,24 @@ class RequestConditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Whether the request must have tools, or must have none."""
     media: ByOperator[bool | None] = None
     """Whether the request must have pictures, sounds, videos or files, or must have none."""
+    languages: ByOperator[Annotated[tuple[Language, ...], Meta(min_length=1)] | None] = None
+    """Languages. The last message of the user must be in one of them, by its script or by its function words. Short
+    texts without function words are in none."""
+
+
+class ClassifierConfig(ClassifierTarget, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trained classifier of prompts, and what it is to reach."""
+
+    file: ByCommandLine[str | None] = None
+    """File that `argosy routing train` has written. A relative path is relative to the folder of this file. Its content
+    takes the place of the path when this file is read."""
+    trained: ByOperator[PromptClassifier | None] = None
+    """Content of such a file, in place of its path."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.file is None) == (self.trained is None):
+            raise ValueError("give the file of the classifier, or its content as trained")
 
 
 class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +149,19 @@ class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
 
     target_model: ByOperator[str]
     """The model that answers. Its own routes are not applied, but its `traffic` and `fallback_models` are."""
+    classifier: ByOperator[ClassifierConfig | None] = None
+    """Only prompts that a classifier takes for simple are answered by `target_model`. Requests with tools or media need
+    the condition `tools: true` or `media: true`, and requests for JSON or another grammar are never simple."""
+    sticky_s: ByOperator[Annotated[float, Meta(ge=0, le=86_400)]] = 0.0
+    """How long a conversation that was not simple once stays with the requested model, which has its prompt cached. 0
+    decides on each request anew."""
+    dry_run: ByOperator[bool] = False
+    """Decide and report, but let later routes and the requested model answer."""
+
+    @property
+    def decides_by_prompt(self) -> bool:
+        """Whether more than conditions decides."""
+        return self.classifier is not None or self.dry_run
 
 
 class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,12 +199,66 @@ def validate_conditions(
     least, most = config.min_prompt_tokens, config.max_prompt_tokens
     if least is not None and most is not None and least > most:
         raise ValueError("no prompt has min_prompt_tokens above max_prompt_tokens. Exchange them.")
+    if isinstance(config, RouteConfig) and config.sticky_s and config.classifier is None:
+        raise ValueError("sticky_s: conditions alone decide. Add `classifier`, or remove it.")
     names = [name.lower() for name in config.headers or ()]
     duplicates = {name for name in names if names.count(name) > 1}
     if duplicates:
         raise ValueError(
             f"headers: {min(duplicates)!r} is defined twice (names are case-insensitive). Keep one."
         )
+
+
+MAX_CLASSIFIER_BYTES = 1 << 20
+"""Bytes that are read of the file of a classifier. A larger file is none."""
+
+
+def read_classifiers(routes: Sequence[RouteConfig], files: Sequence[Path]) -> list[RouteConfig]:
+    """Replace the files of classifiers by their content.
+
+    Args:
+        routes: The settings.
+        files: The settings file of each route.
+
+    Raises:
+        ValueError: A file cannot be read, or is no classifier of this version. The message says what to change.
+    """
+    return [
+        route
+        if route.classifier is None or route.classifier.file is None
+        else msgspec.structs.replace(
+            route,
+            classifier=msgspec.structs.replace(
+                route.classifier,
+                file=None,
+                trained=read_classifier(
+                    file.parent / Path(route.classifier.file).expanduser(),
+                    f"{file}: routes[{index}].classifier.file",
+                ),
+            ),
+        )
+        for index, (route, file) in enumerate(zip(routes, files, strict=True))
+    ]
+
+
+def read_classifier(path: Path, where: str) -> PromptClassifier:
+    """Read a classifier that `argosy routing train` has written. `where` begins error messages.
+
+    Raises:
+        ValueError: As `read_classifiers`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CLASSIFIER_BYTES)
+        return msgspec.json.decode(content, type=PromptClassifier)
+    except OSError as error:
+        raise ValueError(
+            f"{where}: cannot read {path} ({error.strerror}). Check the path."
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {path} is no classifier ({error}). Write it with `argosy routing train`."
+        ) from error
 
 
 def rule_name(config: RequestConditions, setting: str, index: int) -> str:

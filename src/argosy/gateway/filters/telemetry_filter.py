@@ -54,6 +54,14 @@ class TelemetryFilter:
         trace.started_at = context.started_at
         context.response_headers.append((b"x-argosy-request", trace.response_id.encode()))
         self._traces.add(trace)
+        for decision in trace.routing:
+            self._metrics.route_decisions.add(
+                (
+                    decision["route"],
+                    "simple" if decision["simple"] else "not_simple",
+                    "true" if decision["dry_run"] else "false",
+                )
+            )
         return True
 
     def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:

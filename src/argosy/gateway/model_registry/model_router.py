@@ -25,6 +25,7 @@ from argosy.gateway.model_registry.adapter_index import (
     resolve_owners,
     select_version,
 )
+from argosy.gateway.model_registry.prompt_router import PromptDecision, PromptRouter
 from argosy.gateway.model_routes import RULE_SETTINGS, RequestRule, compile_rules, find_subject
 from argosy.gateway.pool import Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.principal import Principal
@@ -67,6 +68,8 @@ class RouteTarget(NamedTuple):
     """Whether another model may answer if this one cannot."""
     adapter: Adapter | None = None
     """Adapter that answers, with the selected version as its digest. None if the model itself answers."""
+    decisions: tuple[tuple[RequestRule, PromptDecision], ...] = ()
+    """Decisions of the routes that looked at the prompt."""
 
 
 class _Decision(NamedTuple):
@@ -94,6 +97,7 @@ class ModelRouter:
         self._adapters_read_at = -math.inf
         self._decisions = dict[tuple[str, str], _Decision]()
         """Decisions that the last applied snapshot may lack, by model and replica."""
+        self._prompts = PromptRouter()
         self.replace_models(pools_by_name, rules, adapters)
 
     def replace_models(
@@ -122,6 +126,7 @@ class ModelRouter:
         )
         self.rules = self._build_rules(AccountSnapshot())
         """Rules for requests by their kind, in their order."""
+        self._prompts.keep_routes({rule.name for rule in self.rules[RouteConfig]})
         self._declared_adapters = adapters
         self._adapters_read_at = -math.inf
         self.declared_adapters: list[Adapter] = []
@@ -258,6 +263,8 @@ class ModelRouter:
         target = self.find_target(name, principal, headers, fields, request_id, failed)
         if target.passed_over is not None:
             target.passed_over.record_unserved(time.monotonic())
+        for rule, decision in target.decisions:
+            self._prompts.record(rule, decision)
         if target.route_name not in {"", WEIGHTS}:
             log.info(
                 "request_routed",
@@ -310,20 +317,51 @@ class ModelRouter:
         if not self.rules[RouteConfig] and pool.traffic is None and pool.versions is None:
             return requested_target
         subject = find_subject(principal, headers, fields, request_id)
-        target, now = requested_target, time.time()
-        for route in self.rules[RouteConfig]:
-            if route.matches(requested_target.pool.model, principal, subject, headers, now, fields):
-                target = RouteTarget(self._pools_by_name[route.target_model], route.name)
-                break
+        target = self._follow_routes(requested_target, principal, subject, headers, fields, failed)
+        decisions = target.decisions
         if target.pool.traffic is not None:
             target = self._divide_traffic(
                 target, target.pool.traffic, subject, principal.tier, failed
             )
+        if decisions:
+            target = _add_decisions(target, decisions)
         versions = target.pool.versions
         if versions is None or fields is None:
             return target
         prefers_candidate = _prefers_candidate(principal, headers)
         return _assign_version(target, versions, subject, prefers_candidate=prefers_candidate)
+
+    def _follow_routes(
+        self,
+        requested: RouteTarget,
+        principal: Principal,
+        subject: TrafficSubject,
+        headers: Mapping[bytes, bytes],
+        fields: RequestFields | None,
+        failed: Collection[str],
+    ) -> RouteTarget:
+        """Return the model that the first route selects whose conditions hold; the requested one if there is none."""
+        now = time.time()
+        decisions: list[tuple[RequestRule, PromptDecision]] = []
+        for route in self.rules[RouteConfig]:
+            if not route.matches(requested.pool.model, principal, subject, headers, now, fields):
+                continue
+            pool = self._pools_by_name[route.target_model]
+            if route.decides_by_prompt:
+                decision = self._prompts.decide(
+                    route,
+                    requested.pool,
+                    pool,
+                    subject,
+                    fields,
+                    tier=principal.tier,
+                    failed=failed,
+                )
+                decisions.append((route, decision))
+                if not decision.is_taken:
+                    continue
+            return RouteTarget(pool, route.name, decisions=tuple(decisions))
+        return requested._replace(decisions=tuple(decisions)) if decisions else requested
 
     def has_model(self, name: str) -> bool:
         """Whether a model or an alias has exactly this name, so that no adapter can."""
@@ -542,6 +580,21 @@ class ModelRouter:
         if pool is None or pool.model == term.model:
             return term
         return msgspec.structs.replace(term, model=pool.model)
+
+
+def _add_decisions(
+    target: RouteTarget, decisions: tuple[tuple[RequestRule, PromptDecision], ...]
+) -> RouteTarget:
+    """Return the target with the decisions and their reasons. The requested model answers if the smaller one cannot."""
+    reasons = [
+        f"route {each.route}{' (dry run)' if each.is_dry_run else ''}: {each.reason}"
+        for _, each in decisions
+    ]
+    return target._replace(
+        decisions=decisions,
+        reason="; ".join(filter(None, (*reasons, target.reason))),
+        has_fallbacks=target.has_fallbacks or any(each.is_taken for _, each in decisions),
+    )
 
 
 def _assign_version(

@@ -321,6 +321,9 @@ class CompletionHandlers:
         if self._models.rules[ContentRule]:
             content = self._find_content(exchange, fields, pool, principal)
         now = self._clock()
+        trace = RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now)
+        if target.decisions:
+            trace.routing = [decision.to_dict() for _, decision in target.decisions]
         return RequestContext(
             exchange,
             fields,
@@ -340,7 +343,7 @@ class CompletionHandlers:
             ),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,
-            trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
+            trace=trace,
             started_at=time.time() - (now - exchange.arrived_at),
             content=content,
         )

@@ -5,6 +5,9 @@ one that cannot serve in time. The `PoolRoute` of that pool selects the version.
 that a rollout writes, so a rollback is one write of `PoolRoute.roll_back`. Assignments are sticky: `hash_point` places
 each user at a fixed point, and `choose_salt` finds a salt that divides the traffic evenly. A `ShadowSampler` selects
 the requests that are copied to a version before it serves any user.
+
+A `PromptClassifier` scores prompts by cheap features, so that simple ones go to a smaller model. `classifier_training`
+makes one from labelled prompts. A `ShareController` moves its threshold until a wanted share of the traffic holds.
 """
 
 from argosy.policy.traffic.pool_route import (
@@ -16,6 +19,22 @@ from argosy.policy.traffic.pool_route import (
     VersionChoice,
     clamp_share,
 )
+from argosy.policy.traffic.prompt_classifier import (
+    ClassifiedModel,
+    ClassifierTarget,
+    CurvePoint,
+    ModelCard,
+    PromptClassifier,
+)
+from argosy.policy.traffic.prompt_features import (
+    FEATURES,
+    MAX_READ_CHARS,
+    Language,
+    PromptSample,
+    detect_language,
+    measure_features,
+)
+from argosy.policy.traffic.share_controller import ShareController
 from argosy.policy.traffic.sticky_hash import (
     ALL_TENANTS,
     SaltChoice,
