@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,7 +76,8 @@ def list_adapters(
     else:
         with open_existing_store(store) as opened_store:
             owner = find_id(find_organisation, opened_store, organisation)
-            found = [asdict(each) for each in opened_store.adapters.list_adapters(owner)]
+            listed = opened_store.adapters.list_adapters(owner)
+            found = [_to_fields(opened_store, each) for each in listed]
             names = account_names(opened_store)
     if json:
         _print_json(found)
@@ -83,7 +85,7 @@ def list_adapters(
     print_records(
         found,
         (
-            *("Adapter", "Base model", "Owner", "Version", "Candidate", "Share", "Keep"),
+            *("Adapter", "Base model", "Owner", "Version", "Candidate", "Rollout", "Keep"),
             *(("Wanted", "Loaded") if url is not None else ()),
             "Id",
         ),
@@ -93,7 +95,7 @@ def list_adapters(
             _format_owner(adapter, names),
             shorten_digests(adapter["digest"]),
             shorten_digests(adapter["candidate"] or ""),
-            f"{adapter['candidate_percent']} %" if adapter["candidate"] else "",
+            adapter["rollout_status"],
             "all" if adapter["pinned"] else adapter["min_replicas"] or "",
             *(
                 (adapter["wanted_replicas"], adapter["resident_replicas"])
@@ -114,9 +116,10 @@ def show(
     organisation: OrganisationFilterOption = None,
     store: StoreUrl = None,
 ) -> None:
-    """Print an adapter as JSON."""
+    """Print an adapter as JSON, with the evidence of the rollout of its candidate."""
     with open_existing_store(store) as opened_store:
-        _print_json(_find_adapter(opened_store, adapter, organisation))
+        found = _find_adapter(opened_store, adapter, organisation)
+        _print_json(_to_fields(opened_store, found))
 
 
 @app.command()
@@ -139,6 +142,14 @@ def add(
         ),
     ] = None,
     share: ShareOption = None,
+    step: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=86_400,
+            help="Shortest time of a step of the rollout in seconds. Default: 120.",
+        ),
+    ] = None,
     pinned: PinnedOption = None,
     min_replicas: MinReplicasOption = None,
     replace: Annotated[
@@ -148,10 +159,18 @@ def add(
 ) -> None:
     """Add an adapter, which answers at once, or a candidate version of one that is known.
 
+    Gateways roll a candidate out: they raise its share of the users while it is no worse than the version that
+    answers, let it answer all, or roll it back. With `--share` a person sets the share, and they only roll back.
+
     It is served to an organisation or a project, and without either to all callers. A directory is first copied into
     the model store of this machine, where its replicas find it.
     """
-    options: dict[str, Any] = {"pinned": pinned, "min_replicas": min_replicas}
+    options: dict[str, Any] = {
+        "pinned": pinned,
+        "min_replicas": min_replicas,
+        "candidate_percent": share,
+        "step_s": step,
+    }
     with open_or_create_store(store) as opened_store:
         digest = _find_digest(source, name)
         added = opened_store.adapters.add_version(
@@ -160,7 +179,6 @@ def add(
             digest,
             organisation=find_id(find_organisation, opened_store, organisation),
             project=find_id(find_project, opened_store, project),
-            candidate_percent=share or 0,
             base_digest=base_digest,
             replaces=replace,
             actor=audit_actor(),
@@ -169,10 +187,12 @@ def add(
     if added.candidate is None:
         typer.echo(f"{added.name} is {added.digest} ({added.id}).")
     else:
-        typer.echo(
-            f"{added.candidate} is the candidate of {added.name}, for {added.candidate_percent} % of the users. "
-            f"`argosy adapters promote {added.name}` lets it answer all."
+        state = (
+            f"for {added.candidate_percent} % of the users. `argosy adapters promote {added.name}` lets it answer all."
+            if added.step_s is None
+            else "and is rolled out while it is no worse than the version that answers. See `argosy adapters list`."
         )
+        typer.echo(f"{added.candidate} is the candidate of {added.name}, {state}")
 
 
 @app.command()
@@ -199,7 +219,10 @@ def pin(
     organisation: OrganisationFilterOption = None,
     store: StoreUrl = None,
 ) -> None:
-    """Keep an adapter loaded at all replicas, or at some (`--min-replicas`). `--share` moves users to the candidate."""
+    """Keep an adapter loaded at all replicas, or at some (`--min-replicas`).
+
+    `--share` sets the share of the candidate by hand, which ends its rollout. 0 takes all users away from it.
+    """
     if pinned is None and min_replicas is None and share is None:
         pinned = True
     with open_existing_store(store) as opened_store:
@@ -268,6 +291,18 @@ def _find_adapter(store: Store, reference: str, organisation: str | None) -> Ada
     raise ValueError(
         f"{problem} adapter {reference!r}; see `argosy adapters list` for ids, or give --organisation"
     )
+
+
+def _to_fields(store: Store, adapter: Adapter) -> dict[str, Any]:
+    """Return the fields of an adapter, with the state and the evidence of its rollout."""
+    from argosy.gateway import describe_rollout, read_verdict
+
+    documents = store.adapters.read_evidence([adapter.id])
+    verdict = read_verdict(adapter, documents.get(adapter.id), time.time())
+    return asdict(adapter) | {
+        "rollout_status": describe_rollout(adapter, verdict),
+        "evidence": [] if verdict is None else verdict.metrics,
+    }
 
 
 def _format_owner(adapter: Mapping[str, Any], names: Mapping[str, str]) -> str:

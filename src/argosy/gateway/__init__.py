@@ -7,6 +7,7 @@ generation requests: it runs the request filters, queues for a replica of the po
 background, `AccountSync` polls the store for accounts, and on SIGHUP `ConfigReloader` reloads models and routes.
 """
 
+from argosy.gateway.adapter_rollouts import describe_rollout, read_verdict
 from argosy.gateway.admin import Lesson
 from argosy.gateway.auth import check_exposure, is_loopback
 from argosy.gateway.fleet_pools import (

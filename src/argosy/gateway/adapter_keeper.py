@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -13,8 +14,10 @@ from argosy.gateway.backends import parse_error_message
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import ReplicaEndpoint
 from argosy.gateway.proxy.adapter_loading import (
+    INVALID_ADAPTER,
     LOAD_TIMEOUT_S,
     AdapterUnavailableError,
+    InvalidAdapterError,
     load_adapter,
 )
 from argosy.gateway.upstream import UpstreamError, fetch_response
@@ -27,6 +30,14 @@ RETRY_INTERVAL_S = 60.0
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
+class AdapterFailure(NamedTuple):
+    """Why an adapter could not be loaded."""
+
+    reason: str
+    is_final: bool
+    """Whether its files are at fault, so that no replica can load it."""
+
+
 class AdapterKeeper:
     """Loads the adapters that are pinned, frequent or have a minimum of replicas at the replicas that lack them."""
 
@@ -34,6 +45,12 @@ class AdapterKeeper:
         self._models = models
         self._loaded_at: dict[tuple[ReplicaEndpoint, str], float] = {}
         """When a replica was last sent a load for an adapter."""
+        self._failures: dict[str, AdapterFailure] = {}
+        """Last failure by digest, until the adapter is loaded or not wanted any more."""
+
+    def find_failure(self, digest: str) -> AdapterFailure | None:
+        """Return why an adapter that replicas shall keep could not be loaded; None if it could, or was not tried."""
+        return self._failures.get(digest)
 
     async def run(self) -> None:
         """Check the replicas often. Runs until it is cancelled."""
@@ -47,13 +64,18 @@ class AdapterKeeper:
         self._loaded_at = {
             key: at for key, at in self._loaded_at.items() if now - at < RETRY_INTERVAL_S
         }
-        for replica, digest in self._models.find_missing_adapters(now):
+        missing = self._models.find_missing_adapters(now)
+        wanted = {digest for _, digest in missing}
+        self._failures = {key: each for key, each in self._failures.items() if key in wanted}
+        for replica, digest in missing:
             if (replica, digest) not in self._loaded_at:
                 self._loaded_at[replica, digest] = now
                 try:
                     await _load(replica, digest)
                 except (AdapterUnavailableError, UpstreamError, TimeoutError) as error:
                     reason = str(error) or "it took too long"
+                    is_final = isinstance(error, InvalidAdapterError)
+                    self._failures[digest] = AdapterFailure(reason, is_final)
                     log.warning(
                         "adapter_not_kept", replica=replica.name, adapter=digest, reason=reason
                     )
@@ -77,5 +99,6 @@ async def _load(replica: ReplicaEndpoint, digest: str) -> None:
         status, answer = await fetch_response(replica.upstream, request)
     if status != HTTPStatus.OK:
         reason = f"status {status}: {parse_error_message(answer)}"
-        raise AdapterUnavailableError(reason)
+        is_invalid = status == HTTPStatus.BAD_REQUEST and INVALID_ADAPTER in answer
+        raise (InvalidAdapterError if is_invalid else AdapterUnavailableError)(reason)
     log.info("adapter_kept", replica=replica.name, adapter=digest)

@@ -21,6 +21,7 @@ import uvloop
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
+from argosy.gateway.adapter_rollouts import AdapterRollouts
 from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
@@ -69,7 +70,7 @@ from argosy.gateway.residency_manager import ResidencyManager
 from argosy.gateway.routes import add_openapi_route, build_routes
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
-from argosy.gateway.version_comparison import LocalGate, OutcomeMeter, RouteWatcher
+from argosy.gateway.version_comparison import AdapterMeter, LocalGate, OutcomeMeter, RouteWatcher
 from argosy.http_server import (
     CertificateWatcher,
     HttpServer,
@@ -335,7 +336,10 @@ class GatewayServer:
             self._parts.append(self._build_fleet_part(store, self._fleet_pools))
             self._replica_logs = ReplicaLogs(config.fleet or "", store.replica_logs)
         generation = CompletionHandlers(
-            self._models, config, filters, fast_path, self._outcomes, cache
+            *(self._models, config, filters, fast_path),
+            outcomes=self._outcomes,
+            cache=cache,
+            adapter_meter=self._add_adapter_parts(),
         )
         residency = ResidencyManager(
             lambda: self._models.pools, generation.read_demand, config.model_memory_bytes
@@ -348,7 +352,6 @@ class GatewayServer:
         if store is not None:
             upkeep = [response_state.maintain_forever, background.watch_forever]
             self._parts.append(GatewayPart(tasks=upkeep, read_gauges=response_state.read_gauges))
-        self._parts.append(GatewayPart(tasks=[AdapterKeeper(self._models).run]))
         await self._registry.start()
         for part in self._parts:
             if part.start is not None:
@@ -358,6 +361,24 @@ class GatewayServer:
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, background, listen_sockets, tasks, descriptors_per_client)
+
+    def _add_adapter_parts(self) -> AdapterMeter | None:
+        """Add the parts that load adapters and roll their versions out. Returns their meter, which needs a store."""
+        keeper = AdapterKeeper(self._models)
+        self._parts.append(GatewayPart(tasks=[keeper.run]))
+        if self._account_sync is None:
+            return None
+        accounting, meter = self._account_sync.accounting, AdapterMeter(self._gateway_id)
+        rollouts = AdapterRollouts(
+            accounting.store.adapters,
+            self._models,
+            meter,
+            keeper,
+            on_changed=accounting.notify_changed,
+            on_rolled_back=lambda model: self._metrics.rollbacks.add((model,)),
+        )
+        self._parts.append(GatewayPart(tasks=[rollouts.run]))
+        return meter
 
     def _build_app(
         self,

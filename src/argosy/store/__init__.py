@@ -65,6 +65,7 @@ from argosy.store.quota_backend import (
 from argosy.store.quota_meters import QuotaDemand
 from argosy.store.record_tables import AccountTransaction, ChangeCheck, PageRequest
 from argosy.store.records import (
+    DEFAULT_STEP_S,
     AccountRecord,
     AccountSnapshot,
     Adapter,
@@ -90,6 +91,7 @@ from argosy.store.records import (
     ReplicaWeight,
     Role,
     RoleScope,
+    StepSeconds,
     Tier,
     Timestamp,
     TokenPrice,

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET, UnsetType
+from collections.abc import Collection, Mapping
 
+from msgspec import UNSET, UnsetType
+from sqlalchemy import func, select, update
+
+from argosy.store import schema
 from argosy.store.api_keys import generate_id
 from argosy.store.errors import ConflictError
+from argosy.store.fleet_store import FleetDocument
 from argosy.store.record_tables import (
     ALL_RECORDS,
     AccountTransaction,
     PageRequest,
     RecordTables,
 )
-from argosy.store.records import Adapter, Organisation, Project
+from argosy.store.records import DEFAULT_STEP_S, Adapter, Organisation, Project
 from argosy.store.validation import validate_record
+
+_NO_CANDIDATE: Mapping[str, int | None] = {
+    "candidate": None,
+    "candidate_percent": 0,
+    "step_s": None,
+}
+_NOT_REJECTED: Mapping[str, str | None] = {"rejected": None, "rejection": ""}
 
 
 class Adapters(RecordTables):
@@ -30,7 +42,8 @@ class Adapters(RecordTables):
         *,
         organisation: str | None = None,
         project: str | None = None,
-        candidate_percent: int = 0,
+        candidate_percent: int | UnsetType = UNSET,
+        step_s: float = DEFAULT_STEP_S,
         base_digest: str | None = None,
         pinned: bool | UnsetType = UNSET,
         min_replicas: int | UnsetType = UNSET,
@@ -45,7 +58,9 @@ class Adapters(RecordTables):
             digest: The version.
             organisation: Id of the owner. None for the project's, that of this view, or else all callers.
             project: Id of the project whose requests may name the adapter. None for the whole organisation.
-            candidate_percent: Share of the users whom the candidate answers.
+            candidate_percent: Share of the users whom the candidate answers, which a person then changes. Without it
+                gateways roll the candidate out: they raise its share step by step while the evidence permits it.
+            step_s: Shortest time of such a step.
             base_digest: Version of the base model that it was made for. None serves it on any.
             pinned: Whether all replicas keep it loaded.
             min_replicas: Number of replicas that keep it loaded without requests.
@@ -53,7 +68,7 @@ class Adapters(RecordTables):
             actor: Who makes the change.
 
         Raises:
-            ConflictError: The name is that of an adapter of another base model.
+            ConflictError: The name is that of an adapter of another base model, or the version was rolled back.
         """
         with self._begin_transaction(actor) as transaction:
             organisation = self._find_owner(transaction, organisation, project)
@@ -82,15 +97,28 @@ class Adapters(RecordTables):
                     f"{new.name!r} is an adapter of {adapter.base_model!r}. Remove it first, or choose another name."
                 )
             is_candidate = digest != adapter.digest and not replaces
+            is_known = is_candidate and digest == adapter.candidate
+            is_rollout = is_candidate and candidate_percent is UNSET
+            if is_rollout and digest == adapter.rejected:
+                raise ConflictError(
+                    f"This version of {new.name!r} was rolled back: {adapter.rejection}. Give it a share, or let it "
+                    "replace the one that answers."
+                )
+            percent = 0 if candidate_percent is UNSET else candidate_percent
+            if is_known and is_rollout:
+                percent = adapter.candidate_percent
             return transaction.update_record(
                 adapter,
                 "add_version",
                 digest=adapter.digest if is_candidate else digest,
                 candidate=digest if is_candidate else None,
-                candidate_percent=candidate_percent if is_candidate else 0,
+                candidate_percent=percent if is_candidate else 0,
+                rollout=generate_id("rollout") if is_candidate and not is_known else UNSET,
+                step_s=step_s if is_rollout else None,
                 base_digest=base_digest,
                 pinned=pinned,
                 min_replicas=min_replicas,
+                **(_NOT_REJECTED if digest == adapter.rejected else {}),
             )
 
     def get_adapter(self, adapter: str) -> Adapter:
@@ -112,7 +140,7 @@ class Adapters(RecordTables):
         min_replicas: int | UnsetType = UNSET,
         actor: str,
     ) -> Adapter:
-        """Change how an adapter is served.
+        """Change how an adapter is served. A share ends the rollout of the candidate, which stays at this share.
 
         Raises:
             ConflictError: A share is given although there is no candidate.
@@ -125,6 +153,7 @@ class Adapters(RecordTables):
                 found,
                 "change",
                 candidate_percent=candidate_percent,
+                step_s=UNSET if candidate_percent is UNSET else None,
                 pinned=pinned,
                 min_replicas=min_replicas,
             )
@@ -135,9 +164,71 @@ class Adapters(RecordTables):
             found = transaction.get_record(Adapter, adapter)
             if found.candidate is None:
                 raise ConflictError(f"{found.name!r} has no candidate. Add a version first.")
+            return _promote(transaction, found)
+
+    def follow_rollout(
+        self, compared: Adapter, percent: int | None, rejection: str = "", *, actor: str
+    ) -> Adapter:
+        """Change the share of a candidate as the evidence of its rollout says.
+
+        Nothing changes if the share or the candidate has changed meanwhile.
+
+        Args:
+            compared: The adapter as it was when the evidence was judged.
+            percent: New share. 0 rolls the candidate back, and None lets it answer all requests.
+            rejection: Why it is rolled back.
+            actor: Who makes the change.
+
+        Raises:
+            NotFoundError: The adapter was removed.
+        """
+        with self._begin_transaction(actor) as transaction:
+            found = transaction.get_record(Adapter, compared.id)
+            if _read_rollout(found) != _read_rollout(compared):
+                return found
+            if percent is None:
+                return _promote(transaction, found)
+            if percent:
+                return transaction.update_record(found, "raise_share", candidate_percent=percent)
             return transaction.update_record(
-                found, "promote", digest=found.candidate, candidate=None, candidate_percent=0
+                found,
+                "roll_back",
+                rejected=found.candidate,
+                rejection=rejection,
+                **_NO_CANDIDATE,
             )
+
+    def read_evidence(self, adapters: Collection[str]) -> dict[str, FleetDocument]:
+        """Return the evidence of the last rollouts of adapters with these ids."""
+        columns = schema.adapters.c
+        query = select(columns.id, columns.evidence_version, columns.evidence).where(
+            columns.id.in_(adapters), columns.evidence.is_not(None)
+        )
+        with self._database.read_transaction() as connection:
+            return {
+                row.id: FleetDocument(row.evidence_version, bytes(row.evidence))
+                for row in connection.execute(query)
+            }
+
+    def replace_evidence(self, adapter: str, evidence: bytes, *, after: int) -> bool:
+        """Replace the evidence of the last rollout, unless another process has done so meanwhile.
+
+        Args:
+            adapter: Id of the adapter.
+            evidence: The new evidence.
+            after: Version of the replaced one; 0 if there is none.
+
+        Returns:
+            Whether it was replaced.
+        """
+        columns = schema.adapters.c
+        query = (
+            update(schema.adapters)
+            .where(columns.id == adapter, func.coalesce(columns.evidence_version, 0) == after)
+            .values(evidence_version=after + 1, evidence=evidence)
+        )
+        with self._database.write_transaction() as connection:
+            return bool(connection.execute(query).rowcount)
 
     def remove(self, adapter: str, *, actor: str) -> None:
         """Remove the adapter with this id, or raise NotFoundError. Running requests end as they began."""
@@ -156,3 +247,14 @@ class Adapters(RecordTables):
         if organisation is not None:
             transaction.get_active_record(Organisation, organisation)
         return organisation
+
+
+def _read_rollout(adapter: Adapter) -> tuple[object, ...]:
+    return adapter.rollout, adapter.candidate, adapter.candidate_percent, adapter.step_s
+
+
+def _promote(transaction: AccountTransaction, found: Adapter) -> Adapter:
+    cleared = _NOT_REJECTED if found.candidate == found.rejected else {}
+    return transaction.update_record(
+        found, "promote", digest=found.candidate, **_NO_CANDIDATE, **cleared
+    )

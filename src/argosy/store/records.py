@@ -63,6 +63,9 @@ ContentDigest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 """Digest of the files of a model or an adapter, as the model store computes it."""
 MAX_ADAPTER_REPLICAS = 1000
 AdapterReplicas = Annotated[int, Meta(ge=0, le=MAX_ADAPTER_REPLICAS)]
+StepSeconds = Annotated[float, Meta(ge=1, le=86_400)]
+DEFAULT_STEP_S = 120.0
+"""Shortest time of a step of an adapter's rollout."""
 Percent = Annotated[int, Meta(ge=0, le=100)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
@@ -223,6 +226,15 @@ class Adapter(AccountRecord, frozen=True, kw_only=True):
     """Version that `promote` lets answer. None if there is no newer one."""
     candidate_percent: Percent = 0
     """Share of the users whom the candidate answers, in percent."""
+    rollout: str = ""
+    """Id of the comparison of the candidate with the version that answers. Empty if there never was a candidate."""
+    step_s: StepSeconds | None = None
+    """Shortest time of a step, after which gateways raise the candidate's share if the evidence permits it. None if a
+    person sets the share."""
+    rejected: ContentDigest | None = None
+    """Version that was rolled back last, which no rollout tries again."""
+    rejection: str = ""
+    """Why it was rolled back."""
     base_digest: ContentDigest | None = None
     """Digest of the base model that it was made for. None serves it on any version of the base model."""
     pinned: bool = False

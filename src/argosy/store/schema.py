@@ -215,9 +215,12 @@ adapters = Table(
     "adapters",
     metadata,
     *_record_columns(Adapter, organisation="organisations.id", project="projects.id"),
+    Column("evidence_version", BigInteger),
+    Column("evidence", LargeBinary),
     _list_index("adapters"),
     _list_index("adapters", "organisation"),
 )
+"""The evidence is that of the last rollout, as JSON with a version, which gateways replace. NULL before the first."""
 
 audit = Table(
     "audit",

@@ -13,6 +13,8 @@ from tests.support.fake_upstream import UpstreamRequest
 from tests.support.organisations import AdminGateway, Json, run_admin_gateway, unique_name
 from tests.support.waiting import until
 
+from argosy.policy.rollout import GateSettings
+
 FIRST, SECOND, THIRD = (f"sha256:{digit * 64}" for digit in "123")
 BODY: Json = {"model": "support", "prompt": "Say", "max_tokens": 2}
 ADAPTER_ROOT = "/adapters"
@@ -181,3 +183,102 @@ async def test_versions_change_and_end_as_their_operator_decides(gateway: Adapte
     assert {"adapter.create", "adapter.add_version", "adapter.promote", "adapter.delete"} <= {
         *actions
     }
+
+
+async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good version answers all at the end, and a broken one is rolled back and not tried again."""
+    rollouts = "argosy.gateway.adapter_rollouts"
+    monkeypatch.setattr(f"{rollouts}.CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
+    for name in ("MIN_BATCH_S", "MAX_BATCH_S"):
+        monkeypatch.setattr(f"argosy.policy.rollout.comparison.{name}", 0.05)
+    monkeypatch.setattr("argosy.policy.rollout.share_steps.SHARE_STEPS", (50, 100))
+    settings = GateSettings(max_miss_rate=0.3, max_false_rollbacks=0.2)
+    monkeypatch.setattr(f"{rollouts}.SETTINGS", settings)
+
+    async def lack_third(request: UpstreamRequest) -> None:
+        if request.body["model"] == THIRD:
+            request.send_json(404, {"error": {"message": "The model does not exist."}})
+        else:
+            await name_adapter(request)
+
+    replica = {"kind": "vllm", "adapter_root": ADAPTER_ROOT}
+    async with run_admin_gateway(
+        tmp_path, script=lack_third, replica_settings=replica, replica_names=["a"]
+    ) as running:
+        gateway = AdapterGateway(running)
+        _, user, operator = await gateway.add_tenant()
+        await gateway.load(operator, FIRST)
+
+        async def add(digest: str, fields: Json) -> httpx2.Response:
+            body = {"name": "support", "base_model": "big", "digest": digest} | fields
+            return await gateway.client.post("/admin/adapters", json=body, headers=operator)
+
+        async def ask_until(digest: str | None) -> Json:
+            """Send requests of many users until the adapter has this candidate, and return it."""
+            for _ in range(1000):
+                listed = await gateway.client.get("/admin/adapters", headers=operator)
+                adapter: Json = listed.json()["data"][0]
+                if adapter["candidate"] == digest:
+                    return adapter
+                await asyncio.gather(
+                    *(
+                        gateway.client.post(
+                            "/v1/completions", json=BODY | {"user": unique_name()}, headers=user
+                        )
+                        for _ in range(20)
+                    )
+                )
+            raise AssertionError(adapter)
+
+        added = (await add(SECOND, {"step_s": 1})).json()
+        assert added.items() >= {"candidate": SECOND, "candidate_percent": 0}.items()
+        assert added["rollout_status"] == "loading, and measuring the version that answers"
+        answering = await ask_until(None)
+        assert answering.items() >= {"digest": SECOND, "rejected": None}.items()
+        await add(THIRD, {"candidate_percent": 50})
+        kept = await ask_until(None)
+        assert kept.items() >= {"digest": SECOND, "rejected": THIRD}.items()
+        assert kept["rollout_status"].startswith("rolled back: errors is worse than in the stable")
+        refused = await add(THIRD, {})
+        assert (refused.status_code, "was rolled back" in refused.text) == (409, True)
+        entries = running.store.audit_log.list_entries(subject=kept["id"])
+        decided = [each for each in entries if each.actor == "adapter rollout"]
+        assert [each.action.removeprefix("adapter.") for each in decided] == [
+            *("roll_back", "promote", "raise_share", "raise_share"),
+        ]
+        assert "errors is worse" in str(decided[0].details)
+
+
+async def test_a_candidate_that_cannot_be_loaded_answers_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.adapter_rollouts.CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
+
+    async def refuse(request: UpstreamRequest) -> None:
+        error = {"code": "invalid_adapter", "message": "r is 0"}
+        request.send_json(400, {"error": error})
+
+    async with run_admin_gateway(
+        tmp_path, replica_settings={"kind": "argosy"}, replica_names=["a"]
+    ) as running:
+        running.upstreams[0].probe_script = refuse
+        body: Json = {"name": "support", "base_model": "big", "digest": FIRST}
+        headers = running.root_headers
+        for digest in (FIRST, SECOND):
+            body["digest"] = digest
+            added = await running.client.post("/admin/adapters", json=body, headers=headers)
+
+        path = f"/admin/adapters/{added.json()['id']}"
+
+        async def status() -> str:
+            adapter = (await running.client.get(path, headers=headers)).json()
+            return f"{adapter['candidate']} {adapter['rollout_status']}"
+
+        async with asyncio.timeout(30):
+            while "rolled back" not in (found := await status()):
+                await asyncio.sleep(0.02)
+        assert found == "None rolled back: it cannot be loaded: status 400: r is 0"

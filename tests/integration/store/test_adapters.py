@@ -46,6 +46,33 @@ def test_versions_of_an_adapter_are_added_promoted_and_removed(
     assert {"adapter.create", "adapter.add_version", "adapter.promote"} < {*actions}
 
 
+def test_rollout_changes_what_was_judged_only(store: Store) -> None:
+    """A share that a person set, or another gateway, is not overwritten. A bad version is not tried again."""
+    adapters = store.adapters
+    add = partial(adapters.add_version, "support", "chat", actor=ACTOR)
+    follow = partial(adapters.follow_rollout, actor=ACTOR)
+    added = add(FIRST)
+    judged = add(SECOND)
+    assert (judged.candidate_percent, judged.step_s) == (0, 120.0)
+    raised = follow(judged, 5)
+    assert follow(judged, None) == follow(judged, 0, "worse") == raised
+    paused = adapters.change_adapter(added.id, candidate_percent=10, actor=ACTOR)
+    assert paused.step_s is None
+    assert follow(raised, 25) == paused
+    resumed = add(SECOND, step_s=7)
+    assert (resumed.candidate_percent, resumed.rollout) == (10, judged.rollout)
+    for after, replaced in ((0, True), (0, False), (1, True)):
+        assert adapters.replace_evidence(added.id, b"%d" % after, after=after) is replaced
+    assert adapters.read_evidence([added.id])[added.id].content == b"1"
+    rejected = follow(resumed, 0, "worse")
+    assert (rejected.candidate, rejected.rejected, rejected.rejection) == (None, SECOND, "worse")
+    with pytest.raises(ConflictError, match="was rolled back: worse"):
+        add(SECOND)
+    by_hand = add(SECOND, candidate_percent=1)
+    assert (by_hand.rejected, by_hand.rollout != judged.rollout) == (None, True)
+    assert follow(by_hand, None).digest == SECOND
+
+
 @RULES
 def test_view_of_an_organisation_refuses_what_is_invalid_or_foreign(
     store: Store, organisation: Organisation

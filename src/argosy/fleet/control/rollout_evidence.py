@@ -21,7 +21,6 @@ from argosy.gateway import OtherFleetError, OutcomeQuery, OutcomeReport, Upstrea
 from argosy.policy.rollout import (
     EVENTS,
     Baseline,
-    BaselineRecorder,
     Comparison,
     GateRecord,
     GateStep,
@@ -30,8 +29,8 @@ from argosy.policy.rollout import (
     RequestOutcome,
     RolloutGate,
     RolloutRecord,
-    UserHistory,
     UserRates,
+    freeze_history,
 )
 from argosy.policy.traffic import UserTraffic
 from argosy.process import run_in_daemon_thread
@@ -74,14 +73,7 @@ def summarise_history(
     """Summarise recent requests of the stable version at the start of a rollout."""
     limits = objectives.ttft_p95_s, objectives.itl_p95_s
     judged = [each.judge_objective(*limits) for each in outcomes]
-    recorder = BaselineRecorder()
-    for outcome in judged:
-        recorder.record(outcome)
-    baseline = recorder.freeze(*limits)
-    users = UserHistory(baseline)
-    for outcome in judged:
-        users.record(outcome)
-    rates = users.freeze()
+    baseline, rates = freeze_history(judged, *limits)
     requests = Counter(each.key for each in judged if each.is_valid)
     by_user = [index for index, event in enumerate(EVENTS) if event.by_user]
     traffic = tuple(

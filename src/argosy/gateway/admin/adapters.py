@@ -6,8 +6,10 @@ calls send nothing to replicas, and never read a path that a client gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
+from argosy.gateway.adapter_rollouts import describe_rollout, read_verdict
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
     AdapterChange,
@@ -39,14 +41,11 @@ def list_adapters(scope: AdminScope, request: AdminRequest) -> Page[AdapterView]
     """List the adapters of the registry, oldest first, and on the first page those of the fleet file."""
     query, models = request.query, scope.replicas.models
     found = scope.adapters.list_adapters(query.organisation, query.page_request)
-    page = to_page([_view(scope, adapter) for adapter in found], AdapterView, query)
+    page = to_page(_view_all(scope, found), AdapterView, query)
     owner = scope.organisation_id or query.organisation
     if query.after is None:
-        page.data.extend(
-            _view(scope, adapter)
-            for adapter in models.declared_adapters
-            if owner in {None, adapter.organisation}
-        )
+        declared = [each for each in models.declared_adapters if owner in {None, each.organisation}]
+        page.data.extend(_view_all(scope, declared))
     return page
 
 
@@ -142,8 +141,27 @@ def unload_lora_adapter(scope: AdminScope, request: AdminRequest) -> Iterator[st
 
 
 def _view(scope: AdminScope, adapter: Adapter) -> AdapterView:
-    wanted, resident = scope.replicas.models.count_adapter_replicas(adapter)
-    return to_view(adapter, AdapterView, wanted_replicas=wanted, resident_replicas=resident)
+    return _view_all(scope, [adapter])[0]
+
+
+def _view_all(scope: AdminScope, adapters: Sequence[Adapter]) -> list[AdapterView]:
+    compared = [each.id for each in adapters if each.candidate is not None]
+    documents = scope.adapters.read_evidence(compared) if compared else {}
+    now, views = time.time(), []
+    for adapter in adapters:
+        wanted, resident = scope.replicas.models.count_adapter_replicas(adapter)
+        verdict = read_verdict(adapter, documents.get(adapter.id), now)
+        views.append(
+            to_view(
+                adapter,
+                AdapterView,
+                wanted_replicas=wanted,
+                resident_replicas=resident,
+                rollout_status=describe_rollout(adapter, verdict),
+                evidence=() if verdict is None else verdict.metrics,
+            )
+        )
+    return views
 
 
 def _find_adapter(scope: AdminScope, reference: str) -> Adapter | None:

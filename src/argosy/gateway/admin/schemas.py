@@ -9,7 +9,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from argosy.gateway.principal import PrincipalFields
+from argosy.policy.rollout import MetricVerdict
 from argosy.store import (
+    DEFAULT_STEP_S,
     Adapter,
     AdapterReplicas,
     AuditEntry,
@@ -34,6 +36,7 @@ from argosy.store import (
     RecordOrder,
     Role,
     RoleScope,
+    StepSeconds,
     Tier,
     Timestamp,
     TokenPrice,
@@ -82,6 +85,10 @@ class AdapterView(Adapter, frozen=True, kw_only=True, tag_field="object", tag="a
     """Number of replicas that keep it loaded; 0 if the next request loads it."""
     resident_replicas: int
     """Number of replicas that have it loaded, as this gateway knows."""
+    rollout_status: str
+    """State of the rollout of the candidate, or why the last one was rolled back. Empty if there was none."""
+    evidence: tuple[MetricVerdict, ...]
+    """Result of the comparison of the candidate with the version that answers, by metric."""
 
 
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
@@ -441,8 +448,11 @@ class NewAdapterVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Owner, by default the caller's organisation, or all callers for an operator of the whole gateway."""
     project: str | None = None
     """Project whose requests may name the adapter. By default all of the organisation's."""
-    candidate_percent: Percent = 0
-    """Share of the users whom a candidate answers."""
+    candidate_percent: Percent | UnsetType = UNSET
+    """Share of the users whom a candidate answers until a person changes it. By default it is rolled out: its share
+    grows while the evidence permits it."""
+    step_s: StepSeconds = DEFAULT_STEP_S
+    """Shortest time of a step of the rollout."""
     base_digest: ContentDigest | None = None
     """Digest of the base model that it was made for. By default it is served on any version of the base model."""
     pinned: bool | UnsetType = UNSET
@@ -455,6 +465,7 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Fields of an adapter to change. Omitted fields keep their values."""
 
     candidate_percent: Percent | UnsetType = UNSET
+    """Share of the users whom the candidate answers. It ends the rollout; 0 takes all users away from the candidate."""
     pinned: bool | UnsetType = UNSET
     min_replicas: AdapterReplicas | UnsetType = UNSET
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -210,30 +210,41 @@ class ModelRouter:
             pool = self._pools_by_name.get(adapter.base_model)
             if pool is None:
                 continue
-            versions = [adapter.digest]
-            if adapter.candidate is not None and adapter.candidate_percent:
-                versions.append(adapter.candidate)
-            for digest in versions:
+            versions = [(adapter.digest, adapter.min_homes)]
+            if adapter.candidate is not None and (adapter.candidate_percent or adapter.step_s):
+                versions.append((adapter.candidate, max(adapter.min_homes, 1)))
+            for digest, min_homes in versions:
                 rate = pool.adapter_rates.per_minute(digest, now)
-                if count_homes(rate, adapter.min_homes) > 1 or adapter.min_homes:
+                if count_homes(rate, min_homes) > 1 or min_homes:
                     missing += [
                         (replica, digest)
-                        for replica in pool.find_homes(digest, adapter.min_homes, now)
+                        for replica in pool.find_homes(digest, min_homes, now)
                         if replica.may_load_adapters
                         and not (replica.has_adapter(digest) or replica.health.is_down)
                     ]
         return missing
+
+    @property
+    def adapters(self) -> Iterable[Adapter]:
+        """All adapters."""
+        return self._adapters
+
+    def count_loaded(self, base_model: str, digest: str) -> int:
+        """Return how many replicas have a version of an adapter loaded. Thread-safe."""
+        pool = self._pools_by_name.get(base_model)
+        if pool is None:
+            return 0
+        return sum(replica.has_adapter(digest) for replica in [*pool.replicas.values()])
 
     def count_adapter_replicas(self, adapter: Adapter) -> tuple[int, int]:
         """Return on how many replicas an adapter is to be kept, and how many have it now. Thread-safe."""
         pool = self._pools_by_name.get(adapter.base_model)
         if pool is None:
             return 0, 0
-        replicas = [*pool.replicas.values()]
         rate = pool.adapter_rates.per_minute(adapter.digest, time.monotonic())
         wanted = count_homes(rate, adapter.min_homes) if rate or adapter.min_homes else 0
-        resident = sum(replica.has_adapter(adapter.digest) for replica in replicas)
-        return min(wanted, len(replicas)), resident
+        resident = self.count_loaded(adapter.base_model, adapter.digest)
+        return min(wanted, len(pool.replicas)), resident
 
     def apply_decision(self, setting: ReplicaSetting, stored_at: float) -> None:
         """Apply an operator's decision at once. Snapshots that may have been read before it do not undo it.
@@ -392,14 +403,17 @@ class ModelRouter:
                 f"{served} now. Its operator can add a version that was made for this one, or remove base_digest."
             )
             raise ApiError(409, "other_base_model", message, param="model")
-        version, reason = adapter, ""
+        version, reason, prefers_candidate = adapter, "", False
+        subject = find_subject(principal, headers, fields, request_id)
         if adapter.candidate is not None:
-            subject = find_subject(principal, headers, fields, request_id)
             prefers_candidate = _prefers_candidate(principal, headers)
             version = select_version(adapter, subject, prefers_candidate=prefers_candidate)
             is_candidate = version is not adapter
             reason = f"adapter {version.digest}: {'candidate' if is_candidate else 'stable'}"
-        return RouteTarget(pool, reason=reason, adapter=version)
+        assigned = AssignedVersion(
+            version.digest, not prefers_candidate, sticky_key(subject, per_session_tenants=())
+        )
+        return RouteTarget(pool, reason=reason, version=assigned, adapter=version)
 
     def find_rule(
         self,

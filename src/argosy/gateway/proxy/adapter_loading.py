@@ -23,7 +23,9 @@ from argosy.protocol import ADAPTER_HEADER, JSON_MEDIA_TYPE, invalid_request
 LOAD_TIMEOUT_S = 60.0
 RELOAD_INTERVAL_S = 10.0
 """Time for which a failed load call of a replica is not repeated."""
-ADAPTER_ERRORS = (b'"adapter_load_failed"', b'"invalid_adapter"', b'"model_not_found"')
+INVALID_ADAPTER = b'"invalid_adapter"'
+"""Error code of a native replica for files that no replica can serve, as its responses contain it."""
+ADAPTER_ERRORS = (b'"adapter_load_failed"', INVALID_ADAPTER, b'"model_not_found"')
 """Error codes of a native replica that cannot load an adapter, as its responses contain them."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -31,6 +33,10 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 class AdapterUnavailableError(UnsuitableReplicaError):
     """The replica does not have the adapter. The message says why."""
+
+
+class InvalidAdapterError(AdapterUnavailableError):
+    """The files of the adapter are at fault, so that no replica can load it."""
 
 
 class AdapterLostError(UpstreamRefusedError):

@@ -64,7 +64,7 @@ from argosy.gateway.request_fields import (
 )
 from argosy.gateway.request_trace import RequestTrace
 from argosy.gateway.upstream import UpstreamResponse
-from argosy.gateway.version_comparison import OutcomeMeter
+from argosy.gateway.version_comparison import AdapterMeter, OutcomeMeter
 from argosy.http_server import (
     LARGE_BODY_BYTES,
     Deadlines,
@@ -98,8 +98,10 @@ class CompletionHandlers:
         config: GatewayConfig,
         filters: Sequence[RequestFilter],
         fast_path: FastPath | None,
+        *,
         outcomes: OutcomeMeter | None = None,
         cache: ResponseCache | None = None,
+        adapter_meter: AdapterMeter | None = None,
     ) -> None:
         """Create the handlers.
 
@@ -110,6 +112,7 @@ class CompletionHandlers:
             fast_path: Native code that forwards streams; None for none.
             outcomes: Measures the versions of pools with rollouts; None outside of fleets.
             cache: Keeps answers by cache rules; None for none.
+            adapter_meter: Measures the versions of adapters; None without a store.
         """
         self._models = models
         self._config = config
@@ -117,6 +120,7 @@ class CompletionHandlers:
         self._fast_path = fast_path
         self._outcomes = outcomes
         self._cache = cache
+        self._adapter_meter = adapter_meter
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
@@ -362,21 +366,25 @@ class CompletionHandlers:
 
     def _on_request_admitted(self, context: RequestContext) -> None:
         """Let a request count in the comparison of versions, and copy it if the route of its pool says so."""
-        if self._outcomes is None or self._shadow_traffic is None or context.is_copy:
+        outcomes = self._outcomes if context.adapter is None else self._adapter_meter
+        if outcomes is None or context.is_copy:
             return
         try:
-            self._outcomes.on_request_admitted(context)
-            self._shadow_traffic.copy(context)
+            outcomes.on_request_admitted(context)
+            if self._shadow_traffic is not None:
+                self._shadow_traffic.copy(context)
         except Exception:
             log.exception("measurement_failed", model=context.pool.model)
 
     def _on_request_ended(self, context: RequestContext) -> None:
         """Measure a request for the comparison of versions, before its output is forgotten."""
-        if self._outcomes is None or self._shadow_traffic is None:
+        outcomes = self._outcomes if context.adapter is None else self._adapter_meter
+        if outcomes is None:
             return
         try:
-            self._outcomes.on_request_ended(context)
-            self._shadow_traffic.on_request_ended(context)
+            outcomes.on_request_ended(context)
+            if self._shadow_traffic is not None:
+                self._shadow_traffic.on_request_ended(context)
         except Exception:
             log.exception("measurement_failed", model=context.pool.model)
 

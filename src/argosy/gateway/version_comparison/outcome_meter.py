@@ -47,11 +47,16 @@ class ModelOutcomes:
 
     Args:
         gateway_id: Id of the gateway's process.
+        max_history: Requests of the stable version that are kept.
+        shares_replicas: Whether both versions are served by the same replicas, as those of an adapter are.
     """
 
-    def __init__(self, gateway_id: str) -> None:
+    def __init__(
+        self, gateway_id: str, max_history: int = MAX_HISTORY, *, shares_replicas: bool = False
+    ) -> None:
         self._gateway_id = gateway_id
-        self._history: deque[RequestOutcome] = deque(maxlen=MAX_HISTORY)
+        self._shares_replicas = shares_replicas
+        self._history: deque[RequestOutcome] = deque(maxlen=max_history)
         self._stable = ""
         self._rollout = ""
         self._candidate_replicas: set[str] = set()
@@ -105,6 +110,16 @@ class ModelOutcomes:
         self._aggregator.start_step(comparison.step)
         return batch
 
+    @property
+    def stable(self) -> str:
+        """Digest of the stable version. Empty before `apply`."""
+        return self._stable
+
+    @property
+    def history(self) -> tuple[RequestOutcome, ...]:
+        """Recent requests of the stable version, oldest first."""
+        return tuple(self._history)
+
     def on_admitted(self, context: RequestContext, version: AssignedVersion, now: float) -> None:
         """Count a request that was assigned at random, if a comparison runs."""
         comparison = self.comparison
@@ -138,7 +153,7 @@ class ModelOutcomes:
         if counted is not None:
             outcome = self._record(context, counted, now, is_running=False)
         elif version is not None and version.digest == self._stable:
-            outcome = build_outcome(context, Arm.STABLE, version.key, self._candidate_replicas, now)
+            outcome = self._build_outcome(context, Arm.STABLE, version.key, now)
         else:
             return
         if outcome is not None and outcome.arm is Arm.STABLE:
@@ -181,7 +196,7 @@ class ModelOutcomes:
         return OutcomeReport(
             gateway=self._gateway_id,
             batches=batches,
-            history=tuple(self._history) if query.wants_history else (),
+            history=self.history if query.wants_history else (),
             longest_request_s=max((each.age_s for each in self._history), default=0.0),
             compared_answers=self._compared_answers,
             equal_answers=self._equal_answers,
@@ -191,9 +206,7 @@ class ModelOutcomes:
         self, context: RequestContext, counted: _Counted, now: float, *, is_running: bool
     ) -> RequestOutcome | None:
         arm, key, has_pool_failed = counted
-        outcome = build_outcome(
-            context, arm, key, self._candidate_replicas, now, is_running=is_running
-        )
+        outcome = self._build_outcome(context, arm, key, now, is_running=is_running)
         if outcome is None and has_pool_failed:
             # Otherwise a version that always fails would have few errors: the other one takes its requests over.
             outcome = RequestOutcome(arm=arm, key=key, status=OutcomeStatus.FAILED, age_s=0.0)
@@ -204,6 +217,18 @@ class ModelOutcomes:
             )
             aggregator.record(outcome)
         return outcome
+
+    def _build_outcome(
+        self,
+        context: RequestContext,
+        arm: Arm,
+        key: tuple[str, str],
+        now: float,
+        *,
+        is_running: bool = False,
+    ) -> RequestOutcome | None:
+        replicas = None if self._shares_replicas else self._candidate_replicas
+        return build_outcome(context, arm, key, replicas, now, is_running=is_running)
 
 
 def _step_of(comparison: Comparison | None) -> tuple[str, int] | None:

@@ -19,7 +19,7 @@ def build_outcome(
     context: RequestContext,
     arm: Arm,
     key: tuple[str, str],
-    candidate_replicas: Collection[str],
+    candidate_replicas: Collection[str] | None,
     now: float,
     *,
     is_running: bool = False,
@@ -30,7 +30,7 @@ def build_outcome(
         context: The request.
         arm: Version that it is assigned to.
         key: What was assigned as one.
-        candidate_replicas: Names of the candidate's replicas.
+        candidate_replicas: Names of the candidate's replicas. None if both versions are served by the same ones.
         now: Monotonic time.
         is_running: Whether the request has reached the scoring age and goes on.
 
@@ -38,12 +38,16 @@ def build_outcome(
         The outcome. None if the version has not processed the request: it was never sent there, or was sent elsewhere
         because the replicas were full or drained.
     """
+    if context.is_adapter_missing and context.status == "failed":
+        return RequestOutcome(arm=arm, key=key, status=OutcomeStatus.FAILED, age_s=0.0)
     own: list[AttemptRecord] = []
     others: list[AttemptRecord] = []
     for attempt in context.trace.attempts:
         if attempt.sent_at is not None:
-            is_candidate = attempt.replica in candidate_replicas
-            (own if is_candidate is (arm is Arm.CANDIDATE) else others).append(attempt)
+            is_own = candidate_replicas is None or (
+                (attempt.replica in candidate_replicas) is (arm is Arm.CANDIDATE)
+            )
+            (own if is_own else others).append(attempt)
     if not own:
         return None
     status = _find_status(context, own, others, is_running=is_running)

@@ -7,9 +7,18 @@ race e-process for each `Metric`.
 `decide` follows the `RolloutPlan` of the declared version. Its inputs are the stored `PoolRollouts`, the commands of
 people, a `RolloutObservation` and the gate's verdict. Its results are the next record, the route of the pool (see
 `argosy.policy.traffic`) and the split of its replicas. All records are versioned, and a new controller needs no more.
+
+`decide_share` is for versions that share their replicas, which adapters do. Only the candidate's share changes.
 """
 
-from argosy.policy.rollout.baseline import Baseline, BaselineRecorder, UserHistory, UserRates
+from argosy.policy.rollout.baseline import (
+    MIN_SAMPLES,
+    Baseline,
+    BaselineRecorder,
+    UserHistory,
+    UserRates,
+    freeze_history,
+)
 from argosy.policy.rollout.comparison import Comparison, EventCell, OutcomeAggregator, OutcomeBatch
 from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
 from argosy.policy.rollout.gate_record import GateLimits, GateRecord, GateSettings, MetricRule
@@ -40,4 +49,10 @@ from argosy.policy.rollout.rollout_record import (
     RolloutState,
     RolloutStep,
     Transition,
+)
+from argosy.policy.rollout.share_steps import (
+    SHARE_STEPS,
+    ShareAction,
+    ShareDecision,
+    decide_share,
 )

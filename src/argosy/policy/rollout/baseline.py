@@ -8,7 +8,7 @@ otherwise be taken for a worse version.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -293,3 +293,25 @@ class UserHistory:
 def user_name(key: tuple[str, str]) -> str:
     """Return a sticky key as one string."""
     return f"{len(key[0])}:{key[0]}{key[1]}"
+
+
+def freeze_history(
+    outcomes: Sequence[RequestOutcome],
+    max_ttft_s: float | None = None,
+    max_time_per_token_s: float | None = None,
+) -> tuple[Baseline, UserRates]:
+    """Return the thresholds and the rates of users from recent requests of the stable version.
+
+    Args:
+        outcomes: The requests.
+        max_ttft_s: Declared objective, by which the requests were judged; None for none.
+        max_time_per_token_s: The same for the time per output token.
+    """
+    recorder = BaselineRecorder()
+    for outcome in outcomes:
+        recorder.record(outcome)
+    baseline = recorder.freeze(max_ttft_s, max_time_per_token_s)
+    users = UserHistory(baseline)
+    for outcome in outcomes:
+        users.record(outcome)
+    return baseline, users.freeze()

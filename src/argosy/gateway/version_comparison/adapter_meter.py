@@ -1,0 +1,72 @@
+"""Meter of a gateway for adapters: recent requests of the version that answers, and those of a running comparison."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+
+from argosy.gateway.request_context import RequestContext
+from argosy.gateway.rollout_messages import PublishedVersions
+from argosy.gateway.version_comparison.outcome_meter import ModelOutcomes
+from argosy.policy.rollout import Comparison
+from argosy.policy.traffic import PoolRoute
+from argosy.store import Adapter
+
+MAX_MEASURED_ADAPTERS = 200
+"""Adapters whose recent requests are kept, those of the latest requests."""
+MAX_HISTORY = 400
+"""Requests that are kept of each."""
+
+
+class AdapterMeter:
+    """Measures the versions of adapters. Not thread-safe: use it from one event loop.
+
+    Args:
+        gateway_id: Id of the gateway's process.
+    """
+
+    def __init__(self, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self._outcomes: OrderedDict[str, ModelOutcomes] = OrderedDict()
+        """Measurements by id of the adapter."""
+
+    def on_request_admitted(self, context: RequestContext) -> None:
+        """Record that all filters have admitted a request for an adapter."""
+        adapter, version = context.adapter, context.assigned_version
+        if adapter is not None and version is not None:
+            self.measure(adapter).on_admitted(context, version, time.monotonic())
+
+    def on_request_ended(self, context: RequestContext) -> None:
+        """Record the end of a request, before its output is forgotten."""
+        outcomes = None if context.adapter is None else self._outcomes.get(context.adapter.id)
+        if outcomes is not None and context.placement is not None:
+            outcomes.on_ended(context, context.assigned_version, time.monotonic())
+
+    def measure(self, adapter: Adapter) -> ModelOutcomes:
+        """Return the measurements of an adapter, and forget those of the adapter without requests for longest."""
+        outcomes = self._outcomes.get(adapter.id)
+        if outcomes is None:
+            outcomes = ModelOutcomes(self.gateway_id, MAX_HISTORY, shares_replicas=True)
+            self._outcomes[adapter.id] = outcomes
+            if len(self._outcomes) > MAX_MEASURED_ADAPTERS:
+                oldest = next(
+                    (name for name, each in self._outcomes.items() if each.comparison is None), ""
+                )
+                self._outcomes.pop(oldest, None)
+        self._outcomes.move_to_end(adapter.id)
+        if adapter.digest not in {adapter.candidate, outcomes.stable}:
+            outcomes.apply(publish_versions(adapter), time.time())
+        return outcomes
+
+    def end_comparisons(self, running: Collection[str]) -> None:
+        """Forget the measurements of the comparisons that do not run any more."""
+        for name, outcomes in tuple(self._outcomes.items()):
+            if name not in running and outcomes.comparison is not None:
+                del self._outcomes[name]
+
+
+def publish_versions(adapter: Adapter, comparison: Comparison | None = None) -> PublishedVersions:
+    """Return the versions of an adapter in the form in which a controller publishes those of a pool."""
+    route = PoolRoute(pool=adapter.id, version=1, stable=adapter.digest, rollout=adapter.rollout)
+    return PublishedVersions(model=adapter.id, route=route, comparison=comparison)
