@@ -279,6 +279,6 @@ async def test_a_candidate_that_cannot_be_loaded_answers_nobody(
             return f"{adapter['candidate']} {adapter['rollout_status']}"
 
         async with asyncio.timeout(30):
-            while "rolled back" not in (found := await status()):
+            while "rolled back" not in (found := await status()):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.02)
         assert found == "None rolled back: it cannot be loaded: status 400: r is 0"
