@@ -45,7 +45,9 @@ AllowedNetworks = Annotated[
 RouteFlags = Annotated[
     list[str] | None,
     typer.Option(
-        "--flag", help="Flag that routes can match, or `no-speculation`. May be repeated."
+        "--flag",
+        help="Flag that routes can match, or `no-speculation`, `stream-pacing-tokens` or `stream-pacing-interval`."
+        " May be repeated.",
     ),
 ]
 DEFAULT_NAME = "default"

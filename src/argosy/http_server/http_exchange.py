@@ -31,6 +31,10 @@ MAX_PIECE_BYTES = 64 * 1024
 """Size in bytes of the pieces in which a larger complete response is sent, at the speed of the client."""
 OPENAI_VERSION = b"2020-10-01"
 """Version of the OpenAI API. OpenAI has published no other."""
+CHUNK_FRAME_BYTES = len(b"100\r\n\r\n")
+"""Bytes around an HTTP chunk of 256 to 4095 bytes."""
+MIN_PADDING_BYTES = 256 + CHUNK_FRAME_BYTES
+"""Minimum size of the HTTP chunk that pads a write."""
 MAX_SDK_RETRY_S = 120
 """Longest delay in seconds for which SDKs may retry. Some SDKs would otherwise sleep for hours within a call."""
 UNIQUE_ID_DIGITS = 32
@@ -361,6 +365,22 @@ class HttpExchange:
         if self._translator is not None:
             comment = self._translator.translate_comment(comment)
         self._transport.write_nowait(comment)
+
+    def write_padded(self, data: bytes, multiple: int) -> None:
+        """Send a part of a stream and an SSE comment, which together have a multiple of bytes, of at most 2048.
+
+        Streams without comments are not padded. Nothing is sent without data to a client that reads too slowly.
+        """
+        transport, translator = self._transport, self._translator
+        if not data and transport.is_backpressured:
+            return
+        unsent_bytes = transport.unsent_bytes
+        if data:
+            self.write_nowait(data)
+        if translator is None or translator.stream_content_type == SSE_CONTENT_TYPE:
+            missing = unsent_bytes - transport.unsent_bytes - MIN_PADDING_BYTES
+            size = MIN_PADDING_BYTES + missing % multiple - CHUNK_FRAME_BYTES
+            transport.write_nowait(b":".ljust(size - len(b"\n\n")) + b"\n\n")
 
     def write_heartbeat(self, event: bytes) -> None:
         """Send an event without content at once, which keeps an idle stream alive."""

@@ -45,6 +45,7 @@ from argosy.gateway.proxy.response_writers import (
 from argosy.gateway.proxy.routing_preview import RoutingPreviewer
 from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
 from argosy.gateway.proxy.start_wait import find_start_wait_s
+from argosy.gateway.proxy.stream_pacing import pace_stream
 from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
@@ -244,7 +245,7 @@ class CompletionHandlers:
         writer: ResponseWriter = (
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
         )
-        if context.content is not None or self._models.rules[CacheRule]:
+        if context.content is not None or self._models.rules[CacheRule] or principal.flags:
             writer = self._wrap_writer(writer, context)
         try:
             await self._execute(context, self._filters, writer)
@@ -253,12 +254,12 @@ class CompletionHandlers:
             raise
         except ApiError as error:
             context.record_error(error)
-            await _end_stream_with_error(exchange, error)
+            await _end_stream_with_error(exchange, writer, error)
             raise
         except Exception:
             unexpected = internal_error()
             context.trace.error_code = unexpected.code
-            await _end_stream_with_error(exchange, unexpected)
+            await _end_stream_with_error(exchange, writer, unexpected)
             raise
         finally:
             self._on_request_ended(context)
@@ -271,7 +272,9 @@ class CompletionHandlers:
             context.error = None
 
     def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
-        """Return a writer that filters the response and keeps it, as the rules of the request say."""
+        """Return a writer that filters the response, keeps it and paces it, as rules and flags of its sender say."""
+        if isinstance(writer, StreamingWriter):
+            writer = pace_stream(writer, context.principal.flags) or writer
         if context.content is not None and context.content.filters_output:
             writer = ContentFilterWriter(writer, context, context.content)
         # Answers in Redis may reach a disk, and they are kept as they are before they are filtered.
@@ -589,9 +592,12 @@ def _check_pool(pool: Pool, fields: RequestFields, api: ApiShape) -> set[str]:
     return find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
 
 
-async def _end_stream_with_error(exchange: HttpExchange, error: ApiError) -> None:
+async def _end_stream_with_error(
+    exchange: HttpExchange, writer: ResponseWriter, error: ApiError
+) -> None:
     """Send the error as the last event of a stream that has started. The caller sends other error responses."""
     if exchange.status is not None and not exchange.response_complete:
+        writer.flush()
         exchange.write_nowait(format_event(error.encode_body(exchange.request_id)))
         await exchange.end_stream()
 

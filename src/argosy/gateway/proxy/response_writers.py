@@ -55,6 +55,9 @@ class ResponseWriter:
     def write_events(self, events: bytes) -> None:
         """Write complete SSE events."""
 
+    def flush(self) -> None:
+        """Send events that are held back, because an error ends the stream."""
+
     def send_keepalive(self) -> None:
         """Send the client a comment, if the response is a stream that has started."""
 
@@ -111,6 +114,11 @@ class StreamingWriter(ResponseWriter):
         self.has_output = True
         self._exchange.write_nowait(events)
 
+    def write_padded(self, events: bytes, multiple: int) -> None:
+        """Write events, of which there may be none, and a comment up to a multiple of bytes."""
+        self.has_output = True
+        self._exchange.write_padded(events, multiple)
+
     def send_keepalive(self) -> None:
         if self._exchange.status is not None:
             self._exchange.write_comment(KEEPALIVE_COMMENT)
@@ -163,6 +171,9 @@ class WrappingWriter(ResponseWriter):
 
     def write_events(self, events: bytes) -> None:
         self._writer.write_events(events)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def send_keepalive(self) -> None:
         self._writer.send_keepalive()
