@@ -153,6 +153,7 @@ from argosy.deployment.settings.routing_config import (
     RequestConditions,
     RouteConfig,
     TrafficTarget,
+    TruncationRule,
     build_traffic_route,
     read_classifier,
     rule_name,

@@ -18,7 +18,14 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from argosy.deployment import CacheRule, ContentRule, GatewayConfig, ModelConfig, RouteConfig
+from argosy.deployment import (
+    CacheRule,
+    ContentRule,
+    GatewayConfig,
+    ModelConfig,
+    RouteConfig,
+    TruncationRule,
+)
 from argosy.folders import state_folder
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
@@ -47,6 +54,10 @@ T = TypeVar("T")
 P = TypeVar("P", bound="FleetPools")
 
 
+_RULES_IN_FULL = ("content_rules[].", "cache_rules[].", "truncation_rules[].")
+"""Rules that are not applied without a setting that is unknown."""
+
+
 class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Version of the models, replicas and routes of a fleet. Versions are ordered by epoch, then by number."""
 
@@ -58,6 +69,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: Sequence[RouteConfig] = ()
     content_rules: Sequence[ContentRule] = ()
     cache_rules: Sequence[CacheRule] = ()
+    truncation_rules: Sequence[TruncationRule] = ()
     serving_replicas: Mapping[str, int] = {}
     """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
@@ -141,7 +153,7 @@ def _parse_pools(kind: type[P], body: bytes) -> tuple[P, tuple[str, ...]]:
             might leave than it permits.
     """
     pools, ignored = parse_request_body(kind, body)
-    unknown = [name for name in ignored if name.startswith(("content_rules[].", "cache_rules[]."))]
+    unknown = [name for name in ignored if name.startswith(_RULES_IN_FULL)]
     if unknown:
         message = (
             f"This version does not know {unknown[0]}. Upgrade the gateway, or remove the setting."
@@ -301,7 +313,11 @@ class FleetPoolsHandler:
         except (ValueError, OSError) as error:
             raise ApiError(400, "invalid_value", str(error)) from error
         self._registry.apply_config(
-            entries, [*pools.routes, *pools.content_rules, *pools.cache_rules]
+            entries,
+            [
+                *(*pools.routes, *pools.content_rules),
+                *(*pools.cache_rules, *pools.truncation_rules),
+            ],
         )
         self._registry.apply_startups(pools.startups)
         self._pools = pools

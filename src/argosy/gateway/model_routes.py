@@ -16,6 +16,7 @@ from argosy.deployment import (
     ContentRule,
     RequestConditions,
     RouteConfig,
+    TruncationRule,
     rule_name,
 )
 from argosy.gateway.principal import TIERS, Principal
@@ -31,6 +32,7 @@ RULE_SETTINGS: Mapping[type[RequestConditions], str] = {
     RouteConfig: "routes",
     ContentRule: "content_rules",
     CacheRule: "cache_rules",
+    TruncationRule: "truncation_rules",
 }
 """Name of the setting of each kind of rule."""
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from argosy.deployment import TruncationRule
 from argosy.gateway.backends import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -185,6 +186,8 @@ class RequestContext(msgspec.Struct, eq=False):
     serve it."""
     content: ContentSession | None = None
     """Filters of the request's content; None if no content rule matches."""
+    truncation: TruncationRule | None = None
+    """How the chat becomes shorter if it is too long; None if the gateway does not shorten it."""
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""
 

@@ -118,6 +118,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Cache rule of the request and how the cache answered; empty if no rule matched."""
     routing: list[dict[str, Any]] = []
     """Decisions of the routes that looked at the prompt, as in explanations; empty if none did."""
+    truncation: dict[str, Any] = {}
+    """Rule and dropped messages of a conversation that was too long, as in explanations; empty if none was dropped."""
     content: list[dict[str, Any]] = []
     """Content rule of the request with each finding, as in explanations; empty if no rule matched."""
 
@@ -193,6 +195,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             fields["routing"] = self.routing
         if self.cache:
             fields["cache"] = self.cache
+        if self.truncation:
+            fields["truncation"] = self.truncation
         if self.content:
             fields["content"] = self.content
         if self.idempotency is not None:

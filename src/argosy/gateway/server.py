@@ -41,6 +41,7 @@ from argosy.gateway.filters import (
     IdempotencyFilter,
     LimitFilter,
     TelemetryFilter,
+    TruncationFilter,
     UsageRecorder,
     read_redis_password,
 )
@@ -138,6 +139,7 @@ class GatewayServer:
                 routes=list(pools.routes),
                 content_rules=list(pools.content_rules),
                 cache_rules=list(pools.cache_rules),
+                truncation_rules=list(pools.truncation_rules),
             )
         self._config = config
         self._on_ready = on_ready
@@ -249,7 +251,7 @@ class GatewayServer:
                 filters += await self._build_store_filters(config.store, quota_backend, exit_stack)
                 if self._stop_requested.is_set():
                     return
-            filters.append(ContentFilter(self._metrics))
+            filters += [ContentFilter(self._metrics), TruncationFilter()]
             cache_store = create_idempotency_store(config.response_cache, *redis, "cache")
             await cache_store.start()
             exit_stack.push_async_callback(cache_store.close)

@@ -37,6 +37,7 @@ def check_size(config: FleetConfig) -> None:
         ("routes", len(config.routes)),
         ("content_rules", len(config.content_rules)),
         ("cache_rules", len(config.cache_rules)),
+        ("truncation_rules", len(config.truncation_rules)),
     ):
         if count > MAX_ITEMS:
             problem = f"it has more than {MAX_ITEMS:,} items or names. Use `argosy apply`."

@@ -51,6 +51,7 @@ _PUBLISHED_SETTINGS: dict[str, Any] = {
     "routes": [],
     "content_rules": [],
     "cache_rules": [],
+    "truncation_rules": [],
     "pools_file": None,
     "handover": None,
 }

@@ -18,6 +18,7 @@ from argosy.deployment.settings.routing_config import (
     RequestConditions,
     RouteConfig,
     TrafficTarget,
+    TruncationRule,
     read_classifiers,
     rule_name,
     validate_conditions,
@@ -217,6 +218,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Content rules in order. The first that matches a request decides what is filtered from its prompt and answer."""
     cache_rules: ByOperator[list[CacheRule]] = []
     """Cache rules in order. The first that matches a request decides whether its answer is kept for equal requests."""
+    truncation_rules: ByOperator[list[TruncationRule]] = []
+    """Truncation rules in order. The first that matches a chat decides how it becomes shorter if it is too long."""
     response_cache: ByOperator[IdempotencyConfig] = IdempotencyConfig()
     """Bounds of the answers that cache rules keep, in memory, or in `limits.redis` for all gateways."""
     fleet: ByCommandLine[
@@ -313,8 +316,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def rules(self) -> list[RequestConditions]:
-        """The routes, the content rules and the cache rules."""
-        return [*self.routes, *self.content_rules, *self.cache_rules]
+        """The routes, and the content, cache and truncation rules."""
+        return [*self.routes, *self.content_rules, *self.cache_rules, *self.truncation_rules]
 
     @property
     def model_memory_bytes(self) -> int | None:
@@ -340,7 +343,9 @@ def load_config(path: Path) -> GatewayConfig:
     return msgspec.structs.replace(config, models=models, routes=routes)
 
 
-RELOADABLE_SETTINGS = frozenset({"models", "routes", "content_rules", "cache_rules"})
+RELOADABLE_SETTINGS = frozenset(
+    {"models", "routes", "content_rules", "cache_rules", "truncation_rules"}
+)
 """Settings that a gateway applies while it runs. Changes of other settings need a restart."""
 
 
@@ -478,6 +483,7 @@ def _find_rule_problems(config: GatewayConfig, model_names: list[str]) -> Iterat
         ("routes", "route", config.routes),
         ("content_rules", "content rule", config.content_rules),
         ("cache_rules", "cache rule", config.cache_rules),
+        ("truncation_rules", "truncation rule", config.truncation_rules),
     )
     for setting, subject, rules in settings:
         names = [rule_name(rule, setting, index) for index, rule in enumerate(rules)]

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from argosy.policy import TruncationPolicy
 from argosy.policy.traffic import (
     ClassifierTarget,
     DailyWindow,
@@ -175,6 +176,18 @@ class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fie
     """Keep answers to requests with tools as well."""
     charge: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.0
     """Part of the model's price that a replayed answer costs."""
+
+
+class TruncationRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one truncation rule: its conditions, and how chats that are too long become shorter if they hold."""
+
+    policy: ByOperator[TruncationPolicy] = "oldest_turns"
+    """`refuse`, `oldest_turns`, or `middle`, which keeps the first turn too. A request with `truncation: disabled` is
+    refused if it is too long."""
+    keep: ByOperator[Annotated[float, Meta(ge=0.1, le=0.95)]] = 0.75
+    """Share of the context's room for prompts that is kept of a longer one. The next cut follows when it is full."""
+    answer_tokens: ByOperator[Annotated[int, Meta(ge=1)] | None] = None
+    """Tokens that are kept for answers of requests without a limit. By default an eighth of the context."""
 
 
 def validate_conditions(

@@ -277,6 +277,7 @@ class LeaderTerm:
             routes=list(declared.config.routes),
             content_rules=list(declared.config.content_rules),
             cache_rules=list(declared.config.cache_rules),
+            truncation_rules=list(declared.config.truncation_rules),
             serving_replicas=declared.count_by_model(self._autoscaler.desired_counts(declared)),
             desired_replicas=self._autoscaler.published_counts(),
             pool_models={pool.name: pool.model for pool in declared.config.pools},

@@ -13,7 +13,13 @@ import msgspec
 import structlog
 from msgspec import Raw
 
-from argosy.deployment import CacheRule, ContentRule, GatewayConfig, RequestConditions
+from argosy.deployment import (
+    CacheRule,
+    ContentRule,
+    GatewayConfig,
+    RequestConditions,
+    TruncationRule,
+)
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.content_session import ContentSession
 from argosy.gateway.http_route import find_deployment
@@ -321,6 +327,9 @@ class CompletionHandlers:
         pool = target.pool
         if target.route_name:
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
+        truncation = None
+        if self._models.rules[TruncationRule] or "truncation" in fields.raw:
+            truncation = self._find_truncation(exchange, fields, api, pool, principal)
         unsupporting = _check_pool(pool, fields, api)
         if target.adapter is not None:
             unsupporting |= find_replicas_without_adapters(pool)
@@ -353,7 +362,36 @@ class CompletionHandlers:
             trace=trace,
             started_at=time.time() - (now - exchange.arrived_at),
             content=content,
+            truncation=truncation,
         )
+
+    def _find_truncation(
+        self,
+        exchange: HttpExchange,
+        fields: RequestFields,
+        api: ApiShape,
+        pool: Pool,
+        principal: Principal,
+    ) -> TruncationRule | None:
+        """Return how a chat becomes shorter that is too long; None to leave it to the replica.
+
+        A rule that shortens marks the chat as one that may be too long.
+        """
+        if api is not CHAT:
+            return None
+        asked = bytes(fields.raw.get("truncation", b""))
+        if asked == b'"disabled"':
+            return None
+        matched = self._find_rule(TruncationRule, principal, exchange, fields, pool)
+        if matched is not None and isinstance(matched.config, TruncationRule):
+            rule = msgspec.structs.replace(matched.config, name=matched.name)
+            if rule.policy == "refuse":
+                fields.raw.pop("truncation", None)
+                return None
+            fields.raw["truncation"] = Raw(b'"auto"')
+            return rule
+        kinds = {replica.kind for replica in pool.replicas.values()}
+        return TruncationRule() if asked == b'"auto"' and kinds - {"argosy"} else None
 
     def _find_content(
         self, exchange: HttpExchange, fields: RequestFields, pool: Pool, principal: Principal
